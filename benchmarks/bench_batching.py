@@ -14,7 +14,7 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.load_inquirer import WorkCounters
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.profiler_manager import ProfilerManager
-from scheduler_components.reference.engine.control import BatcherState
+from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings
 from scheduler_components.values import SyncCall
 
 NAME = "batching"
@@ -49,8 +49,8 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     sizer = DynamicChunkSizer(page_size=16)
     sized = DynamicChunkSizer(page_size=16, model=PrefillLatencyModel(5_000, 40, 20))
     with running_scheduler(64) as scheduler:
-        terms = scheduler.batcher.terms
-        state = InternalState(providers=(BatcherState(batcher=scheduler.batcher), terms.chunk_sizer, session))
+        terms = scheduler.batcher.budget
+        state = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), terms.chunk_sizer, session))
         parts: dict[str, tuple[Callable[[], object], float]] = {
             "the exchange of 8 replicas under DP attention, without its transport": (
                 lambda: sync.exchange(shape, intent),

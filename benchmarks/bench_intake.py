@@ -22,9 +22,15 @@ from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.messages import Command, CommandReader, SubmitRequest, encode, pack_tokens
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.messages import (
+    CommandDecoder,
+    RankCommand,
+    SubmitRequest,
+    encode,
+    pack_tokens,
+)
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import ForwardMode
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
@@ -157,10 +163,10 @@ class _Leader:
         self.front.send(encode(SubmitRequest(f"r{number}", _PROMPT, SamplingLimits(max_new_tokens=1), 1, number)))
         self.commands.poll()
 
-    def _intake(self, recv_interval: int) -> RequestReceiver[Command]:
+    def _intake(self, recv_interval: int) -> RequestReceiver[RankCommand]:
         return RequestReceiver(
             rank="leader",
-            reader=CommandReader(),
+            reader=CommandDecoder(),
             source=ZmqInputSource(socket=self.commands),
             relay=ZmqLeaderRelay(followers=self.others, wait_for=lambda *_: True),
             blocker=InputBlocker(),

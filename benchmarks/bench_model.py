@@ -56,8 +56,8 @@ class _Bench:
         from scheduler_components.reference.device.torch_device import TorchDevice
         from scheduler_components.reference.device.torch_model import inspect_model, load_model
         from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
-        from scheduler_components.reference.engine.host_tiers import open_host_tiers, torch_kv
-        from scheduler_components.reference.engine.scheduler import Scheduler
+        from scheduler_components.reference.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
+        from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
         spec = inspect_model(path)
         self.peer: Any = load_model(spec)
@@ -72,8 +72,8 @@ class _Bench:
         )
         parallel, policy = ParallelState(), HiCachePolicy(prefetch="wait_complete")
         hicache = HiCacheConfig(host_tokens=_HOST_TOKENS, storage="file", storage_path=directory, policy=policy)
-        kv = torch_kv(self.pool, model=spec.identity)
-        self.tiers = open_host_tiers(kv, hicache, config, parallel, domain=ParallelGroups())
+        kv = make_torch_kv_memory(self.pool, model=spec.identity)
+        self.tiers = open_hicache_tiers(kv, hicache, config, parallel, domain=ParallelGroups())
         self.device = _TimedDevice(
             TorchDevice(model=load_model(spec), pool=self.pool, layer_counter=self.tiers.layer_counter)
         )
@@ -81,7 +81,7 @@ class _Bench:
         self._num_requests = 0
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        from scheduler_components.reference.engine.request import Request, SamplingLimits
+        from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
 
         self._num_requests += 1
         self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))

@@ -18,9 +18,9 @@ from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.quiesce import quiesce_of
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 NAME = "quiesce"
 _RUNNING = 64
@@ -77,7 +77,7 @@ def _scheduler(scale: Scale, num_timed: int) -> Iterator[tuple[Scheduler, Quiesc
         scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(20):
         scheduler.step()
-    yield scheduler, quiesce_of(scheduler, state, domain=ParallelGroups())
+    yield scheduler, make_quiesce_stepper(scheduler, state, domain=ParallelGroups())
     scheduler.close()
 
 

@@ -23,8 +23,8 @@ from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_sink
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 NAME = "step"
 RUNNING = (16, 64, 256)
@@ -107,7 +107,7 @@ def _inquiries(scale: Scale) -> Iterator[Measurement]:
 def _latencies(scale: Scale) -> Measurement:
     """Each call is a step: the requests took one token each since the last one."""
     with running_scheduler(64) as scheduler:
-        requests, book, ones = list(scheduler.queues.running), scheduler.book, [1] * 64
+        requests, book, ones = list(scheduler.queues.running), scheduler.request_metrics, [1] * 64
 
         def one_by_one() -> None:
             for request in requests:
@@ -140,18 +140,18 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
 
 def _ledger_of(scheduler: Scheduler) -> Callable[[], None]:
     """What a decode of 64 requests calls: four of them take a page."""
-    owners, growing, page = scheduler.guard.owners, scheduler.queues.running[:4], [1]
+    owners, growing, page = scheduler.integrity.owners, scheduler.queues.running[:4], [1]
 
     def step() -> None:
         for request in growing:
             if request.is_sampled:
-                owners.record("allocated", "full", request.rid, "RequestPages.grow", page)
+                owners.record("allocated", "full", request.rid, "RequestKvCache.grow", page)
 
     return step
 
 
 def _checks_of(scheduler: Scheduler) -> Callable[[], None]:
-    progress, checker = scheduler.guard.progress, scheduler.guard.checker
+    progress, checker = scheduler.integrity.progress, scheduler.integrity.checker
 
     def step() -> None:
         for phase in ("tiers", "batch", "device", "results", "report", "idle"):

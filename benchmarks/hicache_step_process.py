@@ -16,7 +16,7 @@ from scheduler_components.agreement import BLOCK_INTS
 from scheduler_components.hicache import HiCacheStepper, HiRadixCache, ParallelGroups, SyncCall, world_rank_groups
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.reference.engine.zmq_sync import open_zmq_groups
+from scheduler_components.reference.engine.rank.zmq_sync import open_zmq_groups
 
 _WARM_UP_STEPS = 50
 

@@ -158,13 +158,15 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "observability.catalog": (
-            "SCHEDULER_METRICS ALL_METRICS SCHEDULER_HISTOGRAMS INFO_METRICS LOG_METRICS OUTPUT_METRICS RELAY_METRICS METRIC_GROUPS SGLANG_PREFIX "
-            "STATE_METRICS STREAM_METRICS STREAM_STATE_METRIC InfoMetric Metric MetricGroup StateMetric render_markdown "
-            "render_stream_markdown"
+            "SCHEDULER_METRICS ALL_METRICS SCHEDULER_HISTOGRAMS INFO_METRICS LOG_METRICS OUTPUT_METRICS RELAY_METRICS "
+            "METRIC_GROUPS SGLANG_PREFIX STATE_METRICS STREAM_METRICS STREAM_STATE_METRIC InfoMetric Metric "
+            "MetricGroup StateMetric render_markdown render_stream_markdown"
         ),
         "observability.conformance": "ConformanceReport RuleResult StreamReport check_conformance",
         "observability.conformance_files": "badge_json junit_xml",
-        "observability.doctor": "CheckResult DoctorOptions Severity diagnose_stream check_worker exit_code render_report_json",
+        "observability.doctor": (
+            "CheckResult DoctorOptions Severity diagnose_stream check_worker exit_code render_report_json"
+        ),
         "observability.http_status": "StatusSource error_response status_routes",
         "observability.http_kv_pool": "KvPoolSource kv_pool_route",
         "observability.kv_pool_client": "KvPoolPage KvPoolPlace KvPoolUnreadableError fetch_kv_pool",

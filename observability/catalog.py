@@ -1,6 +1,7 @@
 """The one table of metrics: the name of each, its meaning, and where its value is.
 
-A collector exposes what is in ``METRIC_GROUPS`` and nothing else; the documentation and the dashboard are written from it.
+A collector exposes what is in ``METRIC_GROUPS`` and nothing else; the documentation and the dashboard are written from
+it.
 To add a metric, add a field to the value that the section reads, and a row here.
 
 Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards and
@@ -168,7 +169,8 @@ class MetricGroup:
     Attributes:
         title: its heading in the documentation.
         stats_kind: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
-            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStreamStats``, ``log`` is ``LogStats``;
+            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStreamStats``, ``log`` is
+            ``LogStats``;
             ``collector`` is what a collector itself knows.
         metrics: in the order of the documentation.
     """

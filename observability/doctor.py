@@ -1,6 +1,7 @@
 """Examines a worker by its URL: dials what it advertises, and says what is wrong and how to correct it.
 
-``check_worker`` looks in the order in which things depend on each other (description, pages, ports, load gauges, streams,
+``check_worker`` looks in the order in which things depend on each other (description, pages, ports, load gauges,
+streams,
 topics) and stops where nothing further can be seen. Each thing looked at gives a ``CheckResult``.
 """
 

@@ -6,7 +6,8 @@ batch, every replica must take part in it, with an idle batch where it has none,
 captured graph or not. A replica that prefills while the others decode makes them wait; the next step it is another one.
 
 **One packed gather per step.** Each replica packs the shape of the batch that it has made, and what it would do in the
-next step, into a few integers. They go through the same agreement as everything else (``ParallelGroups``): slots of its own
+next step, into a few integers. They go through the same agreement as everything else (``ParallelGroups``): slots of its
+own
 replica are filled, those of others hold the largest integer, and the minimum over all ranks is the gather. A rank meets
 the ranks with its own CP and TP coordinates in the other replicas; the ranks of a replica make equal calls, so all of
 them hear the same. Nothing stands before the collective: a replica without work comes too.

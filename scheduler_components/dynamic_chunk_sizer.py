@@ -9,7 +9,8 @@ which for a whole prompt (h = 0) is SGLang's quadratic f(l) = a l^2 + b l + c (0
 profiles synthetic prefills before it serves; here the fit learns from the steps that happen anyway, and forgets.
 
 What is learned comes from a clock, and each rank has its own. Ranks must cut the same chunks, so a fit is never used by
-itself: ``DynamicChunkSizer`` goes by the model that it was given (``model``), which is given to all ranks of a replica before
+itself: ``DynamicChunkSizer`` goes by the model that it was given (``model``), which is given to all ranks of a replica
+before
 the same step, for example through ``InternalState``.
 """
 

@@ -1,6 +1,7 @@
 """Being told of a fork, for what belongs to one process: sockets, locks, shared pages.
 
-In a child, ``after_fork_in_child`` is called on each before any other code runs. From then on it does nothing with what it has of
+In a child, ``after_fork_in_child`` is called on each before any other code runs. From then on it does nothing with what
+it has of
 its parent, except to close copies of file descriptors; to send raises ``ForkedPublisherError``; to close does nothing.
 To ask for the process's number in every call instead would cost a system call per batch.
 """

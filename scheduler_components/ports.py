@@ -259,7 +259,7 @@ class AllocationSink(Protocol):
                 ``unlocked`` cached ones.
             pool: of the pages.
             holder: whose they are, or were.
-            component: the code that acts, for example ``RequestPages.grow``.
+            component: the code that acts, for example ``RequestKvCache.grow``.
             pages: must not be changed afterwards: they are kept, not copied.
         """
         ...
@@ -792,7 +792,8 @@ class DeviceMemory(Protocol):
     """The pages of the device tier: ``hicache.SimulatedDeviceMemory``, ``hicache.TorchDeviceMemory``.
 
     Called by ``hicache.HostPool`` on the thread that copies, one layer at a time, so that a forward may use a layer
-    while the next one is on its way. ``layer_view`` is the host's memory of that layer. Page numbers were checked by the
+    while the next one is on its way. ``layer_view`` is the host's memory of that layer. Page numbers were checked by
+    the
     caller.
     """
 
@@ -824,7 +825,8 @@ class DeviceMemory(Protocol):
 
 
 class LayerDoneCounter(Protocol):
-    """Where a forward waits for pages that are still on their way to the device: ``HostTiers.fence`` of the reference
+    """Where a forward waits for pages that are still on their way to the device: ``HiCacheTiers.fence`` of the
+    reference
     engine. Called by a device, on the thread of its forward.
     """
 
@@ -982,7 +984,8 @@ class SyncGroup(Protocol):
         ...
 
 
-# Input: what comes to the leading rank, and how it reaches all ranks of the replica. Used by ``intake.RequestReceiver``.
+# Input: what comes to the leading rank, and how it reaches all ranks of the replica. Used by
+# ``intake.RequestReceiver``.
 
 Message_co = TypeVar("Message_co", covariant=True)
 
@@ -1011,7 +1014,9 @@ class MessageDecoder(Protocol[Message_co]):
 
 
 class InputRelay(Protocol):
-    """Brings the leading rank's input to all ranks of the replica: ``intake.SyncGroupRelay``, ``intake.ZmqLeaderRelay``."""
+    """Brings the leading rank's input to all ranks of the replica: ``intake.SyncGroupRelay``,
+    ``intake.ZmqLeaderRelay``.
+    """
 
     def broadcast(self, own: RelayedInput) -> RelayedInput:
         """Return what the leading rank brings. Every rank calls it equally often; the leading one gets ``own`` back.
@@ -1066,7 +1071,8 @@ class NullRejectionSink:
         pass
 
 
-# Rest: what is paused, emptied, changed and given back. Called by ``quiesce.QuiesceController``, in one order on all ranks.
+# Rest: what is paused, emptied, changed and given back. Called by ``quiesce.QuiesceController``, in one order on all
+# ranks.
 
 
 class ComputeGate(Protocol):

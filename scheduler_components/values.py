@@ -395,7 +395,7 @@ class AllocationRecord(msgspec.Struct, frozen=True):
     Attributes:
         step: of the scheduler.
         phase: what the step was at, for example ``results``.
-        component: the code that did it, for example ``RequestPages.grow``.
+        component: the code that did it, for example ``RequestKvCache.grow``.
         action: what it did.
         holder: id of the request, session or copy.
         pool: of the pages.

@@ -22,11 +22,19 @@ FLOORS = (
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),
     ("ports", "shm_board"),
-    ("kv_events", "cache"),
-    ("load", "metrics", "hicache", "intake", "integrity"),
+    ("agreement", "control_requests"),
+    ("kv_events", "cache", "torch_sync"),
+    ("load", "metrics", "hicache", "step_progress", "weight_updater"),
+    ("sync_input_relay", "zmq_input_relay", "zmq_idle_sleeper", "recv_skipper", "input_blocker"),
+    ("request_receiver",),
+    ("allocation_log", "watchdog", "audited_pools", "published_blocks"),
+    ("invariant_rules", "thread_watchdog", "pool_stats_observer"),
+    ("invariant_checker",),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "batch_result_processor"),
-    ("batching", "profiling", "internal_state"),
-    ("load_publisher", "server_info", "kv_pool_reader", "quiesce"),
+    ("dp_attn", "dynamic_chunk_sizer", "new_token_ratio_tracker", "internal_state"),
+    ("profiler_manager", "torch_profiler", "thread_stack_sampler"),
+    ("load_publisher", "server_info", "kv_pool_reader", "quiesce_state", "torch_weight_updater"),
+    ("quiesce",),
     ("scheduler_components",),
     ("engines",),
     ("testing", "component_lint"),
@@ -93,7 +101,10 @@ def test_packages_are_entered_by_their_doors(path: Path) -> None:
     for module, what in kit_imports(path):
         asked = room_of(module)
         package = asked if asked.startswith(("observability", KIT)) else f"{KIT}.{asked}"
-        assert asked == room or module == package, f"{name(path)} imports {what} from {module}, not from {package}"
+        is_private = asked.startswith("reference")  # it exports nothing: ask the file itself
+        assert asked == room or is_private or module == package, (
+            f"{name(path)} imports {what} from {module}, not from {package}"
+        )
 
 
 def test_no_file_imports_itself_round_a_corner() -> None:
@@ -142,7 +153,7 @@ def test_a_door_opens_for_every_name_on_it(path: Path) -> None:
 
 DOORS = "scheduler_components scheduler_components.kv_events scheduler_components.cache scheduler_components.load "
 DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_components.testing observability "
-DOORS += "scheduler_components.engines scheduler_components.intake"
+DOORS += "scheduler_components.engines scheduler_components.request_receiver"
 
 
 @pytest.mark.parametrize("module", DOORS.split())

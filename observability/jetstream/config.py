@@ -58,7 +58,8 @@ def _is_file(_: object, attribute: attrs.Attribute[str | None], value: object) -
 class JetStreamConfig:
     """Where the broker is and how much it keeps.
 
-    A log's limits bound the broker's disk and what a late reader must read after the snapshot. The snapshot is written anew
+    A log's limits bound the broker's disk and what a late reader must read after the snapshot. The snapshot is written
+    anew
     when half of any limit is used up, so the broker drops only what the snapshot has.
 
     Attributes:

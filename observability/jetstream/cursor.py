@@ -12,9 +12,11 @@
 #
 # The writer's side of the contract (writer.py):
 #
-#   W1. snapshot + the messages behind it = the state. No message is sent that would make the broker drop one that the snapshot
+#   W1. snapshot + the messages behind it = the state. No message is sent that would make the broker drop one that the
+#   snapshot
 #       does not have: a new snapshot is stored first. The log is bounded, and no reader comes too late.
-#   W2. In each life the snapshot and its pointer come first, then messages, then beats. A pointer is written only in the place
+#   W2. In each life the snapshot and its pointer come first, then messages, then beats. A pointer is written only in
+#   the place
 #       of the pointer that its writer knows: of two writers the older finds out, and stops.
 #       A batch whose id somebody else used, or that is larger than a message, goes by a snapshot.
 #   W3. A message whose acknowledgement does not come is sent again under the same id, and what followed it, too. The
@@ -27,15 +29,18 @@
 #       another digest is not the writer's. What is ahead is held, up to as many as may be under way.
 #   R2. LIVE needs a proof: the digest of a heartbeat, at its number. Every message since then proves itself by R1.
 #   R3. A reader that stands still over some beats, although the writer is ahead, has lost something: it begins with
-#       the snapshot, in a staging view, which replaces the present one when a heartbeat has proved it. Where that leads nowhere
+#       the snapshot, in a staging view, which replaces the present one when a heartbeat has proved it. Where that leads
+#       nowhere
 #       (somebody emptied the log), it says so, and the writer stores another snapshot.
-#   R4. A heartbeat that contradicts the view does the same at once. A heartbeat of another epoch is a reason to look at the pointer:
+#   R4. A heartbeat that contradicts the view does the same at once. A heartbeat of another epoch is a reason to look at
+#   the pointer:
 #       a new life if the pointer says so, else a writer that does not know yet that another took its place.
 #   R5. Who is not heard, writer or broker, is not LIVE. The view stays until the owner gives up.
 #
 # Nothing but beats makes a reader ask, so questions are paced by the writer, whatever stands in the log.
 #
-# Honest limit: who may write to the subjects may forge a batch that fits. It is found by the next heartbeat, and read again
+# Honest limit: who may write to the subjects may forge a batch that fits. It is found by the next heartbeat, and read
+# again
 # with every snapshot, until the snapshot has passed it. The broker's permissions keep others out.
 
 from __future__ import annotations
@@ -79,7 +84,9 @@ _MAX_PAST = 1_024
 
 
 _PATIENCE = 3
-"""Failed questions in a row after which the writer is asked for another snapshot: the one that there is may be damaged."""
+"""Failed questions in a row after which the writer is asked for another snapshot: the one that there is may be
+damaged.
+"""
 
 
 class ReadPointer(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +96,9 @@ class ReadPointer(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """Read the snapshot that ``pointer`` names; answer by ``on_snapshot_read``. Of an answer only the latest question counts."""
+    """Read the snapshot that ``pointer`` names; answer by ``on_snapshot_read``. Of an answer only the latest question
+    counts.
+    """
 
     ask: int
     pointer: SnapshotPointer

@@ -120,7 +120,9 @@ class LogFollower:
             self._deadlines.dead_s = math.inf
 
     def _is_of_writer(self, heartbeat: LogHeartbeat) -> bool:
-        """True for a heartbeat of the life that is followed, or read now; before there is one, any is a sign of life."""
+        """True for a heartbeat of the life that is followed, or read now; before there is one, any is a sign of
+        life.
+        """
         cursor = self.cursor
         return (
             cursor.state is StreamState.SYNCING
@@ -182,7 +184,8 @@ class LogFollower:
         if self.cursor.open_request_id is None:
             self._deadlines.answer_s = math.inf
         if self.cursor.state not in _UNHEARD and self._deadlines.silent_s == math.inf:
-            # It may come to be LIVE without another heartbeat, by a snapshot and the log: also then silence must end that.
+            # It may come to be LIVE without another heartbeat, by a snapshot and the log: also then silence must end
+            # that.
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
         if self.cursor.state is not self._told:
             old, self._told = self._told, self.cursor.state

@@ -112,8 +112,10 @@ class LogStats(msgspec.Struct, frozen=True, gc=False):
 class LogWriter:
     """One stream's numbers, window and snapshot, and how far the broker has them.
 
-    The broker may keep the ``limits`` and no more. So no message goes out that would make it drop one which the snapshot
-    in the bucket does not have: a new snapshot comes first. What the broker could not take for so long that the window has
+    The broker may keep the ``limits`` and no more. So no message goes out that would make it drop one which the
+    snapshot
+    in the bucket does not have: a new snapshot comes first. What the broker could not take for so long that the window
+    has
     passed it goes out as a snapshot, too.
 
     Attributes:
@@ -255,7 +257,8 @@ class LogWriter:
         return ""
 
     def build_snapshot(self) -> Generator[None, None, tuple[Snapshot, int]]:
-        """Make the snapshot of the present state, in slices; returns it and the log's traffic then, for ``on_snapshot_stored``.
+        """Make the snapshot of the present state, in slices; returns it and the log's traffic then, for
+        ``on_snapshot_stored``.
 
         Batches may be appended between two slices; they are in it.
         """

@@ -82,7 +82,8 @@ class _Stream:
         news: something may be sent; snapshot_due: a snapshot may be due.
         under_way: messages whose acknowledgement is awaited, with the time of sending, the oldest first.
         slot: the object that the pointer names, whoever wrote it; -1 without a pointer. revision: of that pointer.
-        has_begun: a pointer of this writer's was stored: one of a life that is not among its ``epochs`` means that another
+        has_begun: a pointer of this writer's was stored: one of a life that is not among its ``epochs`` means that
+        another
             writer took over.
     """
 

@@ -130,8 +130,8 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "observability.kv_stream.discovery": (
-            "NoStreamsError UnreachableError parse_addresses static_address discover fetch_json fetch_page escape_unprintable "
-            "parse_worker_url"
+            "NoStreamsError UnreachableError parse_addresses static_address discover fetch_json fetch_page "
+            "escape_unprintable parse_worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
         "observability.kv_stream.zmq_subscriber": "FairRLock Subscriber open_subscriber wait_any",

@@ -45,7 +45,8 @@
 # What recovery costs the publisher is bounded, whatever comes. A stale queue or a forger may bring a gap with every
 # frame, and to ask at each would cost one answer per frame. So questions have a credit (``ReplayCredit``), which the
 # owner gives back by the clock. A gap that finds no credit is remembered, the frames behind it are read and dropped,
-# and one question about all of them follows with the next credit (``on_credit_available``). A batch is numbered before it is sent:
+# and one question about all of them follows with the next credit (``on_credit_available``). A batch is numbered before
+# it is sent:
 # if the publisher, asked after a frame came, has not reached its number, that frame was a stray, of another life or of
 # nobody. Further gaps then leave a LIVE view as it is, until a question finds that something is missing.
 #

@@ -191,7 +191,9 @@ class HolderTables:
         return used[location]
 
     def close_sites(self, tables: dict[BlockLocation, MaskTable], used: dict[BlockLocation, MaskTable]) -> None:
-        """A rank holds nothing at its sites any more. A location that nobody uses goes, at once or with a sweep's end."""
+        """A rank holds nothing at its sites any more. A location that nobody uses goes, at once or with a sweep's
+        end.
+        """
         for location, table in used.items():
             table.num_users -= 1
             _drop_unused(tables, location)

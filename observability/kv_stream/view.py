@@ -17,7 +17,8 @@ __all__ = ["BlockView", "CountingView", "RankSet", "ViewCounters"]
 # What counts for whom.
 #
 # A block is a hash at a location: medium, KV-cache group, remote or here, and which of several tiers there owns it. Two
-# events of one location speak of the same blocks; of two sites, never. What is remote is not this rank's, and is left out.
+# events of one location speak of the same blocks; of two sites, never. What is remote is not this rank's, and is left
+# out.
 #
 # A hybrid model has several groups of layers. A router asks how long a prefix can be used, so it asks for the groups
 # that attend to all of it; a sliding window holds the end of a prefix alone, and would answer with holes. An event says
@@ -26,7 +27,8 @@ __all__ = ["BlockView", "CountingView", "RankSet", "ViewCounters"]
 # said, as in the publisher's base.
 #
 # Who holds a block is kept as masks of bits (``holders.py``), with no set per rank. One table per tier answers for all
-# sites there. Nearly always a rank has one location on a tier, its main one, and is looked up in that table alone. Only of
+# sites there. Nearly always a rank has one location on a tier, its main one, and is looked up in that table alone. Only
+# of
 # further sites, and of groups that do not attend to all, is it written down where a block is.
 
 _SiteKey = str | None | tuple[str | None, ...]
@@ -216,7 +218,8 @@ class BlockView:
 
     Each tier keeps one map of hash to a bit mask of ranks, which answers "who holds this?" with one lookup. Hashes are
     signed 64-bit integers, as decoded events have them. A rank is any integer that its caller uses for one stream;
-    streams of several workers need distinct ones. Blocks are keyed by hash and location: to store a block twice is to store
+    streams of several workers need distinct ones. Blocks are keyed by hash and location: to store a block twice is to
+    store
     it once.
 
     A clear costs the same whatever the rank holds. What it leaves behind is never seen again, and is swept out of
@@ -300,7 +303,9 @@ class BlockView:
         return place
 
     def _open_site(self, blocks: _RankBlocks, tier: _OnTier, location: BlockLocation) -> MaskTable | None:
-        """The table of a location in full attention; None for the main one, which a rank without blocks chooses anew."""
+        """The table of a location in full attention; None for the main one, which a rank without blocks chooses
+        anew.
+        """
         if not tier.num_blocks:
             tier.main = location
             self._holders.close_sites(self._holders.further, tier.further)

@@ -143,7 +143,8 @@ class ZmqReplayChannel:
 class FairRLock:
     """A lock between the thread that polls and those that ask: who asks is let in before the next message.
 
-    The polling thread holds it while it reads a slice of messages, and calls ``yield_to_waiters`` between two of them. Without
+    The polling thread holds it while it reads a slice of messages, and calls ``yield_to_waiters`` between two of them.
+    Without
     that a slice would be one wait for everybody: who merely unlocks and locks again gets the lock back itself.
 
     Its holder may take it again, so that a listener, which is called under it, may ask too.

@@ -1,6 +1,7 @@
 """The relay: streams of any engine on this wire, followed and published again with the whole contract.
 
-``open_relay`` with ``RelaySource`` and ``ZmqSinkFactory`` is what the command ``scheduler-components relay`` runs. A sink of
+``open_relay`` with ``RelaySource`` and ``ZmqSinkFactory`` is what the command ``scheduler-components relay`` runs. A
+sink of
 another kind is a ``RelaySinkFactory``. ``SourceMerger`` is the core, without sockets.
 """
 
@@ -56,6 +57,8 @@ __getattr__ = lazy_exports(
         "observability.relay.source": "RelaySource",
         "observability.relay.status": "RelayStatus parse_relay_config",
         "observability.relay.stream": "RelaySink RelaySinkFactory RelayedStream SourceListener",
-        "observability.relay.zmq_relay": "RelayConfig RelayedStreamStats SourceStats ZmqRelay ZmqSinkFactory open_relay",
+        "observability.relay.zmq_relay": (
+            "RelayConfig RelayedStreamStats SourceStats ZmqRelay ZmqSinkFactory open_relay"
+        ),
     },
 )

@@ -1,7 +1,8 @@
 """Events that go on as the bytes that came, fields that this kit does not know included. Pure.
 
 A ``PassthroughDecoder`` reads a source's batches; each event of one carries its bytes, and is otherwise what any reader
-makes of it. So the merger needs not know of them. ``SourceEncoding`` gives what is published: the bytes, and for what the
+makes of it. So the merger needs not know of them. ``SourceEncoding`` gives what is published: the bytes, and for what
+the
 relay itself says (a restart's removals, a clear of one source) bytes of the same form.
 
 Hashes that are bytes go on as the integers that all readers of this kit make of them: a removal that the relay must

@@ -1,11 +1,13 @@
 """The recovery of streams as a model: one publisher, several subscribers, and a network with every fault.
 
 All are the kit's real cores (stream, replay cursors, follower, view), without sockets, clock or threads. The publisher
-keeps the truth beside its stream: what it held after every batch of every epoch. After every step, no subscriber may say
+keeps the truth beside its stream: what it held after every batch of every epoch. After every step, no subscriber may
+say
 ``LIVE`` of a view that differs from the truth, doubt an honest publisher, or have asked more than its pace allows;
 once faults stop, every view must become the truth in ``RECOVERY_LIMIT_S``.
 
-``RecoverySimulation(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can read
+``RecoverySimulation(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can
+read
 them. Use it to break a core on purpose and see that it is caught, or to try a cursor of your own.
 """
 

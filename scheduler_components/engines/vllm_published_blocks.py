@@ -7,7 +7,8 @@ base, which tells each block once, or until a request asks for full reports (``k
 blocks that are there, and look like further copies.
 
 So nobody who sees events alone can count copies. The pool knows: a removal is told when no copy is left in its table
-(``patch_removed_events_to_last_copy``), and a block that was told is not told again (``PublishedBlocks``). Both kinds of readers
+(``patch_removed_events_to_last_copy``), and a block that was told is not told again (``PublishedBlocks``). Both kinds
+of readers
 hold what the pool holds then.
 """
 

@@ -42,7 +42,8 @@ class HiRadixCache:
 
     A ``KvEventSource``, ``PoolSource`` and ``HeldBlocksSource``.
 
-    To requests only what is on the device is a match; ``prefetch_queue`` brings the rest there. Ranks that make the same
+    To requests only what is on the device is a match; ``prefetch_queue`` brings the rest there. Ranks that make the
+    same
     calls and settle the same agreed values hold the same pages on every tier, whatever their I/O does. Once per step:
     ``handle`` each I/O event, bring ``proposal``, ``settle`` what was agreed, carry out ``pop_instructions``;
     ``HiCacheStepper`` does so.

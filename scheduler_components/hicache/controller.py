@@ -106,7 +106,8 @@ class HiCachePolicy:
             a base, and as much for each 1,024 tokens that storage holds. SGLang's formula and its defaults.
         load: whether the request that is next to run waits until its pages are on the device (``whole``), or runs at
             once while they come, and its forward waits before each layer (``by_layer``). That is for devices which
-            wait at a ``LayerDoneCounter``. A load that fails then fails the batch that reads it; before, it is computed anew.
+            wait at a ``LayerDoneCounter``. A load that fails then fails the batch that reads it; before, it is computed
+            anew.
         load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
 
     Raises:

@@ -292,7 +292,9 @@ class HostPool:
         return end
 
     def copy_to_device(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> CopyEvent:
-        """Copy committed pages to the device, in order, all layers; see ``copy_to_device_by_layer`` for what it raises."""
+        """Copy committed pages to the device, in order, all layers; see ``copy_to_device_by_layer`` for what it
+        raises.
+        """
         end: CopyEvent = NullCopyEvent()
         for end in self.copy_to_device_by_layer(pages, device, device_pages):  # noqa: B007 - in order: the last ends last
             pass

@@ -4,7 +4,8 @@ The scheduler's thread gives instructions and takes events. No agreement is ever
 cannot interleave anything between ranks.
 
 Each thread is an executor of one worker, which does its work in order. What waits for a worker is bounded by what the
-cache above begins: copies by the host's pages and ``max_load_back_pages``, reads by the lanes of prefetches. Every piece of
+cache above begins: copies by the host's pages and ``max_load_back_pages``, reads by the lanes of prefetches. Every
+piece of
 work ends by itself, because stores are behind a deadline; so the interpreter may wait for the workers when it ends.
 
 Every instruction is answered, whatever becomes of it. Work that raises is answered with the event that says that it
@@ -239,7 +240,8 @@ class ThreadPageMover:
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         if any(isinstance(instruction, CopyToHost | CopyToDevice) for instruction in instructions):
-            self.device.wait_for_compute_stream()  # this thread launches forwards: what they compute is copied, and nothing under them
+            # Copies start after the forwards that this thread has launched.
+            self.device.wait_for_compute_stream()
         for instruction in instructions:
             self._begin(instruction)
 

@@ -1,6 +1,7 @@
 """Pages on their way between tiers, from the tree's side.
 
-``WriteTransfers`` copies to the host and to storage, ``LoadBackTransfers`` copies back to the device, ``PrefetchTransfers`` prefetches
+``WriteTransfers`` copies to the host and to storage, ``LoadBackTransfers`` copies back to the device,
+``PrefetchTransfers`` prefetches
 from storage. Each begins operations, the same ones on every rank, and puts their result in the tree when all ranks
 agree that they have ended. ``TierTransfers`` gives each decision to whom it concerns; ``PrefetchQueue`` is what a
 scheduler asks for a request that waits.

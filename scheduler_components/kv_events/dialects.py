@@ -62,7 +62,8 @@ NOT_BLOCK_ALIGNED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
 
 
 class BlockChange(msgspec.Struct, frozen=True, gc=False):
-    """What neighbouring events of one kind change at one location. No object of the garbage collector's: a window has many.
+    """What neighbouring events of one kind change at one location. No object of the garbage collector's: a window has
+    many.
 
     Attributes:
         kind: stored or removed; or cleared, which has no hashes.
@@ -209,7 +210,8 @@ def _as_map(event: KVCacheEvent, *, nil_fields: frozenset[str]) -> dict[str, Any
 # The source of a lowering. With checks it returns None, or raises struct.error, where somebody must look closer.
 #
 # Each kind of event has a branch: its required fields, then one expression for each number of options that are given;
-# most events give none, or their medium alone. The lowering of many events also tells what they change (``BlockChanges``):
+# most events give none, or their medium alone. The lowering of many events also tells what they change
+# (``BlockChanges``):
 # neighbouring ones of one kind and location together, so that little more is done for each than to add its hashes.
 
 _SEQUENCES = frozenset({"extra_keys", "lookahead_token_ids"})

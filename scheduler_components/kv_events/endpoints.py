@@ -1,5 +1,6 @@
 """Where sockets listen and dial: one address (``Endpoint``), all of an engine (``PortPlan``), one stream's as its
-publisher bound it (``ListeningStream``) and as a reader dials it (``StreamAddress``). Each is parsed and checked once, and
+publisher bound it (``ListeningStream``) and as a reader dials it (``StreamAddress``). Each is parsed and checked once,
+and
 is a value from then on.
 
 An endpoint text is looked at here and nowhere else; whoever holds an :class:`Endpoint` asks it (``is_wildcard``,

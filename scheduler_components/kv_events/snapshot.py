@@ -49,7 +49,8 @@ __all__ = [
 
 # The theory of folding.
 #
-# Fold rules, by event. A block is a hash at a location (medium, KV-cache group, remote or here, owner); None and GPU are
+# Fold rules, by event. A block is a hash at a location (medium, KV-cache group, remote or here, owner); None and GPU
+# are
 # one medium. An engine's hashes are compared as the signed integers that readers make of them.
 #
 #     BlockStored        its blocks stand, and belong to this event, also those that stood before
@@ -60,10 +61,12 @@ __all__ = [
 # Folding happens in each of a scheduler's steps, sending the base hardly ever. So folding makes as little as can be:
 # one entry per block, from its hash to the source that stored it. A source is a payload as it was sent, or some small
 # ones one after the other; nothing of it is read or copied. Which blocks a batch stores and removes, its encoder has
-# told (``BlockChanges``); where it has not, the payload is read for it. Neither sources nor the tables that lead to them are
+# told (``BlockChanges``); where it has not, the payload is read for it. Neither sources nor the tables that lead to
+# them are
 # known to the garbage collector: they hold nothing but numbers and bytes.
 #
-# Invariant: owner[location][hash] is a source  <=>  the block stands, and the last event in that source which stores it is
+# Invariant: owner[location][hash] is a source  <=>  the block stands, and the last event in that source which stores it
+# is
 # the one that it belongs to.
 #
 # So which event a block belongs to is found when the base is sent: the source is read into runs. A run of which all
@@ -74,7 +77,8 @@ __all__ = [
 # which none stands; but only while there are more gone blocks than standing ones in all sources together: most sources
 # that are half gone are soon gone whole, for nothing.
 #
-# Order: parents first. A location's table has sources in the order of storing, for a block that is stored again is taken
+# Order: parents first. A location's table has sources in the order of storing, for a block that is stored again is
+# taken
 # out first; a source's blocks are neighbours there, and go out in the order of its runs. A block that was stored again
 # comes later than its children: its segment is written before them all the same. (Only a hostile history has cycles;
 # they end.)

@@ -31,7 +31,8 @@ __all__ = ["STREAM_DIGEST_BYTES", "EPOCH_BYTES", "SnapshotChunk", "EventStream",
 # Epoch. Each life of a publisher has 16 random bytes. Numbers of two lives cannot be compared; a reader that sees
 # another epoch starts over.
 #
-# Digest. digest(epoch) = BLAKE2b-64(epoch); digest after batch n = BLAKE2b-64(digest, n, CRC-32(payload)). Two sides with
+# Digest. digest(epoch) = BLAKE2b-64(epoch); digest after batch n = BLAKE2b-64(digest, n, CRC-32(payload)). Two sides
+# with
 # the same epoch, number and digest have read the same bytes. So a reader that asks for what follows number n can prove
 # that what it has is a prefix of this stream and not of a similar one. The digest finds accidents, not attackers.
 #
@@ -70,7 +71,8 @@ def initial_digest(epoch: bytes) -> bytes:
 
 
 def digest_after(digest: bytes, sequence: int, payload: bytes) -> bytes:
-    """The digest after one more batch: 8 bytes of BLAKE2b over digest, sequence (8 bytes) and CRC-32 of the payload (4).
+    """The digest after one more batch: 8 bytes of BLAKE2b over digest, sequence (8 bytes) and CRC-32 of the payload
+    (4).
 
     It proves that two sides have read the same, not who wrote it. A checksum is enough for that, and of a payload of
     40 KB it costs a sixth of what hashing all of it does.

@@ -9,8 +9,10 @@ installs, and nothing needs pytest. Read ``interfaces`` first: what is asked of 
 - fakes: clock, sources, sinks, device and network with plain attributes; ``ScriptedPublisher`` is a publisher on real
   sockets whose every fault is an attribute; ``run_ranks`` runs agreeing ranks on threads.
 - judge: ``RULES`` are the rules that a live stream is judged by, ``SPECIFICATION`` all. ``EventLedger`` applies events
-  and reports the rules that they break, ``stream_verifier`` does it for recorded frames, ``probe_streams`` records them.
-  ``PoolVerifier`` compares a stream with what the pool really holds; ``GreedyTextVerifier`` compares greedy text with that of
+  and reports the rules that they break, ``stream_verifier`` does it for recorded frames, ``probe_streams`` records
+  them.
+  ``PoolVerifier`` compares a stream with what the pool really holds; ``GreedyTextVerifier`` compares greedy text with
+  that of
   transformers' ``generate`` (needs torch and transformers).
 - golden: bytes of every dialect and peer, with their reader.
 """

@@ -63,7 +63,8 @@ class ModelPrefix(NamedTuple):
 class PrefixCacheModel:
     """Cached prefixes with their page indices; time is a count of calls.
 
-    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``eviction_order`` for a
+    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``eviction_order`` for
+    a
     cache with another policy.
     """
 

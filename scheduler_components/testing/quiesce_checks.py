@@ -1,7 +1,8 @@
 """What a scheduler that can be brought to rest must do: run each of ``QUIESCE_CHECKS`` on a scheduler of your own.
 
 A check takes a function that opens a scheduler over the sinks that it is given, as ``SCHEDULER_CHECKS`` do, with one
-method more: ``order`` carries an order out (``interfaces.QuiescableScheduler``). Its ``WeightStore`` takes any parts, and its
+method more: ``order`` carries an order out (``interfaces.QuiescableScheduler``). Its ``WeightStore`` takes any parts,
+and its
 model answers ``interfaces.next_token`` with all weights.
 """
 

@@ -455,7 +455,8 @@ _BEYOND = (
         "a reader compares the topic for equality",
         "a subscription is a prefix: kv@pod1 receives kv@pod10's blocks behind a proxy",
         "drop, and count, what is of another topic",
-        verified_by="tests/observability/kv_stream/test_behind_a_proxy.py: test_each_view_holds_its_own_pod_and_says_so",
+        verified_by="tests/observability/kv_stream/test_behind_a_proxy.py: "
+        "test_each_view_holds_its_own_pod_and_says_so",
     ),
     _rule(
         "KVE-207",
@@ -547,7 +548,8 @@ _BEYOND = (
         "stream r is at base port + r, for events, replay and load alike",
         "a router dials another rank's stream, or nobody's",
         "make the descriptor and the binding from one plan",
-        verified_by="tests/sockets/test_advertised_endpoints.py: test_every_advertised_endpoint_listens_and_serves_its_rank",
+        verified_by="tests/sockets/test_advertised_endpoints.py: "
+        "test_every_advertised_endpoint_listens_and_serves_its_rank",
     ),
     _rule(
         "KVE-904",
@@ -579,7 +581,8 @@ _BEYOND = (
         "where /kv_pool is served, it names the last batch that tells of what it shows, or null",
         "a comparison at another moment accuses a sound engine",
         "read the pool between two steps, after what was recorded went out",
-        verified_by="tests/reference/engine/test_kv_pool.py: test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
+        verified_by="tests/reference/engine/test_kv_pool.py: "
+        "test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
     ),
 )
 

@@ -8,7 +8,8 @@ answers ``interfaces.next_token``: ``PagedModel``, or any other that does.
 A request is told of by its id. The end is told once, after all tokens, and nothing after it. No check asks a scheduler
 to retract: one that reserves the pages of a whole request passes too.
 
-``POOL_STREAM_CHECKS`` take a scheduler that can also read its pool (``HeldBlocksSource``): they name the batch that forgot.
+``POOL_STREAM_CHECKS`` take a scheduler that can also read its pool (``HeldBlocksSource``): they name the batch that
+forgot.
 ``POOL_INVARIANT_CHECKS`` take one whose pools can be counted (``AuditedPool``): they name the pages and who holds them.
 """
 

@@ -1,7 +1,8 @@
 """What every intake must do, whatever brings its input to the other ranks: run each of ``RECEIVER_CHECKS`` on yours.
 
 A check takes a function that opens one intake per rank of a replica, the leading one first, over a source of messages
-like those of ``TextInputReader``: ``request:rid:rest``, ``abort:rid``, ``command:rest``. It runs each on a thread of its
+like those of ``TextInputReader``: ``request:rid:rest``, ``abort:rid``, ``command:rest``. It runs each on a thread of
+its
 own, since some relays are meetings, and gives the leading rank messages at moments that the others know nothing of.
 """
 

@@ -22,7 +22,7 @@ from scheduler_components.cache import RadixCache
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.snapshot import StreamSnapshot
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 GROSS = 4.0
 """Caches of the processor and a neighbour's noise stay below this; one more factor of n does not."""
@@ -68,7 +68,7 @@ def test_a_request_costs_the_latencies_no_more_in_a_large_step() -> None:
 
         def booking(scheduler: Scheduler) -> Callable[[], None]:
             requests = list(scheduler.queues.running)
-            return lambda: scheduler.book.on_tokens(requests, [1] * len(requests))
+            return lambda: scheduler.request_metrics.on_tokens(requests, [1] * len(requests))
 
         assert growth(booking(few), booking(many), 300) < 64 * GROSS
 

@@ -510,7 +510,7 @@ def test_a_new_match_reaches_the_report(composed: TinyScheduler, parts: SglangCo
     composed.chunked_req = None
     assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 6 + 21 + 31
     composed.waiting_queue[1].num_matched_prefix_tokens = 16
-    parts.matched(None, composed.waiting_queue[1], object())
+    parts.after_match(None, composed.waiting_queue[1], object())
     assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 6 + 5 + 31
 
 
@@ -522,7 +522,7 @@ def test_a_bound_list_is_a_counted_one(composed: TinyScheduler) -> None:
 def test_events_go_out_after_each_step(composed: TinyScheduler, parts: SglangComponents) -> None:
     taken = []
     composed.kv_events_publisher.component.source = SimpleNamespace(take_events=lambda: taken.append(1) or [])
-    parts.stepped(None, composed, "batch", "result")
+    parts.after_step(None, composed, "batch", "result")
     assert taken == [1]
     assert composed.kv_events_publisher.enable_kv_cache_events
     [source] = composed.kv_events_publisher.local_kv_event_sources(16)

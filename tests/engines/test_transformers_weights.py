@@ -13,7 +13,7 @@ transformers = pytest.importorskip(
 
 import torch  # noqa: E402
 
-from scheduler_components.control_requests import (
+from scheduler_components.control_requests import (  # noqa: E402
     BeginWeightUpdate,
     CheckWeights,
     ControlReply,
@@ -23,8 +23,8 @@ from scheduler_components.control_requests import (
     RollBackWeights,
 )
 from scheduler_components.hicache import InProcessGroups  # noqa: E402
-from scheduler_components.quiesce import QuiesceController
-from scheduler_components.torch_weight_updater import TorchWeightStore
+from scheduler_components.quiesce import QuiesceController  # noqa: E402
+from scheduler_components.torch_weight_updater import TorchWeightStore  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
 

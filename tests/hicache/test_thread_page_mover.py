@@ -52,7 +52,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.engine.host_tiers import SimulatedKv
+from scheduler_components.reference.engine.rank.hicache_tiers import SimulatedKvPages
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
 PAGE_SIZE = 4
@@ -64,7 +64,7 @@ class Rank:
 
     def __init__(self, mover: ThreadPageMover, num_host_pages: int, policy: HiCachePolicy) -> None:
         self.mover = mover
-        self.kv = SimulatedKv(device=mover.device, slice_index=1)
+        self.kv = SimulatedKvPages(device=mover.device, slice_index=1)
         self.cache = HiRadixCache(
             page_size=PAGE_SIZE,
             capacity_tokens=8 * PAGE_SIZE,
@@ -137,7 +137,7 @@ def test_a_page_that_came_back_with_other_bytes_is_told(eventually: Eventually) 
         match = rank.cache.match_prefix(prompt(0, 4))
         rank.mover.device.layers[:, pages[0]] += 1
         with pytest.raises(CacheIntegrityError, match="came back with other bytes"):
-            rank.kv.loaded(bytes(match.node.digests), pages)
+            rank.kv.on_loaded_back(bytes(match.node.digests), pages)
 
 
 def test_pages_outlive_the_cache_in_storage(tmp_path: Path, eventually: Eventually) -> None:

@@ -15,11 +15,11 @@ from scheduler_components.audited_pools import RadixCachePool, SlotPool
 from scheduler_components.cache import PagePool, PrefixNamespace
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.batcher import RequestPages
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_components.reference.engine.request import Request, RequestQueues, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.batcher import RequestKvCache
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import HeldCount, PageHolding
 
 WINDOW_PAGES = 2
@@ -67,14 +67,14 @@ class SideHolders:
 
 
 class HybridPages:
-    """``RequestPages`` and two pools beside it. Tests override one method to break it."""
+    """``RequestKvCache`` and two pools beside it. Tests override one method to break it."""
 
-    def __init__(self, base: RequestPages, scheduler: Scheduler, num_window_pages: int = 64) -> None:
+    def __init__(self, base: RequestKvCache, scheduler: Scheduler, num_window_pages: int = 64) -> None:
         self.base = base
         self.cache = base.cache
         self.scheduler = scheduler
-        self.progress = scheduler.guard.progress
-        self.owners = scheduler.guard.owners
+        self.progress = scheduler.integrity.progress
+        self.owners = scheduler.integrity.owners
         self.window = FreeList(range(num_window_pages))
         self.states = FreeList(range(32))
         self.window_of: dict[str, Held] = {}
@@ -94,14 +94,14 @@ class HybridPages:
     def namespace(self, namespace: PrefixNamespace) -> None:
         self.base.namespace = namespace
 
-    def look_up(self, request: Request) -> int:
-        num_tokens = self.base.look_up(request)
+    def match_length(self, request: Request) -> int:
+        num_tokens = self.base.match_length(request)
         if num_tokens and len(self.states) > 16:  # copied on the match, while the request waits
-            self.take_state(request, "HybridPages.look_up")
+            self.take_state(request, "HybridPages.match_length")
         return num_tokens
 
-    def attach(self, request: Request) -> None:
-        self.base.attach(request)
+    def match(self, request: Request) -> None:
+        self.base.match(request)
         self.take_state(request, "HybridPages.attach")
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -162,9 +162,9 @@ def hybrid_scheduler(
     """A reference scheduler over three pools of pages and one of slots, all of them checked after every step."""
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device, tiers=tiers)
-    pages = pages_class(scheduler.batcher.pages, scheduler, num_window_pages)
-    scheduler.batcher.pages = scheduler.results.kv = pages  # type: ignore[assignment]
-    checker, queues = scheduler.guard.checker, scheduler.queues
+    pages = pages_class(scheduler.batcher.kv_cache, scheduler, num_window_pages)
+    scheduler.batcher.kv_cache = scheduler.results.kv = pages  # type: ignore[assignment]
+    checker, queues = scheduler.integrity.checker, scheduler.queues
     checker.pools = (
         *checker.pools,
         SlotPool(name="swa", total=num_window_pages, free=pages.window, holders=SideHolders(pages.window_of, queues)),
@@ -174,13 +174,13 @@ def hybrid_scheduler(
 
 
 def ledger_of(scheduler: Scheduler) -> AllocationLog:
-    ledger = scheduler.guard.owners
+    ledger = scheduler.integrity.owners
     assert isinstance(ledger, AllocationLog)
     return ledger
 
 
 def checker_of(scheduler: Scheduler) -> PoolInvariantChecker:
-    return scheduler.guard.checker
+    return scheduler.integrity.checker
 
 
 def kv_pool_of(scheduler: Scheduler) -> PagePool:

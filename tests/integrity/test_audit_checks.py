@@ -14,7 +14,7 @@ from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.ports import AuditedPool
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
 from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
 from scheduler_components.testing.strategies import workloads

@@ -20,7 +20,7 @@ from scheduler_components.invariant_rules import PoolViolation, find_pool_violat
 from scheduler_components.ports import NullOwnerTrails
 from scheduler_components.published_blocks import PublishedBlocks
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.step_progress import StepProgress
 from scheduler_components.values import HeldCount, PageHolding, PoolCount
 

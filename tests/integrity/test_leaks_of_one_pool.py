@@ -19,34 +19,34 @@ from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixNode
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.batcher import POOL, RequestPages
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.pool_guard import RequestHolders, RequestSlots
-from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.batcher import KV_POOL, RequestKvCache
+from scheduler_components.reference.engine.scheduler.integrity import RequestPageHolders, RequestSlotPool
+from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import AllocationRecord, PageHolding
 
 
 @dataclass(slots=True, kw_only=True)
-class KeepsLockOfAborted(RequestPages):
+class KeepsLockOfAborted(RequestKvCache):
     """#20010: a prefix is locked when a waiting request is matched; its abort takes the request out, not the lock."""
 
-    def look_up(self, request: Request) -> int:
+    def match_length(self, request: Request) -> int:
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
-        self.owners.record("locked", POOL, request.rid, "KeepsLockOfAborted.look_up", match.page_array)
+        self.owners.record("locked", KV_POOL, request.rid, "KeepsLockOfAborted.match_length", match.page_array)
         request.node, request.is_sampled = match.node, True
         return match.num_tokens
 
-    def attach(self, request: Request) -> None:
+    def match(self, request: Request) -> None:
         if request.node is not None:
-            self.owners.record("unlocked", POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node))
+            self.owners.record("unlocked", KV_POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node))
             self.cache.unlock(request.node)
-        RequestPages.attach(self, request)
+        RequestKvCache.match(self, request)
 
     def free(self, request: Request) -> None:
         if request.pages:
-            RequestPages.release(self, request)
+            RequestKvCache.free(self, request)
         else:
             request.node = None
 
@@ -59,46 +59,46 @@ def _pages_of(node: RadixNode) -> list[int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class LosesPageOfRetracted(RequestPages):
+class LosesPageOfRetracted(RequestKvCache):
     """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
 
     def free(self, request: Request) -> None:
         num_full = request.num_computed_tokens // self.cache.page_size
         if request.state is RequestState.RUNNING and len(request.pages) > num_full:
             request.pages.pop()
-        RequestPages.release(self, request)
+        RequestKvCache.free(self, request)
 
 
 @dataclass(slots=True, kw_only=True)
-class FreesTwice(RequestPages):
+class FreesTwice(RequestKvCache):
     """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
 
     def free(self, request: Request) -> None:
-        shared = request.pages[: request.num_shared_pages]
-        RequestPages.release(self, request)
+        shared = request.pages[: request.num_cached_pages]
+        RequestKvCache.free(self, request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
-            self.owners.record("freed", POOL, request.rid, "FreesTwice.release", shared[-1:])
+            self.owners.record("freed", KV_POOL, request.rid, "FreesTwice.release", shared[-1:])
 
 
 @dataclass(slots=True, kw_only=True)
-class KeepsLockOfRefused(RequestPages):
+class KeepsLockOfRefused(RequestKvCache):
     """#16067: a request holds its prefix, is then not admitted, and forgets it."""
 
     def free(self, request: Request) -> None:
         if request.state is RequestState.WAITING and request.node is not None:
             request.node, request.pages = None, []
-            request.num_shared_pages = request.num_computed_tokens = 0
+            request.num_cached_pages = request.num_computed_tokens = 0
         else:
-            RequestPages.release(self, request)
+            RequestKvCache.free(self, request)
 
 
-class CountsAnsweringAlone(RequestHolders):
+class CountsAnsweringAlone(RequestPageHolders):
     """#20185: no page is lost, but what requests hold that have no token yet is left out of the count."""
 
     def holdings(self) -> Iterator[PageHolding]:
         answering = {each.rid for each in self.queues.running if each.num_output_tokens}
-        return (each for each in RequestHolders.holdings(self) if each.holder in answering)
+        return (each for each in RequestPageHolders.holdings(self) if each.holder in answering)
 
 
 class KeepsSlot(RequestQueues):
@@ -111,14 +111,14 @@ class KeepsSlot(RequestQueues):
 
 
 def make_scheduler(
-    pages_class: type[RequestPages] = RequestPages, integrity: IntegrityConfig | None = None
+    pages_class: type[RequestKvCache] = RequestKvCache, integrity: IntegrityConfig | None = None
 ) -> Scheduler:
     """The reference scheduler as it is composed, with other pages."""
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     config = SMALL if integrity is None else attrs.evolve(SMALL, integrity=integrity)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
-    pages = scheduler.batcher.pages
-    scheduler.batcher.pages = scheduler.results.kv = pages_class(
+    pages = scheduler.batcher.kv_cache
+    scheduler.batcher.kv_cache = scheduler.results.kv = pages_class(
         cache=pages.cache, totals=pages.totals, owners=pages.owners
     )
     return scheduler
@@ -127,7 +127,7 @@ def make_scheduler(
 def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:
     scheduler = make_scheduler()
     assert serve(scheduler) is None
-    totals = scheduler.book.totals()
+    totals = scheduler.request_metrics.totals()
     assert totals.num_retractions_total > 5
     assert totals.num_aborted_requests_total > 5
     stats = checker_of(scheduler).stats()
@@ -136,16 +136,16 @@ def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:
 
 
 LEAKS = [
-    (KeepsLockOfAborted, "locks", "locked", "KeepsLockOfAborted.look_up", "submit"),
-    (LosesPageOfRetracted, "lost", "allocated", "RequestPages.grow", "batch"),
+    (KeepsLockOfAborted, "locks", "locked", "KeepsLockOfAborted.match_length", "submit"),
+    (LosesPageOfRetracted, "lost", "allocated", "RequestKvCache.grow", "batch"),
     (FreesTwice, "owned-and-free", "freed", "FreesTwice.release", "results"),
-    (KeepsLockOfRefused, "locks", "locked", "RequestPages.attach", "batch"),
+    (KeepsLockOfRefused, "locks", "locked", "RequestKvCache.match", "batch"),
 ]
 
 
 @pytest.mark.parametrize(("broken", "rule", "action", "component", "phase"), LEAKS)
 def test_a_leak_is_found_in_its_step_and_its_culprit_named(
-    broken: type[RequestPages], rule: str, action: str, component: str, phase: str
+    broken: type[RequestKvCache], rule: str, action: str, component: str, phase: str
 ) -> None:
     scheduler = make_scheduler(broken)
     report = serve(scheduler)
@@ -155,13 +155,13 @@ def test_a_leak_is_found_in_its_step_and_its_culprit_named(
     problem = next(each for each in report.problems if each.rule == rule)
     culprit = problem.culprit
     assert isinstance(culprit, AllocationRecord)
-    assert (problem.pool, culprit.action, culprit.component, culprit.phase) == (POOL, action, component, phase)
+    assert (problem.pool, culprit.action, culprit.component, culprit.phase) == (KV_POOL, action, component, phase)
     assert culprit.holder in str(problem)
     assert set(problem.pages) & set(culprit.pages)
 
 
 @pytest.mark.parametrize("broken", [broken for broken, *_ in LEAKS])
-def test_what_an_operator_gets_by_default_finds_each_leak_by_the_end_of_the_work(broken: type[RequestPages]) -> None:
+def test_what_an_operator_gets_by_default_finds_each_leak_by_the_end_of_the_work(broken: type[RequestKvCache]) -> None:
     scheduler = make_scheduler(broken, IntegrityConfig())
     if broken is FreesTwice:  # the cache itself stops when it is given the page a second time, before it is looked at
         with pytest.raises(CacheIntegrityError):
@@ -189,8 +189,8 @@ def test_a_slot_that_is_not_given_back_is_found_in_its_step() -> None:
     queues = KeepsSlot(max_running_requests=SMALL.max_running_requests)
     scheduler.batcher.queues = scheduler.results.requests = queues
     pages, slots = checker_of(scheduler).pools
-    assert isinstance(pages, RadixCachePool) and isinstance(slots, RequestSlots)
-    pages.requests, slots.queues = RequestHolders(queues=queues), queues
+    assert isinstance(pages, RadixCachePool) and isinstance(slots, RequestSlotPool)
+    pages.requests, slots.queues = RequestPageHolders(queues=queues), queues
     report = serve(scheduler)
     assert report is not None
     assert {(each.rule, each.pool) for each in report.problems} == {("count", "req"), ("lost", "req")}

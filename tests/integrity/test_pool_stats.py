@@ -95,7 +95,7 @@ def test_a_report_says_how_full_the_pools_are_and_what_checks_found() -> None:
 
 def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:
     scheduler, _ = hybrid_scheduler()
-    progress = scheduler.guard.progress
+    progress = scheduler.integrity.progress
     for act in (lambda: scheduler.submit(request(1, 9, 3)), scheduler.step, lambda: scheduler.abort("r1")):
         num_phase_changes = progress.num_phase_changes
         act()

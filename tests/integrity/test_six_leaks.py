@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hybrid_scheduler import HybridPages, SideHolders, checker_of, hybrid_scheduler, serve
 
-from scheduler_components.reference.engine.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.values import AllocationRecord, PageHolding
 
 
@@ -38,8 +38,8 @@ class LosesPageOfRetracted(HybridPages):
 
     def free(self, request: Request) -> None:
         if self.progress.phase == "batch" and request.state is RequestState.RUNNING:
-            own = len(request.pages) - request.num_shared_pages
-            num_full = request.num_computed_tokens // self.cache.page_size - request.num_shared_pages
+            own = len(request.pages) - request.num_cached_pages
+            num_full = request.num_computed_tokens // self.cache.page_size - request.num_cached_pages
             if own > num_full:
                 request.pages.pop()
         super().free(request)
@@ -49,7 +49,7 @@ class FreesTwice(HybridPages):
     """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
 
     def free(self, request: Request) -> None:
-        shared = request.pages[: request.num_shared_pages]
+        shared = request.pages[: request.num_cached_pages]
         super().free(request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # a pool without states lets it
@@ -59,8 +59,8 @@ class FreesTwice(HybridPages):
 class KeepsStateOfRefused(HybridPages):
     """#16067: a request takes its state, is then not admitted, and forgets it."""
 
-    def look_up(self, request: Request) -> int:
-        return self.base.look_up(request)
+    def match_length(self, request: Request) -> int:
+        return self.base.match_length(request)
 
     def give_state(self, request: Request) -> None:
         if self.progress.phase == "batch" and request.state is RequestState.WAITING:
@@ -80,7 +80,7 @@ class CountsRunningAlone(SideHolders):
 def test_the_load_does_all_that_the_leaks_need() -> None:
     scheduler, pages = hybrid_scheduler()
     assert serve(scheduler) is None
-    totals = scheduler.book.totals()
+    totals = scheduler.request_metrics.totals()
     assert totals.num_retractions_total > 5
     assert totals.num_aborted_requests_total > 5
     stats = checker_of(scheduler).stats()
@@ -94,8 +94,8 @@ def test_the_load_does_all_that_the_leaks_need() -> None:
     ("broken", "rule", "pool", "component", "phase"),
     [
         (LosesWindowPages, "lost", "swa", "HybridPages.slide", "batch"),
-        (KeepsStateOfAborted, "lost", "mamba", "HybridPages.look_up", "submit"),
-        (LosesPageOfRetracted, "lost", "full", "RequestPages.grow", "batch"),
+        (KeepsStateOfAborted, "lost", "mamba", "HybridPages.match_length", "submit"),
+        (LosesPageOfRetracted, "lost", "full", "RequestKvCache.grow", "batch"),
         (FreesTwice, "owned-and-free", "full", "FreesTwice.release", "results"),
         (KeepsStateOfRefused, "lost", "mamba", "HybridPages.attach", "batch"),
     ],
@@ -126,4 +126,4 @@ def test_a_false_leak_names_the_request_that_has_the_page() -> None:
     waiting = scheduler.queues.find(problem.culprit.holder)
     assert waiting is not None
     assert waiting.state is RequestState.WAITING, "it holds the page, so it is the count that is wrong"
-    assert problem.culprit.component == "HybridPages.look_up"
+    assert problem.culprit.component == "HybridPages.match_length"

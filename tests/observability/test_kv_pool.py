@@ -21,7 +21,7 @@ from observability.http_kv_pool import MIN_READ_INTERVAL_S
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE
 from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
 from scheduler_components.events import medium_group
-from scheduler_components.reference.engine.http import bind_http, open_http_server
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.testing import FakeClock
 
 GPU, CPU = medium_group(None), ("CPU", 1)
@@ -186,7 +186,8 @@ def test_hashes_of_other_engines_are_folded_to_signed_64_bits() -> None:
     "wrong",
     [
         [], {}, "pool", page(hashes=["1"]), page(hashes=[1, 2]), page(num_pages=0), page(num_pages=10**9),
-        page(places=[{"medium": "GPU", "num_blocks": -1}]), page(sequence=-2), page(hashes=[0] * (MAX_HASHES_PER_PAGE + 1)),
+        page(places=[{"medium": "GPU", "num_blocks": -1}]), page(sequence=-2),
+        page(hashes=[0] * (MAX_HASHES_PER_PAGE + 1)),
         page(num_pages=2), page(places=None),
         page(num_pages=2, places=[{"medium": "GPU", "num_blocks": 2}]),
     ],

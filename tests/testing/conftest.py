@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.testing import interfaces
 
 sys.path.append(str(Path(__file__).parent))
@@ -32,11 +32,11 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
         SimulatedDeviceMemory,
         ThreadPageMover,
     )  # fmt: skip
-    from scheduler_components.reference.engine.host_tiers import HostTiers
+    from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
 
-    opened: list[HostTiers] = []
+    opened: list[HiCacheTiers] = []
 
-    def open_one() -> HostTiers:
+    def open_one() -> HiCacheTiers:
         parallel, shape = ParallelState.trivial(), PageShape(num_layers=1, layer_page_bytes=8)
         host, device = HostPool(shape, 200), SimulatedDeviceMemory(shape, interfaces.MIN_POOL_TOKENS // PAGE_SIZE)
         keys = KeySpace(model="m", dtype="d", page_size=PAGE_SIZE, layout="page_first", placement=Placement(),
@@ -44,7 +44,9 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
         mover = ThreadPageMover(host=host, device=device, keys=keys)
         cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=interfaces.MIN_POOL_TOKENS, host=host,
                              num_host_pages=200, record=True)  # fmt: skip
-        opened.append(HostTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover))
+        opened.append(
+            HiCacheTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover)
+        )
         return opened[-1]
 
     yield open_one

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from scheduler_components import KvEventSink, LoadSnapshot, OutputSink, ParallelState
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import InstantDevice, PagedModel, interfaces
 
 PAGE_SIZE = 4

@@ -12,16 +12,16 @@ from scheduler_components import ParallelState
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.control import BatcherState
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import PROFILER_CHECKS, STATE_HOLDER_CHECKS, ConformanceError
 from scheduler_components.thread_stack_sampler import StackSampler
 
 MODEL = {"chunk_base_us": 1.0, "chunk_token_us": 2.0, "chunk_million_pairs_us": 3.0}
 
 
-def batcher_state() -> BatcherState:
-    return BatcherState(
+def batcher_state() -> BatcherSettings:
+    return BatcherSettings(
         batcher=Scheduler.compose(SchedulerConfig(), ParallelState.trivial(), SimulatedDevice()).batcher
     )
 

@@ -49,7 +49,8 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
     queues = FakeQueues(running=[1], waiting=[FakeRequest(10, 4)])
     load = LoadInquirer(parallel=TRIVIAL, queues=queues, pool=FakePool(), clock=clock)
     publisher = SchedulerKvEventsPublisher(
-        parallel=TRIVIAL, source=ScriptedEventSource([AllBlocksCleared()]), sink=sink, load=load, metrics_sink=kv_metrics,
+        parallel=TRIVIAL, source=ScriptedEventSource([AllBlocksCleared()]), sink=sink, load=load,
+        metrics_sink=kv_metrics,
         clock=clock,
     )  # fmt: skip
     for _ in range(2):

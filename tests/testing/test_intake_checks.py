@@ -21,7 +21,7 @@ from scheduler_components.testing import (
     TextInputReader,
     ThreadSyncHub,
 )
-from scheduler_components.testing import thread_intake_checks as checks
+from scheduler_components.testing import thread_request_receiver_checks as checks
 from scheduler_components.values import RelayedInput
 
 WAIT_S = 10.0

@@ -26,7 +26,7 @@ from scheduler_components import (
 from scheduler_components.events import TIER_MEDIUM, MediumGroup, Tier, medium_group
 from scheduler_components.ports import NullHeldBlocksSource
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.testing import (
     POOL_STREAM_CHECKS,
     ConformanceError,

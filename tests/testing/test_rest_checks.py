@@ -15,13 +15,13 @@ from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
 from scheduler_components.reference.device.weights import SimulatedWeights
-from scheduler_components.reference.engine.batcher import Batcher
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.quiesce import quiesce_of
-from scheduler_components.reference.engine.request import Request
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.scheduler.batcher import Batcher
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces
-from scheduler_components.testing import rest_checks as checks
+from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
 
 
@@ -30,10 +30,10 @@ class RestingReference(ReferenceScheduler):
 
     def __init__(self, events: KvEventSink, outputs: OutputSink, tiers: CacheTiers | None = None) -> None:
         super().__init__(events, outputs, tiers)
-        state = self.scheduler.batcher.terms.gate
+        state = self.scheduler.batcher.budget.gate
         assert isinstance(state, QuiesceState)
         weights = SimulatedWeights(device=SimulatedDevice())
-        self.stepper = quiesce_of(self.scheduler, state, domain=ParallelGroups(), weights=weights)
+        self.stepper = make_quiesce_stepper(self.scheduler, state, domain=ParallelGroups(), weights=weights)
 
     def order(self, order: ControlRequest) -> ControlReply:
         self.stepper.enqueue(1, order)
@@ -70,18 +70,18 @@ class _KeepsComputing(Batcher):
     __slots__ = ()
 
     def next_batch(self) -> Any:
-        gate, self.terms.gate = self.terms.gate, QuiesceState()
+        gate, self.budget.gate = self.budget.gate, QuiesceState()
         try:
             return super().next_batch()
         finally:
-            self.terms.gate = gate
+            self.budget.gate = gate
 
 
 class _KeepsItsNamespace(Batcher):
     __slots__ = ()
 
-    def forget_cached(self, namespace: object) -> None:
-        super().forget_cached(self.pages.namespace)
+    def reset_cached_tokens(self, namespace: object) -> None:
+        super().reset_cached_tokens(self.kv_cache.namespace)
 
 
 class _LosesTheRetracted(Batcher):

@@ -25,8 +25,8 @@ from scheduler_components import (
     TokenOutput,
 )
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.batcher import Batcher, RequestPages
-from scheduler_components.reference.engine.request import Request, RequestQueues, SamplingLimits
+from scheduler_components.reference.engine.scheduler.batcher import Batcher, RequestKvCache
+from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, SamplingLimits
 from scheduler_components.testing import (
     ConformanceError,
     ListEventSink,
@@ -55,7 +55,7 @@ def test_the_fixed_workload_fills_the_pool_and_the_chunks() -> None:
     for number, (prompt, max_new_tokens) in enumerate(checks.WORKLOAD):
         scheduler.submit(f"r{number}", prompt, max_new_tokens)
     num_retracted = sum(result.num_retracted for result in scheduler.scheduler.drain())
-    totals = scheduler.scheduler.book.totals()
+    totals = scheduler.scheduler.request_metrics.totals()
     assert num_retracted >= 3
     assert totals.evicted_tokens_total > interfaces.MIN_POOL_TOKENS
 
@@ -200,32 +200,32 @@ class KeepsNoKv(ReferenceScheduler):
         become(self.scheduler.queues, _Uncomputed)
 
 
-class _Unlocked(RequestPages):
+class _Unlocked(RequestKvCache):
     __slots__ = ()
 
-    def attach(self, request: Request) -> None:
+    def match(self, request: Request) -> None:
         match = self.cache.match_prefix(request.token_ids[:-1])
         request.pages = list(match.pages)
-        request.num_shared_pages = len(match.pages)
+        request.num_cached_pages = len(match.pages)
         request.num_computed_tokens = request.num_cached_tokens = match.num_tokens
 
     def cache_unfinished(self, request: Request) -> None:
         num_pages = request.num_computed_tokens // PAGE_SIZE
-        if num_pages <= request.num_shared_pages:
+        if num_pages <= request.num_cached_pages:
             return
         match = self.cache.insert(request.token_ids[: num_pages * PAGE_SIZE], request.pages[:num_pages])
         request.pages[:num_pages] = match.pages
-        request.num_shared_pages = num_pages
+        request.num_cached_pages = num_pages
 
 
 class LocksNothing(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
-        become(self.scheduler.batcher.pages, _Unlocked)
+        become(self.scheduler.batcher.kv_cache, _Unlocked)
         become(self.scheduler.results.kv, _Unlocked)
 
 
-class _SharesEarly(RequestPages):
+class _SharesEarly(RequestKvCache):
     __slots__ = ()
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -242,7 +242,7 @@ class SharesBeforeItComputes(ReferenceScheduler):
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
-        become(self.scheduler.batcher.pages, _SharesEarly)
+        become(self.scheduler.batcher.kv_cache, _SharesEarly)
 
     def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
         # Latest first: whoever found a page that this batch is to compute reads it before it is written.
@@ -286,7 +286,7 @@ class _LeakyAtAbort(BatchResultProcessor[Request]):
     __slots__ = ()
 
     def abort(self, request: Request) -> bool:
-        del request.pages[request.num_shared_pages :]
+        del request.pages[request.num_cached_pages :]
         return super().abort(request)
 
 
@@ -319,11 +319,11 @@ class RunsOneTooMany(ReferenceScheduler):
         return msgspec.structs.replace(super().get_loads(), max_running_requests=2)
 
 
-class _WholePrompts(RequestPages):
+class _WholePrompts(RequestKvCache):
     __slots__ = ()
 
-    def attach(self, request: Request) -> None:
-        super().attach(request)
+    def match(self, request: Request) -> None:
+        super().match(request)
         if not request.num_retractions:
             request.num_computed_tokens = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
 
@@ -333,7 +333,7 @@ class ComputesTooLittle(ReferenceScheduler):
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
-        become(self.scheduler.batcher.pages, _WholePrompts)
+        become(self.scheduler.batcher.kv_cache, _WholePrompts)
 
 
 class RefusesLateAborts(ReferenceScheduler):

@@ -117,7 +117,7 @@ def next_tokens(batch: Batch, settings: Settings) -> list[int]:
 def share(cache: RadixCache, request: Request) -> None:
     """Put the full pages of a request into the cache, and hold them there."""
     num_pages = request.num_computed_tokens // cache.page_size
-    if num_pages <= request.num_shared_pages:
+    if num_pages <= request.num_cached_pages:
         return
     match = cache.insert(request.token_ids[: num_pages * cache.page_size], request.pages[:num_pages])
     cache.lock(match.node)
@@ -125,19 +125,19 @@ def share(cache: RadixCache, request: Request) -> None:
         cache.unlock(request.node)
     request.node = match.node
     request.pages[:num_pages] = match.pages
-    request.num_shared_pages = num_pages
+    request.num_cached_pages = num_pages
 
 
 def release(cache: RadixCache, request: Request) -> None:
     """Let go of all pages; the full ones stay cached for whoever comes next."""
     share(cache, request)
-    cache.free(request.pages[request.num_shared_pages :])
+    cache.free(request.pages[request.num_cached_pages :])
     if request.node is not None:
         cache.unlock(request.node)
-    request.num_cached_tokens = request.num_shared_pages * cache.page_size
+    request.num_cached_tokens = request.num_cached_pages * cache.page_size
     request.node = None
     request.pages = []
-    request.num_shared_pages = request.num_computed_tokens = request.prefill_end = 0
+    request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
 
 
 def _admit(cache: RadixCache, waiting: Waiting, works: list[Work], settings: Settings, counters: Counters) -> bool:
@@ -147,13 +147,13 @@ def _admit(cache: RadixCache, waiting: Waiting, works: list[Work], settings: Set
     cache.lock(match.node)
     request.node = match.node
     request.pages = list(match.pages)
-    request.num_shared_pages = len(match.pages)
+    request.num_cached_pages = len(match.pages)
     request.num_computed_tokens = match.num_tokens
     num_tokens = min(request.num_uncomputed_tokens, settings.chunk_tokens)
     if not _grow(cache, request, num_tokens):
         cache.unlock(match.node)
         request.node, request.pages = None, []
-        request.num_shared_pages = request.num_computed_tokens = 0
+        request.num_cached_pages = request.num_computed_tokens = 0
         return False
     waiting.popleft()
     request.num_cached_tokens = match.num_tokens

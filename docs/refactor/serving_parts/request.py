@@ -19,7 +19,7 @@ class Request:
     Attributes:
         token_ids: the prompt, then what was generated.
         pages: of the first ``num_computed_tokens`` positions, and of those that this step computes.
-        num_shared_pages: the first of them, which stand in the cache and are locked through ``node``.
+        num_cached_pages: the first of them, which stand in the cache and are locked through ``node``.
         prefill_end: ``len(token_ids)`` at the last admission: computing up to here is prefill.
         num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
     """
@@ -29,7 +29,7 @@ class Request:
     max_new_tokens: int
     num_prompt_tokens: int = field(init=False)
     pages: list[int] = field(default_factory=list)
-    num_shared_pages: int = 0
+    num_cached_pages: int = 0
     node: RadixNode | None = None
     num_computed_tokens: int = 0
     prefill_end: int = 0

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from scheduler_components import CachedTokens, ComponentError
-from scheduler_components.reference.engine.http_openai import RANK_HEADER
+from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
 __all__ = ["AnswerStats", "ChatSession", "ChatRequestError"]

@@ -31,9 +31,9 @@ from scheduler_components.reference.cli.engine_commands import (
 )
 from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig, default_kv_events
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError
-from scheduler_components.reference.engine.generation import codec_of
-from scheduler_components.reference.engine.http import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.frontend.frontend import EngineFailedError
+from scheduler_components.reference.engine.frontend.http_server import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
 
 __all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat", "read_lines"]
 
@@ -98,7 +98,7 @@ async def _run(path: Path, dp_size: int | None, options: ChatOptions, console: C
             loading.begin(f"looking at {path.name}")
             config = await asyncio.to_thread(_config, path, dp_size)
             loading.begin("loading its tokenizer")
-            codec = await asyncio.to_thread(codec_of, config)
+            codec = await asyncio.to_thread(open_text_codec, config)
             loading.begin(_loading_text(config))
             listener = opened.enter_context(bind_http(DEFAULT_HOST, 0))
             ranks = open_engine(config, affinity_tokens=_AFFINITY_TOKENS, show=console.print)

@@ -36,7 +36,7 @@ from scheduler_components import ConfigError, StartError
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.engine.config import DEFAULT_HOST
-from scheduler_components.reference.engine.http import bind_http, open_http_server
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 
 if TYPE_CHECKING:  # the command works without the extra `jetstream`, as long as nobody asks for it
     from observability.jetstream import JetStreamWriter

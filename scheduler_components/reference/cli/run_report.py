@@ -118,7 +118,7 @@ class RunFacts:
         """Each replica's first rank, by stream."""
         return [replica * self.ranks_per_stage for replica in range(self.dp_size)]
 
-    def leader_of(self, rank: int) -> int:
+    def leader_rank(self, rank: int) -> int:
         """The first rank of a rank's replica."""
         return self.leaders[rank // self.ranks_per_stage % self.dp_size]
 
@@ -157,7 +157,8 @@ def verify(evidence: RunFacts) -> RunReport:
 
 def _check_requests(evidence: RunFacts) -> Check:
     counters = evidence.counters
-    facts = f"{counters.sent} sent, {counters.finished} finished, {counters.refused.count} refused, {counters.failed.count} failed"
+    facts = f"{counters.sent} sent, {counters.finished} finished, "
+    facts += f"{counters.refused.count} refused, {counters.failed.count} failed"
     passed = counters.finished > 0 and not counters.failed.count and counters.ended == counters.sent
     return Check("requests", passed, "; ".join([facts, *counters.failed.reasons[:1]]))
 
@@ -166,7 +167,7 @@ def _check_replicas(evidence: RunFacts) -> Check:
     """All ranks of a replica hold the same blocks and took the same decisions."""
     differing = []
     for rank in range(evidence.world_size):
-        dump, expected = evidence.dumps[rank], evidence.dumps[evidence.leader_of(rank)]
+        dump, expected = evidence.dumps[rank], evidence.dumps[evidence.leader_rank(rank)]
         same = (dump.step, dump.digest) == (expected.step, expected.digest)
         if not same or _held(dump) != _held(expected):
             differing.append(rank)

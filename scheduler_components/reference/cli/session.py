@@ -42,9 +42,9 @@ from scheduler_components.reference.device.workload import (
 )
 from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig, check_ports_free
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError
-from scheduler_components.reference.engine.generation import codec_of
-from scheduler_components.reference.engine.http import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.frontend.frontend import EngineFailedError
+from scheduler_components.reference.engine.frontend.http_server import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [
@@ -101,7 +101,7 @@ async def run_session(config: SessionConfig, screen: RunReporter) -> bool:
         screen.note(_trace_text(trace, engine_config.speed))
         config = attrs.evolve(config, limit=trace.num_requests)  # what is replayed is what was checked
     check_ports_free(engine_config)
-    codec = await asyncio.to_thread(codec_of, engine_config)  # a model without a tokenizer costs no process
+    codec = await asyncio.to_thread(open_text_codec, engine_config)  # a model without a tokenizer costs no process
     with bind_http(config.host, config.port) as listener:  # taken here too, and kept
         return await _run_engine(config, codec, listener, screen)
 
@@ -232,7 +232,7 @@ async def _drive(
 async def _gather_evidence(engine: Engine, observed: _Observed, counters: WorkloadCounters) -> RunFacts:
     config, ready, subscriber = engine.config, engine.front.board.ready, observed.subscriber
     dumps = await engine.dump_caches()
-    last_sequences = {replica: dumps[config.leader_of(replica)].last_sequence for replica in range(config.dp_size)}
+    last_sequences = {replica: dumps[config.leader_rank(replica)].last_sequence for replica in range(config.dp_size)}
     return RunFacts(
         dp_size=config.dp_size,
         pp_size=config.pp_size,

@@ -17,15 +17,15 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.workload import Chat, TraceRequest, prompt_tokens
-from scheduler_components.reference.engine.front import (
-    Front,
-    GenerateRequest,
+from scheduler_components.reference.engine.frontend.frontend import (
+    Frontend,
+    GenerateReqInput,
     RequestFailedError,
     RequestRefusedError,
     TooBusyError,
 )
-from scheduler_components.reference.engine.pulse import RankSilentError
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import RankSilentError
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 __all__ = [
     "ChatDriver",
@@ -266,7 +266,7 @@ class TraceDriver:
         lag: how far sending is behind.
     """
 
-    front: Front
+    front: Frontend
     speed: float
     counters: WorkloadCounters
     clock: Callable[[], float] = time.monotonic
@@ -302,7 +302,7 @@ class TraceDriver:
         counters, sent_s = self.counters, self.clock()
         counters.sent += 1
         limits = SamplingLimits(max_new_tokens=request.output_length, ignore_eos=True)
-        wanted = GenerateRequest(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
+        wanted = GenerateReqInput(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
         try:
             async with self.front.open_request(wanted) as news:
                 async for delta in news:

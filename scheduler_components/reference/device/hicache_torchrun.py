@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 -m scheduler_components.reference.device.hicache_torchrun --attn-cp-size 2
 
-Rank 0 makes the requests, and an ``RequestReceiver`` brings them to all ranks. Every rank serves them, with I/O of its own that
+Rank 0 makes the requests, and an ``RequestReceiver`` brings them to all ranks. Every rank serves them, with I/O of its
+own that
 is slow and fails at random, and prints what it holds after each tenth of the run, and at the end what it read. All
 ranks print the same; one that does not ends all of them with an error.
 

@@ -106,7 +106,7 @@ class IntegrityConfig:
         default=None, validator=attrs.validators.optional(number_validator(or_zero=True))
     )
 
-    def stall_bound_s(self, speed: float) -> float:
+    def stall_timeout_s(self, speed: float) -> float:
         """``stall_after_s`` for a device of this speed."""
         return _STALL_AFTER_S / min(1.0, speed) if self.stall_after_s is None else self.stall_after_s
 
@@ -299,7 +299,7 @@ class EngineConfig:
             raise ConfigError("dp_attention", True, problem, "leave it out")
 
     @property
-    def pace(self) -> float:
+    def relative_speed(self) -> float:
         """How fast a step is where it is slow, 1.0 at most: what waits for a rank waits longer by it."""
         return min(1.0, self.speed) if self.model is None else _MODEL_PACE
 
@@ -325,13 +325,13 @@ class EngineConfig:
             pp_size=self.pp_size,
         )
 
-    def leader_of(self, replica: int) -> int:
+    def leader_rank(self, replica: int) -> int:
         """The rank that receives a replica's requests."""
         return replica * self.attn_cp_size * self.attn_tp_size
 
-    def followers_of(self, replica: int) -> list[int]:
+    def follower_ranks(self, replica: int) -> list[int]:
         """The other ranks of a replica, stage by stage."""
-        first = self.leader_of(replica)
+        first = self.leader_rank(replica)
         stages = range(first, first + self.world_size, self.tp_size)
         ranks = [stage + at for stage in stages for at in range(self.attn_cp_size * self.attn_tp_size)]
         return ranks[1:]
@@ -378,7 +378,7 @@ class EnginePaths:
         """Rank ``rank`` in agreements with its counterparts in the other replicas; it binds."""
         return self._address(f"dp-sync-{rank}")
 
-    def tensor_meeting(self, replica: int) -> Path:
+    def tensor_rendezvous(self, replica: int) -> Path:
         """A file in which the ranks that share the layers of ``replica`` find each other."""
         return Path(self.directory) / f"tensor-meeting-{replica}"
 

@@ -18,8 +18,8 @@ from scheduler_components import OutputBatch, ParallelState
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 from scheduler_components.testing import ThreadSyncHub
 from scheduler_components.validators import integer_validator, number_validator
 
@@ -117,7 +117,7 @@ def simulate_dp_attn(config: DpSimConfig, arrivals: Sequence[Arrival] | None = N
         makespan_s=max(each.clock.now_s for each in replicas) - (arrivals[0].at_s if arrivals else 0.0),
         first_token_s=firsts,
         inter_token_s=between,
-        stats=[each.scheduler.batcher.terms.dp.stats for each in replicas],
+        stats=[each.scheduler.batcher.budget.dp.stats for each in replicas],
         shapes=replicas[0].shapes,
         num_tokens=len(firsts) + len(between),
     )
@@ -202,7 +202,7 @@ class _Replica:
                 self._submit(num_come, arrivals[num_come])
                 num_come += 1
             self.scheduler.step()
-            step = self.scheduler.batcher.terms.dp.last
+            step = self.scheduler.batcher.budget.dp.last
             self.shapes.append(step.shapes)
             if not step.any_work:
                 if num_come == len(arrivals):

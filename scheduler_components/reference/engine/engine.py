@@ -41,30 +41,35 @@ from scheduler_components.metrics import (
     open_zmq_kv_metrics_receiver,
 )
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
-from scheduler_components.reference.engine.control import ControlVerb
-from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
+from scheduler_components.reference.engine.frontend.frontend import (
+    EngineFailedError,
+    Frontend,
+    LoadDispatcher,
+    ReplicaLoad,
+)
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import HEARTBEAT_TIMEOUT_S, HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
-    ALIVE_EVERY_S,
+    HEARTBEAT_INTERVAL_S,
     MAX_QUEUED_BATCHES,
     CacheDump,
-    ControlQuestion,
+    RpcRequest,
     decode_outputs,
     decode_report,
     unpack_hash_array,
 )
-from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
-from scheduler_components.reference.engine.pulse import SILENT_AFTER_S, RankPulse
+from scheduler_components.reference.engine.rank.rpc_handler import RpcMethod
 
 __all__ = [
     "RankExit",
     "RankProcess",
     "open_ranks",
-    "ControlRefusedError",
+    "RpcError",
     "Engine",
     "open_engine",
 ]
 
-_RANK_MODULE = "scheduler_components.reference.engine.rank_process"
+_RANK_MODULE = "scheduler_components.reference.engine.rank.process"
 _LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
 _STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
 _START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
@@ -118,7 +123,7 @@ class RankProcess:
         return_code = await self.process.wait()
         return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
 
-    def tell_to_stop(self) -> None:
+    def request_stop(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -187,7 +192,7 @@ def _absolute(paths: Iterable[str]) -> Iterator[str]:
 
 async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[RankExit]]) -> None:
     for rank in ranks:
-        rank.tell_to_stop()
+        rank.request_stop()
     if watchers:
         await asyncio.wait(watchers, timeout=_STOP_GRACE_S)
     for rank in ranks:
@@ -195,7 +200,7 @@ async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[Ra
     await asyncio.gather(*watchers)
 
 
-class ControlRefusedError(ComponentError):
+class RpcError(ComponentError):
     """The ranks refuse what was asked; the text is for who asked."""
 
 
@@ -213,22 +218,22 @@ class Engine:
     """
 
     config: EngineConfig
-    front: Front
+    front: Frontend
     ranks: list[RankProcess]
     stats: ShmBoard[SchedulerStats]
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    orders: OrderDesk = field(init=False)
+    control: ControlQueue = field(init=False)
     _ids: count[int] = field(default_factory=lambda: count(1), init=False)
 
     def __post_init__(self) -> None:
-        self.orders = OrderDesk(front=self.front)
+        self.control = ControlQueue(front=self.front)
 
     def output_stats(self) -> Mapping[RankLabels, OutputStats]:
         """Counters of outputs by the labels of the rank that sent them, for whoever exports them."""
         config = self.config
         return {
-            config.parallel(config.leader_of(replica)).metric_labels: counters
+            config.parallel(config.leader_rank(replica)).metric_labels: counters
             for replica, counters in self.front.board.outputs.items()
         }
 
@@ -265,7 +270,7 @@ class Engine:
             EngineFailedError: a rank did not answer in time.
         """
         dump_id, dumps = next(self._ids), self.front.board.answers.dumps
-        self.front.ask_for_dumps(dump_id)
+        self.front.request_cache_dumps(dump_id)
 
         def all_answered() -> bool:
             return sum(dump.dump_id == dump_id for dump in dumps.values()) == self.config.world_size
@@ -295,8 +300,8 @@ class Engine:
         if not self.front.is_idle:
             return None
         try:
-            await self.orders.give(ClearStorageIndex(_TRANSFERS_END_S))
-        except OrderRefusedError:
+            await self.control.send(ClearStorageIndex(_TRANSFERS_END_S))
+        except ControlFailedError:
             return None
         return await asyncio.to_thread(_clear_file_store, hicache)
 
@@ -312,7 +317,7 @@ class Engine:
             EngineFailedError: the rank did not answer in time.
         """
         read_id, pools = next(self._ids), self.front.board.answers.pools
-        self.front.ask_for_pool(rank, read_id)
+        self.front.request_pool_snapshot(rank, read_id)
         await self._expect(
             lambda: rank in pools and pools[rank].read_id >= read_id, f"rank {rank} did not read its pool"
         )
@@ -320,26 +325,26 @@ class Engine:
         blocks = {(each.medium, each.group_idx): unpack_hash_array(each.hashes) for each in read.places}
         return KvPoolSnapshot(blocks, read.sequence, rank)
 
-    async def ask(self, verb: ControlVerb, body: bytes = b"") -> dict[int, Any]:
-        """What every rank says to a question of ``Control``, by rank. The questions of an engine come one by one.
+    async def ask(self, verb: RpcMethod, body: bytes = b"") -> dict[int, Any]:
+        """What every rank says to a question of ``RpcHandler``, by rank. The questions of an engine come one by one.
 
         Raises:
             ConfigError: the engine keeps no profiles.
-            ControlRefusedError: the ranks refuse, all for one reason; nothing is changed.
+            RpcError: the ranks refuse, all for one reason; nothing is changed.
             EngineFailedError: a rank did not answer in time.
         """
         if verb == "start_profile" and not self.config.profile_directory:
             raise ConfigError("profile_directory", "", "is not set", "start the engine with --profile-directory")
         async with self._asking:
-            question_id, answers = next(self._ids), self.front.board.answers.control
-            self.front.ask_all(ControlQuestion(question_id, verb, body))
+            rpc_id, answers = next(self._ids), self.front.board.answers.control
+            self.front.broadcast_rpc(RpcRequest(rpc_id, verb, body))
             await self._expect(
-                lambda: sum(each.question_id == question_id for each in answers.values()) == self.config.world_size,
+                lambda: sum(each.rpc_id == rpc_id for each in answers.values()) == self.config.world_size,
                 f"not all ranks answered {verb}",
             )
             for answer in answers.values():
                 if answer.problem is not None:
-                    raise ControlRefusedError(answer.problem)
+                    raise RpcError(answer.problem)
             return {rank: msgspec.json.decode(answers[rank].body) for rank in sorted(answers)}
 
     async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
@@ -387,14 +392,14 @@ async def open_engine(
         outputs = _bind_pull(incoming, paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
         receiver = open_zmq_kv_metrics_receiver(paths.kv_metrics)
         opened.callback(receiver.close)
-        front = Front(
+        front = Frontend(
             leaders=[_connect_leader(outgoing, paths, replica) for replica in range(config.dp_size)],
             dispatcher=LoadDispatcher(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
-            pulse=RankPulse(
-                silent_after_s=SILENT_AFTER_S / config.pace,  # a slow device's steps are long
-                num_in_step=config.dp_size if config.dp_attention is not None else 0,
+            heartbeats=HeartbeatMonitor(
+                timeout_s=HEARTBEAT_TIMEOUT_S / config.relative_speed,  # a slow device's steps are long
+                num_lockstep_replicas=config.dp_size if config.dp_attention is not None else 0,
             ),
         )
         rank_configs = [RankConfig(config, rank, paths) for rank in range(config.world_size)]
@@ -403,7 +408,7 @@ async def open_engine(
         engine = Engine(config=config, front=front, ranks=ranks, stats=stats)
         first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
         await opened.enter_async_context(_running(_listen(reports, front), front))
-        await opened.enter_async_context(_running(_take_outputs(outputs, front), front))
+        await opened.enter_async_context(_running(_receive_outputs(outputs, front), front))
         await opened.enter_async_context(_running(_count_silence(front), front))
         await opened.enter_async_context(_running(_collect_kv_metrics(receiver, engine.kv_metrics), front))
         await _wait_for_ranks(engine)
@@ -421,13 +426,13 @@ async def _wait_for_ranks(engine: Engine) -> None:
         raise StartError(f"ranks {missing}", f"not ready after {deadline_s} s", "start fewer ranks") from None
 
 
-def _note_failure(front: Front, exited: asyncio.Future[RankExit]) -> None:
+def _note_failure(front: Frontend, exited: asyncio.Future[RankExit]) -> None:
     if not exited.cancelled():
         front.fail(EngineFailedError(str(exited.result())))
 
 
 @asynccontextmanager
-async def _running(work: Coroutine[None, None, None], front: Front) -> AsyncIterator[None]:
+async def _running(work: Coroutine[None, None, None], front: Frontend) -> AsyncIterator[None]:
     """Run ``work`` in the background until the block is left; should it end before, the engine has failed."""
 
     def note_end(ended: asyncio.Task[None]) -> None:
@@ -443,21 +448,21 @@ async def _running(work: Coroutine[None, None, None], front: Front) -> AsyncIter
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _listen(reports: zmq.asyncio.Socket, front: Front) -> None:
+async def _listen(reports: zmq.asyncio.Socket, front: Frontend) -> None:
     """Hand every report to the front. One that cannot be read ends the engine: a rank is of another version."""
     while True:
         front.receive(decode_report(await reports.recv()))
 
 
-async def _take_outputs(outputs: zmq.asyncio.Socket, front: Front) -> None:
+async def _receive_outputs(outputs: zmq.asyncio.Socket, front: Frontend) -> None:
     """Hand every batch of outputs to the front, as with reports."""
     while True:
-        front.take_outputs(decode_outputs(await outputs.recv()))
+        front.process_outputs(decode_outputs(await outputs.recv()))
 
 
-async def _count_silence(front: Front) -> None:
+async def _count_silence(front: Frontend) -> None:
     while True:
-        await asyncio.sleep(ALIVE_EVERY_S)
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
         front.tick()
 
 

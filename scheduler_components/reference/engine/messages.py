@@ -1,7 +1,8 @@
 """What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
 
-Front to the leader of a replica: ``Command``, which its intake relays to the followers as it is. Every rank to the
-front: ``Report``, and outputs on a socket of their own. Token ids of prompts travel packed, four bytes each,
+Frontend to the leader of a replica: ``RankCommand``, which its intake relays to the followers as it is. Every rank to
+the
+front: ``RankReport``, and outputs on a socket of their own. Token ids of prompts travel packed, four bytes each,
 little-endian.
 
 Statistics are not sent: each rank writes them to its page of the engine's board (``open_shm_metrics_sink``), and the
@@ -23,31 +24,31 @@ import zmq
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
 from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.reference.device.sampling import SamplingParams
-from scheduler_components.reference.engine.control import ControlVerb
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.rank.rpc_handler import RpcMethod
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.values import InputKind, InputMessage
 
 __all__ = [
-    "ALIVE_EVERY_S",
-    "FRONT",
+    "HEARTBEAT_INTERVAL_S",
+    "FRONTEND_DISPATCHER",
     "AbortRequest",
     "BlockInput",
     "CacheDump",
-    "Command",
-    "CommandReader",
+    "RankCommand",
+    "CommandDecoder",
     "DrainInput",
-    "ControlAnswer",
-    "ControlQuestion",
+    "RpcReply",
+    "RpcRequest",
     "DumpCache",
-    "GiveOrder",
-    "OrderAnswered",
-    "PoolPlace",
-    "PoolRead",
-    "RankAlive",
+    "SubmitControl",
+    "ControlCompleted",
+    "PoolMediumGroup",
+    "PoolSnapshot",
+    "RankHeartbeat",
     "RankStalled",
     "RankReady",
     "ReadPool",
-    "Report",
+    "RankReport",
     "RequestRefused",
     "LoadReport",
     "SubmitRequest",
@@ -61,17 +62,19 @@ __all__ = [
     "unpack_hashes",
     "unpack_tokens",
     "MAX_QUEUED_BATCHES",
-    "OutputSocket",
+    "ZmqOutputSink",
     "decode_outputs",
     "encode_outputs",
 ]
 
-FRONT = "front"
+FRONTEND_DISPATCHER = "front"
 """The front's name as a dispatcher, in load reports. It lives as long as its ranks do."""
 
 
-ALIVE_EVERY_S = 0.5
-"""A rank's pause between two ``RankAlive``, and the front's tick: two small messages a second cost neither anything."""
+HEARTBEAT_INTERVAL_S = 0.5
+"""A rank's pause between two ``RankHeartbeat``, and the front's tick: two small messages a second cost neither
+anything.
+"""
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -98,13 +101,15 @@ class DumpCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 
 
 class ReadPool(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The leader answers with a ``PoolRead`` after the step; its followers have nothing to do."""
+    """The leader answers with a ``PoolSnapshot`` after the step; its followers have nothing to do."""
 
     read_id: int
 
 
-class GiveOrder(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every rank of the replica carries an order out, in the same step; the leader answers with ``OrderAnswered``."""
+class SubmitControl(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Every rank of the replica carries an order out, in the same step; the leader answers with
+    ``ControlCompleted``.
+    """
 
     order_id: int
     order: ControlRequest
@@ -114,11 +119,13 @@ class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
     """The replica lets no request in until ``UnblockInput``: they wait at its leader. Not answered."""
 
 
-class ControlQuestion(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """What a person asks (``Control.answer``); every rank of the replica answers before the step. ``body`` is JSON."""
+class RpcRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """What a person asks (``RpcHandler.answer``); every rank of the replica answers before the step. ``body`` is
+    JSON.
+    """
 
-    question_id: int
-    verb: ControlVerb
+    rpc_id: int
+    method: RpcMethod
     body: bytes
 
 
@@ -130,16 +137,16 @@ class DrainInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
     """The replica refuses requests until ``UnblockInput`` and serves those that it has. Not answered."""
 
 
-Command = (
+RankCommand = (
     SubmitRequest
     | AbortRequest
     | DumpCache
     | ReadPool
-    | GiveOrder
+    | SubmitControl
     | BlockInput
     | UnblockInput
     | DrainInput
-    | ControlQuestion
+    | RpcRequest
 )
 
 
@@ -152,8 +159,10 @@ class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     load_endpoint: str | None = None
 
 
-class RankAlive(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The loop of ``rank`` (as ``ParallelState`` puts it), of this replica, runs; said every ``ALIVE_EVERY_S``."""
+class RankHeartbeat(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """The loop of ``rank`` (as ``ParallelState`` puts it), of this replica, runs; said every
+    ``HEARTBEAT_INTERVAL_S``.
+    """
 
     rank: str
     replica: int
@@ -162,7 +171,7 @@ class RankAlive(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 class RankStalled(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """The step of a rank makes no progress: where it stands, in words. Said by its watchdog; ``alive`` ends it."""
 
-    alive: RankAlive
+    alive: RankHeartbeat
     place: str
 
 
@@ -199,7 +208,7 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     tiers: TierStats | None = None
 
 
-class PoolPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class PoolMediumGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One medium and KV-cache group of a pool, and the hashes there (packed, signed 64-bit)."""
 
     medium: str
@@ -207,56 +216,56 @@ class PoolPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
     hashes: bytes
 
 
-class PoolRead(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """What a replica's pool held after a step, and the number of the last batch that tells of it."""
 
     read_id: int
     replica: int
     sequence: int | None
-    places: tuple[PoolPlace, ...]
+    places: tuple[PoolMediumGroup, ...]
 
 
-class ControlAnswer(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+class RpcReply(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """A rank's answer: ``problem`` is why nothing was done, None where it was; ``body`` is JSON."""
 
-    question_id: int
+    rpc_id: int
     rank: int
     problem: str | None
     body: bytes = b"null"
 
 
-class OrderAnswered(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+class ControlCompleted(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """How an order ended on a replica."""
 
     replica: int
     answer: ControlReply
 
 
-Report = (
+RankReport = (
     RankReady
-    | RankAlive
+    | RankHeartbeat
     | RankStalled
     | RequestRefused
     | LoadReport
     | CacheDump
-    | PoolRead
-    | ControlAnswer
-    | OrderAnswered
+    | PoolSnapshot
+    | RpcReply
+    | ControlCompleted
 )
 
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+_commands: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+_reports: msgspec.msgpack.Decoder[RankReport] = msgspec.msgpack.Decoder(RankReport)
 
 
-def encode(message: Command | Report) -> bytes:
+def encode(message: RankCommand | RankReport) -> bytes:
     """One message as one ZMQ frame."""
     return _encoder.encode(message)
 
 
-def decode_command(frame: bytes) -> Command:
+def decode_command(frame: bytes) -> RankCommand:
     """Raises DecodeError for a frame that is not a command."""
     return _decode(_commands, frame)
 
@@ -270,18 +279,18 @@ _KINDS: dict[type, InputKind] = {
 }
 
 
-class CommandReader:
+class CommandDecoder:
     """The ``MessageDecoder`` of this engine."""
 
     __slots__ = ()
 
-    def read(self, frame: bytes) -> InputMessage[Command]:
+    def read(self, frame: bytes) -> InputMessage[RankCommand]:
         command = decode_command(frame)
         rid = command.rid if isinstance(command, SubmitRequest | AbortRequest) else ""
         return InputMessage(_KINDS.get(type(command), InputKind.COMMAND), command, rid)
 
 
-def decode_report(frame: bytes) -> Report:
+def decode_report(frame: bytes) -> RankReport:
     """Raises DecodeError for a frame that is not a report."""
     return _decode(_reports, frame)
 
@@ -353,7 +362,7 @@ def decode_outputs(frame: bytes) -> OutputBatch:
 
 
 @dataclass(slots=True, kw_only=True)
-class OutputSocket:
+class ZmqOutputSink:
     """An ``OutputSink`` over a connected PUSH socket with a high-water mark: sending never waits."""
 
     socket: zmq.Socket[bytes]

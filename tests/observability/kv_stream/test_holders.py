@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.kv_stream import BlockView, holders
+from observability.kv_stream import BlockView, holder_tables
 from observability.kv_stream.holder_tables import HolderTables, MaskTable
 from scheduler_components import BlockStored
 from scheduler_components.events import BlockLocation, Tier
@@ -44,7 +44,7 @@ def test_a_bit_that_is_retired_during_a_sweep_is_swept_out_by_the_next() -> None
         found.sweep(1)
         num_strides += 1
     assert table.is_empty
-    assert num_strides > 1_000 / holders.SWEEP_SLICE_HASHES * 2
+    assert num_strides > 1_000 / holder_tables.SWEEP_SLICE_HASHES * 2
     assert found.allocate_bit() == first
 
 
@@ -71,8 +71,8 @@ CHANGES = st.lists(
 
 @given(before=st.lists(st.integers(0, 9), unique=True), changes=CHANGES)
 def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[tuple[str, int, list[int]]]) -> None:
-    old, gone = holders.SWEEP_SLICE_HASHES, 8
-    holders.SWEEP_SLICE_HASHES = 2
+    old, gone = holder_tables.SWEEP_SLICE_HASHES, 8
+    holder_tables.SWEEP_SLICE_HASHES = 2
     try:
         table, plain = MaskTable(), {block_hash: {gone} for block_hash in before}
         table.add(gone, before)
@@ -96,7 +96,7 @@ def test_a_table_in_a_sweep_is_a_dict_of_sets(before: list[int], changes: list[t
         for _ in sweep:
             pass
     finally:
-        holders.SWEEP_SLICE_HASHES = old
+        holder_tables.SWEEP_SLICE_HASHES = old
     assert not table.is_moving
     assert table.lookup == table.masks.get
     assert table.masks == {block_hash: sum(held - {gone}) for block_hash, held in plain.items() if held - {gone}}
@@ -127,7 +127,7 @@ def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
     table.add(1, range(10))
     sweep = table.sweep_bits(4)
     next(sweep)
-    table.add(1, range(1_000, 1_000 + 3 * holders.SWEEP_SLICE_HASHES))  # kept apart from what is walked
+    table.add(1, range(1_000, 1_000 + 3 * holder_tables.SWEEP_SLICE_HASHES))  # kept apart from what is walked
     assert len(table.masks) == 10
     next(sweep)
     assert table.is_moving
@@ -135,7 +135,7 @@ def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
     assert table.drop(1, range(5)) == 5
     assert set(table.masks) & set(range(10)) == set(range(5, 10))
     assert len(list(sweep)) < 4
-    assert set(table.masks) == {*range(5, 10), *range(1_000, 1_000 + 3 * holders.SWEEP_SLICE_HASHES)}
+    assert set(table.masks) == {*range(5, 10), *range(1_000, 1_000 + 3 * holder_tables.SWEEP_SLICE_HASHES)}
 
 
 def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None:

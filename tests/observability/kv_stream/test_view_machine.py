@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from observability.kv_stream import BlockView, Tier, ViewCounters, holders, medium_tier, view
+from observability.kv_stream import BlockView, Tier, ViewCounters, holder_tables, medium_tier, view
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import BlockLocation, block_location
 
@@ -46,7 +46,9 @@ batches = st.lists(events, max_size=4)
 
 
 class PlainBlocks:
-    """One rank's blocks, each with its location and whether its group attends to a whole prefix; and what was counted."""
+    """One rank's blocks, each with its location and whether its group attends to a whole prefix; and what was
+    counted.
+    """
 
     def __init__(self) -> None:
         self.at: dict[tuple[BlockLocation, int], bool] = {}
@@ -209,7 +211,7 @@ class ViewMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_view_is_at_every_moment_what_plain_sets_are(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "SWEEP_SLICE_HASHES", stride)
+    monkeypatch.setattr(holder_tables, "SWEEP_SLICE_HASHES", stride)
     monkeypatch.setattr(view, "_MOST_EARLY", 4)
     monkeypatch.setattr(view, "_STRIDES_PER_BATCH", 1)
     monkeypatch.setattr(view, "_STRIDES_AT_ONCE", 1)

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, StreamState, Tier
-from observability.relay import SourceMerger, least_trusted_state, merge
+from observability.relay import SourceMerger, least_trusted_state, source_merger
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 State = set[tuple[str, int]]
@@ -149,7 +149,7 @@ def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
     def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple:
         source = self._sources[key]
         for place, blocks in (source.staged or {}).items():
-            source.held.setdefault(place, merge.BlockSet()).update(blocks)
+            source.held.setdefault(place, source_merger.BlockSet()).update(blocks)
         source.staged = None
         return ()
 
@@ -166,7 +166,7 @@ def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
 
 
 def media_are_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(merge, "block_location", lambda *_: ("GPU", None, None, None))
+    patch.setattr(source_merger, "block_location", lambda *_: ("GPU", None, None, None))
 
 
 BROKEN = [

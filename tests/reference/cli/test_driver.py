@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from scheduler_components.reference.cli.workload_driver import ChatDriver, ScheduleLag, TraceDriver, WorkloadCounters
 from scheduler_components.reference.device.workload import Chat, TraceRequest, Turn
-from scheduler_components.reference.engine.front import Front, LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.messages import RankAlive
+from scheduler_components.reference.engine.frontend.frontend import Frontend, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.messages import RankHeartbeat
 
 
 class FullLeader:
@@ -28,9 +28,9 @@ class NoLeader:
 
 
 def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
-    front = Front(leaders=[NoLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
-    front.receive(RankAlive("dp0", 0))
-    while not front.pulse.silent():
+    front = Frontend(leaders=[NoLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+    front.receive(RankHeartbeat("dp0", 0))
+    while not front.heartbeats.silent_replicas():
         front.tick()
     driver = TraceDriver(front=front, speed=1.0, counters=WorkloadCounters())
     requests = [
@@ -43,7 +43,7 @@ def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
 
 def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
     async def scenario() -> None:
-        front = Front(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+        front = Frontend(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
         counters, lag, now_s = WorkloadCounters(), ScheduleLag(), 0.0
         driver = TraceDriver(front=front, speed=1.0, counters=counters, lag=lag, clock=lambda: now_s)
         requests = [

@@ -11,12 +11,12 @@ from starlette.applications import Starlette
 from scheduler_components import ConfigError, OutputBatch, ParallelState
 from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.front import Front, LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.generation import TextFront
-from scheduler_components.reference.engine.http import text_routes
+from scheduler_components.reference.engine.frontend.frontend import Frontend, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.http_server import text_routes
+from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
-    Command,
+    RankCommand,
     RequestRefused,
     SubmitRequest,
     decode_command,
@@ -24,8 +24,8 @@ from scheduler_components.reference.engine.messages import (
     encode_outputs,
     unpack_tokens,
 )
-from scheduler_components.reference.engine.request import Request
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
@@ -37,9 +37,9 @@ _STEP_S = 0.0005  # other tasks have their turns meanwhile, as beside a device
 class Replica:
     """A scheduler that is its own leader: takes commands as a socket does, and steps while it has work."""
 
-    def __init__(self, front: Callable[[], Front], rank: int, num_replicas: int) -> None:
+    def __init__(self, front: Callable[[], Frontend], rank: int, num_replicas: int) -> None:
         self._front = front
-        self.commands: list[Command] = []
+        self.commands: list[RankCommand] = []
         self.is_stepping = False
         self.scheduler = Scheduler.compose(
             SchedulerConfig(page_size=4, kv_tokens=8192),
@@ -51,7 +51,7 @@ class Replica:
     def send(self, frame: bytes | OutputBatch, flags: int = 0) -> bool:
         """A command of the front's, or outputs of the scheduler's."""
         if isinstance(frame, OutputBatch):
-            self._front().take_outputs(decode_outputs(encode_outputs(frame)))
+            self._front().process_outputs(decode_outputs(encode_outputs(frame)))
             return True
         command = decode_command(frame)
         self.commands.append(command)
@@ -102,8 +102,8 @@ class Served:
         self.codec = codec if codec is not None else WordTokenizer()
         self.replicas = [Replica(lambda: self.front, rank, num_replicas) for rank in range(num_replicas)]
         dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas], affinity_tokens=1000)
-        self.front = Front(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
-        self.app = Starlette(routes=text_routes(TextFront(front=self.front, codec=self.codec), "simulated"))
+        self.front = Frontend(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
+        self.app = Starlette(routes=text_routes(TextFrontend(front=self.front, codec=self.codec), "simulated"))
 
     @property
     def scheduler(self) -> Scheduler:

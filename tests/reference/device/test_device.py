@@ -15,7 +15,7 @@ from scheduler_components.reference.device.device import (
     SimulatedDevice,
     SimulatedModel,
 )
-from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.scheduler.request import Request
 
 checked = settings(deadline=None)
 

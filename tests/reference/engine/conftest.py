@@ -10,8 +10,13 @@ from scheduler_components import BlockStored, EventBatch, KVCacheEvent, KvMetric
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch, SimulatedModel
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import (
+    Clocks,
+    Scheduler,
+    SchedulerSinks,
+    StepResult,
+)
 from scheduler_components.testing import ListOutputSink
 
 MODEL = SimulatedModel()

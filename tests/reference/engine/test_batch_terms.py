@@ -14,7 +14,7 @@ from scheduler_components.testing import FakeClock
 def timed(bench: object, base_s: float, token_s: float) -> FakeClock:
     """Let every step of a bench take as long as a linear model says."""
     clock = FakeClock(0.0)
-    book, terms = bench.scheduler.book, bench.scheduler.batcher.terms
+    book, terms = bench.scheduler.request_metrics, bench.scheduler.batcher.budget
     book.clock = terms.forecast.clock = clock
     launch = bench.device.launch
 
@@ -43,7 +43,7 @@ def test_forecasts_are_judged_and_told(make_bench: Callable) -> None:
 
 def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_computed(make_bench: Callable) -> None:
     bench = make_bench(page_size=4, kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
-    bench.scheduler.batcher.terms.chunk_sizer.model = PrefillLatencyModel(1_000, 1, 10_000)
+    bench.scheduler.batcher.budget.chunk_sizer.model = PrefillLatencyModel(1_000, 1, 10_000)
     bench.submit("long", range(3000))
     chunks = [result.num_prefill_tokens for result in bench.drain()]
     assert sum(chunks) == 3000

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import TokenSpec
-from scheduler_components.reference.engine.batcher import (
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.scheduler.batcher import (
     check_request_fits,
     check_tokens_known,
-    expected_pages,
+    estimate_pages,
+    estimate_pages_to_allocate,
     pages_for,
-    pages_to_come,
     prefill_chunk,
-    retraction_victim,
+    select_preemption_victim,
 )
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
 
 checked = settings(deadline=None, max_examples=200)
 
@@ -100,7 +100,7 @@ def test_what_fits_the_pool_is_never_expected_to_outgrow_it(
     """So a request that is alone can always be admitted, also after a retraction."""
     assume(pages_for(num_prompt + num_output + num_left - 1, page_size) <= num_pages)
     request = a_request(num_prompt, num_output, num_output + num_left)
-    expected = expected_pages(request, page_size=page_size, new_token_ratio=ratio)
+    expected = estimate_pages(request, page_size=page_size, new_token_ratio=ratio)
     assert pages_for(num_prompt + num_output, page_size) <= expected <= num_pages
 
 
@@ -110,10 +110,10 @@ def test_pages_to_come_shrink_as_pages_are_taken_and_are_never_negative(
     prompts: list[int], page_size: int, ratio: float
 ) -> None:
     requests = [a_request(num_prompt, 0, 10) for num_prompt in prompts]
-    before = pages_to_come(requests, page_size=page_size, new_token_ratio=ratio)
+    before = estimate_pages_to_allocate(requests, page_size=page_size, new_token_ratio=ratio)
     for request in requests:
         request.pages = list(range(pages_for(request.num_input_tokens, page_size)))
-    after = pages_to_come(requests, page_size=page_size, new_token_ratio=ratio)
+    after = estimate_pages_to_allocate(requests, page_size=page_size, new_token_ratio=ratio)
     assert before - after == sum(len(request.pages) for request in requests)
     assert after >= 0
 
@@ -133,7 +133,7 @@ def test_the_latest_arrival_is_retracted(arrivals: list[int]) -> None:
     for arrival in arrivals:
         requests.append(a_request(1, 0, 1))
         requests[-1].arrival = arrival
-    assert retraction_victim(requests).arrival == 4
+    assert select_preemption_victim(requests).arrival == 4
 
 
 @pytest.mark.parametrize(

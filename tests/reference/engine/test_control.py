@@ -15,13 +15,13 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig
-from scheduler_components.reference.engine.control import BatcherState, Control
 from scheduler_components.reference.engine.engine import open_engine
-from scheduler_components.reference.engine.front import GenerateRequest
-from scheduler_components.reference.engine.http import make_app
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.frontend.http_server import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=1024, max_running_requests=4)
 
@@ -33,14 +33,14 @@ def scheduler() -> Scheduler:
 
 
 @pytest.fixture
-def control(scheduler: Scheduler) -> Control:
+def control(scheduler: Scheduler) -> RpcHandler:
     profiles = ProfilerManager()
-    return Control(
-        state=InternalState(providers=(BatcherState(batcher=scheduler.batcher), profiles)), profiles=profiles
+    return RpcHandler(
+        state=InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles)), profiles=profiles
     )
 
 
-def test_budgets_can_be_changed_while_requests_run(scheduler: Scheduler, control: Control) -> None:
+def test_budgets_can_be_changed_while_requests_run(scheduler: Scheduler, control: RpcHandler) -> None:
     for number in range(4):
         scheduler.submit(Request(f"r{number}", range(number, number + 100), SamplingLimits(max_new_tokens=4)))
     assert scheduler.step().num_prefill_tokens == 400
@@ -72,7 +72,9 @@ def test_budgets_can_be_changed_while_requests_run(scheduler: Scheduler, control
         (b"[" * 5_000, "body"),
     ],
 )
-def test_what_cannot_be_set_is_refused_by_name_and_changes_nothing(control: Control, body: bytes, field: str) -> None:
+def test_what_cannot_be_set_is_refused_by_name_and_changes_nothing(
+    control: RpcHandler, body: bytes, field: str
+) -> None:
     before = control.answer("get_internal_state", b"")
     with pytest.raises(ConfigError) as refusal:
         control.answer("set_internal_state", body)
@@ -80,7 +82,7 @@ def test_what_cannot_be_set_is_refused_by_name_and_changes_nothing(control: Cont
     assert control.answer("get_internal_state", b"") == before
 
 
-def test_a_new_ratio_begins_at_once_and_other_changes_leave_it(scheduler: Scheduler, control: Control) -> None:
+def test_a_new_ratio_begins_at_once_and_other_changes_leave_it(scheduler: Scheduler, control: RpcHandler) -> None:
     scheduler.submit(Request("r", range(8), SamplingLimits(max_new_tokens=20)))
     for _ in range(5):
         scheduler.step()
@@ -113,7 +115,7 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
                 assert (await client.post("/start_profile", json={"num_steps": 0})).status_code == 400
                 started = await client.post("/start_profile", json={"profile_id": "p", "num_steps": 2})
                 assert started.status_code == 200, started.text
-                wanted = GenerateRequest(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=4))
+                wanted = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=4))
                 async with engine.front.open_request(wanted) as news:
                     assert sum([len(delta.output.token_ids) async for delta in news]) == 4
                 traces = (await client.post("/stop_profile")).json()["traces"]

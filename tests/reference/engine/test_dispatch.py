@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import LoadSnapshot
-from scheduler_components.reference.engine.front import LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.messages import FRONT
+from scheduler_components.reference.engine.frontend.frontend import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER
 
 
 def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatcher:
@@ -18,7 +18,9 @@ def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatch
 def report(sequence: int, *, num_tokens: int = 0, seen: int = 0) -> LoadSnapshot:
     """A report that counts the first ``seen`` requests."""
     return LoadSnapshot(
-        sequence=sequence, num_total_tokens=num_tokens, dispatched_watermarks=((FRONT, seen), ("someone else", 9))
+        sequence=sequence,
+        num_total_tokens=num_tokens,
+        dispatched_watermarks=((FRONTEND_DISPATCHER, seen), ("someone else", 9)),
     )
 
 
@@ -41,7 +43,7 @@ def test_a_report_replaces_exactly_what_it_has_seen(sizes: list[int], data: st.D
     seen = data.draw(st.integers(0, len(sizes)))
     load.on_load_report(report(1, num_tokens=77, seen=seen))
     assert load.total_tokens == 77 + sum(sizes[seen:])
-    assert load.is_covered == (seen == len(sizes))
+    assert load.is_load_current == (seen == len(sizes))
 
 
 def test_a_late_report_is_dropped() -> None:

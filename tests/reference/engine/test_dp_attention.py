@@ -35,15 +35,27 @@ from scheduler_components.reference.engine.config import (
     RankConfig,
     SchedulerConfig,
 )
-from scheduler_components.reference.engine.control import BatcherState, Control
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest
-from scheduler_components.reference.engine.messages import CommandReader, RankAlive, SubmitRequest, encode, pack_tokens
-from scheduler_components.reference.engine.quiesce import quiesce_of
-from scheduler_components.reference.engine.rank_loop import Heartbeat, Leader, ReportSocket, StepExecutor, StopSignal
-from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
+from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, GenerateReqInput
+from scheduler_components.reference.engine.messages import (
+    CommandDecoder,
+    RankHeartbeat,
+    SubmitRequest,
+    encode,
+    pack_tokens,
+)
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.rank.loop import (
+    HeartbeatSender,
+    Leader,
+    RankWorker,
+    StopPipe,
+    ZmqReportSender,
+)
+from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
@@ -126,14 +138,14 @@ def open_hubs(wires: Wires, size: int, timeout_s: float = 30.0) -> list[ZmqSyncH
 def test_a_rank_is_awaited_from_the_first_vector_on_until_it_has_come(wires: Wires) -> None:
     hubs = open_hubs(wires, 2)
     domains = [hub.domain(((0, 1),)) for hub in hubs]
-    assert not any(hub.is_awaited for hub in hubs)
+    assert not any(hub.is_peer_waiting for hub in hubs)
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(domains[0].min, "step", 5, step=1)
+        first = threads.submit(domains[0].all_reduce_min, "step", 5, step=1)
         assert hubs[1].inbox.poll(10_000)
-        assert hubs[1].is_awaited
-        assert domains[1].min("step", 3, step=1) == 3
+        assert hubs[1].is_peer_waiting
+        assert domains[1].all_reduce_min("step", 3, step=1) == 3
         assert first.result() == 3
-    assert not any(hub.is_awaited for hub in hubs)
+    assert not any(hub.is_peer_waiting for hub in hubs)
 
 
 def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wires) -> None:
@@ -143,17 +155,17 @@ def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wir
     late, waiting = wires.pipe("late")
     direct, hubs[1].peers[2] = hubs[1].peers[2], late
     with ThreadPoolExecutor(3) as threads:
-        first = [threads.submit(domain.min, "step", rank, step=1) for rank, domain in enumerate(domains)]
+        first = [threads.submit(domain.all_reduce_min, "step", rank, step=1) for rank, domain in enumerate(domains)]
         assert first[0].result() == first[1].result() == 0
-        again = threads.submit(domains[0].min, "step", 7, step=2)
+        again = threads.submit(domains[0].all_reduce_min, "step", 7, step=2)
         until(lambda: len(hubs[2]._brought) == 2)  # vectors of both steps have come
         direct.send(waiting.recv())
         assert first[2].result() == 0
-        assert hubs[2].is_awaited
+        assert hubs[2].is_peer_waiting
         hubs[1].peers[2] = direct
-        rest = [threads.submit(domains[rank].min, "step", 8, step=2) for rank in (1, 2)]
+        rest = [threads.submit(domains[rank].all_reduce_min, "step", 8, step=2) for rank in (1, 2)]
         assert [each.result() for each in (again, *rest)] == [7, 7, 7]
-    assert not any(hub.is_awaited for hub in hubs)
+    assert not any(hub.is_peer_waiting for hub in hubs)
 
 
 def test_a_replica_that_does_not_come_is_named_by_all_others(wires: Wires) -> None:
@@ -164,7 +176,7 @@ def test_a_replica_that_does_not_come_is_named_by_all_others(wires: Wires) -> No
 
     def run(rank: int) -> None:
         for step in range(3 if rank == 2 else 5):
-            syncs[rank].agree(BatchShape(step, rank, 0), PrefillIntent())
+            syncs[rank].exchange(BatchShape(step, rank, 0), PrefillIntent())
 
     with ThreadPoolExecutor(3) as threads:
         running = [threads.submit(run, rank) for rank in range(3)]
@@ -185,9 +197,9 @@ class Replica:
         parallel = ParallelState.from_tp_rank(rank, tp_size=size, attn_dp_size=size)
         self._stop_reader, self._stop_writer = os.pipe()
         self.commands, pull = wires.pipe(f"commands-{rank}")
-        reports = ReportSocket(socket=wires.pipe(f"reports-{rank}")[0])
-        alive, stop = RankAlive(str(parallel), rank), StopSignal(self._stop_reader)
-        heartbeat = Heartbeat(alive=alive, reports=reports, stop=stop)
+        reports = ZmqReportSender(socket=wires.pipe(f"reports-{rank}")[0])
+        alive, stop = RankHeartbeat(str(parallel), rank), StopPipe(self._stop_reader)
+        heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=stop)
         hub = wires.hub(rank, dp_rank_groups(parallel), heartbeat.wait)
         reduce_groups = dp_rank_groups(parallel).reduce_groups
         self.dp = DpBatchSync(domain=hub.domain(reduce_groups), replica=rank, num_replicas=size)
@@ -200,16 +212,16 @@ class Replica:
             quiesce=state,
             dp=self.dp,
         )
-        internal = InternalState(providers=(BatcherState(batcher=self.scheduler.batcher),))
+        internal = InternalState(providers=(BatcherSettings(batcher=self.scheduler.batcher),))
         self.leader = Leader(
-            executor=StepExecutor(
+            executor=RankWorker(
                 parallel=parallel,
                 scheduler=self.scheduler,
                 reports=reports,
-                control=Control(state=internal, profiles=profiles),
-                quiesce=quiesce_of(self.scheduler, state, domain=ParallelGroups(rank=rank)),
+                control=RpcHandler(state=internal, profiles=profiles),
+                quiesce=make_quiesce_stepper(self.scheduler, state, domain=ParallelGroups(rank=rank)),
             ),
-            intake=RequestReceiver(rank=str(parallel), reader=CommandReader(), source=ZmqInputSource(socket=pull)),
+            intake=RequestReceiver(rank=str(parallel), reader=CommandDecoder(), source=ZmqInputSource(socket=pull)),
             sleeper=IdleSleeper([pull, hub.inbox], [self._stop_reader]),
             heartbeat=heartbeat,
             load_publishers=(),
@@ -231,7 +243,7 @@ class Replica:
     def num_ended(self) -> int:
         return sum(delta.finish_reason is not None for delta in self.outputs.deltas)
 
-    def tell_to_stop(self) -> None:
+    def request_stop(self) -> None:
         os.close(self._stop_writer)
 
     def close(self) -> None:
@@ -259,7 +271,7 @@ def serve(arrivals: list[Arrival], size: int) -> list[Replica]:
             until(lambda: len({each.dp.domain.num_calls for each in replicas}) == 1)
         finally:
             for each in replicas:
-                each.tell_to_stop()
+                each.request_stop()
             for each in replicas:
                 each.close()
     return replicas
@@ -299,7 +311,7 @@ SMALL = EngineConfig(
 
 
 async def generate(engine: Engine, rid: str, num_prompt: int, num_new: int) -> list[int]:
-    asked = GenerateRequest(
+    asked = GenerateReqInput(
         rid=rid, input_ids=pack_tokens(range(num_prompt)), limits=SamplingLimits(max_new_tokens=num_new)
     )
     async with engine.front.open_request(asked) as news:

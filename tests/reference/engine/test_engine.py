@@ -31,16 +31,16 @@ from scheduler_components.reference.engine.config import (
     default_kv_events,
 )
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import (
+from scheduler_components.reference.engine.frontend.frontend import (
     EngineFailedError,
-    GenerateRequest,
+    GenerateReqInput,
     RequestRefusedError,
     TooBusyError,
 )
-from scheduler_components.reference.engine.http import EngineStatus, make_app
-from scheduler_components.reference.engine.messages import FRONT, pack_tokens, unpack_hashes
-from scheduler_components.reference.engine.pulse import RankSilentError
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import RankSilentError
+from scheduler_components.reference.engine.frontend.http_server import EngineStatus, make_app
+from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER, pack_tokens, unpack_hashes
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.values import ReceiverStats
 
 SMALL = EngineConfig(
@@ -69,12 +69,12 @@ def run_engine(
     asyncio.run(asyncio.wait_for(whole(), timeout=60))
 
 
-def wanted(tokens: range, max_new_tokens: int = 5) -> GenerateRequest:
+def wanted(tokens: range, max_new_tokens: int = 5) -> GenerateReqInput:
     limits = SamplingLimits(max_new_tokens=max_new_tokens)
-    return GenerateRequest(input_ids=pack_tokens(tokens), limits=limits)
+    return GenerateReqInput(input_ids=pack_tokens(tokens), limits=limits)
 
 
-async def generate(engine: Engine, request: GenerateRequest) -> list[int]:
+async def generate(engine: Engine, request: GenerateReqInput) -> list[int]:
     async with engine.front.open_request(request) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
@@ -227,14 +227,18 @@ def test_the_advertised_load_gauge_of_each_replica_counts_what_was_dispatched(pr
         with closing(open_zmq_load_reader(f"tcp://{host}:{base + rank}" for rank in range(2))) as reader:
             await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
             await engine.wait_until_idle()
-            sent = {rank: load.last_ticket for rank, load in enumerate(engine.front.dispatcher.replicas)}
+            sent = {rank: load.last_dispatch_ticket for rank, load in enumerate(engine.front.dispatcher.replicas)}
             assert sum(sent.values()) == 4
             told: dict[int, tuple[int, int, int]] = {}
             while told != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
                 loads = {rank: sample.stat for rank, sample in reader.read(0.1).samples.items()}
                 await asyncio.sleep(0)  # the deadline of the test is heard here
                 told = {
-                    rank: (dict(load.dispatched_watermarks)[FRONT], load.num_running_reqs, load.max_total_num_tokens)
+                    rank: (
+                        dict(load.dispatched_watermarks)[FRONTEND_DISPATCHER],
+                        load.num_running_reqs,
+                        load.max_total_num_tokens,
+                    )
                     for rank, load in loads.items()
                 }
 
@@ -310,7 +314,7 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_a_stopped_rank_is_named_and_serves_again_when_it_goes_on(private_tmp: Path, tp_rank: int) -> None:
     async def scenario(engine: Engine) -> None:
-        engine.front.pulse.silent_after_s = 3.0
+        engine.front.heartbeats.timeout_s = 3.0
         app = make_app(engine, CollectorRegistry())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             assert (await client.get("/health")).status_code == 200
@@ -356,7 +360,7 @@ def test_what_the_caller_raises_comes_out_and_the_engine_is_stopped(private_tmp:
 
 
 def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
-    command = [sys.executable, "-m", "scheduler_components.reference.engine.rank_process"]
+    command = [sys.executable, "-m", "scheduler_components.reference.engine.rank.process"]
     done = subprocess.run(command, input=b"nonsense\n", capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(b"DecodeError: ")
@@ -365,7 +369,7 @@ def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
 
 def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
     """Eight of them start at once, often on few cores."""
-    program = "import sys, scheduler_components.reference.engine.rank_process; print(*sys.modules)"
+    program = "import sys, scheduler_components.reference.engine.rank.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"cyclopts", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}
     assert heavy.isdisjoint(loaded.stdout.split())

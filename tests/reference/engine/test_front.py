@@ -19,50 +19,50 @@ from scheduler_components import (
     TokenOutput,
 )
 from scheduler_components.reference.device.sampling import SamplingParams
-from scheduler_components.reference.engine.front import (
+from scheduler_components.reference.engine.frontend.frontend import (
     EngineFailedError,
-    Front,
-    GenerateRequest,
+    Frontend,
+    GenerateReqInput,
     LoadDispatcher,
     ReplicaLoad,
     RequestFailedError,
     RequestRefusedError,
     TooBusyError,
 )
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import RankSilentError
 from scheduler_components.reference.engine.messages import (
-    ALIVE_EVERY_S,
-    FRONT,
+    FRONTEND_DISPATCHER,
+    HEARTBEAT_INTERVAL_S,
     AbortRequest,
-    Command,
     LoadReport,
-    RankAlive,
+    RankCommand,
+    RankHeartbeat,
     RequestRefused,
     SubmitRequest,
     decode_command,
     pack_tokens,
 )
-from scheduler_components.reference.engine.pulse import RankSilentError
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 
 class Leader:
     """A leader's socket that keeps what it was sent."""
 
     def __init__(self) -> None:
-        self.commands: list[Command] = []
+        self.commands: list[RankCommand] = []
 
     def send(self, frame: bytes, flags: int) -> None:
         self.commands.append(decode_command(frame))
 
 
-def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Front, list[Leader]]:
+def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Frontend, list[Leader]]:
     leaders = [Leader() for _ in range(num_replicas)]
     dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in leaders])
-    return Front(leaders=leaders, dispatcher=dispatcher, **settings), leaders  # type: ignore[arg-type]
+    return Frontend(leaders=leaders, dispatcher=dispatcher, **settings), leaders  # type: ignore[arg-type]
 
 
-def wanted(rid: str | None = None, num_tokens: int = 3) -> GenerateRequest:
-    return GenerateRequest(rid=rid, input_ids=pack_tokens(range(num_tokens)), limits=SamplingLimits(max_new_tokens=2))
+def wanted(rid: str | None = None, num_tokens: int = 3) -> GenerateReqInput:
+    return GenerateReqInput(rid=rid, input_ids=pack_tokens(range(num_tokens)), limits=SamplingLimits(max_new_tokens=2))
 
 
 def output(rid: str, token: int, reason: FinishReason | None = None) -> OutputDelta:
@@ -70,7 +70,9 @@ def output(rid: str, token: int, reason: FinishReason | None = None) -> OutputDe
 
 
 def load(sequence: int, *, seen: int = 0, running: int = 0) -> LoadSnapshot:
-    return LoadSnapshot(sequence=sequence, num_running_reqs=running, dispatched_watermarks=((FRONT, seen),))
+    return LoadSnapshot(
+        sequence=sequence, num_running_reqs=running, dispatched_watermarks=((FRONTEND_DISPATCHER, seen),)
+    )
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -81,9 +83,9 @@ def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
     async def scenario() -> None:
         front, (leader,) = make_front()
         async with front.open_request(wanted("a")) as first, front.open_request(wanted("b")) as second:
-            front.take_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
-            front.take_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
-            front.take_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))
+            front.process_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
+            front.process_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
+            front.process_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))
             assert [news.output.token_ids for news in [each async for each in first]] == [(1,), (3,)]
             assert [news.output.token_ids for news in [each async for each in second]] == [(2,), (4,)]
         assert [command.rid for command in leader.commands if isinstance(command, SubmitRequest)] == ["a", "b"]
@@ -119,9 +121,9 @@ def test_a_client_that_leaves_early_aborts_its_request() -> None:
         async with front.open_request(wanted("a")):
             pass
         assert leader.commands[-1] == AbortRequest("a")
-        front.take_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
+        front.process_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
         assert front.num_open_requests == 1
-        front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
+        front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
         assert front.num_open_requests == 0
 
     run(scenario())
@@ -131,7 +133,7 @@ def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
     async def scenario() -> None:
         front, (leader,) = make_front()
         async with front.open_request(wanted("a")):
-            front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
+            front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
         assert len(leader.commands) == 1
 
     run(scenario())
@@ -165,9 +167,9 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
         with pytest.raises(ConfigError, match="open request"):
             front.open_request(wanted("a"))
         assert [type(command) for command in leader.commands] == [SubmitRequest, AbortRequest]
-        front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
+        front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
         async with front.open_request(wanted("a")) as news:
-            front.take_outputs(OutputBatch(0, (output("a", 2, FinishReason.STOP),)))
+            front.process_outputs(OutputBatch(0, (output("a", 2, FinishReason.STOP),)))
             assert [each.output.token_ids async for each in news] == [(2,)]
 
     run(scenario())
@@ -219,7 +221,7 @@ def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complain
         front, (leader,) = make_front()
         with pytest.raises(RequestFailedError, match=complaint):
             async with front.open_request(wanted("a")) as news:
-                front.take_outputs(OutputBatch(0, (delta,)))
+                front.process_outputs(OutputBatch(0, (delta,)))
                 await anext(news)
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
         assert front.num_open_requests == 0
@@ -258,7 +260,7 @@ def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
         async with front.open_request(wanted("a")):
             front.receive(LoadReport(load(1)))
             assert not front.is_idle
-            front.take_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
+            front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
         front.receive(LoadReport(load(2)))
         assert not front.is_idle  # the replica had not seen the request yet
         front.receive(LoadReport(load(3, seen=1, running=1)))
@@ -291,13 +293,13 @@ def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
     run(scenario())
 
 
-def make_silent(front: Front, *replicas: int) -> None:
+def make_silent(front: Frontend, *replicas: int) -> None:
     """All ranks speak; then those of ``replicas`` are silent for longer than they may be."""
     for replica in range(len(front.leaders)):
-        front.receive(RankAlive(f"dp{replica}", replica))
-    for _ in range(round(front.pulse.silent_after_s / ALIVE_EVERY_S) + 1):
+        front.receive(RankHeartbeat(f"dp{replica}", replica))
+    for _ in range(round(front.heartbeats.timeout_s / HEARTBEAT_INTERVAL_S) + 1):
         for replica in set(range(len(front.leaders))) - set(replicas):
-            front.receive(RankAlive(f"dp{replica}", replica))
+            front.receive(RankHeartbeat(f"dp{replica}", replica))
         front.tick()
 
 
@@ -310,7 +312,7 @@ def test_requests_of_a_silent_replica_fail_with_a_sentence_and_others_go_on() ->
             with pytest.raises(RankSilentError, match=r"^rank dp0 has said nothing for 10.5 s$"):
                 await anext(news)
         assert leaders[0].commands[-1] == AbortRequest(opened[0].rid)  # so that it is free again when it goes on
-        front.take_outputs(OutputBatch(1, (output(opened[1].rid, 1, FinishReason.LENGTH),)))
+        front.process_outputs(OutputBatch(1, (output(opened[1].rid, 1, FinishReason.LENGTH),)))
         assert (await anext(opened[1])).finish_reason == FinishReason.LENGTH
 
     run(scenario())
@@ -325,7 +327,7 @@ def test_a_silent_replica_gets_no_requests_until_it_speaks() -> None:
         make_silent(front, home)
         assert [front.open_request(wanted()).replica for _ in range(3)] == [1 - home] * 3
         assert front.open_request(request).replica == 1 - home
-        front.receive(RankAlive(f"dp{home}", home))
+        front.receive(RankHeartbeat(f"dp{home}", home))
         assert front.open_request(wanted()).replica == home
 
     run(scenario())

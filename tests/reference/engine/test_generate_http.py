@@ -13,13 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import FinishReason, OutputBatch, OutputDelta, TokenOutput
-from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.generation import TextFront
-from scheduler_components.reference.engine.http_exchange import MAX_BODY_BYTES, BadBodyError, BodyReader
-from scheduler_components.reference.engine.http_generate import GenerateBody, GenerateEndpoint, read_generate_body
+from scheduler_components.reference.engine.frontend.frontend import (
+    EngineFailedError,
+    Frontend,
+    LoadDispatcher,
+    ReplicaLoad,
+)
+from scheduler_components.reference.engine.frontend.http_body import MAX_BODY_BYTES, BadBodyError, BodyReader
+from scheduler_components.reference.engine.frontend.http_generate import (
+    GenerateBody,
+    GenerateEndpoint,
+    read_generate_body,
+)
+from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
-    Command,
+    RankCommand,
     RequestRefused,
     SubmitRequest,
     decode_command,
@@ -32,8 +41,8 @@ class Leader:
     """A replica that answers each request at once with its prompt, token by token."""
 
     def __init__(self) -> None:
-        self.front: Front | None = None
-        self.commands: list[Command] = []
+        self.front: Frontend | None = None
+        self.commands: list[RankCommand] = []
         self.answer: Callable[[SubmitRequest], None] = self.echo
 
     def send(self, frame: bytes, flags: int) -> None:
@@ -47,11 +56,13 @@ class Leader:
         for place, token in enumerate(prompt, start=1):
             reason = FinishReason.LENGTH if place == len(prompt) else None
             output = TokenOutput((token,), num_prompt_tokens=len(prompt))
-            self.front.take_outputs(OutputBatch(place, (OutputDelta(command.rid, place - 1, place, reason, output),)))
+            self.front.process_outputs(
+                OutputBatch(place, (OutputDelta(command.rid, place - 1, place, reason, output),))
+            )
 
     def fail(self, command: SubmitRequest) -> None:
         delta = OutputDelta(command.rid, 0, 0, FinishReason.ERROR, TokenOutput())
-        self.front.take_outputs(OutputBatch(0, (delta,)))
+        self.front.process_outputs(OutputBatch(0, (delta,)))
 
     def refuse(self, command: SubmitRequest) -> None:
         self.front.receive(RequestRefused(command.rid, "too long for the pool"))
@@ -60,18 +71,18 @@ class Leader:
         pass
 
 
-def make_front() -> tuple[Front, Leader]:
+def make_front() -> tuple[Frontend, Leader]:
     leader = Leader()
-    front = Front(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[arg-type, list-item]
+    front = Frontend(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[arg-type, list-item]
     leader.front = front
     return front, leader
 
 
-def endpoint(front: Front) -> GenerateEndpoint:
-    return GenerateEndpoint(text=TextFront(front=front, codec=WordTokenizer()))
+def endpoint(front: Frontend) -> GenerateEndpoint:
+    return GenerateEndpoint(text=TextFrontend(front=front, codec=WordTokenizer()))
 
 
-def post(front: Front, body: bytes | dict[str, Any]) -> httpx.Response:
+def post(front: Frontend, body: bytes | dict[str, Any]) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def send() -> httpx.Response:
@@ -202,7 +213,7 @@ def test_too_many_requests_are_503() -> None:
     assert post(front, {"input_ids": [1]}).status_code == 503
 
 
-def ask(front: Front, *messages: dict[str, Any]) -> list[Any]:
+def ask(front: Frontend, *messages: dict[str, Any]) -> list[Any]:
     """Call the endpoint as a server does, with what a client does; what would be sent to it."""
     arriving = iter(messages)
     sent: list[Any] = []
@@ -248,7 +259,7 @@ def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
     front, leader = make_front()
 
     def fail_after_one_token(command: SubmitRequest) -> None:
-        front.take_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
+        front.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
         front.fail(EngineFailedError("rank 3 died"))
 
     leader.answer = fail_after_one_token
@@ -263,7 +274,7 @@ def test_a_client_that_goes_away_between_two_tokens_aborts_its_request() -> None
     front, leader = make_front()
 
     def answer_one_token(command: SubmitRequest) -> None:
-        front.take_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
+        front.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
 
     leader.answer = answer_one_token
     body = json.dumps({"input_ids": [1], "rid": "gone", "stream": True}).encode()

@@ -18,10 +18,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine.front import Front, LoadDispatcher
-from scheduler_components.reference.engine.generation import TextFront
-from scheduler_components.reference.engine.http import bind_http, open_http_server
-from scheduler_components.reference.engine.http_generate import GenerateEndpoint
+from scheduler_components.reference.engine.frontend.frontend import Frontend, LoadDispatcher
+from scheduler_components.reference.engine.frontend.http_generate import GenerateEndpoint
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 
@@ -76,9 +76,9 @@ def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() ->
 
 
 def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
-    front = Front(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
-    text = TextFront(front=front, codec=WordTokenizer())
-    generate = Route("/generate", GenerateEndpoint(text=text, body_deadline_s=0.5), methods=["POST"])
+    front = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+    text = TextFrontend(front=front, codec=WordTokenizer())
+    generate = Route("/generate", GenerateEndpoint(text=text, body_timeout_s=0.5), methods=["POST"])
     half = b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100\r\n\r\n" + 50 * b"["
 
     async def send_half(url: str) -> bytes:
@@ -122,7 +122,7 @@ def test_half_sent_heads_are_cut_also_behind_a_whole_request_and_slow_answers_ar
 
     async def scenario() -> None:
         app = Starlette(routes=[Route("/", hello), Route("/slow", answer_slowly)])
-        async with serving(app, head_deadline_s=0.3) as url:
+        async with serving(app, header_timeout_s=0.3) as url:
             async with httpx.AsyncClient(timeout=20) as client:
                 asked = asyncio.create_task(client.get(f"{url}/slow"))
                 whole, half = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost:"

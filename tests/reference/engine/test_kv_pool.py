@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from observability import ConformanceReport, check_conformance, fetch_kv_pool
 from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig, default_kv_events
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import GenerateRequest
-from scheduler_components.reference.engine.http import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.frontend.http_server import bind_http, make_app, open_http_server
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.testing import ProbeOptions
 
 CONFIG = EngineConfig(
@@ -43,7 +43,7 @@ async def serve(engine: Engine, number: int) -> None:
     """One request after the other: half of its tokens are those of the request before."""
     while True:
         tokens = range(number * 100, number * 100 + 96)
-        request = GenerateRequest(input_ids=pack_tokens(tokens), limits=SamplingLimits(max_new_tokens=9))
+        request = GenerateReqInput(input_ids=pack_tokens(tokens), limits=SamplingLimits(max_new_tokens=9))
         async with engine.front.open_request(request) as news:
             async for _ in news:
                 pass

@@ -16,8 +16,13 @@ from scheduler_components import BatchingStats, EventBatch, ParallelState, Sched
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Clocks, Scheduler, SchedulerSinks, StepResult
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import (
+    Clocks,
+    Scheduler,
+    SchedulerSinks,
+    StepResult,
+)
 
 MODEL = SimulatedModel(vocab_size=4)
 
@@ -120,7 +125,7 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
 
 def counters(rank: Rank) -> SchedulerTotals:
     """All totals but times, rates and forecasts, which each rank takes by its own clock."""
-    totals = rank.scheduler.book.totals()
+    totals = rank.scheduler.request_metrics.totals()
     assert totals.batching is not None
     batching = BatchingStats(new_token_ratio=totals.batching.new_token_ratio)
     return msgspec.structs.replace(totals, latencies=None, preemptions_per_s=0.0, batching=batching)

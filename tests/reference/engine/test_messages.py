@@ -33,24 +33,24 @@ from scheduler_components.control_requests import (
 )
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.messages import (
-    FRONT,
+    FRONTEND_DISPATCHER,
     AbortRequest,
     BlockInput,
     CacheDump,
-    Command,
-    CommandReader,
+    CommandDecoder,
+    ControlCompleted,
     DrainInput,
     DumpCache,
-    GiveOrder,
     LoadReport,
-    OrderAnswered,
-    PoolPlace,
-    PoolRead,
-    RankAlive,
+    PoolMediumGroup,
+    PoolSnapshot,
+    RankCommand,
+    RankHeartbeat,
     RankReady,
+    RankReport,
     ReadPool,
-    Report,
     RequestRefused,
+    SubmitControl,
     SubmitRequest,
     UnblockInput,
     decode_command,
@@ -63,7 +63,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_hashes,
     unpack_tokens,
 )
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.values import InputKind
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
@@ -85,7 +85,7 @@ orders = st.one_of(
     st.builds(ResumeMemory, tags),
 )
 commands = st.one_of(
-    st.builds(GiveOrder, counts, orders),
+    st.builds(SubmitControl, counts, orders),
     st.builds(BlockInput),
     st.builds(UnblockInput),
     st.builds(DrainInput),
@@ -129,18 +129,20 @@ outputs = st.builds(
 reports = st.one_of(
     st.builds(RankReady, counts, *[st.none() | st.text()] * 3),
     st.builds(
-        PoolRead,
+        PoolSnapshot,
         counts,
         counts,
         st.none() | st.integers(-1, 2**40),
-        st.lists(st.builds(PoolPlace, st.text(), st.none() | counts, hashes.map(pack_hashes)), max_size=3).map(tuple),
+        st.lists(st.builds(PoolMediumGroup, st.text(), st.none() | counts, hashes.map(pack_hashes)), max_size=3).map(
+            tuple
+        ),
     ),
-    st.builds(RankAlive, st.text(), counts),
+    st.builds(RankHeartbeat, st.text(), counts),
     st.builds(RequestRefused, rids, st.text(), st.booleans()),
-    st.builds(OrderAnswered, counts, st.builds(ControlReply, counts, st.text(), counts, st.integers(0, 2**63 - 1))),
+    st.builds(ControlCompleted, counts, st.builds(ControlReply, counts, st.text(), counts, st.integers(0, 2**63 - 1))),
     st.builds(
         LoadReport,
-        st.builds(LoadSnapshot, sequence=counts, dispatched_watermarks=st.just(((FRONT, 7),))),
+        st.builds(LoadSnapshot, sequence=counts, dispatched_watermarks=st.just(((FRONTEND_DISPATCHER, 7),))),
         st.builds(OutputStats, batches_sent=counts, tokens_dropped=counts),
     ),
     st.builds(
@@ -150,15 +152,15 @@ reports = st.one_of(
 
 
 @given(commands)
-def test_a_command_comes_out_as_it_went_in(command: Command) -> None:
+def test_a_command_comes_out_as_it_went_in(command: RankCommand) -> None:
     assert decode_command(encode(command)) == command
-    read = CommandReader().read(encode(command))
+    read = CommandDecoder().read(encode(command))
     assert read.message == command
     assert (read.kind in (InputKind.REQUEST, InputKind.ABORT)) == bool(read.rid)
 
 
 @given(reports)
-def test_a_report_comes_out_as_it_went_in(report: Report) -> None:
+def test_a_report_comes_out_as_it_went_in(report: RankReport) -> None:
     assert decode_report(encode(report)) == report
 
 

@@ -21,16 +21,21 @@ from scheduler_components.control_requests import (
     PauseMode,
     RollBackWeights,
 )
-from scheduler_components.reference.engine.front import EngineFailedError, Front, LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
+from scheduler_components.reference.engine.frontend.frontend import (
+    EngineFailedError,
+    Frontend,
+    LoadDispatcher,
+    ReplicaLoad,
+)
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor, RankSilentError
 from scheduler_components.reference.engine.messages import (
-    ALIVE_EVERY_S,
-    GiveOrder,
-    OrderAnswered,
-    RankAlive,
+    HEARTBEAT_INTERVAL_S,
+    ControlCompleted,
+    RankHeartbeat,
+    SubmitControl,
     decode_command,
 )
-from scheduler_components.reference.engine.orders import OrderDesk, OrderRefusedError
-from scheduler_components.reference.engine.pulse import RankPulse, RankSilentError
 
 T = TypeVar("T")
 
@@ -43,20 +48,20 @@ class PlayedReplicas:
         self.problems: dict[tuple[int, type[ControlRequest]], str] = {}
         self.checksums = [5, 5]
         self.deaf: set[int] = set()
-        self.front = Front(
+        self.front = Frontend(
             leaders=[_Leader(self, 0), _Leader(self, 1)],  # type: ignore[list-item]  # a socket's send is all it needs
             dispatcher=LoadDispatcher(replicas=[ReplicaLoad(), ReplicaLoad()]),
-            pulse=RankPulse(silent_after_s=2 * ALIVE_EVERY_S),
+            heartbeats=HeartbeatMonitor(timeout_s=2 * HEARTBEAT_INTERVAL_S),
         )
-        self.desk = OrderDesk(front=self.front)
+        self.desk = ControlQueue(front=self.front)
 
-    def take(self, replica: int, command: GiveOrder) -> None:
+    def take(self, replica: int, command: SubmitControl) -> None:
         order = command.order
         self.told[replica].append(order)
         problem = self.problems.get((replica, type(order)), "")
         checksum = self.checksums[replica] if isinstance(order, CheckWeights) else 0
         if replica not in self.deaf:
-            self.front.receive(OrderAnswered(replica, ControlReply(command.order_id, problem, 3, checksum)))
+            self.front.receive(ControlCompleted(replica, ControlReply(command.order_id, problem, 3, checksum)))
 
     def kinds(self, replica: int) -> list[type[ControlRequest]]:
         return [type(order) for order in self.told[replica]]
@@ -68,7 +73,7 @@ class _Leader:
 
     def send(self, frame: bytes, flags: int) -> None:
         command = decode_command(frame)
-        assert isinstance(command, GiveOrder)
+        assert isinstance(command, SubmitControl)
         self.replicas.take(self.replica, command)
 
 
@@ -100,7 +105,7 @@ def test_an_update_is_one_session_on_all_replicas() -> None:
 def test_replicas_with_other_weights_roll_back(checksums: list[int], wanted: int | None, words: str) -> None:
     replicas = PlayedReplicas()
     replicas.checksums = checksums
-    with pytest.raises(OrderRefusedError, match=words):
+    with pytest.raises(ControlFailedError, match=words):
         run(lambda: replicas.desk.update_weights("v2", PARTS, checksum=wanted))
     assert [replicas.kinds(replica) for replica in (0, 1)] == [[*SESSION, RollBackWeights]] * 2
     assert replicas.desk.weight_version == "default"
@@ -110,7 +115,7 @@ def test_replicas_with_other_weights_roll_back(checksums: list[int], wanted: int
 def test_what_one_replica_could_not_is_taken_back_on_all(order: type[ControlRequest]) -> None:
     replicas = PlayedReplicas()
     replicas.problems[1, order] = "rank 3 could not"
-    with pytest.raises(OrderRefusedError, match="replica 1: rank 3 could not"):
+    with pytest.raises(ControlFailedError, match="replica 1: rank 3 could not"):
         run(lambda: replicas.desk.update_weights("v2", PARTS))
     assert replicas.kinds(0)[-1] is replicas.kinds(1)[-1] is RollBackWeights
     assert EndWeightUpdate not in replicas.kinds(0)
@@ -120,12 +125,12 @@ def test_what_one_replica_could_not_is_taken_back_on_all(order: type[ControlRequ
 def test_two_models_end_the_engine_and_none_at_all_does_not() -> None:
     replicas = PlayedReplicas()
     replicas.problems = dict.fromkeys([(0, EndWeightUpdate), (1, EndWeightUpdate)], "given up at its deadline")
-    with pytest.raises(OrderRefusedError):
+    with pytest.raises(ControlFailedError):
         run(lambda: replicas.desk.update_weights("v2", PARTS))
     assert replicas.kinds(1)[-1] is RollBackWeights
     assert replicas.front.board.failure is None
     del replicas.problems[0, EndWeightUpdate]
-    with pytest.raises(OrderRefusedError, match="replica 1: given up"):
+    with pytest.raises(ControlFailedError, match="replica 1: given up"):
         run(lambda: replicas.desk.update_weights("v2", PARTS))
     assert "replicas have different weights" in str(replicas.front.board.failure)
 
@@ -134,15 +139,15 @@ def test_a_pause_that_one_replica_gives_up_pauses_none() -> None:
     replicas = PlayedReplicas()
     assert run(lambda: replicas.desk.pause(PauseMode.ABORT, 0.0)) == 6
     replicas.problems[0, PauseGeneration] = "given up at its deadline"
-    with pytest.raises(OrderRefusedError, match="pause generation: replica 0: given up"):
+    with pytest.raises(ControlFailedError, match="pause generation: replica 0: given up"):
         run(lambda: replicas.desk.pause(PauseMode.FINISH, 0.0))
     assert [replicas.told[replica][-1] for replica in (0, 1)] == [ContinueGeneration()] * 2
 
 
 def test_a_rank_that_is_silent_or_dead_ends_the_order() -> None:
     async def hang() -> None:
-        replicas.front.receive(RankAlive("rank 7", 1))
-        asked = asyncio.ensure_future(replicas.desk.give(FlushCache(3600.0)))
+        replicas.front.receive(RankHeartbeat("rank 7", 1))
+        asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))
         while not replicas.told[1]:
             await asyncio.sleep(0)
         for _ in range(3):
@@ -150,7 +155,7 @@ def test_a_rank_that_is_silent_or_dead_ends_the_order() -> None:
         await asked
 
     async def die() -> None:
-        asked = asyncio.ensure_future(replicas.desk.give(FlushCache(3600.0)))
+        asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))
         while not replicas.told[1]:
             await asyncio.sleep(0)
         replicas.front.fail(EngineFailedError("rank 7 was killed by signal 9"))

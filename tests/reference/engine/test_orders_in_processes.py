@@ -19,10 +19,10 @@ from observability.kv_stream import open_async_subscriber, parse_addresses, pars
 from scheduler_components.control_requests import BeginWeightUpdate, FlushCache, PauseMode
 from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig, default_kv_events
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest
-from scheduler_components.reference.engine.http import EngineStatus, make_app
+from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, GenerateReqInput
+from scheduler_components.reference.engine.frontend.http_server import EngineStatus, make_app
 from scheduler_components.reference.engine.messages import pack_tokens, unpack_hashes
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
@@ -39,7 +39,7 @@ def run_engine(config: EngineConfig, scenario: Callable[[Engine], Awaitable[None
 
 async def generate(engine: Engine, rid: str, max_new_tokens: int = 6) -> list[int]:
     limits = SamplingLimits(max_new_tokens=max_new_tokens)
-    asked = GenerateRequest(rid=rid, input_ids=pack_tokens(range(64)), limits=limits)
+    asked = GenerateReqInput(rid=rid, input_ids=pack_tokens(range(64)), limits=limits)
     async with engine.front.open_request(asked) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
@@ -164,11 +164,11 @@ def test_after_each_order_readers_know_what_the_caches_hold() -> None:
 
 def test_a_rank_that_dies_in_a_session_ends_it_with_its_name() -> None:
     async def scenario(engine: Engine) -> None:
-        await engine.orders.pause(PauseMode.RETRACT, 0.0)
-        await engine.orders.give(BeginWeightUpdate("v2"))
+        await engine.control.pause(PauseMode.RETRACT, 0.0)
+        await engine.control.send(BeginWeightUpdate("v2"))
         os.kill(engine.ranks[3].process.pid, signal.SIGKILL)
         with pytest.raises(EngineFailedError, match=r"flush cache: rank .*tp3.* was killed by signal 9"):
             while True:  # the death itself is heard a moment later
-                await engine.orders.give(FlushCache(20.0))
+                await engine.control.send(FlushCache(20.0))
 
     run_engine(SMALL, scenario)

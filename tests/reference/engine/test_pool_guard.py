@@ -24,10 +24,10 @@ from scheduler_components.reference.engine.config import (
     SchedulerConfig,
 )
 from scheduler_components.reference.engine.engine import open_engine
-from scheduler_components.reference.engine.front import GenerateRequest
-from scheduler_components.reference.engine.http import make_app
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.frontend.http_server import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 SLOW = EngineConfig(
     dp_size=1,
@@ -51,9 +51,9 @@ def test_a_rank_that_is_stuck_says_where_over_http_and_with_its_stacks(private_t
 
     async def whole() -> None:
         async with open_engine(SLOW, show=lines.append) as engine:
-            engine.front.pulse.silent_after_s = 1.0
+            engine.front.heartbeats.timeout_s = 1.0
             app = make_app(engine, CollectorRegistry())
-            wanted = GenerateRequest(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=5))
+            wanted = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=5))
             async with (
                 httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client,
                 engine.front.open_request(wanted),
@@ -78,9 +78,9 @@ def test_a_rank_is_told_how_to_check() -> None:
 
 
 def test_a_slow_device_is_given_longer() -> None:
-    assert IntegrityConfig().stall_bound_s(speed=4.0) == 8.0
-    assert IntegrityConfig().stall_bound_s(speed=0.5) == 16.0
-    assert IntegrityConfig(stall_after_s=0).stall_bound_s(speed=0.5) == 0
+    assert IntegrityConfig().stall_timeout_s(speed=4.0) == 8.0
+    assert IntegrityConfig().stall_timeout_s(speed=0.5) == 16.0
+    assert IntegrityConfig(stall_after_s=0).stall_timeout_s(speed=0.5) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"stall_after_s": -1.0}, {"owners_one_in": -1}, {"owners_one_in": 1.5}])

@@ -29,38 +29,38 @@ from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.control import BatcherState, Control
 from scheduler_components.reference.engine.messages import (
-    FRONT,
+    FRONTEND_DISPATCHER,
     AbortRequest,
     CacheDump,
-    Command,
-    CommandReader,
+    CommandDecoder,
     DumpCache,
     LoadReport,
-    OutputSocket,
-    RankAlive,
-    Report,
+    RankCommand,
+    RankHeartbeat,
+    RankReport,
     RequestRefused,
     SubmitRequest,
+    ZmqOutputSink,
     decode_outputs,
     decode_report,
     encode,
     pack_tokens,
     unpack_hashes,
 )
-from scheduler_components.reference.engine.quiesce import quiesce_of
-from scheduler_components.reference.engine.rank_loop import (
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.rank.loop import (
     Follower,
-    FrontLoadSink,
-    Heartbeat,
+    FrontendLoadSink,
+    HeartbeatSender,
     Leader,
-    ReportSocket,
-    StepExecutor,
-    StopSignal,
+    RankWorker,
+    StopPipe,
+    ZmqReportSender,
 )
-from scheduler_components.reference.engine.request import SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListSink
 from scheduler_components.values import RelayedInput
@@ -154,24 +154,24 @@ class Rank:
         push, self._reports = wires.pair()
         outputs, self.outputs = wires.pair(output_room)
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
-        reports = ReportSocket(socket=push)
+        reports = ZmqReportSender(socket=push)
         self.stats = LastStats()
         sinks = SchedulerSinks(metrics=self.stats)
         if parallel.leads_replica:
-            sinks.outputs = OutputSocket(socket=outputs)
+            sinks.outputs = ZmqOutputSink(socket=outputs)
         state = QuiesceState()
         scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks, quiesce=state)
-        quiesce = quiesce_of(scheduler, state, domain=ParallelGroups(rank=tp_rank))
+        quiesce = make_quiesce_stepper(scheduler, state, domain=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
-        internal = InternalState(providers=(BatcherState(batcher=scheduler.batcher), profiles))
-        control = Control(state=internal, profiles=profiles)
-        self.executor = StepExecutor(
+        internal = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles))
+        control = RpcHandler(state=internal, profiles=profiles)
+        self.executor = RankWorker(
             parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce
         )
-        alive = RankAlive(str(parallel), parallel.kv_stream_index)
-        self.heartbeat = Heartbeat(alive=alive, reports=reports, stop=StopSignal(self.order.reader))
+        alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
+        self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.order.reader))
         self.load = ListSink()
-        front = FrontLoadSink(reports=reports, outputs=scheduler.output)
+        front = FrontendLoadSink(reports=reports, outputs=scheduler.output)
         self.load_publishers = [
             LoadPublisher(parallel=parallel, load=scheduler.load, sink=sink) for sink in (self.load, front)
         ]
@@ -183,14 +183,14 @@ class Rank:
             found += decode_outputs(self.outputs.recv()).deltas
         return found
 
-    def wait_for(self, kind: type[Report]) -> None:
+    def wait_for(self, kind: type[RankReport]) -> None:
         """Pass over reports up to the next of this kind."""
         while self._reports.poll(10_000):
             if isinstance(decode_report(self._reports.recv()), kind):
                 return
         raise AssertionError(f"no {kind.__name__} came")
 
-    def reports(self, kind: type[Report]) -> list[Any]:
+    def reports(self, kind: type[RankReport]) -> list[Any]:
         found = []
         while self._reports.poll(0):
             found.append(decode_report(self._reports.recv()))
@@ -202,7 +202,7 @@ def submit(rid: str, num_tokens: int = 10, max_new_tokens: int = 3, ticket: int 
 
 
 def lead(
-    wires: Wires, rank: Rank, commands: list[Command], followers: list[zmq.Socket[bytes]], *, recv_interval: int = 1
+    wires: Wires, rank: Rank, commands: list[RankCommand], followers: list[zmq.Socket[bytes]], *, recv_interval: int = 1
 ) -> None:
     """Run a leader over ``commands``, all of which it finds at once."""
     push, pull = wires.pair()
@@ -211,7 +211,7 @@ def lead(
     assert pull.poll(1000)
     intake = RequestReceiver(
         rank="leader",
-        reader=CommandReader(),
+        reader=CommandDecoder(),
         source=ZmqInputSource(socket=pull),
         relay=ZmqLeaderRelay(followers=followers, wait_for=rank.heartbeat.wait),
         recv_skipper=RecvSkipper(recv_interval=recv_interval),
@@ -229,7 +229,7 @@ def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> N
     """Run a follower of the leader at the other end of ``steps``."""
     intake = RequestReceiver(
         rank=str(rank.executor.parallel),
-        reader=CommandReader(),
+        reader=CommandDecoder(),
         relay=ZmqFollowerRelay(steps=steps, wait_for=rank.heartbeat.wait),
         recv_skipper=RecvSkipper(recv_interval=recv_interval),
     )
@@ -294,7 +294,7 @@ def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
     lead(wires, rank, [submit("a", ticket=7)], [])
     newest = [rank.reports(LoadReport)[-1].load, rank.load.sent[-1]]
     assert [load.num_running_reqs for load in newest] == [0, 0]
-    assert [load.dispatched_watermarks for load in newest] == [((FRONT, 7),)] * 2
+    assert [load.dispatched_watermarks for load in newest] == [((FRONTEND_DISPATCHER, 7),)] * 2
 
 
 def test_a_report_has_the_counters_of_outputs_of_its_moment(wires: Wires) -> None:
@@ -330,7 +330,7 @@ def test_a_leader_that_waits_for_a_follower_says_that_it_is_alive_and_hears_the_
     leading.start()
     try:
         for _ in range(6):  # three times before steps, the last of which cannot be told
-            rank.wait_for(RankAlive)
+            rank.wait_for(RankHeartbeat)
     finally:
         rank.order.give()
         leading.join()
@@ -343,7 +343,7 @@ def test_who_waits_for_long_is_asked_to_wait_again_and_speaks_each_time(wires: W
     rank.heartbeat.clock = map(float, count()).__next__
     _, silent = wires.pair()
     assert all(rank.heartbeat.wait(silent, zmq.POLLIN, timeout_ms) for timeout_ms in (600_000, None))
-    assert len(rank.reports(RankAlive)) == 2
+    assert len(rank.reports(RankHeartbeat)) == 2
     rank.order.give()
     assert not rank.heartbeat.wait(silent, zmq.POLLIN, 600_000)
 
@@ -353,11 +353,11 @@ def test_the_front_hears_that_a_replica_is_idle_when_its_last_statistics_are_wri
     rank = Rank(wires, 0, last_batch=3)
     told: list[tuple[int, int]] = []
 
-    class Front(ListSink):
+    class Frontend(ListSink):
         def send(self, load: LoadSnapshot) -> None:
             told.append((load.num_running_reqs, rank.stats.newest.load.num_running_reqs))
 
-    rank.load_publishers[1].sink = Front()
+    rank.load_publishers[1].sink = Frontend()
     rank.load_publishers[1].pacer = GaugePacer(min_interval_s=0.0)
     lead(wires, rank, [submit("a")], [])
     assert (1, 1) in told

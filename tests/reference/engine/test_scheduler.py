@@ -10,7 +10,7 @@ from scheduler_components import ConfigError, FinishReason
 from scheduler_components.reference.device.device import DeviceOutput, SimulatedModel
 from scheduler_components.reference.device.model_spec import TokenSpec
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
-from scheduler_components.reference.engine.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 
@@ -24,11 +24,15 @@ def test_a_refused_request_costs_nothing_else(
 ) -> None:
     bench = make_bench()
     first = bench.submit("first", range(10), 5)
-    before = (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.book.totals())
+    before = (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.request_metrics.totals())
     with pytest.raises(ConfigError) as refusal:
         bench.submit(rid, range(num_tokens), max_new)
     assert refusal.value.field == field
-    assert before == (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.book.totals())
+    assert before == (
+        bench.scheduler.state_digest,
+        len(bench.scheduler.queues),
+        bench.scheduler.request_metrics.totals(),
+    )
     bench.drain()
     assert first.output_ids == bench.foretold(first)
 
@@ -61,7 +65,7 @@ def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callab
     (result,) = bench.drain()
     assert result.num_prefill_tokens == 4
     assert bench.outputs.deltas[-1].output.num_cached_tokens == 16
-    assert bench.scheduler.book.totals().cached_tokens_total == 16
+    assert bench.scheduler.request_metrics.totals().cached_tokens_total == 16
 
 
 def test_the_same_prompt_twice_leaves_one_token_to_compute_a_page_at_least(make_bench: Callable) -> None:
@@ -117,8 +121,8 @@ def test_the_latest_arrival_gives_way_and_loses_no_token(make_bench: Callable) -
     assert sum(result.num_retracted for result in results) == late.num_retractions > 0
     assert early.num_retractions == 0
     assert (early.output_ids, late.output_ids) == (bench.foretold(early), bench.foretold(late))
-    assert bench.scheduler.book.totals().cached_tokens_total == 0  # its own pages found again are no hit
-    assert bench.scheduler.book.totals().num_retractions_total == late.num_retractions
+    assert bench.scheduler.request_metrics.totals().cached_tokens_total == 0  # its own pages found again are no hit
+    assert bench.scheduler.request_metrics.totals().num_retractions_total == late.num_retractions
     assert late.num_retractions == bench.outputs.deltas[-1].output.num_retractions
 
 

@@ -31,11 +31,11 @@ from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.model_spec import TokenSpec
-from scheduler_components.reference.engine.batcher import pages_for
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.quiesce import quiesce_of
-from scheduler_components.reference.engine.request import Request, RequestState, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks, StepResult
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.scheduler.batcher import pages_for
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
 from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 
 EOS = 3
@@ -136,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sinks=SchedulerSinks(events=self.view, outputs=self.outputs),
             quiesce=(state := QuiesceState()),
         )
-        self.quiesce = quiesce_of(self.scheduler, state, domain=ParallelGroups(), weights=SomeWeights())
+        self.quiesce = make_quiesce_stepper(self.scheduler, state, domain=ParallelGroups(), weights=SomeWeights())
         self.num_put_back = 0  # by pauses
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ratio = self.scheduler.batcher.new_token_ratio.current
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
-            may_move = self.scheduler.batcher.terms.gate.can_admit
+            may_move = self.scheduler.batcher.budget.gate.can_admit
             assert result.num_retracted or not may_move or ratio <= highest
             assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())
@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 <= delta.output.num_cached_tokens < delta.output.num_prompt_tokens
             if delta.finish_reason is not None:
                 self.ended[delta.rid] = FinishReason(delta.finish_reason)
-        assert len(self.outputs.deltas) <= result.num_news
+        assert len(self.outputs.deltas) <= result.num_updated_requests
         self.outputs.batches.clear()
         assert not (result.num_admitted and result.num_retracted), "what was taken was given back in the same step"
         assert result.num_prefill_tokens <= self.config.max_prefill_tokens
@@ -285,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.cache.used_tokens == 0
         load = scheduler.load.get_loads()
         assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_tokens) == (0, 0, 0)
-        totals = scheduler.book.totals()
+        totals = scheduler.request_metrics.totals()
         if self.config.min_new_token_ratio == 1.0:  # all output reserved: nobody is ever in another's way
             assert totals.num_retractions_total == self.num_put_back
         assert totals.num_requests_total == len(self.requests)

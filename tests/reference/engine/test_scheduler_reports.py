@@ -98,7 +98,7 @@ def test_close_sends_what_is_left_and_closes_both_sinks(make_bench: Callable) ->
 def test_an_idle_step_is_harmless(make_bench: Callable) -> None:
     bench = make_bench()
     result = bench.scheduler.step()
-    assert (result.step, result.num_news, result.num_prefill_tokens) == (1, 0, 0)
+    assert (result.step, result.num_updated_requests, result.num_prefill_tokens) == (1, 0, 0)
     assert bench.journal == []
     assert not bench.scheduler.has_work
 
@@ -106,7 +106,7 @@ def test_an_idle_step_is_harmless(make_bench: Callable) -> None:
 def test_decode_moments_and_preemptions_are_told(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
     ticks = count()
-    bench.scheduler.book.clock = lambda: next(ticks) * 0.25
+    bench.scheduler.request_metrics.clock = lambda: next(ticks) * 0.25
     for name in "ab":
         bench.submit(name, range(8), 16)
     results = bench.drain()

@@ -22,9 +22,9 @@ from scheduler_components.hicache import (
 )
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.host_tiers import HostTiers
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import ListOutputSink
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
@@ -37,19 +37,19 @@ class LastStats:
 
 
 @pytest.fixture
-def tiers() -> Iterator[HostTiers]:
+def tiers() -> Iterator[HiCacheTiers]:
     """A device of 16 pages, a host of 64, one rank."""
     parallel = ParallelState.trivial()
     host, device = HostPool(SHAPE, 64), SimulatedDeviceMemory(SHAPE, CONFIG.kv_pages)
     keys = KeySpace(model="m", dtype="d", page_size=4, layout="page_first", placement=Placement(), parallel=parallel)
     mover = ThreadPageMover(host=host, device=device, keys=keys)
     cache = HiRadixCache(page_size=4, capacity_tokens=64, host=host, num_host_pages=64)
-    tiers = HostTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover)
+    tiers = HiCacheTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover)
     yield tiers
     tiers.close()
 
 
-def test_each_step_reports_where_prompts_were_found(tiers: HostTiers) -> None:
+def test_each_step_reports_where_prompts_were_found(tiers: HiCacheTiers) -> None:
     """Three prompts of 40 tokens over a device of 64: when the first comes again, the host alone has all of it."""
     sink, outputs = LastStats(), ListOutputSink()
     scheduler = Scheduler.compose(

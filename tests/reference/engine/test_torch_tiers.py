@@ -32,9 +32,9 @@ from scheduler_components.hicache import (
 )
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig, StorageChecksum
-from scheduler_components.reference.engine.host_tiers import open_host_tiers, torch_kv
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4
 CONFIG = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=64, max_running_requests=4, chunk_tokens=16)
@@ -121,7 +121,9 @@ class Run:
 @contextmanager
 def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dtype = torch.float32) -> Iterator[Run]:
     memory, parallel = pool(dtype=dtype), ParallelState.trivial()
-    tiers = open_host_tiers(torch_kv(memory, model=model), hicache, CONFIG, parallel, domain=ParallelGroups())
+    tiers = open_hicache_tiers(
+        make_torch_kv_memory(memory, model=model), hicache, CONFIG, parallel, domain=ParallelGroups()
+    )
     device = ReadingDevice(memory, tiers.layer_counter)
     scheduler = Scheduler.compose(CONFIG, parallel, device, tiers=tiers)
     scheduler.step()  # from the first agreement on, storage is asked
@@ -216,8 +218,8 @@ def test_pages_of_other_weights_and_types_are_not_read(tmp_path: Path, other: di
 
 def test_a_memory_of_other_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="is 16 pages, but the KV memory has 15"):
-        open_host_tiers(
-            torch_kv(pool(15), model="m"),
+        open_hicache_tiers(
+            make_torch_kv_memory(pool(15), model="m"),
             HiCacheConfig(host_tokens=64),
             CONFIG,
             ParallelState.trivial(),

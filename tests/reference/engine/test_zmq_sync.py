@@ -21,7 +21,7 @@ from scheduler_components.hicache import (
     SyncTimeoutError,
     world_rank_groups,
 )
-from scheduler_components.reference.engine.zmq_sync import open_zmq_groups
+from scheduler_components.reference.engine.rank.zmq_sync import open_zmq_groups
 from scheduler_components.zmq_input_relay import StopRequestedError
 
 Work = Callable[[ParallelGroups], object]

@@ -48,9 +48,9 @@ from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDon
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.host_tiers import TierLayerDoneCounter
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import EventLedger, GreedyTextVerifier, ListEventSink, NearTie
 
 PAGE_SIZE = 4

@@ -17,8 +17,8 @@ from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instr
 from scheduler_components.ports import CopyEvent, NullCopyEvent
 from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.device.torch_device import TorchDevice
-from scheduler_components.reference.engine.batcher import RequestPages
-from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.scheduler.batcher import RequestKvCache
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
 _MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever
@@ -41,29 +41,29 @@ def play(bench: ModelBench) -> None:
 
 def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page that a decode fills is free for others at once."""
-    grow = RequestPages.grow
+    grow = RequestKvCache.grow
 
-    def grow_and_free(self: RequestPages, request: Request, num_tokens: int) -> bool:
+    def grow_and_free(self: RequestKvCache, request: Request, num_tokens: int) -> bool:
         num_pages = len(request.pages)
         has_room = grow(self, request, num_tokens)
         if len(request.pages) > num_pages and not request.num_prefill_tokens_left:
             self.cache.free(request.pages[-1:])
         return has_room
 
-    monkeypatch.setattr(RequestPages, "grow", grow_and_free)
+    monkeypatch.setattr(RequestKvCache, "grow", grow_and_free)
 
 
 def forget_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached prefix is used without holding it."""
-    attach = RequestPages.attach
+    match = RequestKvCache.match
 
-    def attach_unlocked(self: RequestPages, request: Request) -> None:
-        attach(self, request)
+    def attach_unlocked(self: RequestKvCache, request: Request) -> None:
+        match(self, request)
         if request.node is not None:
             self.cache.unlock(request.node)
             request.node = None
 
-    monkeypatch.setattr(RequestPages, "attach", attach_unlocked)
+    monkeypatch.setattr(RequestKvCache, "attach", attach_unlocked)
 
 
 def skip_a_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from model_bench import PROMPTS, BenchTiers, LateMover, ModelBench, Tiers, open_
 from scheduler_components.hicache import CopyEvent, HiCachePolicy, MemoryPageStore, ThreadPageMover
 from scheduler_components.page_operations import CopyToDevice, Instruction, IoEvent, LoadBackDone
 from scheduler_components.reference.device.torch_device import TorchDevice
-from scheduler_components.reference.engine.host_tiers import TierLayerDoneCounter
+from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
 from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
 POLICY = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_threshold_pages=1)

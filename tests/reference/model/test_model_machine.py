@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
-from scheduler_components.reference.engine.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.testing import GreedyTextVerifier
 
 _LONGEST = 9 * PAGE_SIZE  # positions of a request: the smallest pool holds one

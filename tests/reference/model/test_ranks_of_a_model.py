@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.front import EngineFailedError, GenerateRequest
-from scheduler_components.reference.engine.http import make_app
+from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, GenerateReqInput
+from scheduler_components.reference.engine.frontend.http_server import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.testing import GreedyTextVerifier
 
 PROMPTS = [tuple(range(6, 6 + length)) for length in (17, 60, 90)]
@@ -33,7 +33,7 @@ NUM_NEW = 5
 
 async def generate(engine: Engine, prompt: tuple[int, ...], num_new: int = NUM_NEW) -> list[int]:
     limits = SamplingLimits(max_new_tokens=num_new, ignore_eos=True)
-    async with engine.front.open_request(GenerateRequest(input_ids=pack_tokens(prompt), limits=limits)) as news:
+    async with engine.front.open_request(GenerateReqInput(input_ids=pack_tokens(prompt), limits=limits)) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
 

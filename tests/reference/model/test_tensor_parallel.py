@@ -31,8 +31,8 @@ from scheduler_components.reference.device.torch_tensor_parallel import (
     shard_model,
 )
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 from scheduler_components.torch_weight_updater import TorchWeightStore
 

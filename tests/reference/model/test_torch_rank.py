@@ -20,10 +20,10 @@ from scheduler_components.reference.cli.engine_commands import (
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.reference.engine.config import DpAttentionConfig, EngineConfig, EnginePaths, RankConfig
-from scheduler_components.reference.engine.rank_device import open_rank_device
-from scheduler_components.reference.engine.request import Request, SamplingLimits
-from scheduler_components.reference.engine.scheduler import Scheduler
-from scheduler_components.reference.engine.torch_rank import own_device
+from scheduler_components.reference.engine.rank.compute import open_rank_device
+from scheduler_components.reference.engine.rank.torch_compute import rank_torch_device
+from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 
 
@@ -84,7 +84,7 @@ def test_each_rank_has_a_cuda_device_of_its_own(first: str, expected: list[str])
         for dp_rank in range(2)
         for tp_rank in range(2)
     ]
-    assert [own_device(first, parallel) for parallel in ranks] == expected
+    assert [rank_torch_device(first, parallel) for parallel in ranks] == expected
 
 
 def test_a_pool_beyond_the_machines_memory_costs_no_process(model_folder: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_pool_beyond_the_machines_memory_costs_no_process(model_folder: Path) 
 def test_a_steps_limits_are_those_of_a_slow_device(spec: ModelSpec) -> None:
     """Seconds in which a chunk is computed are not silence."""
     whole = EngineConfig(model=spec, dp_size=1, attn_cp_size=1, attn_tp_size=1)
-    assert whole.pace < EngineConfig().pace == 1.0
-    assert EngineConfig(speed=4.0).pace == 1.0
-    assert EngineConfig(speed=0.25).pace == 0.25
+    assert whole.relative_speed < EngineConfig().relative_speed == 1.0
+    assert EngineConfig(speed=4.0).relative_speed == 1.0
+    assert EngineConfig(speed=0.25).relative_speed == 0.25
 
 
 def test_an_engine_without_a_model_imports_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""A scheduler process: ``python -m scheduler_components.reference.engine.rank_process``, configured on standard input.
+"""A scheduler process: ``python -m scheduler_components.reference.engine.rank.process``, configured on standard input.
 
 Started by the engine. Exits 0 when its standard input ends, 1 with one line on standard error when it cannot go on.
 """
@@ -25,31 +25,31 @@ from scheduler_components.ports import NullProfiler, Profiler
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.recv_skipper import RecvSkipper
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.config import RankConfig
-from scheduler_components.reference.engine.control import BatcherState, Control, ProfiledDevice
 from scheduler_components.reference.engine.messages import (
     MAX_QUEUED_BATCHES,
-    CommandReader,
-    OutputSocket,
-    RankAlive,
+    CommandDecoder,
+    RankHeartbeat,
     RankReady,
+    ZmqOutputSink,
 )
-from scheduler_components.reference.engine.quiesce import quiesce_of
-from scheduler_components.reference.engine.rank_device import RankDevice, open_rank_device
-from scheduler_components.reference.engine.rank_loop import (
+from scheduler_components.reference.engine.rank.compute import RankCompute, open_rank_device
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.rank.loop import (
     Follower,
-    FrontLoadSink,
-    FrontStallSink,
-    Heartbeat,
+    FrontendLoadSink,
+    FrontendRefusalSink,
+    FrontendStallSink,
+    HeartbeatSender,
     Leader,
-    RefusalReports,
-    ReportSocket,
-    StepExecutor,
-    StopSignal,
+    RankWorker,
+    StopPipe,
+    ZmqReportSender,
 )
-from scheduler_components.reference.engine.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.reference.engine.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
+from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, ProfiledDevice, RpcHandler
+from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.thread_stack_sampler import StackSampler
 from scheduler_components.thread_watchdog import open_thread_watchdog
@@ -72,14 +72,14 @@ def main() -> int:
     """Run one rank to its end; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        run_rank(RankConfig.from_json(_read_line(_STDIN)), StopSignal(_STDIN))
+        run_rank(RankConfig.from_json(_read_line(_STDIN)), StopPipe(_STDIN))
     except ComponentError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the engine reads it
         return 1
     return 0
 
 
-def run_rank(config: RankConfig, stop: StopSignal) -> None:
+def run_rank(config: RankConfig, stop: StopPipe) -> None:
     """Open this rank's parts, say that it is ready, and run its loop until ``stop``.
 
     Raises:
@@ -93,9 +93,9 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         opened.callback(computes.close)
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
-        reports = ReportSocket(socket=_connect_push(context, config.paths.reports))
-        alive = RankAlive(str(parallel), parallel.kv_stream_index)
-        heartbeat = Heartbeat(alive=alive, reports=reports, stop=stop)
+        reports = ZmqReportSender(socket=_connect_push(context, config.paths.reports))
+        alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
+        heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=stop)
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequestedError))
@@ -111,7 +111,7 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
         sinks = SchedulerSinks(events=events, metrics=metrics)
         if parallel.leads_replica:
             outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
-            sinks.outputs = OutputSocket(socket=outputs)
+            sinks.outputs = ZmqOutputSink(socket=outputs)
             sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
@@ -127,19 +127,19 @@ def run_rank(config: RankConfig, stop: StopSignal) -> None:
             dp=_dp_sync(config, parallel, peers),
         )
         opened.callback(scheduler.close)
-        quiesce = quiesce_of(scheduler, state, domain=domain, weights=computes.weights, memory=computes.memory)
+        quiesce = make_quiesce_stepper(
+            scheduler, state, domain=domain, weights=computes.weights, memory=computes.memory
+        )
         internal = InternalState(
-            providers=(BatcherState(batcher=scheduler.batcher), scheduler.batcher.terms.chunk_sizer, profiles)
+            providers=(BatcherSettings(batcher=scheduler.batcher), scheduler.batcher.budget.chunk_sizer, profiles)
         )
-        control = Control(state=internal, profiles=profiles)
-        executor = StepExecutor(
-            parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce
-        )
+        control = RpcHandler(state=internal, profiles=profiles)
+        executor = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce)
         _watch(config, context, alive, scheduler, opened)
         gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
         opened.callback(gauge.close)
         loop = _open_loop(config, context, executor, heartbeat, gauge, peers)
-        heartbeat.beat()  # before the engine is open, so that no rank can be stopped unheard of
+        heartbeat.send_if_due()  # before the engine is open, so that no rank can be stopped unheard of
         reports.send(_ready(config.rank, events, gauge))
         loop.run()
 
@@ -151,20 +151,22 @@ def _profiler(config: RankConfig) -> Profiler:
     return StackSampler(Path(config.engine.profile_directory))
 
 
-def _watch(config: RankConfig, context: _Context, alive: RankAlive, scheduler: Scheduler, opened: ExitStack) -> None:
+def _watch(
+    config: RankConfig, context: _Context, alive: RankHeartbeat, scheduler: Scheduler, opened: ExitStack
+) -> None:
     """Watch this thread. Standard error is the engine's to read, so it also gets the stacks that only C can write."""
-    after_s = config.engine.scheduler.integrity.stall_bound_s(config.engine.pace)
+    after_s = config.engine.scheduler.integrity.stall_timeout_s(config.engine.relative_speed)
     if not after_s:
         return
-    sink = FrontStallSink(reports=ReportSocket(socket=_connect_push(context, config.paths.reports)), alive=alive)
+    sink = FrontendStallSink(reports=ZmqReportSender(socket=_connect_push(context, config.paths.reports)), alive=alive)
     watchdog = open_thread_watchdog(
-        scheduler.guard.progress, rank=alive.rank, after_s=after_s, sink=sink, stack_dump_file=sys.stderr
+        scheduler.integrity.progress, rank=alive.rank, after_s=after_s, sink=sink, stack_dump_file=sys.stderr
     )
     opened.callback(watchdog.close)
 
 
 def _open_domain(
-    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat
+    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
 ) -> ParallelGroups:
     """Open this rank's end of the agreement of its replica, for tiers and orders."""
     return open_zmq_groups(
@@ -182,7 +184,9 @@ def _peer_hops(config: RankConfig, parallel: ParallelState) -> tuple[tuple[int, 
     return () if config.engine.dp_attention is None else dp_rank_groups(parallel).reduce_groups
 
 
-def _open_peers(config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: Heartbeat) -> ZmqSyncHub:
+def _open_peers(
+    config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
+) -> ZmqSyncHub:
     """Open this rank's sockets to its counterparts in the other replicas. They may wait for one that waits for a rank
     of its own replica, which is to be named then: so they are more patient than a replica.
     """
@@ -209,20 +213,24 @@ def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> 
 
 
 def _open_tiers(
-    config: RankConfig, parallel: ParallelState, domain: ParallelGroups, computes: RankDevice
+    config: RankConfig, parallel: ParallelState, domain: ParallelGroups, computes: RankCompute
 ) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     engine = config.engine
     if engine.hicache is None:
         return None
     # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
-    from scheduler_components.reference.engine.host_tiers import open_host_tiers, simulated_kv, torch_kv
+    from scheduler_components.reference.engine.rank.hicache_tiers import (
+        make_simulated_kv_memory,
+        make_torch_kv_memory,
+        open_hicache_tiers,
+    )
 
     if computes.pool is None or engine.model is None:
-        kv = simulated_kv(engine.scheduler, parallel, model=engine.model_name)
+        kv = make_simulated_kv_memory(engine.scheduler, parallel, model=engine.model_name)
     else:
-        kv = torch_kv(computes.pool, model=engine.model.identity)
-    tiers = open_host_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
+        kv = make_torch_kv_memory(computes.pool, model=engine.model.identity)
+    tiers = open_hicache_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
     computes.device.layer_counter = tiers.layer_counter
     return tiers
 
@@ -230,8 +238,8 @@ def _open_tiers(
 def _open_loop(
     config: RankConfig,
     context: _Context,
-    executor: StepExecutor,
-    heartbeat: Heartbeat,
+    executor: RankWorker,
+    heartbeat: HeartbeatSender,
     gauge: LoadPublisher,
     peers: ZmqSyncHub,
 ) -> Leader | Follower:
@@ -240,25 +248,25 @@ def _open_loop(
     if not parallel.leads_replica:
         steps = _bind_pull(context, paths.steps(parallel.world_rank))
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
-        intake = RequestReceiver(rank=str(parallel), reader=CommandReader(), relay=relay, recv_skipper=skipper)
+        intake = RequestReceiver(rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper)
         return Follower(executor=executor, intake=intake, heartbeat=heartbeat)
-    others = config.engine.followers_of(parallel.kv_stream_index)
+    others = config.engine.follower_ranks(parallel.kv_stream_index)
     followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
     commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
-    refusals = RefusalReports(reports=executor.reports, work=scheduler.book.work)
-    front = FrontLoadSink(reports=executor.reports, outputs=scheduler.output)
+    refusals = FrontendRefusalSink(reports=executor.reports, work=scheduler.request_metrics.work)
+    front = FrontendLoadSink(reports=executor.reports, outputs=scheduler.output)
     return Leader(
         executor=executor,
         intake=RequestReceiver(
             rank=str(parallel),
-            reader=CommandReader(),
+            reader=CommandDecoder(),
             source=ZmqInputSource(socket=commands),
             relay=ZmqLeaderRelay(followers=followers, wait_for=heartbeat.wait),
             blocker=InputBlocker(
                 bounds=config.engine.scheduler.input_bounds,
                 ids=scheduler.queues,
                 refusals=refusals,
-                stats=scheduler.book.intake,
+                stats=scheduler.request_metrics.intake,
             ),
             recv_skipper=skipper,
         ),

@@ -18,12 +18,20 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.ports import StateValue
 from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager
 from scheduler_components.reference.device.device import Device, DeviceOutput, DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.batcher import Batcher
 from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.scheduler.batcher import Batcher
 
-__all__ = ["Control", "ControlVerb", "BatcherState", "ProfiledDevice", "StateChanges", "parse_changes", "parse_plan"]
+__all__ = [
+    "RpcHandler",
+    "RpcMethod",
+    "BatcherSettings",
+    "ProfiledDevice",
+    "StateChanges",
+    "parse_state_changes",
+    "parse_profile_plan",
+]
 
-ControlVerb: TypeAlias = Literal["get_internal_state", "set_internal_state", "start_profile", "stop_profile"]
+RpcMethod: TypeAlias = Literal["get_internal_state", "set_internal_state", "start_profile", "stop_profile"]
 
 StateChanges: TypeAlias = dict[str, StateValue]
 
@@ -31,13 +39,13 @@ _decode_changes = msgspec.json.Decoder(StateChanges).decode
 _decode_plan = msgspec.json.Decoder(ProfileRequest).decode
 
 
-def parse_changes(body: bytes) -> StateChanges:
+def parse_state_changes(body: bytes) -> StateChanges:
     """Read values by name. Raises ConfigError for anything else."""
     changes: StateChanges = _parsed(_decode_changes, body)
     return changes
 
 
-def parse_plan(body: bytes) -> ProfileRequest:
+def parse_profile_plan(body: bytes) -> ProfileRequest:
     """Read what to record; nothing at all stands for the defaults. Raises ConfigError for anything else."""
     plan: ProfileRequest = _parsed(_decode_plan, body or b"{}")
     plan.check()
@@ -52,7 +60,7 @@ def _parsed(decode: Callable[[bytes], Any], body: bytes) -> Any:
 
 
 @dataclass(slots=True, kw_only=True)
-class BatcherState:
+class BatcherSettings:
     """The batcher's sizes as a ``StateProvider``: what a step may hold can be changed while requests run.
 
     What other parts were made with (pages, pool) is shown, and cannot be set. Fewer slots than requests that run let
@@ -110,7 +118,7 @@ class ProfiledDevice:
 
 
 @dataclass(slots=True, kw_only=True)
-class Control:
+class RpcHandler:
     """One rank's answers.
 
     Attributes:
@@ -121,7 +129,7 @@ class Control:
     state: InternalState
     profiles: ProfilerManager
 
-    def answer(self, verb: ControlVerb, body: bytes) -> object:
+    def answer(self, verb: RpcMethod, body: bytes) -> object:
         """Do what is asked, and return what JSON knows.
 
         Raises:
@@ -130,8 +138,8 @@ class Control:
         if verb == "get_internal_state":
             return self.state.get()
         if verb == "set_internal_state":
-            return self.state.set(parse_changes(body))
+            return self.state.set(parse_state_changes(body))
         if verb == "start_profile":
-            self.profiles.start(parse_plan(body))
+            self.profiles.start(parse_profile_plan(body))
             return True
         return self.profiles.stop()

@@ -15,19 +15,19 @@ from scheduler_components.invariant_checker import PoolInvariantChecker
 from scheduler_components.pool_stats_observer import PoolStatsObserver
 from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocationSink, TotalsSource
 from scheduler_components.published_blocks import PublishedBlocks
-from scheduler_components.reference.engine.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.request import RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
+from scheduler_components.reference.engine.scheduler.request import RequestQueues, RequestState
 from scheduler_components.step_progress import StepProgress
 from scheduler_components.values import HeldCount, PageHolding, PoolCount, SchedulerTotals
 
-__all__ = ["GuardedTotals", "PoolGuard", "RequestHolders", "RequestSlots"]
+__all__ = ["SchedulerStatsSource", "SchedulerIntegrity", "RequestPageHolders", "RequestSlotPool"]
 
-SLOTS = "req"
+REQUEST_SLOT_POOL = "req"
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestHolders:
+class RequestPageHolders:
     """The ``PageHolders`` of a scheduler's requests: of those that wait too, which should hold none.
 
     Attributes:
@@ -37,17 +37,17 @@ class RequestHolders:
     queues: RequestQueues
 
     def count_held(self) -> HeldCount:
-        return HeldCount(sum([len(request.pages) - request.num_shared_pages for request in self.queues.running]))
+        return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.queues.running]))
 
     def holdings(self) -> Iterator[PageHolding]:
         for request in self.queues:
             if request.pages or request.node is not None:
-                end = request.num_shared_pages
+                end = request.num_cached_pages
                 yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestSlots:
+class RequestSlotPool:
     """The ``AuditedPool`` of request slots. The reference scheduler numbers none: a slot is a place in ``running``.
 
     Attributes:
@@ -55,7 +55,7 @@ class RequestSlots:
     """
 
     queues: RequestQueues
-    name: str = SLOTS
+    name: str = REQUEST_SLOT_POOL
 
     def count(self) -> PoolCount:
         size, running = self.queues.max_running_requests, self.queues.running
@@ -75,8 +75,8 @@ class RequestSlots:
 
 
 @dataclass(slots=True, kw_only=True)
-class PoolGuard:
-    """Made by ``PoolGuard.over``; the scheduler tells it where the step stands and calls ``after_step``.
+class SchedulerIntegrity:
+    """Made by ``SchedulerIntegrity.over``; the scheduler tells it where the step stands and calls ``after_step``.
 
     Attributes:
         progress: the step and its phase.
@@ -93,16 +93,16 @@ class PoolGuard:
     progress: StepProgress = field(default_factory=StepProgress)
 
     @classmethod
-    def over(
+    def compose(
         cls, config: IntegrityConfig, parallel: ParallelState, cache: PrefixCache, queues: RequestQueues
-    ) -> PoolGuard:
+    ) -> SchedulerIntegrity:
         """Make one for a scheduler's cache and queues. A rank without a stream has no events to compare."""
-        progress, requests = StepProgress(), RequestHolders(queues=queues)
+        progress, requests = StepProgress(), RequestPageHolders(queues=queues)
         if isinstance(cache, RadixCache):
             pool = RadixCachePool(cache=cache, requests=requests)
         else:
             pool = RadixCachePool(cache=cache.device, requests=requests, transfers=cache.transfers)
-        audited: tuple[AuditedPool, ...] = (pool, RequestSlots(queues=queues))
+        audited: tuple[AuditedPool, ...] = (pool, RequestSlotPool(queues=queues))
         checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
         pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
         guard = cls(checker=checker, owners=NullAllocationSink(), events=cache, pools=pools, progress=progress)
@@ -115,19 +115,19 @@ class PoolGuard:
 
 
 @dataclass(slots=True, kw_only=True)
-class GuardedTotals:
+class SchedulerStatsSource:
     """A ``TotalsSource``: what the requests went through, and what the guard has to say.
 
     Attributes:
-        book: the former.
+        request_metrics: the former.
         guard: the latter.
     """
 
-    book: TotalsSource
-    guard: PoolGuard
+    request_metrics: TotalsSource
+    integrity: SchedulerIntegrity
 
     def totals(self) -> SchedulerTotals:
-        guard = self.guard
+        guard = self.integrity
         return msgspec.structs.replace(
-            self.book.totals(), integrity=guard.checker.stats(), pools=guard.pools.get_pool_stats()
+            self.request_metrics.totals(), integrity=guard.checker.stats(), pools=guard.pools.get_pool_stats()
         )

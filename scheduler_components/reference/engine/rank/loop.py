@@ -1,6 +1,7 @@
 """The loop of a scheduler process: the leader of a replica decides what goes into a step, its followers do the same.
 
-Lockstep: every decision of a scheduler follows from its sequence of steps and commands. Each rank's ``RequestReceiver`` brings
+Lockstep: every decision of a scheduler follows from its sequence of steps and commands. Each rank's ``RequestReceiver``
+brings
 it the commands before a step, with the digest of the leader's state; a follower whose state differs stops the engine:
 from there on its KV cache would be another one.
 """
@@ -29,33 +30,33 @@ from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
 from scheduler_components.ports import OutputStatsSource
 from scheduler_components.quiesce import QuiesceStepper
-from scheduler_components.reference.engine.control import Control
 from scheduler_components.reference.engine.messages import (
-    ALIVE_EVERY_S,
-    FRONT,
+    FRONTEND_DISPATCHER,
+    HEARTBEAT_INTERVAL_S,
     AbortRequest,
     CacheDump,
-    Command,
-    ControlAnswer,
-    ControlQuestion,
+    ControlCompleted,
     DumpCache,
-    GiveOrder,
     LoadReport,
-    OrderAnswered,
-    PoolPlace,
-    PoolRead,
-    RankAlive,
+    PoolMediumGroup,
+    PoolSnapshot,
+    RankCommand,
+    RankHeartbeat,
+    RankReport,
     RankStalled,
     ReadPool,
-    Report,
     RequestRefused,
+    RpcReply,
+    RpcRequest,
+    SubmitControl,
     SubmitRequest,
     encode,
     pack_hashes,
     unpack_tokens,
 )
-from scheduler_components.reference.engine.request import Request
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.thread_watchdog import LogStallSink
 from scheduler_components.values import ForwardMode, InputMessage, RejectionReason, RequestRejection, StallReport
@@ -64,16 +65,16 @@ from scheduler_components.zmq_input_relay import StopRequestedError
 
 __all__ = [
     "Follower",
-    "FrontLoadSink",
-    "FrontStallSink",
-    "Heartbeat",
+    "FrontendLoadSink",
+    "FrontendStallSink",
+    "HeartbeatSender",
     "Leader",
     "NullPeers",
     "Peers",
-    "RefusalReports",
-    "ReportSocket",
-    "StepExecutor",
-    "StopSignal",
+    "FrontendRefusalSink",
+    "ZmqReportSender",
+    "RankWorker",
+    "StopPipe",
 ]
 
 _BACKLOG_S = 0.02  # until outputs are offered again that the front did not take
@@ -81,7 +82,7 @@ _DUMP_PATIENCE_STEPS = 10_000
 _BUSY = frozenset({RejectionReason.TOO_MANY, RejectionReason.HELD_FULL, RejectionReason.DRAINING})
 
 
-class StopSignal:
+class StopPipe:
     """The order to stop: the end of standard input, which comes by itself when the parent process dies.
 
     Args:
@@ -102,17 +103,17 @@ class StopSignal:
 
 
 @dataclass(slots=True, kw_only=True)
-class ReportSocket:
+class ZmqReportSender:
     """The way to the front: a connected PUSH socket without a high-water mark, so that sending never waits."""
 
     socket: zmq.Socket[bytes]
 
-    def send(self, report: Report) -> None:
+    def send(self, report: RankReport) -> None:
         self.socket.send(encode(report))
 
 
 @dataclass(slots=True, kw_only=True)
-class Heartbeat:
+class HeartbeatSender:
     """Tells the front that this rank runs. Who waits for another rank says it too: otherwise all that wait for a silent
     rank were as silent as it, and chance would name one of them.
 
@@ -123,18 +124,18 @@ class Heartbeat:
         clock: monotonic seconds.
     """
 
-    alive: RankAlive
-    reports: ReportSocket
-    stop: StopSignal
+    alive: RankHeartbeat
+    reports: ZmqReportSender
+    stop: StopPipe
     clock: Callable[[], float] = time.monotonic
     _due_s: float = field(default=0.0, init=False)
 
-    def beat(self) -> bool:
+    def send_if_due(self) -> bool:
         """Say it, unless it was said lately; True when it was said now."""
         now_s = self.clock()
         if now_s < self._due_s:
             return False
-        self._due_s = now_s + ALIVE_EVERY_S
+        self._due_s = now_s + HEARTBEAT_INTERVAL_S
         self.reports.send(self.alive)
         return True
 
@@ -144,22 +145,22 @@ class Heartbeat:
         return max(0.0, self._due_s - self.clock())
 
     def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
-        """Do what ``StopSignal.wait`` does, until this is to be said next at most: whoever still waits calls again."""
-        self.beat()
+        """Do what ``StopPipe.wait`` does, until this is to be said next at most: whoever still waits calls again."""
+        self.send_if_due()
         due_ms = ceil(self.due_in_s * 1000)
         return self.stop.wait(socket, event, due_ms if timeout_ms is None else min(timeout_ms, due_ms))
 
 
 @dataclass(slots=True, kw_only=True)
-class FrontLoadSink:
-    """A ``LoadSink`` over a ``ReportSocket``, for the ``LoadPublisher`` that says when a report is worth sending.
+class FrontendLoadSink:
+    """A ``LoadSink`` over a ``ZmqReportSender``, for the ``LoadPublisher`` that says when a report is worth sending.
 
     Attributes:
         reports: the way to the front.
         outputs: whose counters go with each report.
     """
 
-    reports: ReportSocket
+    reports: ZmqReportSender
     outputs: OutputStatsSource
 
     @property
@@ -174,7 +175,7 @@ class FrontLoadSink:
 
 
 @dataclass(slots=True, kw_only=True)
-class RefusalReports:
+class FrontendRefusalSink:
     """A ``RejectionSink``: the leader answers for what its intake did not let in.
 
     Attributes:
@@ -182,18 +183,18 @@ class RefusalReports:
         work: counts each request that was dispatched, taken or refused.
     """
 
-    reports: ReportSocket
+    reports: ZmqReportSender
     work: WorkCounters
 
     def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
         if isinstance(incoming.message, SubmitRequest):
-            self.work.on_request_received(FRONT, incoming.message.ticket)
+            self.work.on_request_received(FRONTEND_DISPATCHER, incoming.message.ticket)
         if refusal.reason is not RejectionReason.IN_USE:  # the first request of this id goes on
             self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
 
 
 @dataclass(slots=True, kw_only=True)
-class FrontStallSink:
+class FrontendStallSink:
     """A ``StallSink`` that tells the front, and the log with all stacks. Used by the watchdog's thread alone.
 
     Attributes:
@@ -201,8 +202,8 @@ class FrontStallSink:
         alive: whose step it is.
     """
 
-    reports: ReportSocket
-    alive: RankAlive
+    reports: ZmqReportSender
+    alive: RankHeartbeat
     _log: LogStallSink = field(default_factory=LogStallSink, init=False)
 
     def on_stall(self, report: StallReport) -> None:
@@ -215,13 +216,13 @@ class FrontStallSink:
 
 
 @dataclass(slots=True, kw_only=True)
-class StepExecutor:
+class RankWorker:
     """One rank's part of a step, the same on every rank of a replica; only the leader speaks for the replica."""
 
     parallel: ParallelState
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
-    reports: ReportSocket
-    control: Control
+    reports: ZmqReportSender
+    control: RpcHandler
     quiesce: QuiesceStepper
     _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
     _last_mode: ForwardMode = field(default=ForwardMode.IDLE, init=False)
@@ -236,7 +237,7 @@ class StepExecutor:
         """A step has something to do: work of the scheduler's, or an order that stands."""
         return self.scheduler.has_work or self.quiesce.quiesce.has_pending
 
-    def execute(self, step: int, commands: Sequence[Command]) -> None:
+    def execute(self, step: int, commands: Sequence[RankCommand]) -> None:
         """Obey the commands, take the step, report."""
         for command in commands:
             self._obey(command)
@@ -245,7 +246,7 @@ class StepExecutor:
             self.scheduler.metrics.refresh_counters()
         self._last_mode = self.scheduler.step().mode
         if answer is not None and self.parallel.leads_replica:
-            self.reports.send(OrderAnswered(self.parallel.kv_stream_index, answer))
+            self.reports.send(ControlCompleted(self.parallel.kv_stream_index, answer))
         for command in commands:
             if isinstance(command, DumpCache):
                 self._dumps_due[command.dump_id] = step + _DUMP_PATIENCE_STEPS
@@ -260,25 +261,25 @@ class StepExecutor:
                 del self._dumps_due[dump_id]
                 self.reports.send(self._dump(dump_id, step))
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: RankCommand) -> None:
         if isinstance(command, SubmitRequest):
             self._submit(command)
         elif isinstance(command, AbortRequest):
             self.scheduler.abort(command.rid)
-        elif isinstance(command, GiveOrder):
+        elif isinstance(command, SubmitControl):
             self.quiesce.enqueue(command.order_id, command.order)
-        elif isinstance(command, ControlQuestion):
+        elif isinstance(command, RpcRequest):
             self.reports.send(self._answer(command))
 
-    def _answer(self, question: ControlQuestion) -> ControlAnswer:
+    def _answer(self, question: RpcRequest) -> RpcReply:
         try:
-            answer = self.control.answer(question.verb, question.body)
+            answer = self.control.answer(question.method, question.body)
         except ComponentError as error:  # the fault of who asks, on every rank alike
-            return ControlAnswer(question.question_id, self.parallel.world_rank, str(error))
-        return ControlAnswer(question.question_id, self.parallel.world_rank, None, msgspec.json.encode(answer))
+            return RpcReply(question.rpc_id, self.parallel.world_rank, str(error))
+        return RpcReply(question.rpc_id, self.parallel.world_rank, None, msgspec.json.encode(answer))
 
     def _submit(self, command: SubmitRequest) -> None:
-        self.scheduler.book.work.on_request_received(FRONT, command.ticket)
+        self.scheduler.request_metrics.work.on_request_received(FRONTEND_DISPATCHER, command.ticket)
         tokens = unpack_tokens(command.input_ids)
         try:
             request = Request(
@@ -293,11 +294,11 @@ class StepExecutor:
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error)))
 
-    def _read_pool(self, read_id: int) -> PoolRead:
+    def _read_pool(self, read_id: int) -> PoolSnapshot:
         """Read at once, pages on their way or not: the events of every step tell what the pool then holds."""
         reading = KvPoolReader(publisher=self.scheduler.kv_events, blocks=self.scheduler.cache).read()
-        places = (PoolPlace(*place, pack_hashes(hashes)) for place, hashes in reading.blocks.items())
-        return PoolRead(read_id, reading.rank, reading.sequence, tuple(places))
+        places = (PoolMediumGroup(*place, pack_hashes(hashes)) for place, hashes in reading.blocks.items())
+        return PoolSnapshot(read_id, reading.rank, reading.sequence, tuple(places))
 
     def _dump(self, dump_id: int, step: int) -> CacheDump:
         scheduler = self.scheduler
@@ -324,7 +325,7 @@ class Peers(Protocol):
     """The other replicas of an engine with DP attention: all take every step together."""
 
     @property
-    def is_awaited(self) -> bool:
+    def is_peer_waiting(self) -> bool:
         """One of them has begun a step that this replica has not begun."""
         ...
 
@@ -333,7 +334,7 @@ class NullPeers:
     """A replica that steps by itself."""
 
     @property
-    def is_awaited(self) -> bool:
+    def is_peer_waiting(self) -> bool:
         return False
 
 
@@ -351,10 +352,10 @@ class Leader:
         peers: wake this replica for a step with nothing to compute.
     """
 
-    executor: StepExecutor
-    intake: RequestReceiver[Command]
+    executor: RankWorker
+    intake: RequestReceiver[RankCommand]
     sleeper: IdleSleeper
-    heartbeat: Heartbeat
+    heartbeat: HeartbeatSender
     load_publishers: Sequence[LoadPublisher]
     peers: Peers = field(default_factory=NullPeers)
 
@@ -363,14 +364,14 @@ class Leader:
         scheduler = self.executor.scheduler
         step = 0
         while True:
-            was_due = self.heartbeat.beat()
+            was_due = self.heartbeat.send_if_due()
             is_idle = not self.executor.has_work
             if is_idle:
                 self._tell_what_is_left()
             # A busy leader hears the order to stop as often as it says that it runs: to look costs a step 2 us.
             if (is_idle or was_due) and self._is_told_to_stop(is_idle):
                 return
-            if is_idle and not self.intake.poll() and not self.peers.is_awaited:
+            if is_idle and not self.intake.poll() and not self.peers.is_peer_waiting:
                 continue
             step += 1
             try:
@@ -396,7 +397,7 @@ class Leader:
 
     def _is_told_to_stop(self, is_idle: bool) -> bool:
         """Look for the order to stop; when idle, sleep until it or a command comes, or there is something to say."""
-        patience_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_awaited else 0.0
+        patience_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_peer_waiting else 0.0
         if self.executor.scheduler.output.has_backlog:
             patience_s = min(_BACKLOG_S, patience_s)
         return self.heartbeat.stop.descriptor in self.sleeper.sleep(patience_s)
@@ -406,9 +407,9 @@ class Leader:
 class Follower:
     """Takes the steps that its leader takes, and checks that its state is the leader's."""
 
-    executor: StepExecutor
-    intake: RequestReceiver[Command]
-    heartbeat: Heartbeat
+    executor: RankWorker
+    intake: RequestReceiver[RankCommand]
+    heartbeat: HeartbeatSender
 
     def run(self) -> None:
         """Returns when the order to stop comes.
@@ -418,7 +419,7 @@ class Follower:
         """
         step = 0
         while True:
-            self.heartbeat.beat()
+            self.heartbeat.send_if_due()
             step += 1
             try:
                 commands = self.intake.receive(step, self.executor.scheduler.state_digest, self.executor.mode)

@@ -12,7 +12,7 @@ from scheduler_components.hicache import HiRadixCache
 
 __all__ = [
     "CacheTiers",
-    "DeviceTier",
+    "DeviceOnlyTiers",
     "PrefixCache",
     "RequestPrefetcher",
     "TierState",
@@ -140,7 +140,7 @@ class NullTierState:
 
 
 @dataclass(slots=True, kw_only=True)
-class DeviceTier:
+class DeviceOnlyTiers:
     """``CacheTiers`` of a cache with nothing behind it."""
 
     cache: RadixCache

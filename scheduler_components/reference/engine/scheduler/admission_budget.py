@@ -10,13 +10,13 @@ from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer, FirstTok
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.ports import ComputeGate, NullComputeGate
 from scheduler_components.reference.device.device import ScheduledBatch
-from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.scheduler.request import Request
 
-__all__ = ["BatchTerms"]
+__all__ = ["AdmissionBudget"]
 
 
 @dataclass(slots=True, kw_only=True)
-class BatchTerms:
+class AdmissionBudget:
     """Who else has a say in a batch.
 
     Attributes:
@@ -41,12 +41,12 @@ class BatchTerms:
         """Requests may be admitted now."""
         return self.gate.can_admit and self.dp.last.may_prefill
 
-    def learn(self, batch: ScheduledBatch[Request], busy_s: float) -> None:
+    def observe_prefill(self, batch: ScheduledBatch[Request], busy_s: float) -> None:
         """A batch with prefills took so long."""
         pairs = sum(work.end**2 - work.start**2 for work in batch.works if work.is_prefill)
         self.chunk_sizer.fit.observe(batch.num_prefill_tokens, pairs, busy_s)
 
-    def first_tokens(self, batch: ScheduledBatch[Request]) -> None:
+    def on_first_tokens(self, batch: ScheduledBatch[Request]) -> None:
         """Requests have got the tokens of a batch: some of them their first."""
         for work in batch.works:
             if work.is_prefill and work.request.num_output_tokens == 1:

@@ -13,7 +13,7 @@ import msgspec
 
 from scheduler_components import CachedTokens, ConfigError
 from scheduler_components.reference.device.sampling import SamplingParams
-from scheduler_components.reference.engine.generation import TextNews, Wanted
+from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "CompletionLogprobs",
     "TokenId",
     "Usage",
-    "UsageWanted",
+    "UsageOptions",
     "by_tier",
     "stop_strings",
 ]
@@ -48,16 +48,16 @@ class _StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class UsageWanted(msgspec.Struct, frozen=True, kw_only=True):
+class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants to know of usage.
 
     Attributes:
-        at_the_end, with_each: of a stream: in an event of its own, and in every event.
+        in_last_event, in_each_event: of a stream: in an event of its own, and in every event.
         by_tier: also where the cached tokens were found.
     """
 
-    at_the_end: bool
-    with_each: bool
+    in_last_event: bool
+    in_each_event: bool
     by_tier: bool
 
 
@@ -90,18 +90,18 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
         return self.n or 1
 
     @property
-    def usage_wanted(self) -> UsageWanted:
+    def usage_options(self) -> UsageOptions:
         """When usage is told, and what of it."""
         options = self.stream_options or _StreamOptions()
-        return UsageWanted(
-            at_the_end=options.include_usage,
-            with_each=options.include_usage and options.continuous_usage_stats,
+        return UsageOptions(
+            in_last_event=options.include_usage,
+            in_each_event=options.include_usage and options.continuous_usage_stats,
             by_tier=bool(self.return_cached_tokens_details),
         )
 
-    def wanted(self, *, max_new_tokens: int | None, logprobs: int | None) -> Wanted:
+    def generation_params(self, *, max_new_tokens: int | None, logprobs: int | None) -> GenerationParams:
         """What is wanted of each output. Raises ConfigError for a value that cannot work."""
-        return Wanted(
+        return GenerationParams(
             max_new_tokens=max_new_tokens,
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
@@ -139,13 +139,13 @@ class CompletionBody(_Asked, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
 
-    def read(self) -> Wanted:
+    def params(self) -> GenerationParams:
         """Raises ConfigError for what cannot be served."""
         if self.echo and self.logprobs is not None:
             hint = "leave one of the two out"
             raise ConfigError("echo", True, "with logprobs asks for those of the prompt, which are not computed", hint)
         max_tokens = _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.wanted(max_new_tokens=max_tokens, logprobs=self.logprobs)
+        return self.generation_params(max_new_tokens=max_tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, as text or tokens, at least one. Raises ConfigError where tokens and texts are mixed."""
@@ -187,14 +187,16 @@ class ChatBody(_Asked, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def read(self) -> Wanted:
+    def params(self) -> GenerationParams:
         """Raises ConfigError for what cannot be served."""
         if self.top_logprobs and not self.logprobs:
             raise ConfigError("top_logprobs", self.top_logprobs, "is without effect", "ask for logprobs, too")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.wanted(max_new_tokens=asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.generation_params(
+            max_new_tokens=asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
 
-    def conversation_so_far(self) -> list[ChatMessage]:
+    def chat_messages(self) -> list[ChatMessage]:
         """The messages as text. Raises ConfigError for content that is no text."""
         return [ChatMessage(message.role, message.text()) for message in self.messages]
 
@@ -210,14 +212,14 @@ class Usage:
         self._cached: dict[int, CachedTokens] = {}
         self._num_output: dict[int, int] = {}
 
-    def count(self, prompt: int, choice: int, news: TextNews) -> None:
+    def count(self, prompt: int, choice: int, news: TextDelta) -> None:
         """Take in the news of an output."""
         output = news.delta.output
         self._num_prompt[prompt] = output.num_prompt_tokens
         self._cached.setdefault(prompt, output.cached)
         self._num_output[choice] = news.delta.num_output_tokens
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the fields of an answer that tell it; tiers stand in the place that SGLang has for them."""
         prompt, output = sum(self._num_prompt.values()), sum(self._num_output.values())
         found = self._cached.values()
@@ -233,7 +235,7 @@ class Usage:
         return {"usage": usage, "sglext": {"cached_tokens_details": by_tier(CachedTokens(*tiers))}}
 
 
-def _token_logprobs(news: TextNews) -> Iterator[tuple[int, float, Sequence[tuple[int, float]]]]:
+def _token_logprobs(news: TextDelta) -> Iterator[tuple[int, float, Sequence[tuple[int, float]]]]:
     """Each new token, its logprob, and those of the most probable tokens in its place."""
     output = news.delta.output
     logprobs = output.logprobs or ()
@@ -248,7 +250,7 @@ class CompletionLogprobs:
     def __init__(self, codec: TextTokenizer, *, offset: int = 0) -> None:
         self._codec, self._offset = codec, offset
 
-    def told(self, news: TextNews) -> dict[str, list[Any]]:
+    def format(self, news: TextDelta) -> dict[str, list[Any]]:
         """Of the tokens of one piece of news."""
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, logprob, top in _token_logprobs(news):
@@ -269,7 +271,7 @@ class ChatLogprobs:
     def __init__(self, codec: TextTokenizer) -> None:
         self._codec = codec
 
-    def told(self, news: TextNews) -> dict[str, list[Any]]:
+    def format(self, news: TextDelta) -> dict[str, list[Any]]:
         """Of the tokens of one piece of news."""
         tokens = _token_logprobs(news)
         return {

@@ -21,25 +21,30 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components.reference.engine.front import OpenRequest
-from scheduler_components.reference.engine.generation import TextFront, TextNews, Wanted, merged
-from scheduler_components.reference.engine.http_exchange import (
-    BODY_DEADLINE_S,
+from scheduler_components.reference.engine.frontend.frontend import RequestStream
+from scheduler_components.reference.engine.frontend.http_body import (
+    BODY_TIMEOUT_S,
     BodyReader,
-    failure_response,
+    component_error_response,
     json_response,
     read_body,
+    run_until_disconnected,
     stream_response,
-    unless_disconnected,
 )
-from scheduler_components.reference.engine.openai_format import (
+from scheduler_components.reference.engine.frontend.openai_format import (
     MAX_CHOICES,
     ChatBody,
     ChatLogprobs,
     CompletionBody,
     CompletionLogprobs,
     Usage,
-    UsageWanted,
+    UsageOptions,
+)
+from scheduler_components.reference.engine.frontend.text_frontend import (
+    GenerationParams,
+    TextDelta,
+    TextFrontend,
+    merge_streams,
 )
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
@@ -47,14 +52,14 @@ __all__ = [
     "RANK_HEADER",
     "ChatEndpoint",
     "CompletionEndpoint",
-    "pinned_replica",
+    "requested_replica",
 ]
 
 RANK_HEADER = "x-data-parallel-rank"
 """SGLang's: of a request, the rank that must serve it; of an answer, the rank or ranks that did."""
 
 
-def pinned_replica(headers: Headers, in_body: int | None) -> int | None:
+def requested_replica(headers: Headers, in_body: int | None) -> int | None:
     """The rank that a client has chosen: in the header, which a router writes, or in the body.
 
     Raises:
@@ -74,7 +79,7 @@ class _Writer(Protocol):
     whole_object: str
     event_object: str
 
-    def piece(self, place: int, news: TextNews) -> dict[str, Any]:
+    def piece(self, place: int, news: TextDelta) -> dict[str, Any]:
         """The next piece of output ``place``, as an event's choice."""
         ...
 
@@ -90,11 +95,11 @@ class _CompletionWriter:
         self._echoes = dict(enumerate(echoes))  # each is written once
         self._logprobs = [CompletionLogprobs(codec) for _ in range(num_choices)] if with_logprobs else None
 
-    def piece(self, place: int, news: TextNews) -> dict[str, Any]:
+    def piece(self, place: int, news: TextDelta) -> dict[str, Any]:
         return {
             "index": place,
             "text": self._echoes.pop(place, "") + news.text,
-            "logprobs": None if self._logprobs is None else self._logprobs[place].told(news),
+            "logprobs": None if self._logprobs is None else self._logprobs[place].format(news),
             **_end(news),
         }
 
@@ -109,13 +114,13 @@ class _ChatWriter:
         self._logprobs = ChatLogprobs(codec) if with_logprobs else None
         self._begun: set[int] = set()
 
-    def piece(self, place: int, news: TextNews) -> dict[str, Any]:
+    def piece(self, place: int, news: TextDelta) -> dict[str, Any]:
         role = {} if place in self._begun else {"role": "assistant"}
         self._begun.add(place)
         return {
             "index": place,
             "delta": {**role, "content": news.text},
-            "logprobs": None if self._logprobs is None else self._logprobs.told(news),
+            "logprobs": None if self._logprobs is None else self._logprobs.format(news),
             **_end(news),
         }
 
@@ -126,7 +131,7 @@ class _ChatWriter:
         return {**told, "message": message, "logprobs": _joined_logprobs(pieces)}
 
 
-def _end(news: TextNews) -> dict[str, Any]:
+def _end(news: TextDelta) -> dict[str, Any]:
     return {"finish_reason": news.finish_reason, "matched_stop": news.matched}
 
 
@@ -152,30 +157,30 @@ class _Job:
         rid: of the first request; the next ones add a number.
     """
 
-    wanted: Wanted
+    wanted: GenerationParams
     prompts: Sequence[Sequence[int]]
     num_choices: int
     writer: _Writer
     stream: bool
-    usage: UsageWanted
+    usage: UsageOptions
     rid: str | None
 
     @classmethod
     def of(
         cls,
         asked: CompletionBody | ChatBody,
-        wanted: Wanted,
+        wanted: GenerationParams,
         headers: Headers,
         prompts: Sequence[Sequence[int]],
         writer: _Writer,
     ) -> _Job:
         return cls(
-            wanted=msgspec.structs.replace(wanted, replica=pinned_replica(headers, wanted.replica)),
+            wanted=msgspec.structs.replace(wanted, replica=requested_replica(headers, wanted.replica)),
             prompts=prompts,
             num_choices=asked.num_choices,
             writer=writer,
             stream=bool(asked.stream),
-            usage=asked.usage_wanted,
+            usage=asked.usage_options,
             rid=asked.rid,
         )
 
@@ -184,10 +189,10 @@ class _Job:
 class _Answering:
     """One job under way: its open requests, in the order of the answer's choices."""
 
-    text: TextFront
+    text: TextFrontend
     job: _Job
     model: str
-    opened: Sequence[OpenRequest]
+    opened: Sequence[RequestStream]
     id: str = field(default_factory=lambda: uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
@@ -200,23 +205,23 @@ class _Answering:
                     usage.count(place // self.job.num_choices, place, each)
                     pieces[place].append(self.job.writer.piece(place, each))
         except ComponentError as error:
-            return failure_response(error)
+            return component_error_response(error)
         choices = [self.job.writer.whole(each) for each in pieces]
-        return json_response(self._envelope(self.job.writer.whole_object, choices, usage.told()))
+        return json_response(self._envelope(self.job.writer.whole_object, choices, usage.to_json()))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         wanted, name = self.job.usage, self.job.writer.event_object
-        usage, silence = Usage(by_tier=wanted.by_tier), {"usage": None} if wanted.at_the_end else {}
+        usage, silence = Usage(by_tier=wanted.by_tier), {"usage": None} if wanted.in_last_event else {}
         async with aclosing(self._news()) as news:
             async for place, each in news:
                 usage.count(place // self.job.num_choices, place, each)
-                told = usage.told() if wanted.with_each else silence
+                told = usage.to_json() if wanted.in_each_event else silence
                 yield self._envelope(name, [self.job.writer.piece(place, each)], told)
-        if wanted.at_the_end:
-            yield self._envelope(name, [], usage.told())
+        if wanted.in_last_event:
+            yield self._envelope(name, [], usage.to_json())
 
-    def _news(self) -> AsyncGenerator[tuple[int, TextNews], None]:
-        return merged([self.text.news(opened, self.job.wanted) for opened in self.opened])
+    def _news(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        return merge_streams([self.text.text_deltas(opened, self.job.wanted) for opened in self.opened])
 
     def _envelope(self, name: str, choices: list[dict[str, Any]], rest: dict[str, Any]) -> dict[str, Any]:
         prefix = "cmpl" if name == _CompletionWriter.whole_object else "chatcmpl"
@@ -224,7 +229,7 @@ class _Answering:
         return {**envelope, "choices": choices, **rest}
 
 
-async def _serve(text: TextFront, model: str, job: _Job, exchange: tuple[Scope, Receive, Send]) -> None:
+async def _serve(text: TextFrontend, model: str, job: _Job, exchange: tuple[Scope, Receive, Send]) -> None:
     """Dispatch a job's requests and answer; a client that goes away aborts all of them, and so does an error."""
     scope, receive, send = exchange
 
@@ -238,17 +243,17 @@ async def _serve(text: TextFront, model: str, job: _Job, exchange: tuple[Scope, 
         try:
             opened = await _open_all(text, job, stack)
         except ComponentError as error:
-            await failure_response(error)(scope, receive, send)
+            await component_error_response(error)(scope, receive, send)
             return
         answering = _Answering(text=text, job=job, model=model, opened=opened)
         with suppress(ClientDisconnect):
-            await unless_disconnected(receive, answer())
+            await run_until_disconnected(receive, answer())
 
 
-async def _open_all(text: TextFront, job: _Job, stack: AsyncExitStack) -> list[OpenRequest]:
+async def _open_all(text: TextFrontend, job: _Job, stack: AsyncExitStack) -> list[RequestStream]:
     """All outputs of a prompt go to one rank, whose cache holds the prompt; each has draws of its own."""
     requests = [text.request(prompt, job.wanted) for prompt in job.prompts]  # all are good before one is dispatched
-    opened: list[OpenRequest] = []
+    opened: list[RequestStream] = []
     for request in requests:
         replica, seed = request.replica, request.sampling.seed
         for number in range(job.num_choices):
@@ -275,7 +280,7 @@ class _Endpoint(Protocol):
     """What differs between the two routes is how a body becomes a job."""
 
     @property
-    def text(self) -> TextFront:
+    def text(self) -> TextFrontend:
         """Takes the requests."""
         ...
 
@@ -285,7 +290,7 @@ class _Endpoint(Protocol):
         ...
 
     @property
-    def body_deadline_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """A body that is not whole by then gets 408, and its connection ends."""
         ...
 
@@ -297,12 +302,12 @@ class _Endpoint(Protocol):
 async def _answer(endpoint: _Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     try:
-        body = await read_body(request, endpoint.body_deadline_s)
+        body = await read_body(request, endpoint.body_timeout_s)
         job = await endpoint.job(body, request.headers)
     except ClientDisconnect:
         return
     except ComponentError as error:
-        await failure_response(error)(scope, receive, send)
+        await component_error_response(error)(scope, receive, send)
         return
     await _serve(endpoint.text, endpoint.model, job, (scope, receive, send))
 
@@ -314,12 +319,12 @@ class CompletionEndpoint:
     Attributes:
         text: takes the requests.
         model: what answers call it.
-        body_deadline_s: a body that is not whole by then gets 408, and its connection ends.
+        body_timeout_s: a body that is not whole by then gets 408, and its connection ends.
     """
 
-    text: TextFront
+    text: TextFrontend
     model: str
-    body_deadline_s: float = BODY_DEADLINE_S
+    body_timeout_s: float = BODY_TIMEOUT_S
     _reader: BodyReader[CompletionBody] = field(default_factory=lambda: BodyReader(CompletionBody, "/v1/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -328,7 +333,7 @@ class CompletionEndpoint:
 
     async def job(self, body: bytes, headers: Headers) -> _Job:
         asked = self._reader.read(body)
-        wanted, given, number = asked.read(), asked.prompts(), asked.num_choices
+        wanted, given, number = asked.params(), asked.prompts(), asked.num_choices
         _check_number(len(given), number)
         codec = self.text.codec
         prompts = [await self.text.encode(each) if isinstance(each, str) else each for each in given]
@@ -346,9 +351,9 @@ class CompletionEndpoint:
 class ChatEndpoint:
     """The ASGI application behind ``/v1/chat/completions``; attributes as of ``CompletionEndpoint``."""
 
-    text: TextFront
+    text: TextFrontend
     model: str
-    body_deadline_s: float = BODY_DEADLINE_S
+    body_timeout_s: float = BODY_TIMEOUT_S
     _reader: BodyReader[ChatBody] = field(default_factory=lambda: BodyReader(ChatBody, "/v1/chat/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -357,7 +362,7 @@ class ChatEndpoint:
 
     async def job(self, body: bytes, headers: Headers) -> _Job:
         asked = self._reader.read(body)
-        wanted = asked.read()
-        prompt = await self.text.encode_chat(asked.conversation_so_far())
+        wanted = asked.params()
+        prompt = await self.text.encode_chat(asked.chat_messages())
         writer = _ChatWriter(self.text.codec, with_logprobs=wanted.sampling.logprobs is not None)
         return _Job.of(asked, wanted, headers, [prompt], writer)

@@ -31,41 +31,41 @@ from scheduler_components import (
 from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.load import DispatchLedger
 from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
-    FRONT,
+    FRONTEND_DISPATCHER,
     AbortRequest,
     BlockInput,
     CacheDump,
-    Command,
-    ControlAnswer,
-    ControlQuestion,
+    ControlCompleted,
     DrainInput,
     DumpCache,
-    GiveOrder,
     LoadReport,
-    OrderAnswered,
-    PoolRead,
-    RankAlive,
+    PoolSnapshot,
+    RankCommand,
+    RankHeartbeat,
     RankReady,
+    RankReport,
     RankStalled,
     ReadPool,
-    Report,
     RequestRefused,
+    RpcReply,
+    RpcRequest,
+    SubmitControl,
     SubmitRequest,
     UnblockInput,
     encode,
 )
-from scheduler_components.reference.engine.pulse import RankPulse
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 __all__ = [
     "LoadDispatcher",
     "Placement",
     "ReplicaLoad",
     "EngineFailedError",
-    "Front",
-    "GenerateRequest",
-    "OpenRequest",
+    "Frontend",
+    "GenerateReqInput",
+    "RequestStream",
     "RequestFailedError",
     "RequestRefusedError",
     "TooBusyError",
@@ -88,15 +88,15 @@ class ReplicaLoad:
     Attributes:
         ledger: what was sent and no report counts yet.
         snapshot: the newest report.
-        last_ticket: of the last request sent; also how many were.
+        last_dispatch_ticket: of the last request sent; also how many were.
     """
 
-    ledger: DispatchLedger = field(default_factory=lambda: DispatchLedger(dispatcher=FRONT))
+    ledger: DispatchLedger = field(default_factory=lambda: DispatchLedger(dispatcher=FRONTEND_DISPATCHER))
     snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
-    last_ticket: int = 0
+    last_dispatch_ticket: int = 0
 
     @property
-    def is_covered(self) -> bool:
+    def is_load_current(self) -> bool:
         """The last report was made after every request had come in."""
         return not self.ledger.unreported_requests
 
@@ -106,8 +106,8 @@ class ReplicaLoad:
 
     def issue_ticket(self, num_tokens: int) -> int:
         """Note a request that is about to be sent; returns its ticket."""
-        self.last_ticket = self.ledger.issue_ticket(num_tokens)
-        return self.last_ticket
+        self.last_dispatch_ticket = self.ledger.issue_ticket(num_tokens)
+        return self.last_dispatch_ticket
 
     def on_load_report(self, snapshot: LoadSnapshot) -> None:
         """Take in a report; one that is older than the last is dropped."""
@@ -142,7 +142,7 @@ class LoadDispatcher:
             self._remember(conversation, chosen)
         return Placement(chosen, self.replicas[chosen].issue_ticket(num_tokens))
 
-    def pin(self, num_tokens: int, replica: int) -> Placement:
+    def dispatch_to(self, num_tokens: int, replica: int) -> Placement:
         """Count a request at the replica that its client has chosen.
 
         Raises:
@@ -156,7 +156,7 @@ class LoadDispatcher:
     def _order(self, index: int) -> tuple[int, int]:
         """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
         replica = self.replicas[index]
-        return replica.total_tokens, replica.last_ticket
+        return replica.total_tokens, replica.last_dispatch_ticket
 
     def _remember(self, conversation: str, replica: int) -> None:
         self._homes[conversation] = replica
@@ -181,7 +181,7 @@ class TooBusyError(ComponentError):
     """More requests are open than the front takes at once, or come than a replica takes in; try again later."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants.
 
     Attributes:
@@ -208,24 +208,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class RankAnswers:
+class CommandReplies:
     """What ranks have answered.
 
     Attributes:
         dumps: rank to its newest cache dump.
         pools: replica to the newest reading of its pool.
-        control: rank to its newest answer to a ``ControlQuestion``.
+        control: rank to its newest answer to a ``RpcRequest``.
         orders: how an order ended on a replica, by the order's id and the replica; taken out by who gave it.
     """
 
     dumps: dict[int, CacheDump] = field(default_factory=dict)
-    pools: dict[int, PoolRead] = field(default_factory=dict)
-    control: dict[int, ControlAnswer] = field(default_factory=dict)
+    pools: dict[int, PoolSnapshot] = field(default_factory=dict)
+    control: dict[int, RpcReply] = field(default_factory=dict)
     orders: dict[tuple[int, int], ControlReply] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class RankBoard:
+class RankReplies:
     """What the front has heard from the ranks.
 
     Attributes:
@@ -239,7 +239,7 @@ class RankBoard:
 
     ready: dict[int, RankReady] = field(default_factory=dict)
     outputs: dict[int, OutputStats] = field(default_factory=dict)
-    answers: RankAnswers = field(default_factory=RankAnswers)
+    answers: CommandReplies = field(default_factory=CommandReplies)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -252,7 +252,7 @@ class RankBoard:
 
 
 @dataclass(slots=True, kw_only=True)
-class Front:
+class Frontend:
     """Requests in, tokens out.
 
     Attributes:
@@ -266,9 +266,9 @@ class Front:
     leaders: Sequence[zmq.Socket[bytes]]
     dispatcher: LoadDispatcher
     max_open_requests: int = 4096
-    board: RankBoard = field(default_factory=RankBoard)
-    pulse: RankPulse = field(default_factory=RankPulse)
-    _open: dict[str, OpenRequest] = field(default_factory=dict, repr=False)
+    board: RankReplies = field(default_factory=RankReplies)
+    heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    _open: dict[str, RequestStream] = field(default_factory=dict, repr=False)
     _numbers: count[int] = field(default_factory=count, repr=False)
 
     @property
@@ -280,11 +280,11 @@ class Front:
     def is_idle(self) -> bool:
         """No request is open, and every replica has said, after the last of them, that it holds none."""
         return not self._open and all(
-            load.is_covered and not load.snapshot.num_running_reqs and not load.snapshot.num_waiting_reqs
+            load.is_load_current and not load.snapshot.num_running_reqs and not load.snapshot.num_waiting_reqs
             for load in self.dispatcher.replicas
         )
 
-    def open_request(self, request: GenerateRequest) -> OpenRequest:
+    def open_request(self, request: GenerateReqInput) -> RequestStream:
         """Dispatch a request. Use as ``async with front.open_request(...) as news``: leaving it early aborts it.
 
         Raises:
@@ -299,35 +299,35 @@ class Front:
         if rid in self._open:
             raise ConfigError("rid", rid, "is the id of an open request", "give another, or none")
         replica, ticket = self._place(request)
-        opened = self._open[rid] = OpenRequest(rid=rid, replica=replica, front=self)
+        opened = self._open[rid] = RequestStream(rid=rid, replica=replica, front=self)
         sampling = _with_seed(request.sampling)
         command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling)
         self._send(replica, command)
         return opened
 
-    def _place(self, request: GenerateRequest) -> Placement:
-        silent = self.pulse.silent()
+    def _place(self, request: GenerateReqInput) -> Placement:
+        silent = self.heartbeats.silent_replicas()
         pinned = request.replica
         if pinned in silent:
             raise silent[pinned]
         if pinned is not None:
-            return self.dispatcher.pin(request.num_input_tokens, pinned)
+            return self.dispatcher.dispatch_to(request.num_input_tokens, pinned)
         if len(silent) == len(self.leaders):
             raise silent[min(silent)]
         return self.dispatcher.dispatch(request.num_input_tokens, request.conversation, avoid=silent)
 
-    def close_request(self, request: OpenRequest) -> None:
+    def close_request(self, request: RequestStream) -> None:
         """Abort a request unless its end has been heard. Until then its id stays in use, for late news."""
         if self._open.get(request.rid) is request:
             self._send(request.replica, AbortRequest(request.rid))
 
-    def take_outputs(self, batch: OutputBatch) -> None:
+    def process_outputs(self, batch: OutputBatch) -> None:
         """Pass the news of a replica's requests on to those who wait for them."""
         for delta in batch.deltas:
             self._pass_on(delta.rid, _news_in(delta), ended=delta.finish_reason is not None)
         self.board.changed.set()
 
-    def receive(self, report: Report) -> None:
+    def receive(self, report: RankReport) -> None:
         """Take in what else a rank says."""
         if isinstance(report, LoadReport):
             self.dispatcher.replicas[report.load.dp_rank].on_load_report(report.load)
@@ -337,37 +337,37 @@ class Front:
             self._pass_on(report.rid, kind(report.reason), ended=True)
         elif isinstance(report, CacheDump):
             self.board.answers.dumps[report.rank] = report
-        elif isinstance(report, PoolRead):
+        elif isinstance(report, PoolSnapshot):
             self.board.answers.pools[report.replica] = report
-        elif isinstance(report, ControlAnswer):
+        elif isinstance(report, RpcReply):
             self.board.answers.control[report.rank] = report
-        elif isinstance(report, OrderAnswered):
+        elif isinstance(report, ControlCompleted):
             self.board.answers.orders[report.answer.order_id, report.replica] = report.answer
         elif isinstance(report, RankReady):
             self.board.ready[report.rank] = report
-        elif isinstance(report, RankAlive):
-            self.pulse.heard(report)
+        elif isinstance(report, RankHeartbeat):
+            self.heartbeats.on_heartbeat(report)
         elif isinstance(report, RankStalled):
-            self.pulse.stalled(report)
+            self.heartbeats.on_stall(report)
         self.board.changed.set()
 
     def tick(self) -> None:
-        """``ALIVE_EVERY_S`` went by: whoever waits for a replica that has become silent by it is told."""
-        for replica, error in self.pulse.tick().items():
+        """``HEARTBEAT_INTERVAL_S`` went by: whoever waits for a replica that has become silent by it is told."""
+        for replica, error in self.heartbeats.tick().items():
             for request in self._open.values():
                 if request.replica == replica:
                     request.put(error)
             self.board.changed.set()
 
-    def ask_for_dumps(self, dump_id: int) -> None:
+    def request_cache_dumps(self, dump_id: int) -> None:
         """Let every rank dump its cache; ``board.answers`` fills as they answer with this number."""
         for replica in range(len(self.leaders)):
             self._send(replica, DumpCache(dump_id))
 
-    def give_order(self, order_id: int, order: ControlRequest) -> None:
+    def broadcast_control(self, order_id: int, order: ControlRequest) -> None:
         """Let every replica carry an order out; ``board.answers`` fills as they answer."""
         for replica in range(len(self.leaders)):
-            self._send(replica, GiveOrder(order_id, order))
+            self._send(replica, SubmitControl(order_id, order))
 
     def block_input(self, replica: int) -> None:
         """Let a replica hold requests back, from the next one on; commands and aborts reach it."""
@@ -381,11 +381,11 @@ class Front:
         """End what ``block_input`` or ``drain_input`` began; requests that wait go first."""
         self._send(replica, UnblockInput())
 
-    def ask_for_pool(self, replica: int, read_id: int) -> None:
+    def request_pool_snapshot(self, replica: int, read_id: int) -> None:
         """Let a replica read its pool after its next step; ``board.answers`` has it with this number."""
         self._send(replica, ReadPool(read_id))
 
-    def ask_all(self, question: ControlQuestion) -> None:
+    def broadcast_rpc(self, question: RpcRequest) -> None:
         """Let every rank answer; ``board.answers`` fills with this question's number."""
         for replica in range(len(self.leaders)):
             self._send(replica, question)
@@ -408,24 +408,24 @@ class Front:
     def _new_rid(self) -> str:
         return next(rid for number in self._numbers if (rid := f"request-{number}") not in self._open)
 
-    def _send(self, replica: int, command: Command) -> None:
+    def _send(self, replica: int, command: RankCommand) -> None:
         self.leaders[replica].send(encode(command), zmq.DONTWAIT)  # no high-water mark: open requests are bounded
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenRequest:
+class RequestStream:
     """One dispatched request: an async context that ends it, and an async iterator of its news."""
 
     rid: str
     replica: int
-    front: Front = field(repr=False)
+    front: Frontend = field(repr=False)
     finished: bool = False
     _news: asyncio.Queue[OutputDelta | ComponentError] = field(default_factory=asyncio.Queue, repr=False)
 
     def put(self, news: OutputDelta | ComponentError) -> None:
         self._news.put_nowait(news)
 
-    async def __aenter__(self) -> OpenRequest:
+    async def __aenter__(self) -> RequestStream:
         return self
 
     async def __aexit__(
@@ -433,7 +433,7 @@ class OpenRequest:
     ) -> None:
         self.front.close_request(self)
 
-    def __aiter__(self) -> OpenRequest:
+    def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> OutputDelta:

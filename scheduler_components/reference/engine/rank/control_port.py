@@ -8,9 +8,9 @@ from scheduler_components.hicache import ParallelGroups
 from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, NullWeightStore, WeightStore
 from scheduler_components.quiesce import QuiesceController, QuiesceStepper
 from scheduler_components.quiesce_state import QuiesceState
-from scheduler_components.reference.engine.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
-__all__ = ["QuiescableScheduler", "quiesce_of"]
+__all__ = ["QuiescableScheduler", "make_quiesce_stepper"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class QuiescableScheduler:
         self.scheduler.clear_storage_index()
 
 
-def quiesce_of(
+def make_quiesce_stepper(
     scheduler: Scheduler,
     state: QuiesceState,
     *,
@@ -62,6 +62,6 @@ def quiesce_of(
         domain: of its replica.
         weights, memory: of its device.
     """
-    at_rest = QuiescableScheduler(scheduler=scheduler)
-    quiesce = QuiesceController(work=at_rest, cache=at_rest, weights=weights, memory=memory, state=state)
+    port = QuiescableScheduler(scheduler=scheduler)
+    quiesce = QuiesceController(work=port, cache=port, weights=weights, memory=memory, state=state)
     return QuiesceStepper(quiesce=quiesce, domain=domain)

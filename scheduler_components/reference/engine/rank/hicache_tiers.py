@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
 
 __all__ = [
-    "HostTiers",
-    "RankKv",
-    "SimulatedKv",
+    "HiCacheTiers",
+    "RankKvMemory",
+    "SimulatedKvPages",
     "TierLayerDoneCounter",
-    "open_host_tiers",
-    "simulated_kv",
-    "torch_kv",
+    "open_hicache_tiers",
+    "make_simulated_kv_memory",
+    "make_torch_kv_memory",
 ]
 
 _SHAPE = PageShape(
@@ -56,7 +56,7 @@ _WAIT_S = 0.001
 
 
 @dataclass(slots=True, kw_only=True)
-class SimulatedKv:
+class SimulatedKvPages:
     """A ``PageHook``. A page's bytes are its digest, repeated, plus the number of the slice that this rank has.
 
     So a page of other tokens, another rank's slice and a torn page all differ from what they should be.
@@ -103,7 +103,7 @@ class TierLayerDoneCounter:
 
 
 @dataclass(slots=True, kw_only=True)
-class HostTiers:
+class HiCacheTiers:
     """``CacheTiers`` of a ``HiRadixCache``.
 
     Attributes:
@@ -141,7 +141,7 @@ KvMemory: TypeAlias = "SimulatedDeviceMemory | TorchDeviceMemory"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RankKv:
+class RankKvMemory:
     """The KV memory of a rank, and what its pages mean.
 
     Attributes:
@@ -157,27 +157,32 @@ class RankKv:
     page_hook: PageHook = field(default_factory=NullPageHook)
 
 
-def simulated_kv(scheduler: SchedulerConfig, parallel: ParallelState, *, model: str) -> RankKv:
+def make_simulated_kv_memory(scheduler: SchedulerConfig, parallel: ParallelState, *, model: str) -> RankKvMemory:
     """Make memory for a device that computes nothing: each page's bytes are made from its digest, and looked at."""
     memory = SimulatedDeviceMemory(_SHAPE, scheduler.kv_pages)
     slice_index = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
-    hook = SimulatedKv(device=memory, slice_index=slice_index)
-    return RankKv(memory=memory, model=model, dtype="simulated", page_hook=hook)
+    hook = SimulatedKvPages(device=memory, slice_index=slice_index)
+    return RankKvMemory(memory=memory, model=model, dtype="simulated", page_hook=hook)
 
 
-def torch_kv(memory: TorchDeviceMemory, *, model: str) -> RankKv:
+def make_torch_kv_memory(memory: TorchDeviceMemory, *, model: str) -> RankKvMemory:
     """Take the pool that a model computes into.
 
     Args:
         memory: as many pages of as many tokens as the scheduler has.
         model: ``ModelSpec.identity``, or another name for configuration and weights.
     """
-    return RankKv(memory=memory, model=model, dtype=str(memory.dtype).removeprefix("torch."))
+    return RankKvMemory(memory=memory, model=model, dtype=str(memory.dtype).removeprefix("torch."))
 
 
-def open_host_tiers(
-    kv: RankKv, hicache: HiCacheConfig, scheduler: SchedulerConfig, parallel: ParallelState, *, domain: ParallelGroups
-) -> HostTiers:
+def open_hicache_tiers(
+    kv: RankKvMemory,
+    hicache: HiCacheConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelState,
+    *,
+    domain: ParallelGroups,
+) -> HiCacheTiers:
     """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``domain``.
 
     Raises:
@@ -225,7 +230,7 @@ def open_host_tiers(
         "storage checksum": hicache.storage_checksum,
         "key namespace": keys.namespace,
     }
-    return HostTiers(stepper=HiCacheStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
+    return HiCacheTiers(stepper=HiCacheStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
 
 
 def _open_store(hicache: HiCacheConfig) -> ZeroCopyPageStore | None:

@@ -26,11 +26,11 @@ from scheduler_components.control_requests import (
     ResumeMemory,
 )
 from scheduler_components.reference.engine.engine import Engine
-from scheduler_components.reference.engine.orders import OrderRefusedError
+from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError
 
-__all__ = ["MAX_ORDER_BYTES", "order_routes"]
+__all__ = ["MAX_CONTROL_BYTES", "control_routes"]
 
-MAX_ORDER_BYTES = 64 * 2**20
+MAX_CONTROL_BYTES = 64 * 2**20
 """Weights of a simulated model are small; those of a real one come from its files, save some tensors."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
@@ -84,8 +84,8 @@ def _taking(kind: type[Body], carry_out: Callable[[Body], Awaitable[Response]]) 
         content = bytearray()
         async for chunk in request.stream():
             content += chunk
-            if len(content) > MAX_ORDER_BYTES:
-                return error_response(413, f"body: is longer than {MAX_ORDER_BYTES} bytes")
+            if len(content) > MAX_CONTROL_BYTES:
+                return error_response(413, f"body: is longer than {MAX_CONTROL_BYTES} bytes")
         try:
             body = decode(bytes(content) or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -98,22 +98,22 @@ def _taking(kind: type[Body], carry_out: Callable[[Body], Awaitable[Response]]) 
 async def _answered(work: Awaitable[Response]) -> Response:
     try:
         return await work
-    except (OrderRefusedError, ConfigError) as error:
+    except (ControlFailedError, ConfigError) as error:
         return error_response(400, str(error))
     except ComponentError as error:  # the engine failed, or a rank is silent
         return error_response(503, str(error))
 
 
-def order_routes(engine: Engine) -> list[Route]:
+def control_routes(engine: Engine) -> list[Route]:
     """Return the routes of all orders."""
-    desk = engine.orders
+    desk = engine.control
 
     async def pause(body: _Pause) -> Response:
         num_requests = await desk.pause(body.mode, body.timeout)
         return JSONResponse({"status": "ok", "message": "Generation paused.", "num_requests": num_requests})
 
     async def go_on(_: _Continue) -> Response:
-        await desk.give(ContinueGeneration())
+        await desk.send(ContinueGeneration())
         return JSONResponse({"status": "ok", "message": "Generation continued."})
 
     async def update(body: _Update) -> Response:
@@ -136,16 +136,16 @@ def order_routes(engine: Engine) -> list[Route]:
 
     async def release(body: _Release) -> Response:
         tags = tuple(MemoryTag) if body.tags is None else body.tags
-        await desk.give(ReleaseMemory(tags, body.keep_weights, body.timeout))
+        await desk.send(ReleaseMemory(tags, body.keep_weights, body.timeout))
         return PlainTextResponse("Memory released.\n")
 
     async def resume(body: _Resume) -> Response:
-        await desk.give(ResumeMemory(tuple(MemoryTag) if body.tags is None else body.tags))
+        await desk.send(ResumeMemory(tuple(MemoryTag) if body.tags is None else body.tags))
         return PlainTextResponse("Memory resumed.\n")
 
     async def flush(request: Request) -> Response:
         async def carry_out() -> Response:
-            await desk.give(FlushCache(asked.timeout))
+            await desk.send(FlushCache(asked.timeout))
             return PlainTextResponse("Cache flushed.\n")
 
         try:

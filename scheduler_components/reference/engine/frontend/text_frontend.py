@@ -16,20 +16,20 @@ import msgspec
 from scheduler_components import ConfigError, FinishReason, OutputDelta
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.config import EngineConfig
-from scheduler_components.reference.engine.front import Front, GenerateRequest, OpenRequest
+from scheduler_components.reference.engine.frontend.frontend import Frontend, GenerateReqInput, RequestStream
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.request import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
-    "TextFront",
-    "TextNews",
-    "Wanted",
-    "codec_of",
-    "merged",
+    "TextFrontend",
+    "TextDelta",
+    "GenerationParams",
+    "open_text_codec",
+    "merge_streams",
 ]
 
 DEFAULT_NEW_TOKENS = 1024
@@ -39,7 +39,7 @@ _INLINE_CHARACTERS = 2048
 """So much is tokenized in a millisecond or two, which is less than a thread's detour is worth."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants of each output.
 
     Attributes:
@@ -49,7 +49,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         stops: strings that end the text.
         include_stop_str: the stop string is part of the text.
         stream_interval: tokens between two pieces of news; 0 for all at the end.
-        conversation, replica: see ``GenerateRequest``.
+        conversation, replica: see ``GenerateReqInput``.
     """
 
     max_new_tokens: int | None = None
@@ -63,7 +63,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
 
 
-class TextNews(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True):
     """News of one output.
 
     Attributes:
@@ -82,7 +82,7 @@ class TextNews(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 
 
-def codec_of(config: EngineConfig) -> TextTokenizer:
+def open_text_codec(config: EngineConfig) -> TextTokenizer:
     """Return what reads and writes the text of an engine's model; words for a simulated one.
 
     Raises:
@@ -99,7 +99,7 @@ def codec_of(config: EngineConfig) -> TextTokenizer:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class TextFront:
+class TextFrontend:
     """The front, for clients that write text.
 
     Attributes:
@@ -107,7 +107,7 @@ class TextFront:
         codec: of the model.
     """
 
-    front: Front
+    front: Frontend
     codec: TextTokenizer
 
     async def encode(self, text: str) -> list[int]:
@@ -119,13 +119,13 @@ class TextFront:
         num_characters = sum(len(message.content) for message in messages)
         return await _in_thread(num_characters, lambda: self.codec.encode_chat(messages))
 
-    def request(self, prompt: Sequence[int], wanted: Wanted, *, rid: str | None = None) -> GenerateRequest:
+    def request(self, prompt: Sequence[int], wanted: GenerationParams, *, rid: str | None = None) -> GenerateReqInput:
         """Return what to open at the front. ``rid`` None lets the front choose an id.
 
         Raises:
             ConfigError: the prompt has no tokens, or one that the model has not, or does not fit the context.
         """
-        return GenerateRequest(
+        return GenerateReqInput(
             rid=rid,
             input_ids=pack_tokens(self._checked(prompt)),
             limits=self._limits(len(prompt), wanted),
@@ -135,11 +135,11 @@ class TextFront:
             replica=wanted.replica,
         )
 
-    async def news(self, opened: OpenRequest, wanted: Wanted) -> AsyncGenerator[TextNews, None]:
+    async def text_deltas(self, opened: RequestStream, wanted: GenerationParams) -> AsyncGenerator[TextDelta, None]:
         """Return the news of a request as text, up to its end or to a stop string; leaving it early aborts nothing.
 
         Raises:
-            ComponentError: as ``OpenRequest.__anext__`` does.
+            ComponentError: as ``RequestStream.__anext__`` does.
         """
         text = IncrementalDetokenizer(codec=self.codec, stops=wanted.stops, include_stop_str=wanted.include_stop_str)
         async for delta in opened:
@@ -148,9 +148,9 @@ class TextFront:
                 token_ids, matched = token_ids[:-1], token_ids[-1]  # what ends the text is not part of it
             piece = text.push(token_ids, is_last=reason is not None)
             if text.matched is not None:
-                yield TextNews(piece, delta, FinishReason.STOP, text.matched)
+                yield TextDelta(piece, delta, FinishReason.STOP, text.matched)
                 return
-            yield TextNews(piece, delta, reason, matched)
+            yield TextDelta(piece, delta, reason, matched)
 
     def _checked(self, prompt: Sequence[int]) -> Sequence[int]:
         if not prompt:
@@ -160,7 +160,7 @@ class TextFront:
             raise ConfigError("prompt", largest, "is not a token of this model", hint)
         return prompt
 
-    def _limits(self, num_prompt_tokens: int, wanted: Wanted) -> SamplingLimits:
+    def _limits(self, num_prompt_tokens: int, wanted: GenerationParams) -> SamplingLimits:
         context, max_new_tokens = self.codec.context_tokens, wanted.max_new_tokens
         room = DEFAULT_NEW_TOKENS if context is None else context - num_prompt_tokens
         if context is not None and room < 1:
@@ -178,7 +178,7 @@ async def _in_thread(num_characters: int, work: Callable[[], T]) -> T:
     return work() if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Return what several iterators give, as it comes, each with its iterator's place; ends after the last of them.
 
     Raises:

@@ -50,13 +50,22 @@ from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.quiesce_state import QuiesceState, weight_namespace
 from scheduler_components.reference.device.device import Device, ScheduledBatch
-from scheduler_components.reference.engine.batch_terms import BatchTerms
-from scheduler_components.reference.engine.batcher import Batcher, RequestPages, check_request_fits, check_tokens_known
-from scheduler_components.reference.engine.bookkeeping import RequestBook
-from scheduler_components.reference.engine.cache_tiers import CacheTiers, DeviceTier, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.pool_guard import GuardedTotals, PoolGuard
-from scheduler_components.reference.engine.request import Request, RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
+from scheduler_components.reference.engine.scheduler.batcher import (
+    Batcher,
+    RequestKvCache,
+    check_request_fits,
+    check_tokens_known,
+)
+from scheduler_components.reference.engine.scheduler.cache_tiers import (
+    CacheTiers,
+    DeviceOnlyTiers,
+    PrefixCache,
+)
+from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity, SchedulerStatsSource
+from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.step_progress import IDLE
 from scheduler_components.values import ForwardMode
 
@@ -116,14 +125,15 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         step: number of the step, from 1.
-        num_news: requests that got tokens or ended; the tokens themselves go to the scheduler's output sink.
+        num_updated_requests: requests that got tokens or ended; the tokens themselves go to the scheduler's output
+        sink.
         num_prefill_tokens, num_decode_tokens: positions computed, by kind.
         num_admitted, num_retracted: requests that got and lost their pages.
         digest: ``Scheduler.state_digest`` after the step.
     """
 
     step: int
-    num_news: int
+    num_updated_requests: int
     num_prefill_tokens: int
     num_decode_tokens: int
     num_admitted: int
@@ -139,7 +149,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True, kw_only=True)
-class DecisionDigest:
+class StateDigest:
     """32 bits over every decision and result so far: equal on ranks that were called alike.
 
     Attributes:
@@ -154,7 +164,7 @@ class DecisionDigest:
         """Fold signed 64-bit numbers in."""
         self.value = crc32(array("q", facts).tobytes(), self.value)
 
-    def add_step(self, batch: ScheduledBatch[Request], num_news: int, tiers: CacheTiers) -> None:
+    def add_step(self, batch: ScheduledBatch[Request], num_updated_requests: int, tiers: CacheTiers) -> None:
         """Fold a step's decisions and results in: who, where, on which page, and what came out."""
         self.num_steps += 1
         facts = [self.num_steps, batch.num_admitted, batch.num_retracted]
@@ -164,7 +174,7 @@ class DecisionDigest:
             facts.append(request.pages[-1] if request.pages else -1)
         facts += (shape.num_tokens for shape in batch.replicas)
         cache = tiers.cache
-        facts += (num_news, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
+        facts += (num_updated_requests, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
         self.add(*facts, tiers.contents.state_digest - 2**63)
 
 
@@ -182,7 +192,8 @@ class Scheduler:
         guard: looks at the pools between two steps, and knows where the step stands.
 
     Others may call ``load.get_loads()``, ``output.flush()``, ``kv_events.idle()`` and ``metrics.emit()`` between two
-    steps and while there is no work, and ``book.work.on_request_received()`` for a request that was dispatched with a ticket.
+    steps and while there is no work, and ``request_metrics.work.on_request_received()`` for a request that was
+    dispatched with a ticket.
     """
 
     device: Device
@@ -191,8 +202,8 @@ class Scheduler:
     output: OutputStreamer
     kv_events: SchedulerKvEventsPublisher
     metrics: MetricsEmitter
-    guard: PoolGuard
-    _decisions: DecisionDigest = field(default_factory=DecisionDigest, init=False)
+    integrity: SchedulerIntegrity
+    _decisions: StateDigest = field(default_factory=StateDigest, init=False)
 
     @classmethod
     def compose(
@@ -220,22 +231,22 @@ class Scheduler:
             dp: under DP attention, the exchange with the other replicas; by default there are none.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
-        tiers = tiers or DeviceTier(cache=_device_cache(config, parallel))
+        tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
         queues = RequestQueues(max_running_requests=config.max_running_requests)
         quiesce = quiesce or QuiesceState()
-        terms = BatchTerms(
+        budget = AdmissionBudget(
             gate=quiesce, dp=dp or DpBatchSync(), chunk_sizer=DynamicChunkSizer(page_size=config.page_size)
         )
-        terms.forecast.clock = clocks.monotonic
-        book = RequestBook(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce, terms=terms)
-        guard = PoolGuard.over(config.integrity, parallel, tiers.cache, queues)
-        pages = RequestPages(cache=tiers.cache, totals=book.counters, owners=guard.owners)
+        budget.forecast.clock = clocks.monotonic
+        request_metrics = RequestMetrics(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce, budget=budget)
+        guard = SchedulerIntegrity.compose(config.integrity, parallel, tiers.cache, queues)
+        kv_cache = RequestKvCache(cache=tiers.cache, totals=request_metrics.counters, owners=guard.owners)
         load = LoadInquirer(
             parallel=parallel,
             queues=queues,
             pool=tiers.cache,
-            rates=book.rates,
-            work=book.work,
+            rates=request_metrics.rates,
+            work=request_metrics.work,
             clock=clocks.wall,
         )
         kv_events = SchedulerKvEventsPublisher(
@@ -249,12 +260,19 @@ class Scheduler:
         output = OutputStreamer(sink=sinks.outputs)
         return cls(
             device=device,
-            batcher=Batcher(config=config, queues=queues, pages=pages, book=book, tiers=tiers, terms=terms),
+            batcher=Batcher(
+                config=config,
+                queues=queues,
+                kv_cache=kv_cache,
+                request_metrics=request_metrics,
+                tiers=tiers,
+                budget=budget,
+            ),
             results=BatchResultProcessor(
-                kv=pages,
+                kv=kv_cache,
                 requests=queues,
                 output=output,
-                observer=book,
+                observer=request_metrics,
                 eos_token_ids=frozenset(config.tokens.eos_token_ids),
             ),
             output=output,
@@ -263,10 +281,10 @@ class Scheduler:
                 parallel=parallel,
                 load=load,
                 sink=sinks.metrics,
-                totals=GuardedTotals(book=book, guard=guard),
+                totals=SchedulerStatsSource(request_metrics=request_metrics, integrity=guard),
                 publisher=kv_events,
             ),
-            guard=guard,
+            integrity=guard,
         )
 
     @property
@@ -275,9 +293,9 @@ class Scheduler:
         return self.batcher.queues
 
     @property
-    def book(self) -> RequestBook:
+    def request_metrics(self) -> RequestMetrics:
         """What the requests have gone through."""
-        return self.batcher.book
+        return self.batcher.request_metrics
 
     @property
     def tiers(self) -> CacheTiers:
@@ -291,7 +309,7 @@ class Scheduler:
 
     @property
     def load(self) -> LoadSource:
-        """How loaded this replica is, with the totals of ``book.work``."""
+        """How loaded this replica is, with the totals of ``request_metrics.work``."""
         return self.metrics.load
 
     @property
@@ -312,7 +330,7 @@ class Scheduler:
         under DP attention while other replicas have requests.
         """
         is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.contents.num_operations
-        return bool(is_busy or self.batcher.terms.dp.last.any_work)
+        return bool(is_busy or self.batcher.budget.dp.last.any_work)
 
     def submit(self, request: Request) -> None:
         """Queue a request. A refusal changes nothing.
@@ -327,24 +345,24 @@ class Scheduler:
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
-        self.guard.progress.enter("submit", request.rid)
-        self.batcher.expect(request)
-        request.num_cached_tokens = self.batcher.pages.look_up(request)
-        self.batcher.forecast(request)
-        self.queues.enter(request)
-        self.book.queued(request)
+        self.integrity.progress.enter("submit", request.rid)
+        self.batcher.start_prefetch(request)
+        request.num_cached_tokens = self.batcher.kv_cache.match_length(request)
+        self.batcher.predict_first_token(request)
+        self.queues.add(request)
+        self.request_metrics.on_queued(request)
         self._decisions.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
-        self.guard.progress.enter(IDLE)
+        self.integrity.progress.enter(IDLE)
 
     def abort(self, rid: str) -> bool:
         """End a request now, wherever it stands; the next step tells of it. False when it is not in flight."""
         request = self.queues.find(rid)
         if request is None:
             return False
-        self.guard.progress.enter("abort", rid)
+        self.integrity.progress.enter("abort", rid)
         self.tiers.contents.prefetch_queue.cancel(rid)
         self.results.abort(request)
-        self.guard.progress.enter(IDLE)
+        self.integrity.progress.enter(IDLE)
         self._decisions.add(request.arrival, self.cache.used_tokens)
         return True
 
@@ -357,10 +375,10 @@ class Scheduler:
         Raises:
             SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the ranks' tiers are no longer the same.
         """
-        progress = self.guard.progress
+        progress = self.integrity.progress
         progress.begin_step(self.num_steps + 1, "tiers")
         self.tiers.step()
-        self.batcher.recount_stored()
+        self.batcher.update_prefetched_spans()
         progress.enter("batch")
         batch = self.batcher.next_batch()
         if batch.has_work:
@@ -368,16 +386,16 @@ class Scheduler:
         else:
             self.tiers.wait()
             news = self.results.process()
-        self.queues.all_told()
+        self.queues.on_aborts_streamed()
         self._decisions.add_step(batch, len(news), self.tiers)
         progress.enter("report")
         self._report()
         nobody_holds = not self.queues.running and not self.tiers.contents.num_operations
-        self.guard.checker.after_step(is_idle=nobody_holds)
+        self.integrity.checker.after_step(is_idle=nobody_holds)
         progress.enter(IDLE)
         return StepResult(
             step=self.num_steps,
-            num_news=len(news),
+            num_updated_requests=len(news),
             num_prefill_tokens=batch.num_prefill_tokens,
             num_decode_tokens=batch.num_decode_tokens,
             num_admitted=batch.num_admitted,
@@ -387,8 +405,8 @@ class Scheduler:
 
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Let the device compute a batch, and book it; returns the requests with news."""
-        begun_s = self.book.clock()
-        self.guard.progress.enter("device", batch.works[0].request.rid if batch.works else "")
+        begun_s = self.request_metrics.clock()
+        self.integrity.progress.enter("device", batch.works[0].request.rid if batch.works else "")
         try:
             self.device.launch(batch)
             self.kv_events.idle()
@@ -396,22 +414,22 @@ class Scheduler:
             if len(output.token_ids) != len(batch.works):
                 raise ValueError(f"the device gave {len(output.token_ids)} tokens for {len(batch.works)} works")
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
-            self.guard.progress.enter("results")
+            self.integrity.progress.enter("results")
             return self.results.fail([work.request for work in batch.works], error)
-        self.guard.progress.enter("results")
-        self.book.computed(batch, begun_s=begun_s)
+        self.integrity.progress.enter("results")
+        self.request_metrics.on_batch_computed(batch, begun_s=begun_s)
         for place, logprobs in output.logprobs.items():
-            batch.works[place].request.took_logprobs(logprobs)
+            batch.works[place].request.append_logprobs(logprobs)
         errors = output.errors
         news = self.results.process(
             RequestResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(place, ""))
             for place, (work, token) in enumerate(zip(batch.works, output.token_ids, strict=True))
         )
         if batch.num_prefill_tokens:
-            self.batcher.terms.first_tokens(batch)
+            self.batcher.budget.on_first_tokens(batch)
             for work in batch.works:
                 if work.is_prefill:
-                    self.queues.recount_prefill(work.request)
+                    self.queues.update_prefill_tokens(work.request)
         return news
 
     def _report(self) -> None:
@@ -443,7 +461,7 @@ class Scheduler:
             CacheIntegrityError: a request runs, or pages are on their way; nothing has changed.
         """
         self.cache.clear()
-        self.batcher.forget_cached(weight_namespace(weight_version))
+        self.batcher.reset_cached_tokens(weight_namespace(weight_version))
         self._decisions.add(self.cache.free_tokens, crc32(weight_version.encode()))
         self.kv_events.flush()
 

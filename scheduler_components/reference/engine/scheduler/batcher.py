@@ -30,27 +30,27 @@ from scheduler_components.dp_attn import BatchShape, PrefillIntent
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.ports import AllocationSink, NullAllocationSink
 from scheduler_components.reference.device.device import ScheduledBatch, ScheduledChunk
-from scheduler_components.reference.engine.batch_terms import BatchTerms
-from scheduler_components.reference.engine.bookkeeping import RequestBook, SchedulerCounters
-from scheduler_components.reference.engine.cache_tiers import CacheTiers, PrefixCache
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.request import MAX_TOKEN_ID, Request, RequestQueues
+from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers, PrefixCache
+from scheduler_components.reference.engine.scheduler.request import MAX_TOKEN_ID, Request, RequestQueues
+from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics, SchedulerCounters
 
 __all__ = [
     "Batcher",
-    "RequestPages",
+    "RequestKvCache",
     "check_request_fits",
     "check_tokens_known",
-    "expected_pages",
-    "POOL",
+    "estimate_pages",
+    "KV_POOL",
     "pages_for",
-    "pages_to_come",
+    "estimate_pages_to_allocate",
     "prefill_chunk",
-    "retraction_victim",
+    "select_preemption_victim",
 ]
 
 
-POOL = "full"
+KV_POOL = "full"
 """The name of the KV pool to checks and ledgers, as SGLang's reports have it."""
 
 _LOOK_AHEAD = 3  # requests behind the next one whose pages are brought closer already
@@ -102,7 +102,7 @@ def prefill_chunk(num_tokens_left: int, *, chunk_tokens: int, budget_tokens: int
     return min(num_tokens_left, chunk_tokens, budget_tokens)
 
 
-def expected_pages(request: Request, *, page_size: int, new_token_ratio: float) -> int:
+def estimate_pages(request: Request, *, page_size: int, new_token_ratio: float) -> int:
     """Pages that a request is expected to hold in the end, at ``new_token_ratio`` of its possible output.
 
     Never more than ``check_request_fits`` has allowed, so a request that is alone is always admitted.
@@ -111,15 +111,15 @@ def expected_pages(request: Request, *, page_size: int, new_token_ratio: float) 
     return pages_for(request.num_input_tokens + num_output_positions, page_size)
 
 
-def pages_to_come(requests: Iterable[Request], *, page_size: int, new_token_ratio: float) -> int:
+def estimate_pages_to_allocate(requests: Iterable[Request], *, page_size: int, new_token_ratio: float) -> int:
     """Pages that running requests are expected to take beyond those that they hold."""
     return sum(
-        max(0, expected_pages(request, page_size=page_size, new_token_ratio=new_token_ratio) - len(request.pages))
+        max(0, estimate_pages(request, page_size=page_size, new_token_ratio=new_token_ratio) - len(request.pages))
         for request in requests
     )
 
 
-def retraction_victim(running: Sequence[Request]) -> Request:
+def select_preemption_victim(running: Sequence[Request]) -> Request:
     """The running request that gives its pages to the others: the latest arrival.
 
     It goes back to the front of the queue, and as all that wait there arrived even later, order of arrival is kept.
@@ -128,7 +128,7 @@ def retraction_victim(running: Sequence[Request]) -> Request:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestPages:
+class RequestKvCache:
     """Gives pages to requests and takes them back.
 
     A page that a request holds is either its own (allocated, being filled) or shared (it stands in the cache's tree,
@@ -153,11 +153,11 @@ class RequestPages:
         cache = self.cache
         return (cache.free_tokens + cache.evictable_tokens) // cache.page_size
 
-    def look_up(self, request: Request) -> int:
+    def match_length(self, request: Request) -> int:
         """Return how many of the request's tokens the cache covers, without holding them."""
         return self.cache.match_prefix(request.token_ids[:-1], self.namespace).num_tokens
 
-    def attach(self, request: Request) -> None:
+    def match(self, request: Request) -> None:
         """Hold the longest cached prefix of a request that is about to run.
 
         The last token is left out: it must go through the device to give the next one.
@@ -166,10 +166,10 @@ class RequestPages:
         self.cache.lock(match.node)
         request.is_sampled = self.owners.is_sampled(request.rid)
         if request.is_sampled:
-            self.owners.record("locked", POOL, request.rid, "RequestPages.attach", match.page_array)
+            self.owners.record("locked", KV_POOL, request.rid, "RequestKvCache.match", match.page_array)
         request.node = match.node
         request.pages = list(match.pages)
-        request.num_shared_pages = len(match.pages)
+        request.num_cached_pages = len(match.pages)
         request.num_computed_tokens = request.num_cached_tokens = match.num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -184,7 +184,7 @@ class RequestPages:
         pages = self.cache.allocate(num_missing)
         request.pages += pages
         if request.is_sampled:
-            self.owners.record("allocated", POOL, request.rid, "RequestPages.grow", pages)
+            self.owners.record("allocated", KV_POOL, request.rid, "RequestKvCache.grow", pages)
         return True
 
     def cache_unfinished(self, request: Request) -> None:
@@ -194,34 +194,36 @@ class RequestPages:
         """
         page_size = self.cache.page_size
         num_pages = request.num_computed_tokens // page_size
-        if num_pages <= request.num_shared_pages:
+        if num_pages <= request.num_cached_pages:
             return
-        own, first = request.pages[:num_pages], request.num_shared_pages
+        own, first = request.pages[:num_pages], request.num_cached_pages
         match = self.cache.insert(request.token_ids[: num_pages * page_size], own, self.namespace)
         self.cache.lock(match.node)
         if request.node is not None:
             self.cache.unlock(request.node)
         if request.is_sampled:
-            self.owners.record("cached", POOL, request.rid, "RequestPages.share", own[first:])
-            self.owners.record("locked", POOL, request.rid, "RequestPages.share", match.page_array[first:])
+            self.owners.record("cached", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", own[first:])
+            self.owners.record(
+                "locked", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", match.page_array[first:]
+            )
         request.node = match.node
         request.pages[:num_pages] = match.pages
-        request.num_shared_pages = num_pages
+        request.num_cached_pages = num_pages
 
     def free(self, request: Request) -> None:
         """Let go of all pages: full ones stay in the cache for whoever comes next, the unfinished one is freed."""
         self.cache_unfinished(request)
-        shared, own = request.pages[: request.num_shared_pages], request.pages[request.num_shared_pages :]
+        shared, own = request.pages[: request.num_cached_pages], request.pages[request.num_cached_pages :]
         self.cache.free(own)
         if request.node is not None:
             self.cache.unlock(request.node)
         if request.is_sampled:
-            self.owners.record("freed", POOL, request.rid, "RequestPages.release", own)
-            self.owners.record("unlocked", POOL, request.rid, "RequestPages.release", shared)
-        request.num_cached_tokens = request.num_shared_pages * self.cache.page_size
+            self.owners.record("freed", KV_POOL, request.rid, "RequestKvCache.free", own)
+            self.owners.record("unlocked", KV_POOL, request.rid, "RequestKvCache.free", shared)
+        request.num_cached_tokens = request.num_cached_pages * self.cache.page_size
         request.node = None
         request.pages = []
-        request.num_shared_pages = request.num_computed_tokens = request.prefill_end = 0
+        request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,25 +234,25 @@ class Batcher:
         config: budgets.
         queues: requests move between waiting and running here.
         pages: where their pages come from.
-        book: admissions and retractions are counted and timed here; nothing is decided by it.
+        request_metrics: admissions and retractions are counted and timed here; nothing is decided by it.
         tiers: bring the prefixes of waiting requests closer.
         terms: what else decides: orders, other replicas, the new-token ratio, the length of chunks.
     """
 
     config: SchedulerConfig
     queues: RequestQueues
-    pages: RequestPages
-    book: RequestBook
+    kv_cache: RequestKvCache
+    request_metrics: RequestMetrics
     tiers: CacheTiers
-    terms: BatchTerms = field(default_factory=BatchTerms)
+    budget: AdmissionBudget = field(default_factory=AdmissionBudget)
 
     def __post_init__(self) -> None:
-        self.terms.new_token_ratio = _tracker_of(self.config)
+        self.budget.new_token_ratio = _tracker_of(self.config)
 
     @property
     def new_token_ratio(self) -> NewTokenRatioTracker:
         """Which share of possible output an admission reserves."""
-        return self.terms.new_token_ratio
+        return self.budget.new_token_ratio
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Use other budgets from the next batch on; ``page_size`` and ``kv_tokens`` are the same."""
@@ -258,22 +260,22 @@ class Batcher:
             self.config.new_token_ratio,
             self.config.min_new_token_ratio,
         ):
-            self.terms.new_token_ratio = _tracker_of(config)
+            self.budget.new_token_ratio = _tracker_of(config)
         self.config = config
         self.queues.max_running_requests = config.max_running_requests
 
     @property
     def has_work(self) -> bool:
         """A batch would not be empty, now or after pages have come closer."""
-        return bool(self.queues if self.terms.gate.can_admit else self.terms.gate.can_compute and self.queues.running)
+        return bool(self.queues if self.budget.gate.can_admit else self.budget.gate.can_compute and self.queues.running)
 
-    def expect(self, request: Request) -> None:
+    def start_prefetch(self, request: Request) -> None:
         """A request has come: begin to bring its prefix closer."""
-        self.tiers.contents.prefetch_queue.start(request.rid, request.token_ids[:-1], self.pages.namespace)
+        self.tiers.contents.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace)
 
-    def forecast(self, request: Request) -> None:
+    def predict_first_token(self, request: Request) -> None:
         """A request is about to be queued: say when its first token will come. Nothing is decided by it."""
-        forecast, queues = self.terms.forecast, self.queues
+        forecast, queues = self.budget.forecast, self.queues
         predicted_s = forecast.predict_s(
             request.num_input_tokens - request.num_cached_tokens,
             tokens_ahead=queues.waiting.uncached_tokens + queues.num_chunked_tokens_left,
@@ -282,33 +284,33 @@ class Batcher:
         )
         forecast.start(request.rid, predicted_s)
 
-    def recount_stored(self) -> None:
+    def update_prefetched_spans(self) -> None:
         """What storage has of requests that wait is read and not computed: load reports leave it out."""
         for rid, span in self.tiers.contents.prefetch_queue.prefetched_spans():
             request = self.queues.find(rid)
             if request is not None and request in self.queues.waiting:
                 self.queues.waiting.recount(request, span)
 
-    def forget_cached(self, namespace: PrefixNamespace) -> None:
+    def reset_cached_tokens(self, namespace: PrefixNamespace) -> None:
         """The cache was emptied: prefixes of requests that wait are looked for in ``namespace`` from now on."""
-        self.pages.namespace = namespace
+        self.kv_cache.namespace = namespace
         for request in self.queues.waiting:
             self.tiers.contents.prefetch_queue.cancel(request.rid)
             request.num_cached_tokens = 0
             self.queues.waiting.recount(request)
-            self.expect(request)
+            self.start_prefetch(request)
 
     def retract_all(self) -> int:
         """Let every running request wait again, its output kept; returns how many there were."""
         num_running = len(self.queues.running)
         while self.queues.running:
-            self._retract(retraction_victim(self.queues.running))
+            self._retract(select_preemption_victim(self.queues.running))
         return num_running
 
     def next_batch(self) -> ScheduledBatch[Request]:
         """Make the next batch and take the pages for it; empty when there is nothing to compute, or nothing may be."""
-        batch = self._own_batch() if self.terms.gate.can_compute else ScheduledBatch()
-        return batch if self.terms.dp.num_replicas == 1 else self._beside_others(batch)
+        batch = self._own_batch() if self.budget.gate.can_compute else ScheduledBatch()
+        return batch if self.budget.dp.num_replicas == 1 else self._beside_others(batch)
 
     def _own_batch(self) -> ScheduledBatch[Request]:
         works: list[ScheduledChunk[Request]] = []
@@ -316,7 +318,7 @@ class Batcher:
             self.new_token_ratio.reset()
         num_retracted = self._continue_running(works)
         # After a retraction nobody is admitted: the first in the queue is the request that was just retracted.
-        num_admitted = 0 if num_retracted or not self.terms.can_admit else self._admit_waiting(works)
+        num_admitted = 0 if num_retracted or not self.budget.can_admit else self._admit_waiting(works)
         if num_retracted:
             self.new_token_ratio.on_retract(self.queues.running)
         else:
@@ -333,7 +335,7 @@ class Batcher:
 
     def _beside_others(self, batch: ScheduledBatch[Request]) -> ScheduledBatch[Request]:
         """Tell the other replicas what this one computes, and note what they do."""
-        queues, cache = self.queues, self.pages.cache
+        queues, cache = self.queues, self.kv_cache.cache
         shape = BatchShape(
             batch.num_prefill_tokens, batch.num_decode_tokens, batch.num_context_tokens, not batch.num_prefill_tokens
         )
@@ -344,7 +346,7 @@ class Batcher:
             is_prefillable=bool(queues.waiting) and len(queues.running) < queues.max_running_requests,
             token_usage=cache.used_tokens / cache.capacity_tokens,
         )
-        return msgspec.structs.replace(batch, replicas=self.terms.dp.exchange(shape, intent).shapes)
+        return msgspec.structs.replace(batch, replicas=self.budget.dp.exchange(shape, intent).shapes)
 
     def _continue_running(self, works: list[ScheduledChunk[Request]]) -> int:
         """Move every running request on, earliest first; return how many later ones were retracted for that.
@@ -357,8 +359,8 @@ class Batcher:
         while place < len(running):
             request = running[place]
             num_tokens = self._num_tokens_now(request, budget_tokens)
-            if num_tokens and not self.pages.grow(request, num_tokens):
-                self._retract(retraction_victim(running))
+            if num_tokens and not self.kv_cache.grow(request, num_tokens):
+                self._retract(select_preemption_victim(running))
                 num_retracted += 1
                 continue  # the same place again: with room now, or past the end if the request itself had to go
             place += 1
@@ -373,15 +375,15 @@ class Batcher:
         num_tokens_left = request.num_prefill_tokens_left
         if not num_tokens_left:
             return request.num_uncomputed_tokens
-        chunk_tokens = self.terms.chunk_sizer.chunk_tokens(request.num_computed_tokens, self.config.chunk_tokens)
+        chunk_tokens = self.budget.chunk_sizer.chunk_tokens(request.num_computed_tokens, self.config.chunk_tokens)
         return prefill_chunk(num_tokens_left, chunk_tokens=chunk_tokens, budget_tokens=budget_tokens)
 
     def _retract(self, request: Request) -> None:
         """Take a request's pages and let it wait at the front; its output so far is kept and prefilled again."""
-        self.pages.free(request)
+        self.kv_cache.free(request)
         request.num_retractions += 1
-        self.queues.put_back(request)
-        self.book.retracted(request)
+        self.queues.requeue(request)
+        self.request_metrics.on_retracted(request)
 
     def _admit_waiting(self, works: list[ScheduledChunk[Request]]) -> int:
         """Let waiting requests in, first come first served, until one does not fit; return how many came in."""
@@ -390,7 +392,7 @@ class Batcher:
             return 0
         budget_tokens = config.max_prefill_tokens - _num_prefill_tokens(works)
         ratio = self.new_token_ratio.current
-        reserved_pages = pages_to_come(queues.running, page_size=config.page_size, new_token_ratio=ratio)
+        reserved_pages = estimate_pages_to_allocate(queues.running, page_size=config.page_size, new_token_ratio=ratio)
         num_admitted = 0
         while budget_tokens > 0 and queues.waiting and len(queues.running) < config.max_running_requests:
             request = queues.waiting[0]
@@ -398,29 +400,29 @@ class Batcher:
                 break
             num_admitted += 1
             work = _work(request, self._num_tokens_now(request, budget_tokens))
-            has_room = self.pages.grow(request, work.num_tokens)
+            has_room = self.kv_cache.grow(request, work.num_tokens)
             assert has_room, f"{request!r} was admitted without room for its first chunk"
             works.append(work)
             budget_tokens -= work.num_tokens
-            reserved_pages += pages_to_come([request], page_size=config.page_size, new_token_ratio=ratio)
+            reserved_pages += estimate_pages_to_allocate([request], page_size=config.page_size, new_token_ratio=ratio)
         for request in islice(queues.waiting, 1, 1 + _LOOK_AHEAD):
             self._is_ready(request, is_next=False)
         return num_admitted
 
     def _is_ready(self, request: Request, *, is_next: bool) -> bool:
         """Say whether a request need not wait for pages, and begin to bring them closer."""
-        prefetch_queue, namespace = self.tiers.contents.prefetch_queue, self.pages.namespace
+        prefetch_queue, namespace = self.tiers.contents.prefetch_queue, self.kv_cache.namespace
         return prefetch_queue.is_done(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:
         """Hold the cached prefix of a request and start it, unless the pool cannot promise the pages it lacks."""
         num_cached_before = request.num_cached_tokens
-        self.pages.attach(request)
-        num_expected = expected_pages(
+        self.kv_cache.match(request)
+        num_expected = estimate_pages(
             request, page_size=self.config.page_size, new_token_ratio=self.new_token_ratio.current
         )
-        if num_expected - len(request.pages) > self.pages.available_pages - reserved_pages:
-            self.pages.free(request)
+        if num_expected - len(request.pages) > self.kv_cache.available_pages - reserved_pages:
+            self.kv_cache.free(request)
             if request.num_cached_tokens != num_cached_before:
                 self.queues.waiting.recount(request)
             return False
@@ -433,7 +435,7 @@ class Batcher:
                 request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
             )
             request.num_cached_prompt_tokens = request.num_cached_tokens
-        self.book.admitted(request)
+        self.request_metrics.on_admitted(request)
         return True
 
 

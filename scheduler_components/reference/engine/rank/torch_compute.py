@@ -23,7 +23,7 @@ from scheduler_components.reference.device.torch_tensor_parallel import (
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.torch_weight_updater import TorchWeightStore
 
-__all__ = ["TorchRank", "open_torch_rank", "own_device"]
+__all__ = ["TorchRank", "open_torch_rank", "rank_torch_device"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,7 +43,7 @@ class TorchRank:
     group: TorchTensorParallelGroup | None = None
 
 
-def own_device(first: str, parallel: ParallelState) -> str:
+def rank_torch_device(first: str, parallel: ParallelState) -> str:
     """Return the device of one rank: CPUs are shared, CUDA devices are taken one after another from ``first`` on."""
     device = torch.device(first)
     if device.type == "cpu":
@@ -58,7 +58,7 @@ def open_torch_rank(
     *,
     num_ranks: int,
     parallel: ParallelState,
-    meeting: Path | None = None,
+    rendezvous: Path | None = None,
 ) -> TorchRank:
     """Load the model, keep this rank's part of it, and make its pool, one page for each of the scheduler's.
 
@@ -67,21 +67,21 @@ def open_torch_rank(
         scheduler: its pages.
         num_ranks: of this machine: they share its cores.
         parallel: which of them this is; the attention-TP ranks of a replica share the model.
-        meeting: where these find each other.
+        rendezvous: where these find each other.
 
     Raises:
         ConfigError: the model cannot be loaded, or the pool has no room.
         StartError: the other ranks of the replica did not come.
     """
     assert parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel} has a part of a model that cannot be had"
-    model = attrs.evolve(model, device=own_device(model.device, parallel))
+    model = attrs.evolve(model, device=rank_torch_device(model.device, parallel))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     group = None
     if parallel.attn_tp_size > 1:
-        assert meeting is not None, "ranks that share a model need a place to meet"
+        assert rendezvous is not None, "ranks that share a model need a place to meet"
         # Before the weights are read, which may take some ranks much longer than others.
         group = open_tensor_parallel_group(
-            meeting,
+            rendezvous,
             rank=parallel.attn_tp_rank,
             size=parallel.attn_tp_size,
             on_cuda=torch.device(model.device).type == "cuda",

@@ -18,20 +18,27 @@ from starlette.types import Receive, Scope, Send
 
 from scheduler_components import ComponentError, FinishReason
 from scheduler_components.reference.device.sampling import SamplingParams
-from scheduler_components.reference.engine.front import OpenRequest
-from scheduler_components.reference.engine.generation import TextFront, TextNews, Wanted
-from scheduler_components.reference.engine.http_exchange import (
-    BODY_DEADLINE_S,
+from scheduler_components.reference.engine.frontend.frontend import RequestStream
+from scheduler_components.reference.engine.frontend.http_body import (
+    BODY_TIMEOUT_S,
     BadBodyError,
     BodyReader,
-    failure_response,
+    component_error_response,
     json_response,
     read_body,
+    run_until_disconnected,
     stream_response,
-    unless_disconnected,
 )
-from scheduler_components.reference.engine.http_openai import RANK_HEADER, pinned_replica
-from scheduler_components.reference.engine.openai_format import Count, Name, Stops, TokenId, by_tier, stop_strings
+from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER, requested_replica
+from scheduler_components.reference.engine.frontend.openai_format import (
+    Count,
+    Name,
+    Stops,
+    TokenId,
+    by_tier,
+    stop_strings,
+)
+from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta, TextFrontend
 
 __all__ = ["GenerateBody", "GenerateEndpoint", "read_generate_body"]
 
@@ -64,10 +71,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
 
-    def read(self) -> Wanted:
+    def params(self) -> GenerationParams:
         """Raises ConfigError for what cannot be served."""
         params = self.sampling_params or _SamplingParams()
-        return Wanted(
+        return GenerationParams(
             max_new_tokens=params.max_new_tokens,
             stop_token_ids=params.stop_token_ids or (),
             ignore_eos=params.ignore_eos,
@@ -101,26 +108,26 @@ class GenerateEndpoint:
 
     Attributes:
         text: takes the requests.
-        body_deadline_s: a body that is not whole by then gets 408, and its connection ends.
+        body_timeout_s: a body that is not whole by then gets 408, and its connection ends.
     """
 
-    text: TextFront
-    body_deadline_s: float = BODY_DEADLINE_S
+    text: TextFrontend
+    body_timeout_s: float = BODY_TIMEOUT_S
     _reader: BodyReader[GenerateBody] = field(default_factory=lambda: BodyReader(GenerateBody, "/generate"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST."""
         request = Request(scope, receive)
         try:
-            body = read_generate_body(self._reader, await read_body(request, self.body_deadline_s))
-            wanted = body.read()
-            wanted = msgspec.structs.replace(wanted, replica=pinned_replica(request.headers, wanted.replica))
+            body = read_generate_body(self._reader, await read_body(request, self.body_timeout_s))
+            wanted = body.params()
+            wanted = msgspec.structs.replace(wanted, replica=requested_replica(request.headers, wanted.replica))
             prompt = body.input_ids if body.text is None else await self.text.encode(body.text)
             opened = self.text.front.open_request(self.text.request(prompt or (), wanted, rid=body.rid))
         except ClientDisconnect:
             return
         except ComponentError as error:
-            await failure_response(error)(scope, receive, send)
+            await component_error_response(error)(scope, receive, send)
             return
 
         async def answer() -> None:
@@ -131,7 +138,7 @@ class GenerateEndpoint:
 
         async with opened:
             with suppress(ClientDisconnect):  # leaving the block aborts the request
-                await unless_disconnected(receive, answer())
+                await run_until_disconnected(receive, answer())
 
 
 async def _whole(answers: AsyncGenerator[dict[str, Any], None]) -> Response:
@@ -144,14 +151,16 @@ async def _whole(answers: AsyncGenerator[dict[str, Any], None]) -> Response:
                 for name in _LOGPROBS:
                     logprobs[name] += answer["meta_info"].get(name, ())
     except ComponentError as error:
-        return failure_response(error)
+        return component_error_response(error)
     told = {name: logprobs[name] for name in _LOGPROBS if name in answer["meta_info"]}
     return json_response({**answer, "output_ids": output_ids, "meta_info": {**answer["meta_info"], **told}})
 
 
-async def _answers(text: TextFront, opened: OpenRequest, wanted: Wanted) -> AsyncGenerator[dict[str, Any], None]:
+async def _answers(
+    text: TextFrontend, opened: RequestStream, wanted: GenerationParams
+) -> AsyncGenerator[dict[str, Any], None]:
     written: list[str] = []
-    async with aclosing(text.news(opened, wanted)) as news:
+    async with aclosing(text.text_deltas(opened, wanted)) as news:
         async for each in news:
             written.append(each.text)
             yield {
@@ -161,7 +170,7 @@ async def _answers(text: TextFront, opened: OpenRequest, wanted: Wanted) -> Asyn
             }
 
 
-def _meta_info(opened: OpenRequest, news: TextNews) -> dict[str, Any]:
+def _meta_info(opened: RequestStream, news: TextDelta) -> dict[str, Any]:
     output = news.delta.output
     return {
         "id": news.delta.rid,
@@ -177,7 +186,7 @@ def _meta_info(opened: OpenRequest, news: TextNews) -> dict[str, Any]:
 _LOGPROBS = ("output_token_logprobs", "output_top_logprobs")
 
 
-def _logprobs(news: TextNews) -> dict[str, Sequence[Any]]:
+def _logprobs(news: TextDelta) -> dict[str, Sequence[Any]]:
     """As SGLang tells them: logprob, token, and its text, which is left out."""
     output = news.delta.output
     if output.logprobs is None:
@@ -187,7 +196,7 @@ def _logprobs(news: TextNews) -> dict[str, Sequence[Any]]:
     return dict(zip(_LOGPROBS, ([(value, token, None) for value, token in pairs], tops), strict=True))
 
 
-def _finish_reason(news: TextNews) -> dict[str, Any] | None:
+def _finish_reason(news: TextDelta) -> dict[str, Any] | None:
     if news.finish_reason is None:
         return None
     if news.finish_reason == FinishReason.LENGTH:

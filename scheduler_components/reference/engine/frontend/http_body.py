@@ -15,20 +15,20 @@ from starlette.types import Receive
 
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components.reference.engine.front import RequestFailedError, RequestRefusedError
+from scheduler_components.reference.engine.frontend.frontend import RequestFailedError, RequestRefusedError
 
 __all__ = [
-    "BODY_DEADLINE_S",
+    "BODY_TIMEOUT_S",
     "MAX_BODY_BYTES",
     "BadBodyError",
     "BodyReader",
-    "BodyTooLateError",
-    "BodyTooLongError",
-    "failure_response",
+    "BodyTimeoutError",
+    "BodyTooLargeError",
+    "component_error_response",
     "json_response",
     "read_body",
     "stream_response",
-    "unless_disconnected",
+    "run_until_disconnected",
 ]
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 * 2**20
 """Room for a prompt of a million tokens; of a longer body no more than this is read."""
 
-BODY_DEADLINE_S = 30.0
+BODY_TIMEOUT_S = 30.0
 """The longest body at half a megabyte a second; who sends half a body and waits holds nothing for longer."""
 
 _MAX_NAMED_FIELDS = 64  # names come from the network, so the log and the memory of them are bounded
@@ -54,19 +54,19 @@ class BadBodyError(ComponentError):
         super().__init__(f"{field}: {problem}")
 
 
-class BodyTooLateError(ComponentError):
+class BodyTimeoutError(ComponentError):
     """The body was not whole in time."""
 
 
-class BodyTooLongError(ComponentError):
+class BodyTooLargeError(ComponentError):
     """The body is longer than ``MAX_BODY_BYTES``."""
 
 
-async def read_body(request: Request, deadline_s: float = BODY_DEADLINE_S) -> bytes:
+async def read_body(request: Request, deadline_s: float = BODY_TIMEOUT_S) -> bytes:
     """Read a body to its end.
 
     Raises:
-        BodyTooLongError, BodyTooLateError: it is not read any further.
+        BodyTooLargeError, BodyTimeoutError: it is not read any further.
         ClientDisconnect: the client went away.
     """
     body = bytearray()
@@ -75,9 +75,9 @@ async def read_body(request: Request, deadline_s: float = BODY_DEADLINE_S) -> by
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    raise BodyTooLongError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
+                    raise BodyTooLargeError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
     except TimeoutError:
-        raise BodyTooLateError(f"body: {len(body)} bytes came in {deadline_s:g} s, and not its end") from None
+        raise BodyTimeoutError(f"body: {len(body)} bytes came in {deadline_s:g} s, and not its end") from None
     return bytes(body)
 
 
@@ -140,7 +140,7 @@ def json_response(answer: Any) -> Response:
     return Response(_encode(answer), media_type="application/json")
 
 
-def failure_response(error: ComponentError) -> Response:
+def component_error_response(error: ComponentError) -> Response:
     """Answer with what went wrong, in the shape that OpenAI's clients read."""
     if isinstance(error, BadBodyError | ConfigError):
         return error_response(400, str(error), param=error.field)
@@ -148,9 +148,9 @@ def failure_response(error: ComponentError) -> Response:
         return error_response(400, str(error))
     if isinstance(error, RequestFailedError):
         return error_response(500, str(error))
-    if isinstance(error, BodyTooLongError):
+    if isinstance(error, BodyTooLargeError):
         return error_response(413, str(error))
-    if isinstance(error, BodyTooLateError):
+    if isinstance(error, BodyTimeoutError):
         return error_response(408, str(error))  # and the server hangs up, as after any body that was not read whole
     return error_response(503, str(error))  # TooBusyError, RankSilentError, EngineFailedError
 
@@ -160,7 +160,7 @@ async def stream_response(answers: AsyncIterator[Any]) -> Response:
     try:
         first = await anext(answers)
     except ComponentError as error:
-        return failure_response(error)
+        return component_error_response(error)
     headers = {"cache-control": "no-cache"}
     return StreamingResponse(_events(first, answers), media_type="text/event-stream", headers=headers)
 
@@ -172,7 +172,7 @@ async def _events(first: Any, answers: AsyncIterator[Any]) -> AsyncIterator[byte
         async for answer in answers:
             yield _event(_encode(answer))
     except ComponentError as error:
-        yield _event(bytes(failure_response(error).body))
+        yield _event(bytes(component_error_response(error).body))
     yield _event(b"[DONE]")
 
 
@@ -181,7 +181,7 @@ def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[None]) -> None:
+async def run_until_disconnected(receive: Receive, work: Awaitable[None]) -> None:
     """Do ``work``; give up when the client is gone."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_wait_for_disconnect(receive))

@@ -13,14 +13,14 @@ from scheduler_components import FinishReason, LatencySnapshot, SchedulerTotals,
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.ports import NullQuiesceStatsSource, QuiesceStatsSource
 from scheduler_components.reference.device.device import ScheduledBatch
-from scheduler_components.reference.engine.batch_terms import BatchTerms
-from scheduler_components.reference.engine.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.request import Request
+from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.values import ReceiverStats
 
 __all__ = [
     "SchedulerCounters",
-    "RequestBook",
+    "RequestMetrics",
 ]
 
 
@@ -70,7 +70,7 @@ class SchedulerCounters:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestBook:
+class RequestMetrics:
     """Told of every change in a request's life; a ``ResultObserver`` and a ``TotalsSource``.
 
     Attributes:
@@ -90,7 +90,7 @@ class RequestBook:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     work: WorkCounters = field(default_factory=WorkCounters)
     quiesce: QuiesceStatsSource = field(default_factory=NullQuiesceStatsSource)
-    terms: BatchTerms = field(default_factory=BatchTerms)
+    budget: AdmissionBudget = field(default_factory=AdmissionBudget)
     rates: RateMeter = field(init=False)
     latencies: RequestLatencyRecorder = field(init=False)
     intake: ReceiverStats = field(default_factory=ReceiverStats)
@@ -99,12 +99,12 @@ class RequestBook:
         self.rates = RateMeter(clock=self.clock)
         self.latencies = RequestLatencyRecorder(clock=self.clock)
 
-    def queued(self, request: Request) -> None:
+    def on_queued(self, request: Request) -> None:
         """A new request waits."""
         request.times = self.latencies.on_queued()
         self.counters.num_requests += 1
 
-    def admitted(self, request: Request) -> None:
+    def on_admitted(self, request: Request) -> None:
         """A request runs. After a retraction its prompt does not count again: its own pages would look like a hit."""
         self.latencies.on_admitted(_times(request))
         if not request.num_retractions:
@@ -112,18 +112,18 @@ class RequestBook:
             self.counters.cached_tokens += request.num_cached_tokens
             self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
 
-    def retracted(self, request: Request) -> None:
+    def on_retracted(self, request: Request) -> None:
         """A request lost its pages to others and waits again."""
         self.latencies.on_retracted(_times(request))
         self.counters.num_retractions += 1
         self.rates.observe_preemption()
 
-    def computed(self, batch: ScheduledBatch[Request], *, begun_s: float) -> None:
+    def on_batch_computed(self, batch: ScheduledBatch[Request], *, begun_s: float) -> None:
         """The device has computed a batch that began at ``begun_s``."""
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
             self.work.record_prefill(batch.num_prefill_tokens, busy_s)
-            self.terms.learn(batch, busy_s)
+            self.budget.observe_prefill(batch, busy_s)
         else:
             self.work.record_decode(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
 
@@ -138,7 +138,7 @@ class RequestBook:
     def on_finished(self, request: Request, reason: FinishReason) -> None:
         """A request is over."""
         self.latencies.on_finished(_times(request))
-        self.terms.ended(request)
+        self.budget.ended(request)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests += 1
 
@@ -147,7 +147,7 @@ class RequestBook:
         totals = self.counters.totals(
             self.latencies.snapshot(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
         )
-        return msgspec.structs.replace(totals, quiesce=self.quiesce.stats(), batching=self.terms.stats())
+        return msgspec.structs.replace(totals, quiesce=self.quiesce.stats(), batching=self.budget.stats())
 
 
 def _times(request: Request) -> RequestTimeStats:

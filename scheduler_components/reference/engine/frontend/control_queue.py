@@ -23,14 +23,14 @@ from scheduler_components.control_requests import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.reference.engine.front import EngineFailedError, Front
+from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, Frontend
 
-__all__ = ["OrderDesk", "OrderRefusedError"]
+__all__ = ["ControlQueue", "ControlFailedError"]
 
 _ANSWER_DEADLINE_S = 30.0  # beyond the order's own
 
 
-class OrderRefusedError(ComponentError):
+class ControlFailedError(ComponentError):
     """An order was not carried out on every replica; ``problems`` says why, by replica."""
 
     def __init__(self, operation: str, problems: Mapping[int, str]) -> None:
@@ -41,7 +41,7 @@ class OrderRefusedError(ComponentError):
 
 
 @dataclass(slots=True, kw_only=True)
-class OrderDesk:
+class ControlQueue:
     """Gives orders to all replicas, one order at a time.
 
     Replicas are not in lockstep with each other, so what they must have in common is compared here: new weights are
@@ -52,36 +52,36 @@ class OrderDesk:
         weight_version: of the weights that all replicas compute with.
     """
 
-    front: Front
+    front: Frontend
     weight_version: str = DEFAULT_WEIGHT_VERSION
     _ids: count[int] = field(default_factory=lambda: count(1), init=False, repr=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
-    async def give(self, order: ControlRequest) -> tuple[ControlReply, ...]:
+    async def send(self, order: ControlRequest) -> tuple[ControlReply, ...]:
         """Give an order to every replica; returns their answers.
 
         Raises:
-            OrderRefusedError: a replica has not carried it out; others may have.
+            ControlFailedError: a replica has not carried it out; others may have.
             EngineFailedError: the engine has ended, or a replica did not answer in time.
             RankSilentError: a rank hangs.
         """
         answers = await self._ask(order)
         problems = {replica: answer.problem for replica, answer in enumerate(answers) if answer.problem}
         if problems:
-            raise OrderRefusedError(control_request_name(order), problems)
+            raise ControlFailedError(control_request_name(order), problems)
         return answers
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
         """Pause every replica or none; returns how many requests were ended or put back.
 
         Raises:
-            OrderRefusedError: requests still ran at the deadline; all replicas go on.
+            ControlFailedError: requests still ran at the deadline; all replicas go on.
         """
         async with self._turn:
             try:
-                return sum(answer.num_requests for answer in await self.give(PauseGeneration(mode, deadline_s)))
-            except OrderRefusedError:
-                await self.give(ContinueGeneration())
+                return sum(answer.num_requests for answer in await self.send(PauseGeneration(mode, deadline_s)))
+            except ControlFailedError:
+                await self.send(ContinueGeneration())
                 raise
 
     async def update_weights(
@@ -96,16 +96,16 @@ class OrderDesk:
             deadline_s: how long to wait until nothing runs.
 
         Raises:
-            OrderRefusedError: a rank could not, or has other weights; all keep the old ones. Where some have the new
+            ControlFailedError: a rank could not, or has other weights; all keep the old ones. Where some have the new
                 ones already, the engine has failed.
         """
         async with self._turn:
             try:
-                await self.give(BeginWeightUpdate(weight_version, deadline_s))
+                await self.send(BeginWeightUpdate(weight_version, deadline_s))
                 for name, content in parts.items():
-                    await self.give(LoadWeights(name, content))
-                checksum = self._one_checksum(await self.give(CheckWeights()), checksum)
-            except (OrderRefusedError, asyncio.CancelledError):
+                    await self.send(LoadWeights(name, content))
+                checksum = self._one_checksum(await self.send(CheckWeights()), checksum)
+            except (ControlFailedError, asyncio.CancelledError):
                 await asyncio.shield(self._ask(RollBackWeights()))  # refused where no session is open (any more)
                 raise
             await self._end_update(EndWeightUpdate(checksum))
@@ -115,8 +115,8 @@ class OrderDesk:
     async def _end_update(self, order: EndWeightUpdate) -> None:
         """Commit on all replicas. Where only some could, the engine has two models, and must not go on."""
         try:
-            await self.give(order)
-        except OrderRefusedError as error:
+            await self.send(order)
+        except ControlFailedError as error:
             if len(error.problems) == len(self.front.leaders):
                 await self._ask(RollBackWeights())
             else:
@@ -131,17 +131,21 @@ class OrderDesk:
             problems = {
                 at: f"the weights have checksum {found:016x}, not {wanted:016x}" for at, found in others.items()
             }
-            raise OrderRefusedError(control_request_name(CheckWeights()), problems)
+            raise ControlFailedError(control_request_name(CheckWeights()), problems)
         return wanted
 
     async def _ask(self, order: ControlRequest) -> tuple[ControlReply, ...]:
         front, board = self.front, self.front.board
         order_id = next(self._ids)
         keys = [(order_id, replica) for replica in range(len(front.leaders))]
-        front.give_order(order_id, order)
+        front.broadcast_control(order_id, order)
 
         def is_over() -> bool:
-            return board.failure is not None or bool(front.pulse.silent()) or all(key in found for key in keys)
+            return (
+                board.failure is not None
+                or bool(front.heartbeats.silent_replicas())
+                or all(key in found for key in keys)
+            )
 
         found = board.answers.orders
         deadline_s = order.deadline_s if isinstance(order, PauseGeneration | IdleControlRequest) else 0.0
@@ -157,5 +161,5 @@ class OrderDesk:
             raise EngineFailedError(f"{control_request_name(order)}: {board.failure}")
         told = tuple(answer for answer in answers if answer is not None)
         if len(told) < len(keys):
-            raise next(iter(front.pulse.silent().values()))
+            raise next(iter(front.heartbeats.silent_replicas().values()))
         return told

@@ -76,7 +76,7 @@ class Request:
         arrival: number given by the scheduler at submission; every order between requests comes from it.
         state, finish_reason: the reason is None until the state is FINISHED.
         pages: KV pages of positions 0 to ``num_computed_tokens`` and of what this step computes; the first
-            ``num_shared_pages`` belong to the cache's tree and are locked through ``node``, the others to the request.
+            ``num_cached_pages`` belong to the cache's tree and are locked through ``node``, the others to the request.
         num_computed_tokens: positions whose KV stands in ``pages``.
         prefill_end: ``len(token_ids)`` when the request was last admitted: computing up to here is prefill.
         num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
@@ -102,7 +102,7 @@ class Request:
         "state",
         "finish_reason",
         "pages",
-        "num_shared_pages",
+        "num_cached_pages",
         "node",
         "num_computed_tokens",
         "prefill_end",
@@ -134,7 +134,7 @@ class Request:
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.pages: list[int] = []
-        self.num_shared_pages = 0
+        self.num_cached_pages = 0
         self.node: RadixNode | None = None
         self.num_computed_tokens = 0
         self.prefill_end = 0
@@ -155,7 +155,7 @@ class Request:
         """What was generated so far; a retraction keeps it."""
         return tuple(self.token_ids[self.num_prompt_tokens :])
 
-    def took_logprobs(self, logprobs: TokenLogprobs) -> None:
+    def append_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Keep what the device says of the token that it gives next; not where the request did not ask."""
         if self.logprobs is not None and len(self.logprobs) == self.num_output_tokens:
             self.logprobs.append(logprobs)
@@ -290,7 +290,7 @@ class RequestQueues:
         """Tokens that admitted prefills have still to compute: ``num_prefill_tokens_left`` of all running ones."""
         return self._prefills.num_tokens
 
-    def recount_prefill(self, request: Request) -> None:
+    def update_prefill_tokens(self, request: Request) -> None:
         """More of a request's prefill is computed; one that has ended with it is no longer counted anyway."""
         if request.state is RequestState.RUNNING:
             self._prefills.count(request)
@@ -303,11 +303,11 @@ class RequestQueues:
         """Say whether a new request must not have this id: one is in flight, or its abort is still to be told."""
         return rid in self._by_rid or rid in self._untold_rids
 
-    def all_told(self) -> None:
+    def on_aborts_streamed(self) -> None:
         """Every abort has been told: the ids of aborted requests may come again."""
         self._untold_rids.clear()
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Put a new request at the end of the waiting ones and number its arrival."""
         self._by_rid[request.rid] = request
         request.arrival = self._num_arrivals
@@ -321,7 +321,7 @@ class RequestQueues:
         request.state = RequestState.RUNNING
         self._prefills.count(request)
 
-    def put_back(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """Move a request from running to the front of the waiting ones."""
         self.running.remove(request)
         self._prefills.forget(request)

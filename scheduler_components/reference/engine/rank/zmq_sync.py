@@ -89,7 +89,7 @@ class ZmqSyncHub:
         return [meeting[rank] for rank in ranks]
 
     @property
-    def is_awaited(self) -> bool:
+    def is_peer_waiting(self) -> bool:
         """Another rank has come to a collective that this one has not come to yet, or has waited for it in vain."""
         return bool(self._brought) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
 
@@ -186,7 +186,9 @@ def open_zmq_groups(
     wait_for: WaitForSocket,
     timeout_s: float,
 ) -> ParallelGroups:
-    """Open a hub as ``open_zmq_sync_hub`` does, and return the agreement over ``reduce_groups``; closing that closes the hub."""
+    """Open a hub as ``open_zmq_sync_hub`` does, and return the agreement over ``reduce_groups``; closing that closes
+    the hub.
+    """
     hub = open_zmq_sync_hub(
         context, rank=rank, reduce_groups=reduce_groups, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
     )

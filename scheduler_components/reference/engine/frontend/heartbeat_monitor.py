@@ -1,6 +1,6 @@
 """Which ranks are silent: what a process that was stopped, or that hangs, is from outside.
 
-Every rank says ``RankAlive`` from its own loop. Silence is counted in ticks of the front's loop and not by a clock:
+Every rank says ``RankHeartbeat`` from its own loop. Silence is counted in ticks of the front's loop and not by a clock:
 while the front itself is stopped nothing is counted, and what the ranks said meanwhile is heard before it goes on.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_components import ComponentError
-from scheduler_components.reference.engine.messages import ALIVE_EVERY_S, RankAlive, RankStalled
+from scheduler_components.reference.engine.messages import HEARTBEAT_INTERVAL_S, RankHeartbeat, RankStalled
 
-__all__ = ["SILENT_AFTER_S", "RankPulse", "RankSilentError"]
+__all__ = ["HEARTBEAT_TIMEOUT_S", "HeartbeatMonitor", "RankSilentError"]
 
-SILENT_AFTER_S = 10.0
+HEARTBEAT_TIMEOUT_S = 10.0
 """Twenty times what a rank is expected to be silent for: two busy cores make eight ranks late by a second or two."""
 
 
@@ -23,46 +23,49 @@ class RankSilentError(ComponentError):
 
 
 @dataclass(slots=True, kw_only=True)
-class RankPulse:
+class HeartbeatMonitor:
     """When the front heard last from each rank.
 
     Attributes:
-        silent_after_s: silence from which on a rank is not counted on.
-        num_in_step: replicas that take every step together, so that one silent rank holds all of them up; 0 where each
+        timeout_s: silence from which on a rank is not counted on.
+        num_lockstep_replicas: replicas that take every step together, so that one silent rank holds all of them up; 0
+        where each
             goes by itself.
     """
 
-    silent_after_s: float = SILENT_AFTER_S
-    num_in_step: int = 0
-    _ticks: dict[RankAlive, int] = field(default_factory=dict, init=False)  # since each rank's last word
+    timeout_s: float = HEARTBEAT_TIMEOUT_S
+    num_lockstep_replicas: int = 0
+    _ticks: dict[RankHeartbeat, int] = field(default_factory=dict, init=False)  # since each rank's last word
     _told: set[int] = field(default_factory=set, init=False)  # replicas whose silence ``tick`` has returned
-    _places: dict[RankAlive, str] = field(default_factory=dict, init=False)  # where ranks are stuck, by their watchdogs
+    _places: dict[RankHeartbeat, str] = field(
+        default_factory=dict, init=False
+    )  # where ranks are stuck, by their watchdogs
 
-    def heard(self, alive: RankAlive) -> None:
+    def on_heartbeat(self, alive: RankHeartbeat) -> None:
         """A rank spoke."""
         self._ticks[alive] = 0
         self._places.pop(alive, None)
 
-    def stalled(self, report: RankStalled) -> None:
+    def on_stall(self, report: RankStalled) -> None:
         """A rank's watchdog spoke for it. The rank is as silent as before; it is known where it is stuck."""
         self._places[report.alive] = report.place
 
     def tick(self) -> Mapping[int, RankSilentError]:
-        """``ALIVE_EVERY_S`` went by; returns the replicas that have become silent by it, and why."""
+        """``HEARTBEAT_INTERVAL_S`` went by; returns the replicas that have become silent by it, and why."""
         for rank in self._ticks:
             self._ticks[rank] += 1
-        silent = self.silent()
+        silent = self.silent_replicas()
         new = {replica: error for replica, error in silent.items() if replica not in self._told}
         self._told = set(silent)
         return new
 
-    def silent(self) -> dict[int, RankSilentError]:
+    def silent_replicas(self) -> dict[int, RankSilentError]:
         """Replicas that a silent rank holds up, and which rank, for how long."""
         errors: dict[int, RankSilentError] = {}
         for rank, ticks in sorted(self._ticks.items(), key=lambda each: each[1]):  # of several, the longest stays
-            if (age_s := ticks * ALIVE_EVERY_S) > self.silent_after_s:
+            if (age_s := ticks * HEARTBEAT_INTERVAL_S) > self.timeout_s:
                 place = self._places.get(rank)
                 stuck = f"; it is stuck in {place}" if place else ""
                 longest = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s{stuck}")
-                errors |= dict.fromkeys(range(self.num_in_step), longest) | {rank.replica: longest}
+                errors |= dict.fromkeys(range(self.num_lockstep_replicas), longest) | {rank.replica: longest}
         return errors

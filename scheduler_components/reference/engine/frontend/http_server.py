@@ -33,12 +33,12 @@ from scheduler_components import (
     kv_events_server_info,
 )
 from scheduler_components.kv_events import Endpoint, ListeningStream
-from scheduler_components.reference.engine.engine import ControlRefusedError, Engine
-from scheduler_components.reference.engine.generation import TextFront, codec_of
-from scheduler_components.reference.engine.http_exchange import BadBodyError, failure_response, read_body
-from scheduler_components.reference.engine.http_generate import GenerateEndpoint
-from scheduler_components.reference.engine.http_openai import ChatEndpoint, CompletionEndpoint
-from scheduler_components.reference.engine.http_orders import order_routes
+from scheduler_components.reference.engine.engine import Engine, RpcError
+from scheduler_components.reference.engine.frontend.http_body import BadBodyError, component_error_response, read_body
+from scheduler_components.reference.engine.frontend.http_control import control_routes
+from scheduler_components.reference.engine.frontend.http_generate import GenerateEndpoint
+from scheduler_components.reference.engine.frontend.http_openai import ChatEndpoint, CompletionEndpoint
+from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend, open_text_codec
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "text_routes",
 ]
 
-HEAD_DEADLINE_S = 30.0
+HEADER_TIMEOUT_S = 30.0
 """As long for a request's first lines as for its body, though they are short."""
 
 KEEP_ALIVE_S = 75
@@ -71,7 +71,9 @@ class EngineStatus:
 
     def health_problem(self) -> str | None:
         front = self.engine.front
-        problems = [front.board.failure] if front.board.failure is not None else front.pulse.silent().values()
+        problems = (
+            [front.board.failure] if front.board.failure is not None else front.heartbeats.silent_replicas().values()
+        )
         return "; ".join(map(str, problems)) or None
 
     def server_info(self) -> Mapping[str, Any]:
@@ -79,7 +81,7 @@ class EngineStatus:
         config = self.engine.config
         facts = {
             "version": __version__,
-            "weight_version": self.engine.orders.weight_version,
+            "weight_version": self.engine.control.weight_version,
             "is_paused": any(told.is_paused for told in self._quiesce()),
             "is_sleeping": not all(told.is_awake for told in self._quiesce()),
             "model_path": config.model_name,
@@ -122,14 +124,14 @@ class EngineStatus:
             "served_model_name": name,
             "is_generation": True,
             "skip_tokenizer_init": False,
-            "weight_version": self.engine.orders.weight_version,
+            "weight_version": self.engine.control.weight_version,
         }
 
     def load_snapshots(self) -> Sequence[LoadSnapshot]:
         return [stats.load for _, stats in sorted(self.engine.stats.read().items())]
 
 
-def text_routes(text: TextFront, model: str) -> list[Route]:
+def text_routes(text: TextFrontend, model: str) -> list[Route]:
     """Return the routes that generate: SGLang's and OpenAI's; ``model`` is what answers call it."""
     return [
         Route("/generate", GenerateEndpoint(text=text), methods=["POST"]),
@@ -153,18 +155,18 @@ def make_app(
         try:
             num_pages = await engine.clear_storage()
         except ConfigError as error:
-            return failure_response(error)
+            return component_error_response(error)
         except ComponentError as error:
             return error_response(500, str(error))
         if num_pages is None:
             return error_response(400, "the store is kept, for requests or pages are on their way: ask again")
         return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
 
-    text = TextFront(front=engine.front, codec=codec_of(engine.config) if codec is None else codec)
+    text = TextFrontend(front=engine.front, codec=open_text_codec(engine.config) if codec is None else codec)
     generate = text_routes(text, engine.config.model_name)
     clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
     status = status_routes(EngineStatus(engine=engine), registry=registry)
-    routes = [*generate, clear, *order_routes(engine), *_control_routes(engine), *status]
+    routes = [*generate, clear, *control_routes(engine), *_rpc_routes(engine), *status]
     return Starlette(routes=[*routes, kv_pool_route(engine)] if kv_pool else routes)
 
 
@@ -172,13 +174,13 @@ class _StateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_args: msgspec.Raw
 
 
-def _control_routes(engine: Engine) -> list[Route]:
+def _rpc_routes(engine: Engine) -> list[Route]:
     """What a person reads, sets and records in a running engine; paths and bodies are SGLang's (0.5.x)."""
 
     async def get_state(_: Request) -> Response:
         """One state per replica, as its leader tells it."""
         states = await engine.ask("get_internal_state")
-        leaders = map(engine.config.leader_of, range(engine.config.dp_size))
+        leaders = map(engine.config.leader_rank, range(engine.config.dp_size))
         return JSONResponse({"internal_states": [states[leader] for leader in leaders]})
 
     async def set_state(request: Request) -> Response:
@@ -202,10 +204,10 @@ def _control_routes(engine: Engine) -> list[Route]:
         async def answer(request: Request) -> Response:
             try:
                 return await endpoint(request)
-            except ControlRefusedError as error:
+            except RpcError as error:
                 return error_response(400, str(error))
             except ComponentError as error:
-                return failure_response(error)
+                return component_error_response(error)
 
         return answer
 
@@ -234,9 +236,9 @@ class _Server(uvicorn.Server):
 class _PunctualProtocol(H11Protocol):
     """Hangs up on who does not send a request's head in time: uvicorn itself waits for ever for the rest of one."""
 
-    def __init__(self, *, head_deadline_s: float, **uvicorns: Any) -> None:
+    def __init__(self, *, header_timeout_s: float, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
-        self._head_deadline_s = head_deadline_s
+        self._head_deadline_s = header_timeout_s
         self._hang_up: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -301,14 +303,14 @@ def _address_error(host: str, port: int, error: Exception) -> StartError:
 
 @asynccontextmanager
 async def open_http_server(
-    app: ASGIApp, listener: socket.socket, *, head_deadline_s: float = HEAD_DEADLINE_S
+    app: ASGIApp, listener: socket.socket, *, header_timeout_s: float = HEADER_TIMEOUT_S
 ) -> AsyncIterator[str]:
     """Serve ``app`` until the block is left.
 
     Args:
         app: any ASGI application.
         listener: of ``bind_http``.
-        head_deadline_s: who has not sent a request's head by then is hung up on, also who has sent nothing.
+        header_timeout_s: who has not sent a request's head by then is hung up on, also who has sent nothing.
 
     Yields:
         A URL at which this machine reaches the server, with the port that was really bound.
@@ -323,7 +325,7 @@ async def open_http_server(
         raise _address_error(bound_host, bound_port, error) from error
     config = uvicorn.Config(
         app,
-        http=cast("type[H11Protocol]", partial(_PunctualProtocol, head_deadline_s=head_deadline_s)),
+        http=cast("type[H11Protocol]", partial(_PunctualProtocol, header_timeout_s=header_timeout_s)),
         lifespan="off",
         log_level="warning",
         access_log=False,

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
     from scheduler_components.reference.device.torch_tensor_parallel import TorchTensorParallelGroup
 
-__all__ = ["RankDevice", "open_rank_device"]
+__all__ = ["RankCompute", "open_rank_device"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RankDevice:
+class RankCompute:
     """One rank's device.
 
     Attributes:
@@ -42,7 +42,7 @@ class RankDevice:
             self.group.close()
 
 
-def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: EnginePaths | None = None) -> RankDevice:
+def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: EnginePaths | None = None) -> RankCompute:
     """Open the device that ``config`` names; a model is loaded here, which may take minutes.
 
     Args:
@@ -56,16 +56,16 @@ def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: Engin
     """
     if config.model is not None:
         # Imported here: an engine without a model starts without torch.
-        from scheduler_components.reference.engine.torch_rank import open_torch_rank
+        from scheduler_components.reference.engine.rank.torch_compute import open_torch_rank
 
-        meeting = None if paths is None else paths.tensor_meeting(parallel.attn_dp_rank)
+        rendezvous = None if paths is None else paths.tensor_rendezvous(parallel.attn_dp_rank)
         rank = open_torch_rank(
-            config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, meeting=meeting
+            config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, rendezvous=rendezvous
         )
-        return RankDevice(
+        return RankCompute(
             device=rank.device, weights=rank.weights, memory=NullMemoryOccupation(), pool=rank.pool, group=rank.group
         )
     simulated = SimulatedDevice(model=SimulatedModel(seed=config.seed), speed=config.speed)
-    return RankDevice(
+    return RankCompute(
         device=simulated, weights=SimulatedWeights(device=simulated), memory=SimulatedMemory(device=simulated)
     )

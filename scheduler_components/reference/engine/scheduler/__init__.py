@@ -1,0 +1,1 @@
+"""The example scheduler of one rank, composed of the kit's components."""
