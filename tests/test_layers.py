@@ -7,6 +7,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def kit_imports(path: Path) -> Iterator[tuple[str, str]]:
     return ((module, what) for module, what in imports(path) if module.partition(".")[0] in (KIT, "observability"))
 
 
+def exports(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return [str(ast.literal_eval(each)) for each in node.value.elts]  # type: ignore[attr-defined]
+    return []
+
+
+@cache
+def package_exports(package: str) -> frozenset[str]:
+    path = ROOT / package.replace(".", "/") / "__init__.py"
+    return frozenset(exports(path) if path.exists() else ())
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_imports_only_go_down(path: Path) -> None:
     room = room_of(module_of(path))
@@ -95,16 +109,17 @@ def test_imports_only_go_down(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_packages_are_entered_by_their_doors(path: Path) -> None:
-    """What no door exports is private to its package."""
+def test_exported_names_are_imported_from_their_package(path: Path) -> None:
+    """What a package does not export is imported from one of its public modules."""
     room = room_of(module_of(path))
     for module, what in kit_imports(path):
         asked = room_of(module)
         package = asked if asked.startswith(("observability", KIT)) else f"{KIT}.{asked}"
-        is_private = asked.startswith("reference")  # it exports nothing: ask the file itself
-        assert asked == room or is_private or module == package, (
-            f"{name(path)} imports {what} from {module}, not from {package}"
-        )
+        if asked == room or asked.startswith("reference") or module == package:  # reference exports nothing
+            continue
+        inner = module.removeprefix(f"{package}.")
+        assert not inner.startswith("_") and "._" not in inner, f"{name(path)} imports the private module {module}"
+        assert what not in package_exports(package), f"{name(path)} imports {what} from {module}, not from {package}"
 
 
 def test_no_file_imports_itself_round_a_corner() -> None:
@@ -132,14 +147,6 @@ def test_sockets_threads_and_devices_live_in_edge_files(path: Path) -> None:
 def test_hypothesis_is_asked_for_in_strategies_and_machines_alone(path: Path) -> None:
     found = any(module.partition(".")[0] in ("hypothesis", "pytest") for module, _ in imports(path))
     assert not found or name(path) in HYPOTHESIS_ROOMS, name(path)
-
-
-def exports(path: Path) -> list[str]:
-    """The names in a file's ``__all__``."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
-            return [str(ast.literal_eval(each)) for each in node.value.elts]  # type: ignore[attr-defined]
-    return []
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py" and exports(path)], ids=name)
