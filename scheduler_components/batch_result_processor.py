@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from scheduler_components.errors import FailureLog
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import (
     KvReleaser,
     NullResultObserver,

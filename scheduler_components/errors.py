@@ -1,11 +1,9 @@
-"""One tree of errors, and the log of failures that must not stop a step.
+"""The errors of the kit: one tree.
 
 Each error carries its facts as fields and says who is to blame.
 """
 
 from __future__ import annotations
-
-import logging
 
 __all__ = [
     "CacheIntegrityError",
@@ -28,7 +26,6 @@ __all__ = [
     "SyncDivergenceError",
     "SyncTimeoutError",
     "TierDivergenceError",
-    "FailureLog",
 ]
 
 _MAX_SHOWN_CHARACTERS = 200
@@ -270,44 +267,3 @@ class LoadBackError(ComponentError):
         self.op = op
         self.problem = problem
         super().__init__(f"load {op}: {problem}")
-
-
-# Failures of collaborators that must not reach the scheduler's step: counted each time, logged once per episode.
-
-
-class FailureLog:
-    """Counts failures by activity and logs the first of each episode, and its end.
-
-    An episode of an activity begins with a failure and ends with the next success. ``counts`` maps an activity to
-    all its failures so far; activities are literals in the code, so there are few.
-    """
-
-    __slots__ = ("_failing", "_logger", "counts")
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._failing: dict[str, int] = {}
-        self.counts: dict[str, int] = {}
-
-    @property
-    def total(self) -> int:
-        """All failures so far, over all activities."""
-        return sum(self.counts.values())
-
-    def failed(self, activity: str, error: BaseException) -> None:
-        """Count one failure; log it, with its traceback, when it begins an episode."""
-        self.counts[activity] = self.counts.get(activity, 0) + 1
-        in_episode = self._failing.get(activity, 0)
-        self._failing[activity] = in_episode + 1
-        if not in_episode:
-            self._logger.error(
-                "%s failed; repeats are counted, not logged, until it works again", activity, exc_info=error
-            )
-
-    def succeeded(self, activity: str) -> None:
-        """End the activity's episode, if there is one. Costs one test of an empty dict when all is well."""
-        if self._failing and activity in self._failing:
-            self._logger.warning("%s works again after %d failures", activity, self._failing.pop(activity))
-
-    def __repr__(self) -> str:
-        return f"<FailureLog: {self.total} failures, failing now: {', '.join(self._failing) or 'nothing'}>"

@@ -28,7 +28,7 @@ from zlib import crc32
 
 import attrs
 
-from scheduler_components.errors import FailureLog
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import NullRejectionSink, NullRequestIds, RejectionSink, RequestIds
 from scheduler_components.validators import check_number, integer_validator, number_validator
 from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection

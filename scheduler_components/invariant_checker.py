@@ -16,7 +16,8 @@ from typing import Literal, TypeAlias
 import attrs
 import msgspec
 
-from scheduler_components.errors import ConfigError, FailureLog, PoolInvariantError
+from scheduler_components.errors import ConfigError, PoolInvariantError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.invariant_rules import PoolViolation, find_event_violations, find_pool_violations
 from scheduler_components.ports import AuditedPool, HeldBlocksSource, NullHeldBlocksSource, NullOwnerTrails, OwnerTrails
 from scheduler_components.step_progress import StepProgress

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from scheduler_components.errors import FailureLog
 from scheduler_components.events import KVEventBatch
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
     KvEventSink,

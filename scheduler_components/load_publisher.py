@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_components.errors import ConfigError, FailureLog
+from scheduler_components.errors import ConfigError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.load import LOAD_HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSink, LoadSource, NullLoadSink

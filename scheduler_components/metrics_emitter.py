@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from scheduler_components.errors import FailureLog
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
     LoadSource,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components.errors import FailureLog
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import OutputSink, StreamedRequest
 from scheduler_components.validators import check_integer
 from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput

@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from scheduler_components.errors import ConfigError, FailureLog
+from scheduler_components.errors import ConfigError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import NullProfiler, Profiler, StateValue
 from scheduler_components.validators import check_integer
 

@@ -49,7 +49,8 @@ from scheduler_components.control_requests import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.errors import FailureLog, QuiesceDivergenceError
+from scheduler_components.errors import QuiesceDivergenceError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.hicache import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.ports import (
     FlushableCache,

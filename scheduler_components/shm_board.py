@@ -37,7 +37,8 @@ from zlib import crc32
 
 import attrs
 
-from scheduler_components.errors import DecodeError, FailureLog, ForkedPublisherError, StartError
+from scheduler_components.errors import DecodeError, ForkedPublisherError, StartError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.file_lock import FileLock, acquire_file_lock
 from scheduler_components.fork_hook import register_for_fork
 

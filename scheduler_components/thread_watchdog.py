@@ -19,7 +19,7 @@ from typing import TextIO
 
 import msgspec
 
-from scheduler_components.errors import FailureLog
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import StallSink
 from scheduler_components.step_progress import StepProgress
 from scheduler_components.validators import check_number

@@ -18,7 +18,7 @@ KIT = "scheduler_components"
 SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observability/**/*.py")])
 
 FLOORS = (
-    ("_version", "_lazy", "errors", "events", "fork_hook"),
+    ("_version", "_lazy", "errors", "events", "failure_log", "fork_hook"),
     ("file_lock", "validators"),
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),

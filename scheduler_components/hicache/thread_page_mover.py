@@ -23,7 +23,8 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from scheduler_components.cache import DIGEST_BYTES
-from scheduler_components.errors import ConfigError, FailureLog, StorageError
+from scheduler_components.errors import ConfigError, StorageError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
 from scheduler_components.hicache.storage_backend import FramedBackend, StorageBackend, ZeroCopyBackend

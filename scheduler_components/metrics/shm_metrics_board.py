@@ -23,7 +23,8 @@ import attrs
 import msgspec
 from msgspec.structs import astuple
 
-from scheduler_components.errors import DecodeError, FailureLog
+from scheduler_components.errors import DecodeError
+from scheduler_components.failure_log import FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
 from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPageWriter, open_shm_page_writer
