@@ -21,15 +21,11 @@ from scheduler_components import ParallelState
 from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.messages import (
-    CommandDecoder,
-    RankCommand,
-    SubmitRequest,
-    encode,
-    pack_tokens,
-)
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.messages import RankCommand, SubmitRequest, encode, pack_tokens
+from scheduler_components.reference.engine.rank.loop import CommandDecoder
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import ForwardMode

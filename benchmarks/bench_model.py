@@ -81,7 +81,8 @@ class _Bench:
         self._num_requests = 0
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+        from scheduler_components.reference.device.sampling import SamplingLimits
+        from scheduler_components.reference.engine.scheduler.request import Request
 
         self._num_requests += 1
         self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))

@@ -17,9 +17,10 @@ from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 NAME = "quiesce"

@@ -111,18 +111,6 @@ def test_every_command_that_is_named_exists() -> None:
         assert named <= COMMANDS.keys(), f"{path}: {named - COMMANDS.keys()}"
 
 
-def test_every_name_of_the_glossary_is_defined_where_it_says() -> None:
-    glossary = (ROOT / "docs" / "glossary.md").read_text()
-    named = re.findall(r"`(\w+)` \(`([\w./]+)`\)", glossary)
-    assert len(named) > 60
-    wrong = []
-    for defined, place in named:
-        files = [path for path in SOURCES if place in name(path)]
-        if not any(defined in bound_names(path) for path in files):
-            wrong.append(f"{defined} is not in {place}")
-    assert wrong == []
-
-
 def test_the_metrics_table_is_the_catalogue() -> None:
     assert render_markdown().strip() in (ROOT / "docs" / "metrics.md").read_text()
 

@@ -15,10 +15,12 @@ from scheduler_components.audited_pools import RadixCachePool, SlotPool
 from scheduler_components.cache import PagePool, PrefixNamespace
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_components.reference.engine.scheduler.batcher import RequestKvCache
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, SamplingLimits
+from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import HeldCount, PageHolding
 

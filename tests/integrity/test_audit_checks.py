@@ -13,8 +13,9 @@ from test_six_leaks import KeepsStateOfAborted, LosesWindowPages
 from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.ports import AuditedPool
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
 from scheduler_components.testing.strategies import workloads

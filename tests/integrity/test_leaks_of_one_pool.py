@@ -20,9 +20,10 @@ from scheduler_components.cache import RadixNode
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.batcher import KV_POOL, RequestKvCache
 from scheduler_components.reference.engine.scheduler.integrity import RequestPageHolders, RequestSlotPool
-from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request_kv_cache import KV_POOL, RequestKvCache
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import AllocationRecord, PageHolding
 

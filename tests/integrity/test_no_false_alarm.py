@@ -21,8 +21,9 @@ from scheduler_components.invariant_rules import find_pool_violations
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
 from scheduler_components.ports import NullOwnerTrails
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 

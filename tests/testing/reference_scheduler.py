@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from scheduler_components import KvEventSink, LoadSnapshot, OutputSink, ParallelState
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import InstantDevice, PagedModel, interfaces
 

@@ -25,8 +25,11 @@ from scheduler_components import (
     TokenOutput,
 )
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.scheduler.batcher import Batcher, RequestKvCache
-from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, SamplingLimits
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.scheduler.batcher import Batcher
+from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.testing import (
     ConformanceError,
     ListEventSink,

@@ -29,11 +29,13 @@ from scheduler_components.reference.cli.engine_commands import (
     ModelOptions,
     engine_config,
 )
-from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig, default_kv_events
+from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.frontend import EngineFailedError
-from scheduler_components.reference.engine.frontend.http_server import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.free_ports import default_kv_events
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
+from scheduler_components.reference.engine.http_app import make_app
 
 __all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat", "read_lines"]
 

@@ -31,8 +31,8 @@ from scheduler_components.reference.engine.config import (
     SchedulerConfig,
     StorageChecksum,
     StorageKind,
-    default_kv_events,
 )
+from scheduler_components.reference.engine.free_ports import default_kv_events
 
 __all__ = [
     "DemoOptions",

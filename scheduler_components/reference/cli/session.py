@@ -40,11 +40,13 @@ from scheduler_components.reference.device.workload import (
     generate_chats,
     open_trace,
 )
-from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig, check_ports_free
+from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.frontend import EngineFailedError
-from scheduler_components.reference.engine.frontend.http_server import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.free_ports import check_ports_free
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
+from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [

@@ -16,16 +16,15 @@ import httpx
 import msgspec
 
 from scheduler_components import ConfigError
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.workload import Chat, TraceRequest, prompt_tokens
-from scheduler_components.reference.engine.frontend.frontend import (
-    Frontend,
-    GenerateReqInput,
+from scheduler_components.reference.engine.frontend.errors import (
+    RankSilentError,
     RequestFailedError,
     RequestRefusedError,
     TooBusyError,
 )
-from scheduler_components.reference.engine.frontend.heartbeat_monitor import RankSilentError
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
+from scheduler_components.reference.engine.frontend.frontend import Frontend, GenerateReqInput
 
 __all__ = [
     "ChatDriver",

@@ -12,7 +12,13 @@ import msgspec
 from scheduler_components import ConfigError
 from scheduler_components.validators import check_integer, check_number
 
-__all__ = ["MAX_TOP_LOGPROBS", "SamplingParams", "TokenLogprobs"]
+__all__ = [
+    "MAX_TOP_LOGPROBS",
+    "SamplingParams",
+    "TokenLogprobs",
+    "MAX_TOKEN_ID",
+    "SamplingLimits",
+]
 
 MAX_TOP_LOGPROBS = 20
 """Alternatives per token, as OpenAI's API bounds them."""
@@ -84,3 +90,28 @@ def _check_share(field: str, value: float, *, or_zero: bool) -> None:
     number_validator = isinstance(value, int | float) and not isinstance(value, bool)
     if not number_validator or not (0 < value <= 1 or (or_zero and value == 0)) or math.isnan(value):
         raise ConfigError(field, value, "is not a share", f"give a number {'from' if or_zero else 'above'} 0 to 1")
+
+
+MAX_TOKEN_ID = 2**32 - 1
+"""Token ids are u32 on the wire of KV events."""
+
+
+class SamplingLimits(msgspec.Struct, frozen=True, gc=False):
+    """When a request ends.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most, 1 or more.
+        stop_token_ids: any of them, once generated, ends the request; it is part of the output.
+        ignore_eos: the model's own end-of-sequence token does not end the request (``stop_token_ids`` still do).
+
+    Raises:
+        ConfigError: ``max_new_tokens`` below 1.
+    """
+
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError("max_new_tokens", self.max_new_tokens, "asks for nothing", "give 1 or more")

@@ -17,8 +17,9 @@ import msgspec
 from scheduler_components import OutputBatch, ParallelState
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
 from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 from scheduler_components.testing import ThreadSyncHub
 from scheduler_components.validators import integer_validator, number_validator

@@ -15,18 +15,13 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
-import zmq
 
 from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
 from scheduler_components.control_requests import ControlReply, ControlRequest
-from scheduler_components.reference.device.sampling import SamplingParams
-from scheduler_components.reference.engine.rank.rpc_handler import RpcMethod
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
-from scheduler_components.values import InputKind, InputMessage
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",
@@ -35,7 +30,6 @@ __all__ = [
     "BlockInput",
     "CacheDump",
     "RankCommand",
-    "CommandDecoder",
     "DrainInput",
     "RpcReply",
     "RpcRequest",
@@ -62,9 +56,9 @@ __all__ = [
     "unpack_hashes",
     "unpack_tokens",
     "MAX_QUEUED_BATCHES",
-    "ZmqOutputSink",
     "decode_outputs",
     "encode_outputs",
+    "RpcMethod",
 ]
 
 FRONTEND_DISPATCHER = "front"
@@ -75,6 +69,9 @@ HEARTBEAT_INTERVAL_S = 0.5
 """A rank's pause between two ``RankHeartbeat``, and the front's tick: two small messages a second cost neither
 anything.
 """
+
+
+RpcMethod: TypeAlias = Literal["get_internal_state", "set_internal_state", "start_profile", "stop_profile"]
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -270,26 +267,6 @@ def decode_command(frame: bytes) -> RankCommand:
     return _decode(_commands, frame)
 
 
-_KINDS: dict[type, InputKind] = {
-    SubmitRequest: InputKind.REQUEST,
-    AbortRequest: InputKind.ABORT,
-    BlockInput: InputKind.BLOCK,
-    UnblockInput: InputKind.UNBLOCK,
-    DrainInput: InputKind.DRAIN,
-}
-
-
-class CommandDecoder:
-    """The ``MessageDecoder`` of this engine."""
-
-    __slots__ = ()
-
-    def read(self, frame: bytes) -> InputMessage[RankCommand]:
-        command = decode_command(frame)
-        rid = command.rid if isinstance(command, SubmitRequest | AbortRequest) else ""
-        return InputMessage(_KINDS.get(type(command), InputKind.COMMAND), command, rid)
-
-
 def decode_report(frame: bytes) -> RankReport:
     """Raises DecodeError for a frame that is not a report."""
     return _decode(_reports, frame)
@@ -359,23 +336,3 @@ def decode_outputs(frame: bytes) -> OutputBatch:
         return _decode_outputs(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"not outputs of this engine: {error}") from error
-
-
-@dataclass(slots=True, kw_only=True)
-class ZmqOutputSink:
-    """An ``OutputSink`` over a connected PUSH socket with a high-water mark: sending never waits."""
-
-    socket: zmq.Socket[bytes]
-
-    def is_ready(self) -> bool:
-        return bool(self.socket.poll(0, zmq.POLLOUT))
-
-    def send(self, batch: OutputBatch) -> bool:
-        try:
-            self.socket.send(encode_outputs(batch), zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self) -> None:
-        self.socket.close(linger=0)

@@ -17,7 +17,8 @@ import pytest
 import zmq
 
 import scheduler_components
-from scheduler_components.reference.engine.config import EngineConfig, default_kv_events
+from scheduler_components.reference.engine.config import EngineConfig
+from scheduler_components.reference.engine.free_ports import default_kv_events
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
 TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]

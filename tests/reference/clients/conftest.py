@@ -11,9 +11,10 @@ from starlette.applications import Starlette
 from scheduler_components import ConfigError, OutputBatch, ParallelState
 from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.frontend.frontend import Frontend, LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.frontend.http_server import text_routes
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.frontend import Frontend
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
+from scheduler_components.reference.engine.http_app import text_routes
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
     RankCommand,

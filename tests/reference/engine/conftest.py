@@ -9,8 +9,9 @@ import pytest
 from scheduler_components import BlockStored, EventBatch, KVCacheEvent, KvMetrics, ParallelState, SchedulerStats
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch, SimulatedModel
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import (
     Clocks,
     Scheduler,

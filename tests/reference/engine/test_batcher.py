@@ -8,17 +8,18 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.batcher import (
     check_request_fits,
     check_tokens_known,
     estimate_pages,
     estimate_pages_to_allocate,
-    pages_for,
     prefill_chunk,
     select_preemption_victim,
 )
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
 
 checked = settings(deadline=None, max_examples=200)
 

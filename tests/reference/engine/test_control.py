@@ -14,13 +14,14 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import open_engine
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
-from scheduler_components.reference.engine.frontend.http_server import make_app
+from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=1024, max_running_requests=4)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import LoadSnapshot
-from scheduler_components.reference.engine.frontend.frontend import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER
 
 

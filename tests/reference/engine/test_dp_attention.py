@@ -28,6 +28,7 @@ from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.cli.engine_commands import EngineOptions, HiCacheOptions, engine_config
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import (
     DpAttentionConfig,
     EngineConfig,
@@ -36,25 +37,15 @@ from scheduler_components.reference.engine.config import (
     SchedulerConfig,
 )
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, GenerateReqInput
-from scheduler_components.reference.engine.messages import (
-    CommandDecoder,
-    RankHeartbeat,
-    SubmitRequest,
-    encode,
-    pack_tokens,
-)
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.messages import RankHeartbeat, SubmitRequest, encode, pack_tokens
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
-from scheduler_components.reference.engine.rank.loop import (
-    HeartbeatSender,
-    Leader,
-    RankWorker,
-    StopPipe,
-    ZmqReportSender,
-)
+from scheduler_components.reference.engine.rank.frontend_sinks import ZmqReportSender
+from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
+from scheduler_components.reference.engine.rank.loop import CommandDecoder, Leader, RankWorker
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListOutputSink

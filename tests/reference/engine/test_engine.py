@@ -22,25 +22,25 @@ from prometheus_client import CollectorRegistry
 from observability.kv_stream import Tier, open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.load import open_zmq_load_reader
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import (
     EngineConfig,
     EnginePaths,
     HiCacheConfig,
     RankConfig,
     SchedulerConfig,
-    default_kv_events,
 )
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.frontend import (
+from scheduler_components.reference.engine.free_ports import default_kv_events
+from scheduler_components.reference.engine.frontend.errors import (
     EngineFailedError,
-    GenerateReqInput,
+    RankSilentError,
     RequestRefusedError,
     TooBusyError,
 )
-from scheduler_components.reference.engine.frontend.heartbeat_monitor import RankSilentError
-from scheduler_components.reference.engine.frontend.http_server import EngineStatus, make_app
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.http_app import EngineStatus, make_app
 from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER, pack_tokens, unpack_hashes
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.values import ReceiverStats
 
 SMALL = EngineConfig(

@@ -18,18 +18,16 @@ from scheduler_components import (
     OutputStats,
     TokenOutput,
 )
-from scheduler_components.reference.device.sampling import SamplingParams
-from scheduler_components.reference.engine.frontend.frontend import (
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.errors import (
     EngineFailedError,
-    Frontend,
-    GenerateReqInput,
-    LoadDispatcher,
-    ReplicaLoad,
+    RankSilentError,
     RequestFailedError,
     RequestRefusedError,
     TooBusyError,
 )
-from scheduler_components.reference.engine.frontend.heartbeat_monitor import RankSilentError
+from scheduler_components.reference.engine.frontend.frontend import Frontend, GenerateReqInput
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
     HEARTBEAT_INTERVAL_S,
@@ -42,7 +40,6 @@ from scheduler_components.reference.engine.messages import (
     decode_command,
     pack_tokens,
 )
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 
 class Leader:

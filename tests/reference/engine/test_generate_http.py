@@ -13,12 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import FinishReason, OutputBatch, OutputDelta, TokenOutput
-from scheduler_components.reference.engine.frontend.frontend import (
-    EngineFailedError,
-    Frontend,
-    LoadDispatcher,
-    ReplicaLoad,
-)
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.frontend import Frontend
 from scheduler_components.reference.engine.frontend.http_body import MAX_BODY_BYTES, BadBodyError, BodyReader
 from scheduler_components.reference.engine.frontend.http_generate import (
     GenerateBody,

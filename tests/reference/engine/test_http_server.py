@@ -18,7 +18,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine.frontend.frontend import Frontend, LoadDispatcher
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher
+from scheduler_components.reference.engine.frontend.frontend import Frontend
 from scheduler_components.reference.engine.frontend.http_generate import GenerateEndpoint
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend

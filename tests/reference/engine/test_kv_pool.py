@@ -11,12 +11,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability import ConformanceReport, check_conformance, fetch_kv_pool
-from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig, default_kv_events
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
+from scheduler_components.reference.engine.free_ports import default_kv_events
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
-from scheduler_components.reference.engine.frontend.http_server import bind_http, make_app, open_http_server
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.testing import ProbeOptions
 
 CONFIG = EngineConfig(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from scheduler_components import BatchingStats, EventBatch, ParallelState, SchedulerTotals
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import (
     Clocks,
     Scheduler,

@@ -31,13 +31,12 @@ from scheduler_components.control_requests import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
     AbortRequest,
     BlockInput,
     CacheDump,
-    CommandDecoder,
     ControlCompleted,
     DrainInput,
     DumpCache,
@@ -63,7 +62,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_hashes,
     unpack_tokens,
 )
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
+from scheduler_components.reference.engine.rank.loop import CommandDecoder
 from scheduler_components.values import InputKind
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)

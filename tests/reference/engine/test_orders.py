@@ -22,13 +22,10 @@ from scheduler_components.control_requests import (
     RollBackWeights,
 )
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
-from scheduler_components.reference.engine.frontend.frontend import (
-    EngineFailedError,
-    Frontend,
-    LoadDispatcher,
-    ReplicaLoad,
-)
-from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor, RankSilentError
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RankSilentError
+from scheduler_components.reference.engine.frontend.frontend import Frontend
+from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     ControlCompleted,

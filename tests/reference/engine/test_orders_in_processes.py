@@ -17,12 +17,14 @@ from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components.control_requests import BeginWeightUpdate, FlushCache, PauseMode
-from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig, default_kv_events
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, GenerateReqInput
-from scheduler_components.reference.engine.frontend.http_server import EngineStatus, make_app
+from scheduler_components.reference.engine.free_ports import default_kv_events
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.http_app import EngineStatus, make_app
 from scheduler_components.reference.engine.messages import pack_tokens, unpack_hashes
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0

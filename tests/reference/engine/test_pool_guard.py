@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_components import ConfigError
 from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import (
     EngineConfig,
     EnginePaths,
@@ -25,9 +26,8 @@ from scheduler_components.reference.engine.config import (
 )
 from scheduler_components.reference.engine.engine import open_engine
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
-from scheduler_components.reference.engine.frontend.http_server import make_app
+from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 SLOW = EngineConfig(
     dp_size=1,

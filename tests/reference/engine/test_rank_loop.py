@@ -28,12 +28,12 @@ from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
     AbortRequest,
     CacheDump,
-    CommandDecoder,
     DumpCache,
     LoadReport,
     RankCommand,
@@ -41,7 +41,6 @@ from scheduler_components.reference.engine.messages import (
     RankReport,
     RequestRefused,
     SubmitRequest,
-    ZmqOutputSink,
     decode_outputs,
     decode_report,
     encode,
@@ -49,17 +48,10 @@ from scheduler_components.reference.engine.messages import (
     unpack_hashes,
 )
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
-from scheduler_components.reference.engine.rank.loop import (
-    Follower,
-    FrontendLoadSink,
-    HeartbeatSender,
-    Leader,
-    RankWorker,
-    StopPipe,
-    ZmqReportSender,
-)
+from scheduler_components.reference.engine.rank.frontend_sinks import FrontendLoadSink, ZmqOutputSink, ZmqReportSender
+from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
+from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing import ListSink

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, TokenOutput
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 
 checked = settings(deadline=None)
 u32 = st.integers(0, 2**32 - 1)

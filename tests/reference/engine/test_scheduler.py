@@ -9,8 +9,8 @@ import pytest
 from scheduler_components import ConfigError, FinishReason
 from scheduler_components.reference.device.device import DeviceOutput, SimulatedModel
 from scheduler_components.reference.device.model_spec import TokenSpec
-from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams, TokenLogprobs
+from scheduler_components.reference.engine.scheduler.request import Request
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 

@@ -31,10 +31,11 @@ from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
-from scheduler_components.reference.engine.scheduler.batcher import pages_for
-from scheduler_components.reference.engine.scheduler.request import Request, RequestState, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
 from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 

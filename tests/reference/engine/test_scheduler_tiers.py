@@ -21,9 +21,10 @@ from scheduler_components.hicache import (
     ThreadPageMover,
 )
 from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import ListOutputSink
 

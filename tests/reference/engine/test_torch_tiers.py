@@ -31,9 +31,10 @@ from scheduler_components.hicache import (
     TorchDeviceMemory,
 )
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig, StorageChecksum
 from scheduler_components.reference.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4

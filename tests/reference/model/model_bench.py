@@ -45,11 +45,11 @@ from scheduler_components.page_operations import (
     WriteToStorage,
 )
 from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter
-from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import EventLedger, GreedyTextVerifier, ListEventSink, NearTie
 

@@ -17,8 +17,8 @@ from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instr
 from scheduler_components.ports import CopyEvent, NullCopyEvent
 from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.device.torch_device import TorchDevice
-from scheduler_components.reference.engine.scheduler.batcher import RequestKvCache
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.testing import ConformanceError, GreedyTextVerifier
 
 _MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever

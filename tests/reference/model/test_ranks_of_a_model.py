@@ -17,13 +17,14 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, GenerateReqInput
-from scheduler_components.reference.engine.frontend.http_server import make_app
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 from scheduler_components.testing import GreedyTextVerifier
 
 PROMPTS = [tuple(range(6, 6 + length)) for length in (17, 60, 90)]

@@ -20,6 +20,7 @@ from transformers.models import gemma, gpt2, olmo2, phi3
 from scheduler_components import ConfigError, ParallelState, StartError
 from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.reference.device.model_spec import KvShape, ModelSpec
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import inspect_model, load_model
 from scheduler_components.reference.device.torch_tensor_parallel import (
@@ -31,7 +32,7 @@ from scheduler_components.reference.device.torch_tensor_parallel import (
     shard_model,
 )
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 from scheduler_components.torch_weight_updater import TorchWeightStore

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from scheduler_components import FinishReason, ParallelState
-from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.device.torch_attention import pack_batch
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import inspect_model, load_model
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 

@@ -18,10 +18,11 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.reference.device import torch_model
 from scheduler_components.reference.device.model_spec import KvShape
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import inspect_model, load_model
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 

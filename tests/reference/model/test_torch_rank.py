@@ -18,11 +18,12 @@ from scheduler_components.reference.cli.engine_commands import (
     engine_config,
 )
 from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.reference.engine.config import DpAttentionConfig, EngineConfig, EnginePaths, RankConfig
 from scheduler_components.reference.engine.rank.compute import open_rank_device
 from scheduler_components.reference.engine.rank.torch_compute import rank_torch_device
-from scheduler_components.reference.engine.scheduler.request import Request, SamplingLimits
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import GreedyTextVerifier
 

@@ -23,7 +23,8 @@ from scheduler_components.control_requests import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.reference.engine.frontend.frontend import EngineFailedError, Frontend
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.frontend import Frontend
 
 __all__ = ["ControlQueue", "ControlFailedError"]
 

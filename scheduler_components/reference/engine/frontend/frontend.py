@@ -8,13 +8,11 @@ load is what it last reported (running and waiting tokens) plus what was sent to
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from secrets import randbits
 from types import TracebackType
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -23,17 +21,21 @@ from scheduler_components import (
     ComponentError,
     ConfigError,
     FinishReason,
-    LoadSnapshot,
     OutputBatch,
     OutputDelta,
     OutputStats,
 )
 from scheduler_components.control_requests import ControlReply, ControlRequest
-from scheduler_components.load import DispatchLedger
-from scheduler_components.reference.device.sampling import SamplingParams
+from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, Placement
+from scheduler_components.reference.engine.frontend.errors import (
+    EngineFailedError,
+    RequestFailedError,
+    RequestRefusedError,
+    TooBusyError,
+)
 from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
-    FRONTEND_DISPATCHER,
     AbortRequest,
     BlockInput,
     CacheDump,
@@ -56,129 +58,12 @@ from scheduler_components.reference.engine.messages import (
     UnblockInput,
     encode,
 )
-from scheduler_components.reference.engine.scheduler.request import SamplingLimits
 
 __all__ = [
-    "LoadDispatcher",
-    "Placement",
-    "ReplicaLoad",
-    "EngineFailedError",
     "Frontend",
     "GenerateReqInput",
     "RequestStream",
-    "RequestFailedError",
-    "RequestRefusedError",
-    "TooBusyError",
 ]
-
-_KEPT_CONVERSATIONS = 65_536
-
-
-class Placement(NamedTuple):
-    """Where a request goes: the replica, and the ticket under which its load reports will count it."""
-
-    replica: int
-    ticket: int
-
-
-@dataclass(slots=True, kw_only=True)
-class ReplicaLoad:
-    """What the dispatcher knows of one replica.
-
-    Attributes:
-        ledger: what was sent and no report counts yet.
-        snapshot: the newest report.
-        last_dispatch_ticket: of the last request sent; also how many were.
-    """
-
-    ledger: DispatchLedger = field(default_factory=lambda: DispatchLedger(dispatcher=FRONTEND_DISPATCHER))
-    snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
-    last_dispatch_ticket: int = 0
-
-    @property
-    def is_load_current(self) -> bool:
-        """The last report was made after every request had come in."""
-        return not self.ledger.unreported_requests
-
-    @property
-    def total_tokens(self) -> int:
-        return self.snapshot.num_total_tokens + self.ledger.unreported_tokens
-
-    def issue_ticket(self, num_tokens: int) -> int:
-        """Note a request that is about to be sent; returns its ticket."""
-        self.last_dispatch_ticket = self.ledger.issue_ticket(num_tokens)
-        return self.last_dispatch_ticket
-
-    def on_load_report(self, snapshot: LoadSnapshot) -> None:
-        """Take in a report; one that is older than the last is dropped."""
-        if snapshot.sequence > self.snapshot.sequence:
-            self.snapshot = snapshot
-            self.ledger.on_load_report(snapshot.dispatched_watermarks)
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadDispatcher:
-    """Least total tokens first; a conversation stays where its prefix is cached while that costs little.
-
-    Attributes:
-        replicas: one entry per replica.
-        affinity_tokens: a conversation's next turn goes to the replica of its last one unless that replica has this
-            many tokens more than the least loaded. 0 dispatches by load alone. Affinity matters because a prefix is
-            cached on one replica only: without it, a second turn misses with probability (replicas - 1) / replicas.
-    """
-
-    replicas: list[ReplicaLoad]
-    affinity_tokens: int = 0
-    _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
-
-    def dispatch(self, num_tokens: int, conversation: str | None = None, *, avoid: Collection[int] = ()) -> Placement:
-        """Pick a replica, none of ``avoid``, for a request of ``num_tokens`` input tokens and count it there."""
-        chosen = min((each for each in range(len(self.replicas)) if each not in avoid), key=self._order)
-        if conversation is not None and self.affinity_tokens:
-            home = self._homes.get(conversation, chosen)
-            home = chosen if home in avoid else home
-            extra_tokens = self.replicas[home].total_tokens - self.replicas[chosen].total_tokens
-            chosen = home if extra_tokens <= self.affinity_tokens else chosen
-            self._remember(conversation, chosen)
-        return Placement(chosen, self.replicas[chosen].issue_ticket(num_tokens))
-
-    def dispatch_to(self, num_tokens: int, replica: int) -> Placement:
-        """Count a request at the replica that its client has chosen.
-
-        Raises:
-            ConfigError: there is no such replica.
-        """
-        if not 0 <= replica < len(self.replicas):
-            hint = f"give 0 to {len(self.replicas) - 1}, or none"
-            raise ConfigError("data_parallel_rank", replica, "is not a rank of this engine", hint)
-        return Placement(replica, self.replicas[replica].issue_ticket(num_tokens))
-
-    def _order(self, index: int) -> tuple[int, int]:
-        """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
-        replica = self.replicas[index]
-        return replica.total_tokens, replica.last_dispatch_ticket
-
-    def _remember(self, conversation: str, replica: int) -> None:
-        self._homes[conversation] = replica
-        self._homes.move_to_end(conversation)
-        if len(self._homes) > _KEPT_CONVERSATIONS:
-            self._homes.popitem(last=False)
-
-
-class EngineFailedError(ComponentError):
-    """The engine cannot go on; the text says which rank failed and how."""
-
-
-class RequestRefusedError(ComponentError):
-    """The scheduler can never serve this request; the text is for its author."""
-
-
-class RequestFailedError(ComponentError):
-    """The engine goes on, and has no answer, or not the whole one, for this request."""
-
-
-class TooBusyError(ComponentError):
-    """More requests are open than the front takes at once, or come than a replica takes in; try again later."""
 
 
 class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):

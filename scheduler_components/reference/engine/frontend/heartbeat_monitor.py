@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler_components import ComponentError
+from scheduler_components.reference.engine.frontend.errors import RankSilentError
 from scheduler_components.reference.engine.messages import HEARTBEAT_INTERVAL_S, RankHeartbeat, RankStalled
 
 __all__ = ["HEARTBEAT_TIMEOUT_S", "HeartbeatMonitor", "RankSilentError"]
 
 HEARTBEAT_TIMEOUT_S = 10.0
 """Twenty times what a rank is expected to be silent for: two busy cores make eight ranks late by a second or two."""
-
-
-class RankSilentError(ComponentError):
-    """A rank has been silent for so long that its replica serves nobody; the text says which, and for how long."""
 
 
 @dataclass(slots=True, kw_only=True)

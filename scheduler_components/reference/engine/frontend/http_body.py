@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components.reference.engine.frontend.frontend import RequestFailedError, RequestRefusedError
+from scheduler_components.reference.engine.frontend.errors import RequestFailedError, RequestRefusedError
 
 __all__ = [
     "BODY_TIMEOUT_S",

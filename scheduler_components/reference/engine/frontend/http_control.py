@@ -25,8 +25,8 @@ from scheduler_components.control_requests import (
     ReleaseMemory,
     ResumeMemory,
 )
-from scheduler_components.reference.engine.engine import Engine
-from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
 
 __all__ = ["MAX_CONTROL_BYTES", "control_routes"]
 
@@ -104,48 +104,48 @@ async def _answered(work: Awaitable[Response]) -> Response:
         return error_response(503, str(error))
 
 
-def control_routes(engine: Engine) -> list[Route]:
-    """Return the routes of all orders."""
-    desk = engine.control
+def control_routes(control: ControlQueue, model: ModelSpec | None) -> list[Route]:
+    """Return the routes of all control requests; ``model`` is the served one, None for a simulated model."""
 
     async def pause(body: _Pause) -> Response:
-        num_requests = await desk.pause(body.mode, body.timeout)
+        num_requests = await control.pause(body.mode, body.timeout)
         return JSONResponse({"status": "ok", "message": "Generation paused.", "num_requests": num_requests})
 
     async def go_on(_: _Continue) -> Response:
-        await desk.send(ContinueGeneration())
+        await control.send(ContinueGeneration())
         return JSONResponse({"status": "ok", "message": "Generation continued."})
 
     async def update(body: _Update) -> Response:
         wanted = None if body.checksum is None else int(body.checksum, 16)
-        checksum = await desk.update_weights(body.weight_version, body.parts, checksum=wanted, deadline_s=body.timeout)
-        told = {"success": True, "weight_version": desk.weight_version, "checksum": f"{checksum:016x}"}
+        checksum = await control.update_weights(
+            body.weight_version, body.parts, checksum=wanted, deadline_s=body.timeout
+        )
+        told = {"success": True, "weight_version": control.weight_version, "checksum": f"{checksum:016x}"}
         return JSONResponse(told)
 
     async def update_from_disk(body: _UpdateFromDisk) -> Response:
-        served = engine.config.model
-        if served is None:
+        if model is None:
             return error_response(400, "model_path: the simulated model has no files", param="model_path")
         # Imported here: an engine without a model starts without torch.
         from scheduler_components.reference.device.torch_weight_source import read_weights
 
-        parts = await asyncio.to_thread(read_weights, body.model_path, served)
+        parts = await asyncio.to_thread(read_weights, body.model_path, model)
         version = body.weight_version or parts.identity
-        await desk.update_weights(version, parts, deadline_s=body.timeout)
+        await control.update_weights(version, parts, deadline_s=body.timeout)
         return JSONResponse({"success": True, "message": "Weights updated.", "weight_version": version})
 
     async def release(body: _Release) -> Response:
         tags = tuple(MemoryTag) if body.tags is None else body.tags
-        await desk.send(ReleaseMemory(tags, body.keep_weights, body.timeout))
+        await control.send(ReleaseMemory(tags, body.keep_weights, body.timeout))
         return PlainTextResponse("Memory released.\n")
 
     async def resume(body: _Resume) -> Response:
-        await desk.send(ResumeMemory(tuple(MemoryTag) if body.tags is None else body.tags))
+        await control.send(ResumeMemory(tuple(MemoryTag) if body.tags is None else body.tags))
         return PlainTextResponse("Memory resumed.\n")
 
     async def flush(request: Request) -> Response:
         async def carry_out() -> Response:
-            await desk.send(FlushCache(asked.timeout))
+            await control.send(FlushCache(asked.timeout))
             return PlainTextResponse("Cache flushed.\n")
 
         try:

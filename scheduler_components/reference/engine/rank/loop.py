@@ -8,211 +8,69 @@ from there on its KV cache would be another one.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from scheduler_components import (
     ComponentError,
     ConfigError,
     KvPoolReader,
     LoadPublisher,
-    LoadSnapshot,
     ParallelState,
-    WorkCounters,
 )
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import Tier
-from scheduler_components.ports import OutputStatsSource
 from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
-    HEARTBEAT_INTERVAL_S,
     AbortRequest,
+    BlockInput,
     CacheDump,
     ControlCompleted,
+    DrainInput,
     DumpCache,
-    LoadReport,
     PoolMediumGroup,
     PoolSnapshot,
     RankCommand,
-    RankHeartbeat,
-    RankReport,
-    RankStalled,
     ReadPool,
     RequestRefused,
     RpcReply,
     RpcRequest,
     SubmitControl,
     SubmitRequest,
-    encode,
+    UnblockInput,
+    decode_command,
     pack_hashes,
     unpack_tokens,
 )
+from scheduler_components.reference.engine.rank.frontend_sinks import ZmqReportSender
+from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender
 from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
-from scheduler_components.thread_watchdog import LogStallSink
-from scheduler_components.values import ForwardMode, InputMessage, RejectionReason, RequestRejection, StallReport
+from scheduler_components.values import (
+    ForwardMode,
+    InputKind,
+    InputMessage,
+)
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import StopRequestedError
 
 __all__ = [
     "Follower",
-    "FrontendLoadSink",
-    "FrontendStallSink",
-    "HeartbeatSender",
     "Leader",
     "NullPeers",
     "Peers",
-    "FrontendRefusalSink",
-    "ZmqReportSender",
     "RankWorker",
-    "StopPipe",
+    "CommandDecoder",
 ]
 
 _BACKLOG_S = 0.02  # until outputs are offered again that the front did not take
 _DUMP_PATIENCE_STEPS = 10_000
-_BUSY = frozenset({RejectionReason.TOO_MANY, RejectionReason.HELD_FULL, RejectionReason.DRAINING})
-
-
-class StopPipe:
-    """The order to stop: the end of standard input, which comes by itself when the parent process dies.
-
-    Args:
-        descriptor: file descriptor to watch beside the sockets.
-    """
-
-    __slots__ = ("descriptor",)
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
-        """Wait until ``socket`` is ready for ``event`` or time is up; False when the order to stop came."""
-        poller = zmq.Poller()
-        poller.register(socket, event)
-        poller.register(self.descriptor, zmq.POLLIN)
-        return all(ready != self.descriptor for ready, _ in poller.poll(timeout_ms))
-
-
-@dataclass(slots=True, kw_only=True)
-class ZmqReportSender:
-    """The way to the front: a connected PUSH socket without a high-water mark, so that sending never waits."""
-
-    socket: zmq.Socket[bytes]
-
-    def send(self, report: RankReport) -> None:
-        self.socket.send(encode(report))
-
-
-@dataclass(slots=True, kw_only=True)
-class HeartbeatSender:
-    """Tells the front that this rank runs. Who waits for another rank says it too: otherwise all that wait for a silent
-    rank were as silent as it, and chance would name one of them.
-
-    Attributes:
-        alive: what is said.
-        reports: the way to the front.
-        stop: the order to stop, which every wait hears.
-        clock: monotonic seconds.
-    """
-
-    alive: RankHeartbeat
-    reports: ZmqReportSender
-    stop: StopPipe
-    clock: Callable[[], float] = time.monotonic
-    _due_s: float = field(default=0.0, init=False)
-
-    def send_if_due(self) -> bool:
-        """Say it, unless it was said lately; True when it was said now."""
-        now_s = self.clock()
-        if now_s < self._due_s:
-            return False
-        self._due_s = now_s + HEARTBEAT_INTERVAL_S
-        self.reports.send(self.alive)
-        return True
-
-    @property
-    def due_in_s(self) -> float:
-        """When it is to be said next."""
-        return max(0.0, self._due_s - self.clock())
-
-    def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
-        """Do what ``StopPipe.wait`` does, until this is to be said next at most: whoever still waits calls again."""
-        self.send_if_due()
-        due_ms = ceil(self.due_in_s * 1000)
-        return self.stop.wait(socket, event, due_ms if timeout_ms is None else min(timeout_ms, due_ms))
-
-
-@dataclass(slots=True, kw_only=True)
-class FrontendLoadSink:
-    """A ``LoadSink`` over a ``ZmqReportSender``, for the ``LoadPublisher`` that says when a report is worth sending.
-
-    Attributes:
-        reports: the way to the front.
-        outputs: whose counters go with each report.
-    """
-
-    reports: ZmqReportSender
-    outputs: OutputStatsSource
-
-    @property
-    def wants_load(self) -> bool:
-        return True
-
-    def send(self, load: LoadSnapshot) -> None:
-        self.reports.send(LoadReport(load, self.outputs.stats()))
-
-    def close(self) -> None:
-        """The socket belongs to the process, which reports after this too."""
-
-
-@dataclass(slots=True, kw_only=True)
-class FrontendRefusalSink:
-    """A ``RejectionSink``: the leader answers for what its intake did not let in.
-
-    Attributes:
-        reports: the way to the front.
-        work: counts each request that was dispatched, taken or refused.
-    """
-
-    reports: ZmqReportSender
-    work: WorkCounters
-
-    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
-        if isinstance(incoming.message, SubmitRequest):
-            self.work.on_request_received(FRONTEND_DISPATCHER, incoming.message.ticket)
-        if refusal.reason is not RejectionReason.IN_USE:  # the first request of this id goes on
-            self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
-
-
-@dataclass(slots=True, kw_only=True)
-class FrontendStallSink:
-    """A ``StallSink`` that tells the front, and the log with all stacks. Used by the watchdog's thread alone.
-
-    Attributes:
-        reports: a way to the front of its own: sockets belong to one thread.
-        alive: whose step it is.
-    """
-
-    reports: ZmqReportSender
-    alive: RankHeartbeat
-    _log: LogStallSink = field(default_factory=LogStallSink, init=False)
-
-    def on_stall(self, report: StallReport) -> None:
-        self.reports.send(RankStalled(self.alive, report.place))
-        self._log.on_stall(report)
-
-    def on_resume(self, report: StallReport) -> None:
-        """The rank itself speaks again, which is all that the front has to know."""
-        self._log.on_resume(report)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -426,3 +284,23 @@ class Follower:
             except StopRequestedError:
                 return
             self.executor.execute(step, commands)
+
+
+_KINDS: dict[type, InputKind] = {
+    SubmitRequest: InputKind.REQUEST,
+    AbortRequest: InputKind.ABORT,
+    BlockInput: InputKind.BLOCK,
+    UnblockInput: InputKind.UNBLOCK,
+    DrainInput: InputKind.DRAIN,
+}
+
+
+class CommandDecoder:
+    """The ``MessageDecoder`` of this engine."""
+
+    __slots__ = ()
+
+    def read(self, frame: bytes) -> InputMessage[RankCommand]:
+        command = decode_command(frame)
+        rid = command.rid if isinstance(command, SubmitRequest | AbortRequest) else ""
+        return InputMessage(_KINDS.get(type(command), InputKind.COMMAND), command, rid)

@@ -26,26 +26,18 @@ from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.engine.config import RankConfig
-from scheduler_components.reference.engine.messages import (
-    MAX_QUEUED_BATCHES,
-    CommandDecoder,
-    RankHeartbeat,
-    RankReady,
-    ZmqOutputSink,
-)
+from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, RankHeartbeat, RankReady
 from scheduler_components.reference.engine.rank.compute import RankCompute, open_rank_device
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
-from scheduler_components.reference.engine.rank.loop import (
-    Follower,
+from scheduler_components.reference.engine.rank.frontend_sinks import (
     FrontendLoadSink,
     FrontendRefusalSink,
     FrontendStallSink,
-    HeartbeatSender,
-    Leader,
-    RankWorker,
-    StopPipe,
+    ZmqOutputSink,
     ZmqReportSender,
 )
+from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
+from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, ProfiledDevice, RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers

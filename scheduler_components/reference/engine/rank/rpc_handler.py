@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import msgspec
@@ -19,11 +19,11 @@ from scheduler_components.ports import StateValue
 from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager
 from scheduler_components.reference.device.device import Device, DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.messages import RpcMethod
 from scheduler_components.reference.engine.scheduler.batcher import Batcher
 
 __all__ = [
     "RpcHandler",
-    "RpcMethod",
     "BatcherSettings",
     "ProfiledDevice",
     "StateChanges",
@@ -31,7 +31,6 @@ __all__ = [
     "parse_profile_plan",
 ]
 
-RpcMethod: TypeAlias = Literal["get_internal_state", "set_internal_state", "start_profile", "stop_profile"]
 
 StateChanges: TypeAlias = dict[str, StateValue]
 

@@ -17,7 +17,8 @@ from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocati
 from scheduler_components.published_blocks import PublishedBlocks
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
-from scheduler_components.reference.engine.scheduler.request import RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.reference.engine.scheduler.request import RequestState
 from scheduler_components.step_progress import StepProgress
 from scheduler_components.values import HeldCount, PageHolding, PoolCount, SchedulerTotals
 

@@ -52,19 +52,16 @@ from scheduler_components.quiesce_state import QuiesceState, weight_namespace
 from scheduler_components.reference.device.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
-from scheduler_components.reference.engine.scheduler.batcher import (
-    Batcher,
-    RequestKvCache,
-    check_request_fits,
-    check_tokens_known,
-)
+from scheduler_components.reference.engine.scheduler.batcher import Batcher, check_request_fits, check_tokens_known
 from scheduler_components.reference.engine.scheduler.cache_tiers import (
     CacheTiers,
     DeviceOnlyTiers,
     PrefixCache,
 )
 from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity, SchedulerStatsSource
-from scheduler_components.reference.engine.scheduler.request import Request, RequestQueues, RequestState
+from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.step_progress import IDLE
 from scheduler_components.values import ForwardMode

@@ -1,0 +1,137 @@
+"""What a rank sends to the frontend: sinks over ZMQ PUSH sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import zmq
+
+from scheduler_components import (
+    LoadSnapshot,
+    OutputBatch,
+    WorkCounters,
+)
+from scheduler_components.ports import OutputStatsSource
+from scheduler_components.reference.engine.messages import (
+    FRONTEND_DISPATCHER,
+    LoadReport,
+    RankHeartbeat,
+    RankReport,
+    RankStalled,
+    RequestRefused,
+    SubmitRequest,
+    encode,
+    encode_outputs,
+)
+from scheduler_components.thread_watchdog import LogStallSink
+from scheduler_components.values import (
+    InputMessage,
+    RejectionReason,
+    RequestRejection,
+    StallReport,
+)
+
+__all__ = [
+    "ZmqOutputSink",
+    "ZmqReportSender",
+    "FrontendLoadSink",
+    "FrontendRefusalSink",
+    "FrontendStallSink",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class ZmqOutputSink:
+    """An ``OutputSink`` over a connected PUSH socket with a high-water mark: sending never waits."""
+
+    socket: zmq.Socket[bytes]
+
+    def is_ready(self) -> bool:
+        return bool(self.socket.poll(0, zmq.POLLOUT))
+
+    def send(self, batch: OutputBatch) -> bool:
+        try:
+            self.socket.send(encode_outputs(batch), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+_BUSY = frozenset({RejectionReason.TOO_MANY, RejectionReason.HELD_FULL, RejectionReason.DRAINING})
+
+
+@dataclass(slots=True, kw_only=True)
+class ZmqReportSender:
+    """The way to the front: a connected PUSH socket without a high-water mark, so that sending never waits."""
+
+    socket: zmq.Socket[bytes]
+
+    def send(self, report: RankReport) -> None:
+        self.socket.send(encode(report))
+
+
+@dataclass(slots=True, kw_only=True)
+class FrontendLoadSink:
+    """A ``LoadSink`` over a ``ZmqReportSender``, for the ``LoadPublisher`` that says when a report is worth sending.
+
+    Attributes:
+        reports: the way to the front.
+        outputs: whose counters go with each report.
+    """
+
+    reports: ZmqReportSender
+    outputs: OutputStatsSource
+
+    @property
+    def wants_load(self) -> bool:
+        return True
+
+    def send(self, load: LoadSnapshot) -> None:
+        self.reports.send(LoadReport(load, self.outputs.stats()))
+
+    def close(self) -> None:
+        """The socket belongs to the process, which reports after this too."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FrontendRefusalSink:
+    """A ``RejectionSink``: the leader answers for what its intake did not let in.
+
+    Attributes:
+        reports: the way to the front.
+        work: counts each request that was dispatched, taken or refused.
+    """
+
+    reports: ZmqReportSender
+    work: WorkCounters
+
+    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
+        if isinstance(incoming.message, SubmitRequest):
+            self.work.on_request_received(FRONTEND_DISPATCHER, incoming.message.ticket)
+        if refusal.reason is not RejectionReason.IN_USE:  # the first request of this id goes on
+            self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
+
+
+@dataclass(slots=True, kw_only=True)
+class FrontendStallSink:
+    """A ``StallSink`` that tells the front, and the log with all stacks. Used by the watchdog's thread alone.
+
+    Attributes:
+        reports: a way to the front of its own: sockets belong to one thread.
+        alive: whose step it is.
+    """
+
+    reports: ZmqReportSender
+    alive: RankHeartbeat
+    _log: LogStallSink = field(default_factory=LogStallSink, init=False)
+
+    def on_stall(self, report: StallReport) -> None:
+        self.reports.send(RankStalled(self.alive, report.place))
+        self._log.on_stall(report)
+
+    def on_resume(self, report: StallReport) -> None:
+        """The rank itself speaks again, which is all that the front has to know."""
+        self._log.on_resume(report)

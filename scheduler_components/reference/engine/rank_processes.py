@@ -1,0 +1,149 @@
+"""Start, watch and stop the scheduler processes of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler_components import (
+    StartError,
+)
+from scheduler_components.reference.engine.config import RankConfig
+
+__all__ = [
+    "RankExit",
+    "RankProcess",
+    "open_ranks",
+]
+
+_RANK_MODULE = "scheduler_components.reference.engine.rank.process"
+
+
+_LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
+
+
+_STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RankExit:
+    """How a rank process ended.
+
+    Attributes:
+        rank: which one, as ``ParallelState`` puts it.
+        return_code: of the process; negative is the number of the signal that killed it.
+        last_line: the last that it wrote to standard error: an error's name and text, if it died of one.
+    """
+
+    rank: str
+    return_code: int
+    last_line: str
+
+    def __str__(self) -> str:
+        how = f"was killed by signal {-self.return_code}" if self.return_code < 0 else f"exited {self.return_code}"
+        return f"rank {self.rank} {how}" + (f": {self.last_line}" if self.last_line else "")
+
+
+@dataclass(slots=True, kw_only=True)
+class RankProcess:
+    """One scheduler process; ``name`` is its rank as ``ParallelState`` puts it."""
+
+    rank: int
+    name: str
+    process: asyncio.subprocess.Process
+
+    def configure(self, config: RankConfig) -> None:
+        """Tell the rank who it is. Should it have died already, its watcher says so."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(config.to_json() + b"\n")
+
+    async def wait(self, show: Callable[[str], None]) -> RankExit:
+        """Pass on what the rank writes until it ends."""
+        assert self.process.stderr is not None
+        last_line = ""
+        async for line in self.process.stderr:
+            last_line = line.decode(errors="replace").rstrip()
+            show(f"rank {self.rank}: {last_line}")
+        return_code = await self.process.wait()
+        return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
+
+    def request_stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+@asynccontextmanager
+async def open_ranks(
+    configs: Sequence[RankConfig], *, show: Callable[[str], None]
+) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[RankExit]]]:
+    """Start one process per configuration; on leaving, all of them have ended.
+
+    Args:
+        configs: one per rank.
+        show: takes each line that a rank writes to standard error.
+
+    Yields:
+        The processes, and a future that is done when the first of them ends by itself.
+    """
+    ranks: list[RankProcess] = []
+    watchers: list[asyncio.Task[RankExit]] = []
+    first_exit: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
+
+    def note_exit(watcher: asyncio.Task[RankExit]) -> None:
+        if not watcher.cancelled() and not first_exit.done():
+            first_exit.set_result(watcher.result())
+
+    try:
+        for config in configs:
+            name = str(config.engine.parallel(config.rank))
+            rank = RankProcess(rank=config.rank, name=name, process=await _start(name))
+            ranks.append(rank)
+            rank.configure(config)
+            watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
+            watcher.add_done_callback(note_exit)
+            watchers.append(watcher)
+        yield ranks, first_exit
+    finally:
+        await asyncio.shield(_stop(ranks, watchers))
+
+
+async def _start(name: str) -> asyncio.subprocess.Process:
+    search_path = os.pathsep.join(_absolute(sys.path))
+    try:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # a rank imports what this process does, whatever lies in the working directory
+            "-m",
+            _RANK_MODULE,
+            env=os.environ | {"PYTHONPATH": search_path, "TQDM_DISABLE": "1"},  # noqa: SCH007 its parent's, without bars
+            stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE_BYTES,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartError(f"rank {name}", str(error), "free memory or process slots") from error
+
+
+def _absolute(paths: Iterable[str]) -> Iterator[str]:
+    """As Python reads its own search path: an empty entry is the working directory."""
+    return (str(Path(path).absolute()) for path in paths)
+
+
+async def _stop(ranks: Sequence[RankProcess], watchers: Sequence[asyncio.Task[RankExit]]) -> None:
+    for rank in ranks:
+        rank.request_stop()
+    if watchers:
+        await asyncio.wait(watchers, timeout=_STOP_GRACE_S)
+    for rank in ranks:
+        rank.kill()
+    await asyncio.gather(*watchers)

@@ -1,0 +1,124 @@
+"""The KV pages of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.ports import AllocationSink, NullAllocationSink
+from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_metrics import SchedulerCounters
+
+__all__ = [
+    "KV_POOL",
+    "pages_for",
+    "RequestKvCache",
+]
+
+KV_POOL = "full"
+"""The name of the KV pool to checks and ledgers, as SGLang's reports have it."""
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold ``num_tokens`` positions."""
+    return -(-num_tokens // page_size)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestKvCache:
+    """Gives pages to requests and takes them back.
+
+    A page that a request holds is either its own (allocated, being filled) or shared (it stands in the cache's tree,
+    locked through ``request.node``). ``share`` turns own pages into shared ones once they are full, so that others
+    find them, and events say "stored", from the step in which their KV is usable.
+
+    Attributes:
+        cache: the KV pool and its radix tree.
+        totals: evictions are counted here.
+        owners: is told who takes and gives which pages.
+        namespace: what else than tokens identifies a prefix: the weights that compute it.
+    """
+
+    cache: PrefixCache
+    totals: SchedulerCounters
+    owners: AllocationSink = field(default_factory=NullAllocationSink)
+    namespace: PrefixNamespace = DEFAULT_NAMESPACE
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had now: free ones, and cached ones that nobody holds."""
+        cache = self.cache
+        return (cache.free_tokens + cache.evictable_tokens) // cache.page_size
+
+    def match_length(self, request: Request) -> int:
+        """Return how many of the request's tokens the cache covers, without holding them."""
+        return self.cache.match_prefix(request.token_ids[:-1], self.namespace).num_tokens
+
+    def match(self, request: Request) -> None:
+        """Hold the longest cached prefix of a request that is about to run.
+
+        The last token is left out: it must go through the device to give the next one.
+        """
+        match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
+        self.cache.lock(match.node)
+        request.is_sampled = self.owners.is_sampled(request.rid)
+        if request.is_sampled:
+            self.owners.record("locked", KV_POOL, request.rid, "RequestKvCache.match", match.page_array)
+        request.node = match.node
+        request.pages = list(match.pages)
+        request.num_cached_pages = len(match.pages)
+        request.num_computed_tokens = request.num_cached_tokens = match.num_tokens
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` more positions, evicting what nobody holds; False if the pool is too full."""
+        page_size = self.cache.page_size
+        num_missing = pages_for(request.num_computed_tokens + num_tokens, page_size) - len(request.pages)
+        if num_missing <= 0:
+            return True
+        if num_missing > self.available_pages:
+            return False
+        self.totals.evicted_tokens += max(0, num_missing * page_size - self.cache.free_tokens)
+        pages = self.cache.allocate(num_missing)
+        request.pages += pages
+        if request.is_sampled:
+            self.owners.record("allocated", KV_POOL, request.rid, "RequestKvCache.grow", pages)
+        return True
+
+    def cache_unfinished(self, request: Request) -> None:
+        """Put the request's full pages into the tree and hold them there.
+
+        Where another request has put the same prefix there before, its pages replace this one's, which are freed.
+        """
+        page_size = self.cache.page_size
+        num_pages = request.num_computed_tokens // page_size
+        if num_pages <= request.num_cached_pages:
+            return
+        own, first = request.pages[:num_pages], request.num_cached_pages
+        match = self.cache.insert(request.token_ids[: num_pages * page_size], own, self.namespace)
+        self.cache.lock(match.node)
+        if request.node is not None:
+            self.cache.unlock(request.node)
+        if request.is_sampled:
+            self.owners.record("cached", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", own[first:])
+            self.owners.record(
+                "locked", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", match.page_array[first:]
+            )
+        request.node = match.node
+        request.pages[:num_pages] = match.pages
+        request.num_cached_pages = num_pages
+
+    def free(self, request: Request) -> None:
+        """Let go of all pages: full ones stay in the cache for whoever comes next, the unfinished one is freed."""
+        self.cache_unfinished(request)
+        shared, own = request.pages[: request.num_cached_pages], request.pages[request.num_cached_pages :]
+        self.cache.free(own)
+        if request.node is not None:
+            self.cache.unlock(request.node)
+        if request.is_sampled:
+            self.owners.record("freed", KV_POOL, request.rid, "RequestKvCache.free", own)
+            self.owners.record("unlocked", KV_POOL, request.rid, "RequestKvCache.free", shared)
+        request.num_cached_tokens = request.num_cached_pages * self.cache.page_size
+        request.node = None
+        request.pages = []
+        request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
