@@ -33,7 +33,7 @@ cost. Only then may the rest of a long proposal follow: gloo ends a process whos
 length (measured, torch 2.13).
 
 The invariant: after agreement n every rank has the same agreed values n, and by induction the same tree, the same
-operations under way and the same next proposal's slots. ``tests/hicache/test_replica.py`` lets ranks use their own
+operations under way and the same next proposal's slots. ``tests/test_agreement_replica.py`` lets ranks use their own
 values instead of the agreed ones, slot by slot, and sees them part.
 """
 

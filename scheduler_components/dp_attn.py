@@ -19,7 +19,7 @@ nobody decodes, or one has so few tokens in use that waiting would leave its poo
 collective of its own before the batch is made; here the answer is one step old, and costs none. It also holds each
 chunk of a long prompt back anew; here a prefill that has begun goes on, and the others join it.
 
-The invariant: all ranks of all replicas hold the same ``DpStep`` after each step. ``tests/batching/test_dp_attn.py``
+The invariant: all ranks of all replicas hold the same ``DpStep`` after each step. ``tests/test_dp_attn.py``
 walks whole topologies, and takes parts of the exchange away to see ranks part.
 """
 

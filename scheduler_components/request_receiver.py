@@ -18,7 +18,7 @@ that waits, say) may decide it.
 A rank that differs in any of them raises before it takes the step.
 
 The invariant: after meeting n each rank has returned the same messages in the same order, between the same steps.
-``tests/intake/test_one_sequence.py`` lets ranks listen for themselves instead, and sees them part and be found.
+``tests/test_request_receiver.py`` lets ranks listen for themselves instead, and sees them part and be found.
 """
 
 from __future__ import annotations

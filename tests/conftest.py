@@ -44,6 +44,16 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+pytest_plugins = ["kit.faults", "kit.http_worker", "kit.served", "kit.sockets", "kit.tiny_model"]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Close what a test enters here when the test ends, in reverse order."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.fixture(scope="session")
 def soaking() -> bool:
     """Whether long forms are wanted: the profile ``soak`` is loaded."""

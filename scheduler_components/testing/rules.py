@@ -438,7 +438,7 @@ _BEYOND = (
         "a block whose locality is REMOTE is not this worker's",
         "a router sends the prompt to a worker that has only heard of the pages",
         "pass over events with that locality where you count what a worker holds",
-        verified_by="tests/testing/test_pool_judge.py: test_a_remote_block_is_not_of_this_pool",
+        verified_by="tests/testing/test_pool_verifier.py: test_a_remote_block_is_not_of_this_pool",
     ),
     _rule(
         "KVE-709",
@@ -455,7 +455,7 @@ _BEYOND = (
         "a reader compares the topic for equality",
         "a subscription is a prefix: kv@pod1 receives kv@pod10's blocks behind a proxy",
         "drop, and count, what is of another topic",
-        verified_by="tests/observability/kv_stream/test_behind_a_proxy.py: "
+        verified_by="tests/observability/kv_stream/test_zmq_subscriber_proxy.py: "
         "test_each_view_holds_its_own_pod_and_says_so",
     ),
     _rule(
@@ -538,7 +538,7 @@ _BEYOND = (
         "a reader puts a snapshot in place as a whole, once its digest agrees",
         "queries during a recovery see half a cache",
         "build it aside, then swap",
-        verified_by="tests/observability/kv_stream/test_queries_during_a_snapshot.py: "
+        verified_by="tests/observability/kv_stream/test_zmq_subscriber_snapshot.py: "
         "test_another_thread_is_answered_between_two_messages",
     ),
     # discovery and load
@@ -548,8 +548,7 @@ _BEYOND = (
         "stream r is at base port + r, for events, replay and load alike",
         "a router dials another rank's stream, or nobody's",
         "make the descriptor and the binding from one plan",
-        verified_by="tests/sockets/test_advertised_endpoints.py: "
-        "test_every_advertised_endpoint_listens_and_serves_its_rank",
+        verified_by="tests/test_server_info_endpoints.py: test_every_advertised_endpoint_listens_and_serves_its_rank",
     ),
     _rule(
         "KVE-904",
@@ -581,7 +580,7 @@ _BEYOND = (
         "where /kv_pool is served, it names the last batch that tells of what it shows, or null",
         "a comparison at another moment accuses a sound engine",
         "read the pool between two steps, after what was recorded went out",
-        verified_by="tests/reference/engine/test_kv_pool.py: "
+        verified_by="tests/reference/engine/frontend/test_http_kv_pool.py: "
         "test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
     ),
 )

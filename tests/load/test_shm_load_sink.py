@@ -33,7 +33,7 @@ def test_a_rank_that_owns_no_stream_takes_no_page(tmp_path: Path) -> None:
     for parallel, sink in zip(ranks, sinks, strict=True):
         sink.send(LoadSnapshot(dp_rank=parallel.kv_stream_index))
         sink.close()
-    assert sinks[1] is NullLoadSink()
+    assert isinstance(sinks[1], NullLoadSink)
     board = open_shm_load_board(tmp_path, 2)
     assert board.read() == {0: LoadSnapshot(dp_rank=0), 1: LoadSnapshot(dp_rank=1)}
     board.close()

@@ -194,7 +194,7 @@ def test_a_rank_that_left_takes_its_labels_along() -> None:
 
 
 class Board:
-    unread = 0
+    failed_reads = 0
     labels: tuple[tuple[str, str], ...] = ()
 
     def read(self) -> dict[int, SchedulerStats]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from scheduler_components import ParallelState
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.testing import interfaces
-
-sys.path.append(str(Path(__file__).parent))
 
 PAGE_SIZE = 4  # of ``reference_scheduler``
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings
-from reference_scheduler import PAGE_SIZE, ReferenceScheduler
+from kit.reference_scheduler import PAGE_SIZE, ReferenceScheduler
 
 from scheduler_components import (
     BatchResultProcessor,
@@ -73,7 +73,7 @@ def become(part: Any, broken: type) -> None:
 class _Forgetful(RequestQueues):
     __slots__ = ()
 
-    def put_back(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         self.running.remove(request)
         del self._by_rid[request.rid]
 

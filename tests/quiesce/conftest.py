@@ -1,8 +1,0 @@
-"""What the tests of orders share is imported from beside them."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))

@@ -1,0 +1,149 @@
+"""Any history over a real model: whatever is submitted, aborted, retracted, flushed or started anew.
+
+Each request's text is what ``generate`` gives, each cached page holds what transformers computes, and the stream tells
+what the cache holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from kit.model_bench import PAGE_SIZE, PROMPTS, LateMover, ModelBench, Tiers
+from transformers import PreTrainedModel
+
+from scheduler_components import CacheIntegrityError
+from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.testing import GreedyTextVerifier
+
+_LONGEST = 9 * PAGE_SIZE  # positions of a request: the smallest pool holds one
+_EXAMPLES_IN = 5  # one of so many: an example computes some forty forwards
+
+
+class KeptStore(MemoryPageStore):
+    """Outlives the engine, as files do."""
+
+    def close(self) -> None:
+        pass
+
+
+class ModelMachine(RuleBasedStateMachine):
+    def __init__(self, model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
+        super().__init__()
+        self.model, self.judge = model, judge
+
+    @initialize(
+        num_pages=st.sampled_from([9, 12, 16, 30]),
+        chunk=st.sampled_from([1, 3, 4, 7, 40]),
+        slots=st.sampled_from([1, 3, 4]),
+        host_pages=st.sampled_from([0, 8, 24, 60]),
+        has_store=st.booleans(),
+        late_steps=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+        policy=st.builds(
+            HiCachePolicy,
+            write=st.sampled_from(["write_through", "write_back"]),
+            clean_ahead_pages=st.sampled_from([4, 16]),
+            prefetch=st.sampled_from(["wait_complete", "best_effort"]),
+            prefetch_threshold_pages=st.just(1),
+            load=st.sampled_from(["whole", "by_layer"]),
+        ),
+    )
+    def start(
+        self,
+        num_pages: int,
+        chunk: int,
+        slots: int,
+        host_pages: int,
+        has_store: bool,
+        late_steps: list[int],
+        policy: HiCachePolicy,
+    ) -> None:
+        self.store = KeptStore(1 << 24) if has_store else None
+        self.late_steps, self.num_asked = late_steps, 0
+        self.host_pages, self.policy = host_pages, policy
+        self.sizes = {
+            "kv_tokens": num_pages * PAGE_SIZE,
+            "chunk_tokens": chunk,
+            "max_prefill_tokens": 2 * chunk,
+            "max_running_requests": slots,
+        }
+        self.open()
+
+    def open(self) -> None:
+        make_mover = partial(LateMover, late_steps=self.next_delay)
+        tiers = Tiers(host_pages=self.host_pages, store=self.store, policy=self.policy, make_mover=make_mover)
+        self.bench = ModelBench(self.model, self.judge, tiers=tiers if self.host_pages else None, **self.sizes)
+
+    def next_delay(self) -> int:
+        self.num_asked += 1
+        return self.late_steps[self.num_asked % len(self.late_steps)]
+
+    def request_of(self, data: st.DataObject) -> Request:
+        place = data.draw(st.integers(0, len(self.bench.requests) - 1))
+        return self.bench.requests[place]
+
+    @rule(
+        places=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=4),
+        cut=st.sampled_from([None, -1, 16, 12, 1]),
+        max_new=st.integers(1, 8),
+    )
+    def submit(self, places: list[int], cut: int | None, max_new: int) -> None:
+        for place in places:
+            prompt = PROMPTS[place][:cut]
+            self.bench.submit(prompt, min(max_new, _LONGEST - len(prompt)))
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data(), more=st.sampled_from([(40,), (40, 41)]), max_new=st.integers(1, 3))
+    def follow_up(self, data: st.DataObject, more: tuple[int, ...], max_new: int) -> None:
+        """What a chat's next turn is: the prompt, the answer, and something new."""
+        before = self.request_of(data)
+        prompt = (*before.input_ids, *before.output_ids, *more)
+        if before.state is RequestState.FINISHED and len(prompt) + max_new <= _LONGEST:
+            self.bench.submit(prompt, max_new)
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.bench.abort(self.request_of(data))
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.bench.step()
+
+    @rule()
+    def retract_all(self) -> None:
+        self.bench.scheduler.retract_all()
+
+    @rule()
+    def flush(self) -> None:
+        """Refused while anything runs or is on its way, and then nothing has changed."""
+        try:
+            self.bench.scheduler.clear_cache()
+        except CacheIntegrityError:
+            assert self.bench.scheduler.queues.running or self.bench.scheduler.tiers.contents.num_operations
+
+    @rule()
+    def restart(self) -> None:
+        """The engine is gone in the middle of whatever it did; storage alone is left."""
+        self.bench.verify_texts()
+        self.bench.judge_pages()
+        self.open()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.drain()
+            self.bench.verify_texts()
+            self.bench.judge_pages()
+            self.bench.scheduler.cache.check_integrity()
+            assert self.bench.scheduler.cache.used_tokens == 0
+            self.bench.close()
+
+
+def test_any_history_gives_the_text_of_generate(paged_model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
+    searched: Any = settings(max_examples=settings().max_examples // _EXAMPLES_IN, stateful_step_count=20)
+    run_state_machine_as_test(partial(ModelMachine, paged_model, judge), settings=searched)

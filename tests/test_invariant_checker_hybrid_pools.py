@@ -1,0 +1,118 @@
+"""Six leaks that took SGLang servers down, rebuilt in the reference scheduler: each is found and its culprit named.
+
+SGLang says for each of them how many pages are missing, once the server is idle, and stops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kit.hybrid_scheduler import (
+    HybridPages,
+    KeepsStateOfAborted,
+    LosesWindowPages,
+    SideHolders,
+    checker_of,
+    hybrid_scheduler,
+    serve,
+)
+
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.values import AllocationRecord, PageHolding
+
+
+class LosesPageOfRetracted(HybridPages):
+    """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
+
+    def free(self, request: Request) -> None:
+        if self.progress.phase == "batch" and request.state is RequestState.RUNNING:
+            own = len(request.pages) - request.num_cached_pages
+            num_full = request.num_computed_tokens // self.cache.page_size - request.num_cached_pages
+            if own > num_full:
+                request.pages.pop()
+        super().free(request)
+
+
+class FreesTwice(HybridPages):
+    """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
+
+    def free(self, request: Request) -> None:
+        shared = request.pages[: request.num_cached_pages]
+        super().free(request)
+        if shared and request.state is RequestState.FINISHED:
+            self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # a pool without states lets it
+            self.owners.record("freed", "full", request.rid, "FreesTwice.release", shared[-1:])
+
+
+class KeepsStateOfRefused(HybridPages):
+    """#16067: a request takes its state, is then not admitted, and forgets it."""
+
+    def match_length(self, request: Request) -> int:
+        return self.base.match_length(request)
+
+    def give_state(self, request: Request) -> None:
+        if self.progress.phase == "batch" and request.state is RequestState.WAITING:
+            self.state_of.pop(request.rid, None)
+        else:
+            super().give_state(request)
+
+
+class CountsRunningAlone(SideHolders):
+    """#20185: no page is lost, but the states of waiting requests are left out of the count."""
+
+    def holdings(self) -> Iterator[PageHolding]:
+        running = {each.rid for each in self.queues.running}
+        return (each for each in super().holdings() if each.holder in running)
+
+
+def test_the_load_does_all_that_the_leaks_need() -> None:
+    scheduler, pages = hybrid_scheduler()
+    assert serve(scheduler) is None
+    totals = scheduler.request_metrics.totals()
+    assert totals.num_retractions_total > 5
+    assert totals.num_aborted_requests_total > 5
+    stats = checker_of(scheduler).stats()
+    assert (stats.problems, stats.checks_failed) == (0, 0)
+    assert stats.censuses >= scheduler.num_steps
+    assert not pages.state_of
+    assert len(pages.window) == 64
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule", "pool", "component", "phase"),
+    [
+        (LosesWindowPages, "lost", "swa", "HybridPages.slide", "batch"),
+        (KeepsStateOfAborted, "lost", "mamba", "HybridPages.match_length", "submit"),
+        (LosesPageOfRetracted, "lost", "full", "RequestKvCache.grow", "batch"),
+        (FreesTwice, "owned-and-free", "full", "FreesTwice.release", "results"),
+        (KeepsStateOfRefused, "lost", "mamba", "HybridPages.attach", "batch"),
+    ],
+)
+def test_a_leak_is_found_and_named(broken: type[HybridPages], rule: str, pool: str, component: str, phase: str) -> None:
+    scheduler, _ = hybrid_scheduler(broken)
+    report = serve(scheduler)
+    assert report is not None, "not found"
+    assert report.last_sound_step == report.step - 1, "found in the step that lost it"
+    [problem] = [each for each in report.problems if each.rule == rule]
+    culprit = problem.culprit
+    assert isinstance(culprit, AllocationRecord)
+    assert (problem.pool, culprit.component, culprit.phase) == (pool, component, phase)
+    assert culprit.action == ("freed" if broken is FreesTwice else "allocated")
+    assert culprit.step <= report.step
+    assert culprit.holder in str(problem)
+    assert set(problem.pages) & set(culprit.pages)
+
+
+def test_a_false_leak_names_the_request_that_has_the_page() -> None:
+    scheduler, pages = hybrid_scheduler()
+    pool = checker_of(scheduler).pools[-1]
+    pool.holders = CountsRunningAlone(pages.state_of, scheduler.queues)  # type: ignore[misc]
+    report = serve(scheduler)
+    assert report is not None
+    [problem] = [each for each in report.problems if each.rule == "lost"]
+    assert problem.culprit is not None
+    waiting = scheduler.queues.find(problem.culprit.holder)
+    assert waiting is not None
+    assert waiting.state is RequestState.WAITING, "it holds the page, so it is the count that is wrong"
+    assert problem.culprit.component == "HybridPages.match_length"

@@ -1,0 +1,197 @@
+"""The leaks of SGLang's issues that one KV pool and request slots can have, in the reference scheduler as it ships.
+
+``test_six_leaks.py`` has all six, over pools of a hybrid model. Of these, #36081 needs a second pool whose pages come
+and go with those of the first: it stays there. What is taken there as a mamba state is here the lock on a prefix: both
+are had from the match on, and lost when the request is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import attrs
+import pytest
+from kit.hybrid_scheduler import SMALL, checker_of, serve
+
+from scheduler_components import FinishReason, ParallelState
+from scheduler_components.audited_pools import RadixCachePool
+from scheduler_components.cache import RadixNode
+from scheduler_components.errors import CacheIntegrityError
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.scheduler.integrity import RequestPageHolders, RequestSlotPool
+from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request_kv_cache import KV_POOL, RequestKvCache
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.values import AllocationRecord, PageHolding
+
+
+@dataclass(slots=True, kw_only=True)
+class KeepsLockOfAborted(RequestKvCache):
+    """#20010: a prefix is locked when a waiting request is matched; its abort takes the request out, not the lock."""
+
+    def match_length(self, request: Request) -> int:
+        match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
+        self.cache.lock(match.node)
+        self.owners.record("locked", KV_POOL, request.rid, "KeepsLockOfAborted.match_length", match.page_array)
+        request.node, request.is_sampled = match.node, True
+        return match.num_tokens
+
+    def match(self, request: Request) -> None:
+        if request.node is not None:
+            self.owners.record("unlocked", KV_POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node))
+            self.cache.unlock(request.node)
+        RequestKvCache.match(self, request)
+
+    def free(self, request: Request) -> None:
+        if request.pages:
+            RequestKvCache.free(self, request)
+        else:
+            request.node = None
+
+
+def _pages_of(node: RadixNode) -> list[int]:
+    pages, at = list[int](), node
+    while at.parent is not None:
+        pages, at = [*at.pages, *pages], at.parent
+    return pages
+
+
+@dataclass(slots=True, kw_only=True)
+class LosesPageOfRetracted(RequestKvCache):
+    """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
+
+    def free(self, request: Request) -> None:
+        num_full = request.num_computed_tokens // self.cache.page_size
+        if request.state is RequestState.RUNNING and len(request.pages) > num_full:
+            request.pages.pop()
+        RequestKvCache.free(self, request)
+
+
+@dataclass(slots=True, kw_only=True)
+class FreesTwice(RequestKvCache):
+    """#6888: more is free and evictable than there is: the last page of a prompt is freed though the cache has it."""
+
+    def free(self, request: Request) -> None:
+        shared = request.pages[: request.num_cached_pages]
+        RequestKvCache.free(self, request)
+        if shared and request.state is RequestState.FINISHED:
+            self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
+            self.owners.record("freed", KV_POOL, request.rid, "FreesTwice.release", shared[-1:])
+
+
+@dataclass(slots=True, kw_only=True)
+class KeepsLockOfRefused(RequestKvCache):
+    """#16067: a request holds its prefix, is then not admitted, and forgets it."""
+
+    def free(self, request: Request) -> None:
+        if request.state is RequestState.WAITING and request.node is not None:
+            request.node, request.pages = None, []
+            request.num_cached_pages = request.num_computed_tokens = 0
+        else:
+            RequestKvCache.free(self, request)
+
+
+class CountsAnsweringAlone(RequestPageHolders):
+    """#20185: no page is lost, but what requests hold that have no token yet is left out of the count."""
+
+    def holdings(self) -> Iterator[PageHolding]:
+        answering = {each.rid for each in self.queues.running if each.num_output_tokens}
+        return (each for each in RequestPageHolders.holdings(self) if each.holder in answering)
+
+
+class KeepsSlot(RequestQueues):
+    """A request ends and its slot is still taken. Of no issue: what leaks besides pages."""
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        RequestQueues.finish(self, request, reason)
+        if reason is FinishReason.LENGTH:
+            self.running.append(request)
+
+
+def make_scheduler(
+    pages_class: type[RequestKvCache] = RequestKvCache, integrity: IntegrityConfig | None = None
+) -> Scheduler:
+    """The reference scheduler as it is composed, with other pages."""
+    device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
+    config = SMALL if integrity is None else attrs.evolve(SMALL, integrity=integrity)
+    scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
+    pages = scheduler.batcher.kv_cache
+    scheduler.batcher.kv_cache = scheduler.results.kv = pages_class(
+        cache=pages.cache, totals=pages.totals, owners=pages.owners
+    )
+    return scheduler
+
+
+def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:
+    scheduler = make_scheduler()
+    assert serve(scheduler) is None
+    totals = scheduler.request_metrics.totals()
+    assert totals.num_retractions_total > 5
+    assert totals.num_aborted_requests_total > 5
+    stats = checker_of(scheduler).stats()
+    assert (stats.problems, stats.checks_failed) == (0, 0)
+    assert stats.censuses >= scheduler.num_steps
+
+
+LEAKS = [
+    (KeepsLockOfAborted, "locks", "locked", "KeepsLockOfAborted.match_length", "submit"),
+    (LosesPageOfRetracted, "lost", "allocated", "RequestKvCache.grow", "batch"),
+    (FreesTwice, "owned-and-free", "freed", "FreesTwice.release", "results"),
+    (KeepsLockOfRefused, "locks", "locked", "RequestKvCache.match", "batch"),
+]
+
+
+@pytest.mark.parametrize(("broken", "rule", "action", "component", "phase"), LEAKS)
+def test_a_leak_is_found_in_its_step_and_its_culprit_named(
+    broken: type[RequestKvCache], rule: str, action: str, component: str, phase: str
+) -> None:
+    scheduler = make_scheduler(broken)
+    report = serve(scheduler)
+    assert report is not None, "not found"
+    if rule != "locks":  # a lost lock moves no page, so counts add up
+        assert report.last_sound_step == report.step - 1, "found in the step that lost it"
+    problem = next(each for each in report.problems if each.rule == rule)
+    culprit = problem.culprit
+    assert isinstance(culprit, AllocationRecord)
+    assert (problem.pool, culprit.action, culprit.component, culprit.phase) == (KV_POOL, action, component, phase)
+    assert culprit.holder in str(problem)
+    assert set(problem.pages) & set(culprit.pages)
+
+
+@pytest.mark.parametrize("broken", [broken for broken, *_ in LEAKS])
+def test_what_an_operator_gets_by_default_finds_each_leak_by_the_end_of_the_work(broken: type[RequestKvCache]) -> None:
+    scheduler = make_scheduler(broken, IntegrityConfig())
+    if broken is FreesTwice:  # the cache itself stops when it is given the page a second time, before it is looked at
+        with pytest.raises(CacheIntegrityError):
+            serve(scheduler)
+    else:
+        assert serve(scheduler) is not None
+
+
+def test_a_false_leak_names_a_request_that_has_the_page() -> None:
+    scheduler = make_scheduler()
+    pool = checker_of(scheduler).pools[0]
+    assert isinstance(pool, RadixCachePool)
+    pool.requests = CountsAnsweringAlone(queues=scheduler.queues)
+    report = serve(scheduler)
+    assert report is not None
+    for problem in report.problems:
+        if problem.rule != "count":
+            assert problem.culprit is not None
+            holder = scheduler.queues.find(problem.culprit.holder)
+            assert holder is not None and set(problem.pages) & set(holder.pages), "so it is the count that is wrong"
+
+
+def test_a_slot_that_is_not_given_back_is_found_in_its_step() -> None:
+    scheduler = make_scheduler()
+    queues = KeepsSlot(max_running_requests=SMALL.max_running_requests)
+    scheduler.batcher.queues = scheduler.results.requests = queues
+    pages, slots = checker_of(scheduler).pools
+    assert isinstance(pages, RadixCachePool) and isinstance(slots, RequestSlotPool)
+    pages.requests, slots.queues = RequestPageHolders(queues=queues), queues
+    report = serve(scheduler)
+    assert report is not None
+    assert {(each.rule, each.pool) for each in report.problems} == {("count", "req"), ("lost", "req")}

@@ -1,0 +1,104 @@
+"""How full several pools are, under SGLang's names; and that a scheduler's report says it, with what checks found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
+
+from scheduler_components import PoolStats, SchedulerStats
+from scheduler_components.pool_stats_observer import PoolStatsObserver
+from scheduler_components.step_progress import IDLE
+from scheduler_components.values import PageHolding, PoolCount
+
+
+@attrs.frozen
+class CountedPool:
+    """An ``AuditedPool`` that can be counted and has nothing else."""
+
+    counted: PoolCount
+
+    @property
+    def name(self) -> str:
+        return self.counted.name
+
+    def count(self) -> PoolCount:
+        return self.counted
+
+    def free_pages(self) -> Sequence[int]:
+        return ()
+
+    def holdings(self) -> Iterable[PageHolding]:
+        return ()
+
+    def tree_nodes(self) -> Iterable[object]:
+        return ()
+
+
+FULL = CountedPool(PoolCount("full", 100, 20, evictable=30, protected=10, uncached=40))
+WINDOW = CountedPool(PoolCount("swa", 10, 1, uncached=7, session_held=2))
+STATES = CountedPool(PoolCount("mamba", 8, 6, session_held=2))
+
+
+def test_tokens_of_a_page_and_one_state_each() -> None:
+    stats = PoolStatsObserver(pools=(FULL, WINDOW, STATES), page_size=4).get_pool_stats()
+    assert stats == PoolStats(
+        max_pool_usage=0.9,
+        full_token_usage=0.5, kv_available_tokens=80, kv_evictable_tokens=120, kv_used_tokens=200,
+        swa_token_usage=0.9, swa_available_tokens=4, swa_evictable_tokens=0, swa_used_tokens=36,
+        mamba_usage=0.25, mamba_available_slots=6, mamba_evictable_slots=0, mamba_used_slots=2,
+        session_held_pages=4,
+    )  # fmt: skip
+
+
+def test_what_is_not_there_is_not_told() -> None:
+    stats = PoolStatsObserver(pools=(FULL,), page_size=1).get_pool_stats()
+    assert (stats.max_pool_usage, stats.full_token_usage, stats.swa_used_tokens, stats.mamba_usage) == (
+        0.5,
+        0.5,
+        None,
+        None,
+    )
+    assert PoolStatsObserver(pools=(), page_size=1).get_pool_stats() == PoolStats(0.0)
+
+
+def test_the_fuller_kv_pool_counts() -> None:
+    assert PoolStatsObserver(pools=(FULL, WINDOW, STATES), page_size=4).get_kv_token_stats() == (200, 0.9)
+    assert PoolStatsObserver(pools=(), page_size=4).get_kv_token_stats() == (0, 0.0)
+
+
+def test_a_pool_without_pages_is_not_full() -> None:
+    assert PoolCount("swa", 0, 0).usage == 0.0
+
+
+def test_a_report_says_how_full_the_pools_are_and_what_checks_found() -> None:
+    class LastStats:
+        def record(self, stats: SchedulerStats) -> None:
+            self.stats = stats
+
+    scheduler, _ = hybrid_scheduler(config=SMALL)
+    scheduler.metrics.sink = sink = LastStats()
+    scheduler.submit(request(1, 9, 3))
+    scheduler.step()
+    scheduler.metrics.emit()
+    pools = sink.stats.totals.pools
+    assert pools is not None
+    assert pools.kv_used_tokens == 8, "the first chunk"
+    assert pools.full_token_usage == 8 / 64
+    for _ in scheduler.drain():
+        pass
+    scheduler.metrics.emit()
+    assert sink.stats.totals.integrity == checker_of(scheduler).stats()
+    assert sink.stats.totals.integrity.checks >= scheduler.num_steps
+
+
+def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:
+    scheduler, _ = hybrid_scheduler()
+    progress = scheduler.integrity.progress
+    for act in (lambda: scheduler.submit(request(1, 9, 3)), scheduler.step, lambda: scheduler.abort("r1")):
+        num_phase_changes = progress.num_phase_changes
+        act()
+        assert progress.phase == IDLE
+        assert progress.num_phase_changes > num_phase_changes
+    assert progress.step == scheduler.num_steps == 1

@@ -1,0 +1,197 @@
+"""Single orders on a replica of four ranks: what is undone, what is given up, what is done once."""
+
+from __future__ import annotations
+
+import pytest
+from kit.quiescable_replica import GOOD, RANKS, Given, OwnFacts, Replica
+
+from scheduler_components.control_requests import (
+    BeginWeightUpdate,
+    CheckWeights,
+    ContinueGeneration,
+    ControlReply,
+    ControlRequest,
+    EndWeightUpdate,
+    FlushCache,
+    LoadWeights,
+    MemoryTag,
+    PauseGeneration,
+    PauseMode,
+    ReleaseMemory,
+    ResumeMemory,
+    RollBackWeights,
+    control_request_name,
+)
+from scheduler_components.quiesce_state import PauseState
+
+BOTH = tuple(MemoryTag)
+
+
+def where(rank: int, facts: OwnFacts) -> tuple[OwnFacts, ...]:
+    """One rank's own facts, and nothing special on the others."""
+    return tuple(facts if each == rank else OwnFacts() for each in RANKS)
+
+
+def done(replica: Replica, *orders: ControlRequest) -> list[ControlReply]:
+    answers = [replica.carry_out(Given(order))[0] for order in orders]
+    assert [answer.problem for answer in answers] == [""] * len(orders)
+    return answers
+
+
+@pytest.mark.parametrize("order", [LoadWeights("a", b"a"), CheckWeights(), EndWeightUpdate(GOOD)])
+def test_what_fails_on_one_rank_of_a_session_ends_it_on_all(order: ControlRequest) -> None:
+    replica = Replica()
+    done(replica, BeginWeightUpdate("v1"))
+    answers = replica.carry_out(Given(order, where(2, OwnFacts(fails=True))))
+    assert {answer.problem.partition(":")[0] for answer in answers} == {
+        f"rank 2 could not {control_request_name(order)}"
+    }
+    assert [answer.problem.endswith(": no room") for answer in answers] == [False, False, True, False]
+    for rank in RANKS:
+        assert replica.engines[rank].did == ["old weights"]
+        state = replica.ranks[rank].state
+        assert (state.updating_to, state.weight_version, state.can_admit) == (None, "default", True)
+    assert replica.carry_out(Given(RollBackWeights()))[0].problem == "no weight update is open; begin one"
+
+
+def test_room_that_one_rank_has_not_opens_no_session() -> None:
+    replica = Replica()
+    answer = replica.carry_out(Given(BeginWeightUpdate("v1"), where(1, OwnFacts(fails=True))))[0]
+    assert answer.problem == "rank 1 could not begin weight update"
+    assert all(engine.did == ["old weights"] for engine in replica.engines.values())
+    assert replica.ranks[0].state.can_admit
+
+
+@pytest.mark.parametrize("order", [CheckWeights(), EndWeightUpdate(GOOD)])
+def test_ranks_that_read_other_bytes_keep_the_old_weights(order: ControlRequest) -> None:
+    replica = Replica()
+    done(replica, BeginWeightUpdate("v1"), LoadWeights("a", b"a"))
+    answer = replica.carry_out(Given(order, where(3, OwnFacts(reads=GOOD + 1))))[0]
+    assert answer.problem in ("ranks have loaded different weights", "rank 3 could not end weight update")
+    assert replica.ranks[0].state.weight_version == "default"
+    assert all(engine.did == ["old weights"] for engine in replica.engines.values())
+
+
+def test_memory_that_one_rank_cannot_take_is_given_back_by_all() -> None:
+    replica = Replica()
+    done(replica, ReleaseMemory(BOTH))
+    answer = replica.carry_out(Given(ResumeMemory(BOTH), where(0, OwnFacts(fails=True))))[0]
+    assert answer.problem == "rank 0 could not resume memory: no room"
+    for rank in RANKS:
+        assert replica.engines[rank].did[-1] == "gave kv_cache and weights, keeping: True"
+        assert replica.ranks[rank].state.released == set(BOTH)
+        assert not replica.ranks[rank].state.can_compute
+    done(replica, ResumeMemory(BOTH))
+    assert replica.ranks[0].state.can_admit
+
+
+def test_weights_that_were_not_kept_must_come_again() -> None:
+    replica = Replica()
+    done(replica, ReleaseMemory(BOTH, keep_weights=False), ResumeMemory(BOTH))
+    state = replica.ranks[0].state
+    assert (state.can_admit, state.stats().has_discarded_all, state.stats().is_awake) == (False, 1, 0)
+    done(replica, BeginWeightUpdate("v1"), RollBackWeights())
+    assert not state.can_admit
+    done(replica, BeginWeightUpdate("v1"), EndWeightUpdate(GOOD))
+    assert (state.can_admit, state.stats().has_discarded_all, state.stats().is_awake) == (True, 0, 1)
+
+
+def test_a_pause_that_is_given_up_leaves_all_as_it_was() -> None:
+    replica = Replica()
+    answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=2))[0]
+    assert answer.problem == ""  # nobody ran yet
+    done(replica, ContinueGeneration())
+    replica.step()
+    answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=1))[0]
+    assert answer.problem.startswith("given up at its deadline: 2 requests run, 1 wait, 0 transfers")
+    assert replica.ranks[0].state.phase is PauseState.RUNNING
+    replica.step()
+    assert replica.engines[0].num_waiting == 0
+
+
+def test_a_pause_that_waits_lets_nobody_new_in() -> None:
+    replica = Replica()
+    for engine in replica.engines.values():
+        engine.running = [3]
+    answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH, 30.0), new_requests=2))[0]
+    assert (answer.problem, replica.engines[0].num_running, replica.engines[0].num_waiting) == ("", 0, 2)
+
+
+def test_deadlines_run_from_when_the_order_came() -> None:
+    replica = Replica()
+    replica.num_steps = 1000
+    assert replica.carry_out(Given(FlushCache(30.0), new_requests=2))[0].problem == ""
+    problem = replica.carry_out(Given(FlushCache(2.0), where(1, OwnFacts(transfers_end_after=5))))[0].problem
+    assert problem.startswith("given up at its deadline: 0 requests run, 0 wait")
+
+
+def test_a_part_is_loaded_once_however_long_rest_takes() -> None:
+    replica = Replica()
+    asked = []
+
+    def checksum() -> int:
+        asked.append(1)
+        return GOOD
+
+    done(replica, BeginWeightUpdate("v1"))
+    replica.engines[0].checksum = checksum  # type: ignore[method-assign]
+    slow = where(3, OwnFacts(transfers_end_after=6))
+    assert replica.carry_out(Given(EndWeightUpdate(GOOD), slow))[0].problem == ""
+    assert asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("orders", "refused", "problem"),
+    [
+        ([], EndWeightUpdate(GOOD), "no weight update is open"),
+        ([], LoadWeights("a", b"a"), "no weight update is open"),
+        ([BeginWeightUpdate("v1")], BeginWeightUpdate("v2"), "an update to 'v1' is open"),
+        ([BeginWeightUpdate("v1")], ReleaseMemory(BOTH), "an update to 'v1' is open"),
+        ([ReleaseMemory(BOTH)], ReleaseMemory((MemoryTag.WEIGHTS,)), "weights: released already"),
+        ([ReleaseMemory(BOTH)], BeginWeightUpdate("v1"), "the memory of the weights is released"),
+        ([ReleaseMemory((MemoryTag.KV_CACHE,))], ResumeMemory(BOTH), "weights: not released"),
+        ([], ReleaseMemory(()), "no memory is named; give tags, of weights, kv_cache"),
+    ],
+)
+def test_what_does_not_fit_the_state_is_refused_and_counted(
+    orders: list[ControlRequest], refused: ControlRequest, problem: str
+) -> None:
+    replica = Replica()
+    done(replica, *orders)
+    before = replica.ranks[0].state.digest()
+    assert replica.carry_out(Given(refused))[0].problem.startswith(problem)
+    assert replica.ranks[0].state.digest() == before
+    assert replica.ranks[0].state.stats().num_orders_refused == 1
+
+
+def test_requests_that_are_paused_in_place_keep_the_cache_as_it_is() -> None:
+    replica = Replica()
+    for engine in replica.engines.values():
+        engine.running = [3]
+    done(replica, PauseGeneration(PauseMode.IN_PLACE))
+    for order in (FlushCache(30.0), BeginWeightUpdate("v1", 30.0), ReleaseMemory(BOTH, deadline_s=30.0)):
+        problem = replica.carry_out(Given(order))[0].problem
+        assert problem == "1 requests are paused in place; continue, or pause with retract or abort"
+    assert done(replica, PauseGeneration(PauseMode.RETRACT))[0].num_requests == 1
+    done(replica, FlushCache())
+
+
+def test_who_waits_will_run_so_a_flush_waits_for_them_unless_paused() -> None:
+    replica = Replica()
+    problem = replica.carry_out(Given(FlushCache(), new_requests=1))[0].problem
+    assert problem.startswith("given up at its deadline: 0 requests run, 1 wait")
+    assert replica.engines[0].did == []
+    done(replica, PauseGeneration(PauseMode.RETRACT), FlushCache())
+    assert replica.engines[0].did == ["cleared for default"]
+
+
+def test_nothing_is_computed_in_a_session() -> None:
+    replica = Replica()
+    done(replica, BeginWeightUpdate("v1"))
+    assert replica.carry_out(Given(LoadWeights("a", b"a"), new_requests=2))[0].problem == ""
+    replica.step()
+    assert (replica.engines[0].num_running, replica.engines[0].num_waiting) == (0, 2)
+    done(replica, EndWeightUpdate(GOOD))
+    assert replica.engines[0].did == ["new weights", "cleared for v1"]
+    replica.step()
+    assert replica.engines[0].num_running == 2

@@ -1,0 +1,86 @@
+"""The kit's checks of pools pass on the reference scheduler over four pools, and fail on each that loses a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from kit.hybrid_scheduler import SMALL, HybridPages, KeepsStateOfAborted, LosesWindowPages, checker_of, hybrid_scheduler
+
+from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
+from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.ports import AuditedPool
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
+from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
+from scheduler_components.testing.strategies import workloads
+
+SEEN_BY_THE_CHECKS = IntegrityConfig(checks=CheckPolicy(action="count", count_every_steps=10**6))
+CONFIG = attrs.evolve(
+    SMALL, page_size=4, kv_tokens=interfaces.MIN_POOL_TOKENS, max_running_requests=3, integrity=SEEN_BY_THE_CHECKS
+)
+
+
+class AuditedReference:
+    def __init__(self, events: KvEventSink, outputs: OutputSink, pages: type[HybridPages] = HybridPages) -> None:
+        self.scheduler, self.pages = hybrid_scheduler(pages, CONFIG, num_window_pages=256)
+        self.scheduler.kv_events.sink = events  # type: ignore[assignment]
+        self.scheduler.output.sink = outputs
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def pools(self) -> Sequence[AuditedPool]:
+        return checker_of(self.scheduler).pools
+
+    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
+        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens, ignore_eos=True)))
+
+    def abort(self, rid: str) -> object:
+        return self.scheduler.abort(rid)
+
+    def step(self) -> object:
+        return self.scheduler.step()
+
+    def get_loads(self) -> LoadSnapshot:
+        return self.scheduler.load.get_loads()
+
+    def block_hashes(self) -> Iterable[int]:
+        return self.scheduler.cache.block_hashes()
+
+
+@pytest.mark.parametrize("check", POOL_INVARIANT_CHECKS)
+def test_the_reference_scheduler_passes(check: Callable[[OpenAuditedScheduler, interfaces.Workload], None]) -> None:
+    check(AuditedReference, WORKLOAD)
+
+
+@settings(deadline=None, max_examples=5)
+@given(workload=workloads())
+def test_the_reference_scheduler_passes_on_any_workload(workload: interfaces.Workload) -> None:
+    for check in POOL_INVARIANT_CHECKS:
+        check(AuditedReference, workload)
+
+
+@pytest.mark.parametrize("check", POOL_INVARIANT_CHECKS)
+@pytest.mark.parametrize("broken", [LosesWindowPages, KeepsStateOfAborted])
+def test_a_scheduler_that_loses_pages_fails(
+    check: Callable[[OpenAuditedScheduler, interfaces.Workload], None], broken: type[HybridPages]
+) -> None:
+    with pytest.raises(ConformanceError, match=r"lost|free or evictable"):
+        check(lambda events, outputs: AuditedReference(events, outputs, broken), WORKLOAD)
+
+
+def test_a_scheduler_that_names_no_pool_fails() -> None:
+    class Poolless(AuditedReference):
+        @property
+        def pools(self) -> Sequence[AuditedPool]:
+            return ()
+
+    with pytest.raises(ConformanceError, match="at least one pool"):
+        POOL_INVARIANT_CHECKS[0](Poolless, WORKLOAD)
