@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)
-def requeue(engine: Engine) -> Iterator[None]:
+def put_back(engine: Engine) -> Iterator[None]:
     """Other tests find the plugin's publisher."""
     yield
     engine.publish_by(engine.open())
