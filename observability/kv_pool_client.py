@@ -20,8 +20,7 @@ import msgspec
 
 from observability.kv_stream import UnreachableError, fetch_page, parse_worker_url
 from scheduler_components import DecodeError, KvPoolSnapshot, StartError
-from scheduler_components.cache import signed_block_hash
-from scheduler_components.events import MediumGroup, medium_group
+from scheduler_components.events import MediumGroup, medium_group, signed_block_hash
 
 if TYPE_CHECKING:
     import httpx

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from scheduler_components._lazy import lazy_exports
 from scheduler_components._version import __version__
 from scheduler_components.batch_result_processor import BatchResultProcessor, RequestResult
-from scheduler_components.cache import RadixCache
 from scheduler_components.errors import (
     CacheIntegrityError,
     ComponentError,
@@ -89,6 +88,7 @@ from scheduler_components.values import (
 )
 
 if TYPE_CHECKING:
+    from scheduler_components.cache import RadixCache
     from scheduler_components.server_info import kv_events_server_info
 
 __all__ = [  # sorted by meaning
@@ -173,5 +173,5 @@ __all__ = [  # sorted by meaning
 
 __getattr__ = lazy_exports(
     __name__,
-    {"scheduler_components.server_info": "kv_events_server_info"},
+    {"scheduler_components.cache": "RadixCache", "scheduler_components.server_info": "kv_events_server_info"},
 )

@@ -172,3 +172,27 @@ def test_opening_a_door_loads_nothing_heavy(module: str) -> None:
     script = f"import sys, {module}; print(*[m for m in '{heavy}'.split() if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []
+
+
+RANK_MODULES = (
+    "scheduler_components.reference.engine.scheduler",
+    "scheduler_components.reference.engine.rank",
+    "scheduler_components.cache.radix_cache",
+    "scheduler_components.cache.page_pool",
+    "scheduler_components.hicache.cache",
+    "scheduler_components.hicache.controller",
+    "scheduler_components.hicache.tiers",
+    "scheduler_components.hicache.transfers",
+    "scheduler_components.profiler_manager",
+    "torch",
+    "numpy",
+)
+"""What only the scheduler processes of the reference engine need."""
+
+
+@pytest.mark.parametrize("module", ["messages", "config", "frontend.frontend", "engine", "http_app"])
+def test_the_frontend_process_loads_no_scheduler(module: str) -> None:
+    script = f"import sys, {KIT}.reference.engine.{module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert [each for each in loaded if each.startswith(tuple(f"{name}." for name in RANK_MODULES))] == []
+    assert set(loaded).isdisjoint(RANK_MODULES)

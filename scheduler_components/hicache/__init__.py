@@ -28,10 +28,7 @@ from scheduler_components.errors import (
     TierDivergenceError,
 )
 from scheduler_components.events import Tier
-from scheduler_components.hicache.cache import HiCacheStepper, HiRadixCache
-from scheduler_components.hicache.controller import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
-from scheduler_components.hicache.memory_storage import MemoryPageStore
-from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
+from scheduler_components.hicache.policy import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.page_shape import STORED_LAYOUT, HostLayout, PageShape
 from scheduler_components.ports import (
     CopyEvent,
@@ -52,13 +49,16 @@ from scheduler_components.ports import (
 from scheduler_components.values import SyncCall
 
 if TYPE_CHECKING:
+    from scheduler_components.hicache.cache import HiCacheStepper, HiRadixCache
     from scheduler_components.hicache.file_storage import FilePageStore, open_file_page_store
     from scheduler_components.hicache.memory import HostPool, SimulatedDeviceMemory
+    from scheduler_components.hicache.memory_storage import MemoryPageStore
     from scheduler_components.hicache.mooncake_storage import (
         MooncakeAddress,
         MooncakePageStore,
         open_mooncake_page_store,
     )
+    from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, Placement, StorageStats
     from scheduler_components.hicache.storage_backend import ZERO_COPY_LAYOUT
     from scheduler_components.hicache.thread_layer_counter import ThreadLayerDoneCounter
     from scheduler_components.hicache.thread_page_mover import ThreadPageMover
@@ -133,9 +133,12 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "scheduler_components.hicache.cache": "HiCacheStepper HiRadixCache",
         "scheduler_components.hicache.file_storage": "FilePageStore open_file_page_store",
         "scheduler_components.hicache.memory": "HostPool SimulatedDeviceMemory",
+        "scheduler_components.hicache.memory_storage": "MemoryPageStore",
         "scheduler_components.hicache.mooncake_storage": ("MooncakeAddress MooncakePageStore open_mooncake_page_store"),
+        "scheduler_components.hicache.storage": "CheckedPageStore KeySpace Placement StorageStats",
         "scheduler_components.hicache.storage_backend": "ZERO_COPY_LAYOUT",
         "scheduler_components.hicache.thread_layer_counter": "ThreadLayerDoneCounter",
         "scheduler_components.hicache.thread_page_mover": "ThreadPageMover",

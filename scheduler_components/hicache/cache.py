@@ -24,7 +24,8 @@ from scheduler_components.cache import (
 )
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
-from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController, HiCachePolicy
+from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController
+from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import PrefetchQueue, TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent

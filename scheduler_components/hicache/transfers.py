@@ -20,7 +20,8 @@ from itertools import takewhile
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.events import Tier
-from scheduler_components.hicache.controller import HiCacheController, HiCachePolicy
+from scheduler_components.hicache.controller import HiCacheController
+from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.tiers import TierTree, pages_per_node
 from scheduler_components.page_operations import (
     BackupOutcome,
