@@ -40,7 +40,7 @@ class _EchoGroup:
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
     """Time each part alone, beside a step of 64 running."""
     sync = DpBatchSync(
-        domain=ParallelGroups(groups=(_EchoGroup(),)),
+        groups=ParallelGroups(groups=(_EchoGroup(),)),
         num_replicas=_REPLICAS,
         delayer=PrefillDelayer(max_delay_steps=30),
     )

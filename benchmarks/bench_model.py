@@ -73,7 +73,7 @@ class _Bench:
         parallel, policy = ParallelState(), HiCachePolicy(prefetch="wait_complete")
         hicache = HiCacheConfig(host_tokens=_HOST_TOKENS, storage="file", storage_path=directory, policy=policy)
         kv = make_torch_kv_memory(self.pool, model=spec.identity)
-        self.tiers = open_hicache_tiers(kv, hicache, config, parallel, domain=ParallelGroups())
+        self.tiers = open_hicache_tiers(kv, hicache, config, parallel, groups=ParallelGroups())
         self.device = _TimedDevice(
             TorchDevice(model=load_model(spec), pool=self.pool, layer_counter=self.tiers.layer_counter)
         )

@@ -78,7 +78,7 @@ def _scheduler(scale: Scale, num_timed: int) -> Iterator[tuple[Scheduler, Quiesc
         scheduler.submit(Request(f"r{number}", range(100 * number, 100 * number + 100), limits))
     for _ in range(20):
         scheduler.step()
-    yield scheduler, make_quiesce_stepper(scheduler, state, domain=ParallelGroups())
+    yield scheduler, make_quiesce_stepper(scheduler, state, groups=ParallelGroups())
     scheduler.close()
 
 

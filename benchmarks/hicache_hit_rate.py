@@ -93,7 +93,7 @@ def find_in_tiers(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
         host=SimulatedHostPages(num_host_pages, rng=random.Random(0), failure=0.0),
         num_host_pages=num_host_pages,
     )
-    stepper = HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=InstantMover())
+    stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=InstantMover())
     found = Found()
     for rid, prompt in _prompts(requests, found):
         for _ in range(_SETTLE_STEPS):

@@ -64,7 +64,7 @@ def _wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool
     return True
 
 
-def _open_domain(spec: StepSpec) -> ParallelGroups:
+def _open_groups(spec: StepSpec) -> ParallelGroups:
     tp_size = spec.attn_cp_size * spec.attn_tp_size
     size = spec.pp_size * tp_size
     stages = ParallelState.from_tp_rank(0, tp_size=tp_size, attn_cp_size=spec.attn_cp_size, pp_size=spec.pp_size)
@@ -92,12 +92,12 @@ def _open_domain(spec: StepSpec) -> ParallelGroups:
     )
 
 
-def _bare_us(domain: ParallelGroups, num_steps: int) -> float:
+def _bare_us(groups: ParallelGroups, num_steps: int) -> float:
     """The same reductions of a vector that says nothing: no proposal is made, and nothing is read of the answer."""
-    nothing, call = [0] * BLOCK_INTS, SyncCall(domain.rank, 0, 0, "bare")
+    nothing, call = [0] * BLOCK_INTS, SyncCall(groups.rank, 0, 0, "bare")
     begun = time.perf_counter()
     for _ in range(num_steps):
-        for group in domain.groups:
+        for group in groups.groups:
             group.all_reduce_min(nothing, call)
     return (time.perf_counter() - begun) * 1e6 / num_steps
 
@@ -114,22 +114,22 @@ def main() -> None:
     )
     for token in range(spec.num_operations):
         cache.insert([token], cache.allocate(1))
-    stepper = HiCacheStepper(cache=cache, domain=_open_domain(spec), mover=StuckMover())
+    stepper = HiCacheStepper(cache=cache, groups=_open_groups(spec), mover=StuckMover())
     for _ in range(_WARM_UP_STEPS):
         stepper.step()
-    us_a_step, us_bare, collectives = [], [], stepper.domain.num_collectives
+    us_a_step, us_bare, collectives = [], [], stepper.groups.num_collectives
     for _ in range(spec.num_turns):
         begun = time.perf_counter()
         for _ in range(spec.num_steps):
             stepper.step()
         us_a_step.append((time.perf_counter() - begun) * 1e6 / spec.num_steps)
-        us_bare.append(_bare_us(stepper.domain, spec.num_steps))
-    collectives = stepper.domain.num_collectives - collectives
+        us_bare.append(_bare_us(stepper.groups, spec.num_steps))
+    collectives = stepper.groups.num_collectives - collectives
     per_step = collectives / (spec.num_turns * spec.num_steps)
     result = StepResult(us_a_step=us_a_step, us_bare=us_bare, collectives_a_step=per_step)
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.stdout.flush()
-    stepper.domain.barrier("end", step=0)
+    stepper.groups.barrier("end", step=0)
     stepper.close()
 
 

@@ -211,7 +211,7 @@ class DpBatchSync:
     """One rank's end of the exchange. One thread calls ``agree`` once in every step, with work and without.
 
     Attributes:
-        domain: the ranks of the other replicas (``dp_rank_groups``); by default nobody.
+        groups: the ranks of the other replicas (``dp_rank_groups``); by default nobody.
         replica: this one, from 0.
         num_replicas: that take part.
         delayer: the rule of the vote.
@@ -222,7 +222,7 @@ class DpBatchSync:
         ConfigError: the replica is not one of them, or they are none.
     """
 
-    domain: ParallelGroups = field(default_factory=ParallelGroups)
+    groups: ParallelGroups = field(default_factory=ParallelGroups)
     replica: int = 0
     num_replicas: int = 1
     delayer: PrefillDelayer = field(default_factory=PrefillDelayer)
@@ -248,11 +248,11 @@ class DpBatchSync:
         exchange = self._exchange
         if not exchange.step:
             rule = {"replicas": self.num_replicas, "max_delay_steps": self.delayer.max_delay_steps}
-            self.domain.check_equal("dp rules", {**rule, "low_usage": self.delayer.low_usage}, step=0)
+            self.groups.check_equal("dp rules", {**rule, "low_usage": self.delayer.low_usage}, step=0)
         exchange.step += 1
         proposal = Proposal(_OPERATION, step=exchange.step)
         proposal.fill(exchange.slots, exchange.pack(self.replica, shape, intent))
-        rows = exchange.unpack(self.domain.reduce(proposal).numbers)
+        rows = exchange.unpack(self.groups.reduce(proposal).numbers)
         shapes, intents = zip(*rows, strict=True)
         vote = self.delayer.vote(intents, any_low=any(self.delayer.is_low(each) for each in intents))
         self.last = DpStep(shapes, any(each.has_work for each in intents), vote not in ("nobody_asks", "delayed"), vote)

@@ -315,13 +315,13 @@ class QuiesceStepper:
 
     Attributes:
         quiesce: decides.
-        domain: agrees. Who shares it asks on the same thread, in one order on all ranks.
+        groups: agrees. Who shares it asks on the same thread, in one order on all ranks.
         clock: monotonic seconds of this rank.
         num_rounds: asked so far.
     """
 
     quiesce: QuiesceController
-    domain: ParallelGroups
+    groups: ParallelGroups
     clock: Callable[[], float] = time.monotonic
     num_rounds: int = field(default=0, init=False)
 
@@ -341,5 +341,5 @@ class QuiesceStepper:
         if not quiesce.has_pending:
             return None
         self.num_rounds += 1
-        proposal = quiesce.propose(self.num_rounds, rank=self.domain.rank, now_s=self.clock())
-        return quiesce.settle(self.num_rounds, self.domain.reduce(proposal))
+        proposal = quiesce.propose(self.num_rounds, rank=self.groups.rank, now_s=self.clock())
+        return quiesce.settle(self.num_rounds, self.groups.reduce(proposal))

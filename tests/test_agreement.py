@@ -169,7 +169,7 @@ def on_threads(
 
     def run(rank: int) -> object:
         try:
-            return work(hub.domain(rank))
+            return work(hub.parallel_groups(rank))
         except (SettingsDivergenceError, SyncDivergenceError, SyncTimeoutError) as error:
             return error
 
@@ -177,17 +177,17 @@ def on_threads(
         return list(threads.map(run, sorted(reduce_groups)))
 
 
-def ask(domain: ParallelGroups) -> AgreedValues:
-    mine = domain.rank
-    domain.barrier("start", step=0)
-    assert domain.all_reduce_min("landed", mine + 5, step=1) == 5
+def ask(groups: ParallelGroups) -> AgreedValues:
+    mine = groups.rank
+    groups.barrier("start", step=0)
+    assert groups.all_reduce_min("landed", mine + 5, step=1) == 5
     proposal = Proposal("step", step=2)
     proposal.max("wanted", mine)
     proposal.all("allocated", mine != 1)
     proposal.any("aborted", mine == 1)
     proposal.equal("tree digest", 7)
     proposal.equal("host digest", mine)
-    return domain.reduce(proposal)
+    return groups.reduce(proposal)
 
 
 def expected(wanted: int, *flags: bool) -> AgreedValues:
@@ -196,9 +196,9 @@ def expected(wanted: int, *flags: bool) -> AgreedValues:
 
 
 def test_one_rank_agrees_with_itself_without_a_collective() -> None:
-    domain = ParallelGroups()
-    assert ask(domain) == expected(0, True, False, True, True)
-    assert (domain.num_calls, domain.num_collectives) == (3, 0)
+    groups = ParallelGroups()
+    assert ask(groups) == expected(0, True, False, True, True)
+    assert (groups.num_calls, groups.num_collectives) == (3, 0)
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(2, 2), (2, 1), (1, 2), (3, 2)])
@@ -235,24 +235,24 @@ def test_agreement_over_tp_only_leaves_cp_ranks_apart() -> None:
 
 @pytest.mark.parametrize("num_slots", [1, 250, 251, 5000])
 def test_collectives_do_not_grow_with_the_slots_beyond_one_more_a_hop(num_slots: int) -> None:
-    def work(domain: ParallelGroups) -> object:
+    def work(groups: ParallelGroups) -> object:
         proposal = Proposal("step", step=0)
         for slot in range(num_slots):
-            proposal.min(f"operation {slot}", domain.rank + slot)
-        agreed = domain.reduce(proposal)
+            proposal.min(f"operation {slot}", groups.rank + slot)
+        agreed = groups.reduce(proposal)
         assert list(agreed.numbers.values()) == list(range(num_slots))
-        return domain.num_collectives
+        return groups.num_collectives
 
     assert set(on_threads(grid(2, 2), work)) == {2 if num_slots <= 250 else 4}
 
 
 @pytest.mark.parametrize("odd_rank", range(4))
 def test_a_rank_that_leaves_out_a_call_is_named_on_all_ranks(odd_rank: int) -> None:
-    def work(domain: ParallelGroups) -> object:
-        domain.barrier("start", step=4)
-        if domain.rank != odd_rank:  # the mistake: a rank-local condition in front of a collective
-            domain.all_reduce_min("prefetch", 1, step=5)
-        return domain.all_reduce_min("write acks", 1, step=5)
+    def work(groups: ParallelGroups) -> object:
+        groups.barrier("start", step=4)
+        if groups.rank != odd_rank:  # the mistake: a rank-local condition in front of a collective
+            groups.all_reduce_min("prefetch", 1, step=5)
+        return groups.all_reduce_min("write acks", 1, step=5)
 
     for error in on_threads(grid(2, 2), work):
         assert isinstance(error, SyncDivergenceError)
@@ -263,20 +263,20 @@ def test_a_rank_that_leaves_out_a_call_is_named_on_all_ranks(odd_rank: int) -> N
 
 
 def test_proposals_of_different_length_part_before_their_rests_meet() -> None:
-    def work(domain: ParallelGroups) -> object:
+    def work(groups: ParallelGroups) -> object:
         proposal = Proposal("step", step=0)
-        for slot in range(1000 if domain.rank == 2 else 3):
+        for slot in range(1000 if groups.rank == 2 else 3):
             proposal.min(f"operation {slot}", 1)
-        return domain.reduce(proposal)
+        return groups.reduce(proposal)
 
     assert all(isinstance(error, SyncDivergenceError) for error in on_threads(grid(2, 2), work))
 
 
 @pytest.mark.parametrize("dead_rank", range(4))
 def test_a_dead_rank_is_named_on_all_survivors(dead_rank: int) -> None:
-    def work(domain: ParallelGroups) -> object:
-        domain.barrier("start", step=0)
-        return None if domain.rank == dead_rank else domain.all_reduce_min("landed", 1, step=9)
+    def work(groups: ParallelGroups) -> object:
+        groups.barrier("start", step=0)
+        return None if groups.rank == dead_rank else groups.all_reduce_min("landed", 1, step=9)
 
     for rank, error in enumerate(on_threads(grid(2, 2), work, timeout_s=0.2)):
         if rank != dead_rank:
@@ -285,23 +285,23 @@ def test_a_dead_rank_is_named_on_all_survivors(dead_rank: int) -> None:
 
 
 def test_a_broken_domain_stays_broken() -> None:
-    def work(domain: ParallelGroups) -> object:
-        if domain.rank == 1:
+    def work(groups: ParallelGroups) -> object:
+        if groups.rank == 1:
             return None
         for _ in range(2):
             with pytest.raises(SyncTimeoutError, match=r"'landed' at step 3: not agreed within 0\.1 s; missing.* 1"):
-                domain.all_reduce_min("landed", 1, step=3)
-        return domain.num_calls, domain.num_collectives
+                groups.all_reduce_min("landed", 1, step=3)
+        return groups.num_calls, groups.num_collectives
 
     assert on_threads(grid(2, 1), work, timeout_s=0.1) == [(1, 0), None]
 
 
 def test_a_closed_domain_refuses() -> None:
-    domain = ParallelGroups()
-    domain.close()
-    domain.close()
+    groups = ParallelGroups()
+    groups.close()
+    groups.close()
     with pytest.raises(SyncClosedError, match=r"^the sync domain is closed$"):
-        domain.barrier("start", step=0)
+        groups.barrier("start", step=0)
 
 
 def test_a_simulated_rank_without_a_proposal_is_missing() -> None:
@@ -333,9 +333,9 @@ def parallel_of(pp: int, dp: int, cp: int, tp: int) -> ParallelState:
 def test_a_domain_is_one_replicas_grid(pp: int, dp: int, cp: int, tp: int) -> None:
     world = world_rank_groups(parallel_of(pp, dp, cp, tp))
     assert [sets.rank for sets in world] == list(range(pp * dp * cp * tp))
-    domains = {agreeing_ranks(sets.rank, world) for sets in world}
-    assert len(domains) == dp
-    assert all(len(domain) == pp * cp * tp for domain in domains)
+    all_groups = {agreeing_ranks(sets.rank, world) for sets in world}
+    assert len(all_groups) == dp
+    assert all(len(groups) == pp * cp * tp for groups in all_groups)
     for sets in world:
         assert all(len(hop) > 1 for hop in sets.reduce_groups)
         assert len(set(sets.reduce_groups)) == len(sets.reduce_groups) == (cp > 1) + (tp > 1) + (pp > 1)
@@ -403,14 +403,14 @@ def test_a_set_without_its_rank_is_refused(ranks: tuple[int, ...]) -> None:
 
 
 def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -> None:
-    """Rank 2 alone: found over CP, then TP. And the domain is broken from then on."""
+    """Rank 2 alone: found over CP, then TP. And the groups are unusable from then on."""
 
-    def start(domain: ParallelGroups) -> None:
-        settings = {"page_size": 16, "prefetch": "timeout" if domain.rank == 2 else "best_effort", "write": "w" * 70}
+    def start(groups: ParallelGroups) -> None:
+        settings = {"page_size": 16, "prefetch": "timeout" if groups.rank == 2 else "best_effort", "write": "w" * 70}
         with pytest.raises(SettingsDivergenceError) as raised:
-            domain.check_equal("hicache settings", settings, step=0)
+            groups.check_equal("hicache settings", settings, step=0)
         with pytest.raises(SettingsDivergenceError):
-            domain.barrier("step", step=1)
+            groups.barrier("step", step=1)
         raise raised.value
 
     errors = on_threads(grid(2, 2), start)
@@ -425,8 +425,8 @@ def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -
 
 
 def test_long_settings_are_told_by_their_beginnings() -> None:
-    def start(domain: ParallelGroups) -> None:
-        domain.check_equal("settings", {"model": "xy" + "\xe9" * 60 + str(domain.rank)}, step=0)
+    def start(groups: ParallelGroups) -> None:
+        groups.check_equal("settings", {"model": "xy" + "\xe9" * 60 + str(groups.rank)}, step=0)
 
     for error in on_threads(grid(2, 1), start):
         assert isinstance(error, SettingsDivergenceError)
@@ -437,8 +437,8 @@ def test_long_settings_are_told_by_their_beginnings() -> None:
 
 
 def test_ranks_with_the_same_settings_go_on() -> None:
-    def start(domain: ParallelGroups) -> int:
-        domain.check_equal("hicache settings", {"page_size": 16, "prefetch": "timeout"}, step=0)
-        return domain.num_collectives
+    def start(groups: ParallelGroups) -> int:
+        groups.check_equal("hicache settings", {"page_size": 16, "prefetch": "timeout"}, step=0)
+        return groups.num_collectives
 
     assert on_threads(grid(2, 2), start) == [2] * 4

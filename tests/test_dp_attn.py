@@ -44,7 +44,7 @@ def make_syncs(parallels: Sequence[ParallelState], **rule: float) -> list[DpBatc
     hub = ThreadSyncHub({each.tp_rank: dp_rank_groups(each).reduce_groups for each in parallels}, timeout_s=20)
     return [
         DpBatchSync(
-            domain=hub.domain(each.tp_rank),
+            groups=hub.parallel_groups(each.tp_rank),
             replica=each.attn_dp_rank,
             num_replicas=each.attn_dp_size,
             delayer=PrefillDelayer(**rule),  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_every_rank_of_every_topology_hears_what_all_brought_in_one_collective_p
         assert step.can_run_graph == all(shape.can_run_graph for shape, _ in brought)
     num_hops = 1 if parallels[0].attn_dp_size > 1 else 0
     for sync in syncs:
-        assert sync.domain.num_collectives == num_hops * (1 + len(steps))  # the settings once, then one per step
+        assert sync.groups.num_collectives == num_hops * (1 + len(steps))  # the settings once, then one per step
     for sync, parallel in zip(syncs, parallels, strict=True):
         own = [step[parallel.attn_dp_rank][0].num_tokens for step in steps]
         longest = [max(shape.num_tokens for shape, _ in step) for step in steps]
@@ -136,9 +136,9 @@ def test_replicas_with_different_rules_or_at_different_steps_find_out() -> None:
         run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
     syncs = make_syncs(parallels)
     run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
-    syncs[0].domain.groups, groups = (), syncs[0].domain.groups
+    syncs[0].groups.groups, groups = (), syncs[0].groups.groups
     run(parallels[:1], syncs[:1], [[(BatchShape(), PrefillIntent())] * 2])  # a step without the others
-    syncs[0].domain.groups = groups
+    syncs[0].groups.groups = groups
     with pytest.raises(SyncDivergenceError, match="step 3"):
         run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
 

@@ -73,7 +73,7 @@ class LateTiers:
             record=True,
         )
         self.stepper = HiCacheStepper(
-            cache=self.cache, domain=ParallelGroups(), mover=LateMover(rng), clock=lambda: 0.0
+            cache=self.cache, groups=ParallelGroups(), mover=LateMover(rng), clock=lambda: 0.0
         )
 
     @property

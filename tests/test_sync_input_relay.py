@@ -29,14 +29,14 @@ def world_of(pp: int, cp: int, tp: int) -> ParallelState:
     return ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp, pp_size=pp)
 
 
-def relay_of(domain: ParallelGroups, *, leader: int = 0) -> SyncGroupRelay:
-    return SyncGroupRelay(rank=domain.rank, leads=domain.rank == leader, groups=domain.groups)
+def relay_of(groups: ParallelGroups, *, leader: int = 0) -> SyncGroupRelay:
+    return SyncGroupRelay(rank=groups.rank, leads=groups.rank == leader, groups=groups.groups)
 
 
 @pytest.mark.parametrize("sizes", TOPOLOGIES, ids="pp{0[0]} cp{0[1]} tp{0[2]}".format)
 def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[int, int, int]) -> None:
-    def work(domain: ParallelGroups) -> list[tuple[bytes, ...]]:
-        relay = relay_of(domain)
+    def work(groups: ParallelGroups) -> list[tuple[bytes, ...]]:
+        relay = relay_of(groups)
         return [
             relay.broadcast(RelayedInput(step, 2**32 - 1, 0, tuple(frames) if relay.leads else ())).frames
             for step, frames in enumerate(BATCHES)
@@ -46,8 +46,8 @@ def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[in
 
 
 def test_every_size_around_the_first_block_comes_whole() -> None:
-    def work(domain: ParallelGroups) -> list[int]:
-        relay = relay_of(domain)
+    def work(groups: ParallelGroups) -> list[int]:
+        relay = relay_of(groups)
         frames = [(b"x" * size,) if relay.leads else () for size in range(1930, 1990)]
         return [len(relay.broadcast(RelayedInput(step, 0, 0, given)).frames[0]) for step, given in enumerate(frames)]
 
@@ -55,10 +55,10 @@ def test_every_size_around_the_first_block_comes_whole() -> None:
 
 
 def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
-    def work(domain: ParallelGroups) -> list[object]:
+    def work(groups: ParallelGroups) -> list[object]:
         source = ListInputSource()
-        leads = domain.rank == 0
-        intake = RequestReceiver(rank=str(domain.rank), reader=TextInputReader(), source=source, relay=relay_of(domain))
+        leads = groups.rank == 0
+        intake = RequestReceiver(rank=str(groups.rank), reader=TextInputReader(), source=source, relay=relay_of(groups))
         admitted: list[object] = []
         for step in range(30):
             if leads and step % 3 != 1:
@@ -73,9 +73,9 @@ def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
 
 @pytest.mark.parametrize("field", ["step", "state_digest", "input_digest"])
 def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> None:
-    def work(domain: ParallelGroups) -> str:
-        relay = relay_of(domain)
-        place = {"step": 7, "state_digest": 1, "input_digest": 2} | ({field: 9} if domain.rank == 2 else {})
+    def work(groups: ParallelGroups) -> str:
+        relay = relay_of(groups)
+        place = {"step": 7, "state_digest": 1, "input_digest": 2} | ({field: 9} if groups.rank == 2 else {})
         with pytest.raises(SyncDivergenceError) as raised:
             relay.broadcast(RelayedInput(**place))
         with pytest.raises(SyncDivergenceError):
@@ -89,8 +89,8 @@ def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> Non
 
 @pytest.mark.parametrize("leaders", [(), (0, 1)], ids=["nobody leads", "two lead"])
 def test_ranks_that_do_not_know_who_leads_find_out(leaders: tuple[int, ...]) -> None:
-    def work(domain: ParallelGroups) -> None:
-        relay = SyncGroupRelay(rank=domain.rank, leads=domain.rank in leaders, groups=domain.groups)
+    def work(groups: ParallelGroups) -> None:
+        relay = SyncGroupRelay(rank=groups.rank, leads=groups.rank in leaders, groups=groups.groups)
         with pytest.raises(SyncDivergenceError, match="rank 0: 'input 0"):
             relay.broadcast(RelayedInput(1, 0, 0, (b"request:a",) if relay.leads else ()))
 
@@ -98,10 +98,10 @@ def test_ranks_that_do_not_know_who_leads_find_out(leaders: tuple[int, ...]) -> 
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_say() -> None:
-    def work(domain: ParallelGroups) -> None:
-        if domain.rank:
+    def work(groups: ParallelGroups) -> None:
+        if groups.rank:
             return
-        relay = relay_of(domain)
+        relay = relay_of(groups)
         for _ in range(2):
             with pytest.raises(SyncTimeoutError, match="missing ranks: 1"):
                 relay.broadcast(RelayedInput(1, 0, 0))

@@ -306,7 +306,7 @@ class HiCacheStepper:
 
     Attributes:
         cache: decides.
-        domain: agrees. Who shares it asks on the same thread, in one order on all ranks.
+        groups: agrees. Who shares it asks on the same thread, in one order on all ranks.
         mover: moves pages.
         settings: what else than the cache's settings must be the same on every rank, by field; of a store, say.
         clock: monotonic seconds of this rank; only ever compared with itself.
@@ -314,7 +314,7 @@ class HiCacheStepper:
     """
 
     cache: HiRadixCache
-    domain: ParallelGroups
+    groups: ParallelGroups
     mover: PageMover
     settings: Mapping[str, object] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
@@ -333,7 +333,7 @@ class HiCacheStepper:
         """
         cache, mover = self.cache, self.mover
         if not self.num_steps:
-            self.domain.check_equal("hicache settings", {**cache.settings, **self.settings}, step=0)
+            self.groups.check_equal("hicache settings", {**cache.settings, **self.settings}, step=0)
         self.num_steps += 1
         for event in mover.poll():
             cache.handle(event)
@@ -343,7 +343,7 @@ class HiCacheStepper:
             load_back_budget_pages=mover.load_back_budget_pages,
             now_s=self.clock(),
         )
-        cache.apply(self.num_steps, self.domain.reduce(proposal))
+        cache.apply(self.num_steps, self.groups.reduce(proposal))
         self.submit()
 
     def submit(self) -> None:
@@ -353,4 +353,4 @@ class HiCacheStepper:
     def close(self) -> None:
         """End this rank's I/O, then its part in agreements. Safe to call twice."""
         self.mover.close()
-        self.domain.close()
+        self.groups.close()

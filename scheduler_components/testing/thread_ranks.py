@@ -43,7 +43,7 @@ class ThreadSyncHub:
         self._standing: dict[int, SyncCall] = {}
         self._missing: tuple[int, ...] | None = None
 
-    def domain(self, rank: int) -> ParallelGroups:
+    def parallel_groups(self, rank: int) -> ParallelGroups:
         """Return the domain of one rank, for one thread."""
         groups = tuple(ThreadSyncGroup(hub=self, rank=rank, ranks=ranks) for ranks in self._hops[rank])
         return ParallelGroups(rank=rank, groups=groups)
@@ -52,7 +52,7 @@ class ThreadSyncHub:
         """Bring one rank's values to the next meeting of ``ranks``; return all members' values in rank order.
 
         Raises:
-            SyncTimeoutError: members did not come in time, here or in another group of the domain.
+            SyncTimeoutError: members did not come in time, here or in another group of the replica.
         """
         with self._changed:
             self._standing[rank] = call
@@ -111,5 +111,5 @@ def run_ranks(parallel: ParallelState, work: Callable[[ParallelGroups], T], *, t
     reduce_groups = {sets.rank: sets.reduce_groups for sets in world_rank_groups(parallel)}
     hub = ThreadSyncHub(reduce_groups, timeout_s=timeout_s)
     with ThreadPoolExecutor(len(reduce_groups)) as threads:
-        running = [threads.submit(work, hub.domain(rank)) for rank in sorted(reduce_groups)]
+        running = [threads.submit(work, hub.parallel_groups(rank)) for rank in sorted(reduce_groups)]
     return [each.result() for each in running]

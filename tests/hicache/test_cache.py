@@ -232,7 +232,7 @@ def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
         key_space = f"model-{rank}" if field == "key namespace" else "model"
         stepper = HiCacheStepper(
             cache=HiRadixCache(host=host, **sizes),
-            domain=hub.domain(rank),
+            groups=hub.parallel_groups(rank),
             mover=mover,
             settings={"key namespace": key_space},
         )

@@ -74,7 +74,7 @@ class Rank:
             num_host_pages=32,
             policy=HiCachePolicy(load="by_layer"),
         )
-        self.stepper = HiCacheStepper(cache=self.cache, domain=ParallelGroups(), mover=self.mover)
+        self.stepper = HiCacheStepper(cache=self.cache, groups=ParallelGroups(), mover=self.mover)
         self.cache.insert(prompt(6), self.cache.allocate(6))
         for _ in range(3):
             self.step()

@@ -36,7 +36,7 @@ from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 PROMPT = list(range(4))
 
 
-class HeardDomain(ParallelGroups):
+class RecordingGroups(ParallelGroups):
     """One rank's domain, which notes what it is asked. What it answers is true unless ``is_alike`` says otherwise."""
 
     def __init__(self) -> None:
@@ -78,9 +78,9 @@ class Rank:
     def __init__(self, policy: HiCachePolicy) -> None:
         host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
         self.cache = HiRadixCache(page_size=2, capacity_tokens=8, host=host, num_host_pages=8, policy=policy)
-        self.mover, self.domain, self.now_s = ToldMover(), HeardDomain(), 0.0
+        self.mover, self.groups, self.now_s = ToldMover(), RecordingGroups(), 0.0
         self.stepper = HiCacheStepper(
-            cache=self.cache, domain=self.domain, mover=self.mover, settings={"model": "m"}, clock=lambda: self.now_s
+            cache=self.cache, groups=self.groups, mover=self.mover, settings={"model": "m"}, clock=lambda: self.now_s
         )
 
     def step(self, *events: IoEvent) -> list[Instruction]:
@@ -115,9 +115,9 @@ def test_a_page_goes_down_and_up_again_a_step_at_a_time() -> None:
     assert it.cache.prefetch_queue.is_done("s", PROMPT)
     assert [it.cache.num_pages_on(tier) for tier in Tier] == [2, 2, 2]
     assert it.stepper.num_steps == 7
-    assert [step for _, step in it.domain.asked] == list(range(8))
-    assert it.domain.asked[0] == ("hicache settings", 0)
-    assert len({operation for operation, _ in it.domain.asked[1:]}) == 1
+    assert [step for _, step in it.groups.asked] == list(range(8))
+    assert it.groups.asked[0] == ("hicache settings", 0)
+    assert len({operation for operation, _ in it.groups.asked[1:]}) == 1
 
 
 def test_storage_is_let_go_when_nothing_uses_it_any_more() -> None:
@@ -152,7 +152,7 @@ def test_the_time_of_a_prefetch_is_this_ranks_clock() -> None:
 def test_ranks_that_hold_different_pages_part_in_the_step_that_finds_it() -> None:
     it = Rank(HiCachePolicy())
     it.step()
-    it.domain.is_alike = False
+    it.groups.is_alike = False
     it.compute()
     with pytest.raises(TierDivergenceError, match=r"^step 2: ranks hold different pages") as caught:
         it.step()

@@ -73,7 +73,7 @@ class Rank:
             policy=policy,
             page_hook=self.kv,
         )
-        self.stepper = HiCacheStepper(cache=self.cache, domain=ParallelGroups(), mover=mover)
+        self.stepper = HiCacheStepper(cache=self.cache, groups=ParallelGroups(), mover=mover)
 
     def step(self) -> bool:
         """True when nothing is under way any more."""

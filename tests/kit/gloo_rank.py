@@ -32,64 +32,64 @@ World = Sequence[RankGroups]
 
 @contextmanager
 def opened(world: World, names: list[str], timeout_s: float) -> Iterator[list[ParallelGroups]]:
-    domains = list(open_torch_groups(world, names, timeout_s=timeout_s).values())
+    all_groups = list(open_torch_groups(world, names, timeout_s=timeout_s).values())
     try:
-        yield domains
+        yield all_groups
     finally:
-        for domain in domains:
-            domain.close()
+        for groups in all_groups:
+            groups.close()
 
 
 def agree(world: World, timeout_s: float) -> object:
-    """All questions in one packed step, many times, on two threads with domains of their own."""
+    """All questions in one packed step, many times, on two threads with groups of their own."""
 
-    def steps(domain: ParallelGroups) -> list[object]:
+    def steps(groups: ParallelGroups) -> list[object]:
         for step in range(20):
             proposal = Proposal("step", step=step)
-            proposal.min("landed", domain.rank + step)
-            proposal.max("wanted", domain.rank)
-            proposal.all("allocated", domain.rank != 1)
-            proposal.any("aborted", domain.rank == 1)
+            proposal.min("landed", groups.rank + step)
+            proposal.max("wanted", groups.rank)
+            proposal.all("allocated", groups.rank != 1)
+            proposal.any("aborted", groups.rank == 1)
             proposal.equal("tree", step)
-            proposal.equal("host", domain.rank)
-            agreed = domain.reduce(proposal)
-        domain.barrier("end", step=20)
-        return [*agreed.numbers.values(), *agreed.flags.values(), domain.num_collectives]
+            proposal.equal("host", groups.rank)
+            agreed = groups.reduce(proposal)
+        groups.barrier("end", step=20)
+        return [*agreed.numbers.values(), *agreed.flags.values(), groups.num_collectives]
 
-    with opened(world, ["scheduler", "prefetch"], timeout_s) as domains, ThreadPoolExecutor(2) as threads:
-        return list(threads.map(steps, domains))
+    with opened(world, ["scheduler", "prefetch"], timeout_s) as all_groups, ThreadPoolExecutor(2) as threads:
+        return list(threads.map(steps, all_groups))
 
 
 def long_proposal(world: World, timeout_s: float) -> object:
-    with opened(world, ["scheduler"], timeout_s) as [domain]:
+    with opened(world, ["scheduler"], timeout_s) as [groups]:
         proposal = Proposal("step", step=0)
         for slot in range(2000):
-            proposal.min(f"operation {slot}", domain.rank + slot)
-        numbers = domain.reduce(proposal).numbers
-        return [list(numbers.values()) == list(range(2000)), domain.num_collectives]
+            proposal.min(f"operation {slot}", groups.rank + slot)
+        numbers = groups.reduce(proposal).numbers
+        return [list(numbers.values()) == list(range(2000)), groups.num_collectives]
 
 
 def diverge(world: World, timeout_s: float) -> object:
-    with opened(world, ["scheduler"], timeout_s) as [domain]:
+    with opened(world, ["scheduler"], timeout_s) as [groups]:
         proposal = Proposal("prefetch", step=5)
-        for slot in range(3000 if domain.rank == ODD_RANK else 2):
+        for slot in range(3000 if groups.rank == ODD_RANK else 2):
             proposal.min(f"operation {slot}", 1)
-        domain.barrier("start", step=4)
-        return domain.reduce(proposal).numbers
+        groups.barrier("start", step=4)
+        return groups.reduce(proposal).numbers
 
 
 def lose_a_rank(world: World, timeout_s: float, how: signal.Signals) -> object:
-    with opened(world, ["scheduler"], timeout_s) as [domain]:
-        domain.barrier("start", step=0)
-        if domain.rank == ODD_RANK:
+    with opened(world, ["scheduler"], timeout_s) as [groups]:
+        groups.barrier("start", step=0)
+        if groups.rank == ODD_RANK:
             os.kill(os.getpid(), how)  # SIGSTOP: the test kills this process when the others are done
-        return domain.all_reduce_min("landed", 1, step=7)
+        return groups.all_reduce_min("landed", 1, step=7)
 
 
 def part_for_good(world: World, timeout_s: float) -> object:
-    """One rank waits in another domain: all are alive, and one is not where the others are."""
-    with opened(world, ["scheduler", "prefetch"], timeout_s) as domains:
-        return domains[dist.get_rank() == ODD_RANK].all_reduce_min("landed", 1, step=3)
+    """One rank waits in other groups: all are alive, and one is not where the others are."""
+    with opened(world, ["scheduler", "prefetch"], timeout_s) as all_groups:
+        return all_groups[dist.get_rank() == ODD_RANK].all_reduce_min("landed", 1, step=3)
 
 
 SCENARIOS: dict[str, Callable[[World, float], object]] = {
@@ -124,7 +124,7 @@ def main() -> None:
     world = world_rank_groups(
         ParallelState.from_tp_rank(int(rank), tp_size=int(size), attn_dp_size=int(dp_size), attn_cp_size=int(cp_size))
     )
-    # Every scenario opens domains of its own: also what comes after a divergence or a close finds working groups.
+    # Every scenario opens groups of its own: also what comes after a divergence or a close finds working groups.
     found = {scenario: run(scenario, world, float(timeout_s)) for scenario in scenarios}
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

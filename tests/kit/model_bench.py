@@ -276,7 +276,7 @@ def open_tiers(pool: TorchDeviceMemory, tiers: Tiers) -> BenchTiers:
         record=True,
     )
     return BenchTiers(
-        stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover, clock=lambda: 0.0), mover=mover
+        stepper=HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=lambda: 0.0), mover=mover
     )
 
 

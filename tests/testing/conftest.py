@@ -41,7 +41,7 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
         cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=interfaces.MIN_POOL_TOKENS, host=host,
                              num_host_pages=200, record=True)  # fmt: skip
         opened.append(
-            HiCacheTiers(stepper=HiCacheStepper(cache=cache, domain=ParallelGroups(), mover=mover), mover=mover)
+            HiCacheTiers(stepper=HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover), mover=mover)
         )
         return opened[-1]
 

@@ -130,11 +130,11 @@ def test_a_network_without_a_plan_keeps_order() -> None:
 
 def test_ranks_on_threads_agree_and_the_lowest_error_is_told() -> None:
     parallel = ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2)
-    assert run_ranks(parallel, lambda domain: domain.all_reduce_min("landed", domain.rank + 5, step=0)) == [5] * 4
+    assert run_ranks(parallel, lambda groups: groups.all_reduce_min("landed", groups.rank + 5, step=0)) == [5] * 4
 
-    def fail(domain: ParallelGroups) -> None:
-        domain.barrier("start", step=0)
-        raise ValueError(f"rank {domain.rank}")
+    def fail(groups: ParallelGroups) -> None:
+        groups.barrier("start", step=0)
+        raise ValueError(f"rank {groups.rank}")
 
     with pytest.raises(ValueError, match="rank 0"):
         run_ranks(parallel, fail)

@@ -33,7 +33,7 @@ class RestingReference(ReferenceScheduler):
         state = self.scheduler.batcher.budget.gate
         assert isinstance(state, QuiesceState)
         weights = SimulatedWeights(device=SimulatedDevice())
-        self.stepper = make_quiesce_stepper(self.scheduler, state, domain=ParallelGroups(), weights=weights)
+        self.stepper = make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(), weights=weights)
 
     def order(self, order: ControlRequest) -> ControlReply:
         self.stepper.enqueue(1, order)

@@ -103,7 +103,8 @@ def over_groups(source: InputSource) -> list[RequestReceiver[str]]:
     world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=2, attn_cp_size=2, pp_size=2))
     hub = ThreadSyncHub({sets.rank: sets.reduce_groups for sets in world}, timeout_s=WAIT_S)
     relays = [
-        SyncGroupRelay(rank=sets.rank, leads=not sets.rank, groups=hub.domain(sets.rank).groups) for sets in world
+        SyncGroupRelay(rank=sets.rank, leads=not sets.rank, groups=hub.parallel_groups(sets.rank).groups)
+        for sets in world
     ]
     return [
         RequestReceiver(

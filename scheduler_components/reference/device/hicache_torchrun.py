@@ -147,8 +147,8 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
         pp_rank=rank // (size // arguments.pp_size),
         pp_size=arguments.pp_size,
     )
-    domains = open_torch_groups(world_rank_groups(parallel), ["scheduler", "input"], timeout_s=arguments.timeout)
-    domain = domains["scheduler"]
+    all_groups = open_torch_groups(world_rank_groups(parallel), ["scheduler", "input"], timeout_s=arguments.timeout)
+    groups = all_groups["scheduler"]
     config = SimulationConfig(
         attn_cp_size=parallel.attn_cp_size,
         attn_tp_size=parallel.attn_tp_size,
@@ -159,13 +159,13 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
     )
     store = open_file_page_store(folder, capacity_bytes=_STORE_BYTES)
     simulated = make_rank(config, rank, _FileStorage(store), arguments.seed)
-    stepper = HiCacheStepper(cache=simulated.cache, domain=domain, mover=simulated.mover)
+    stepper = HiCacheStepper(cache=simulated.cache, groups=groups, mover=simulated.mover)
     source = _Workload(SimulatedWorkload(seed=arguments.seed, page_size=config.page_size).steps(arguments.steps))
     intake = RequestReceiver(
         rank=str(parallel),
         reader=_CommandsReader(),
         source=NullInputSource() if rank else source,
-        relay=SyncGroupRelay(rank=rank, leads=not rank, groups=domains["input"].groups),
+        relay=SyncGroupRelay(rank=rank, leads=not rank, groups=all_groups["input"].groups),
     )
     try:
         for step in range(1, arguments.steps + 1):
@@ -180,7 +180,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
             f"rank {rank} read {stats.pages_prefetched} pages, revoked {stats.pages_revoked} pages, "
             f"backed up {stats.pages_backed_up} pages\n"
         )
-        domain.barrier("end", step=arguments.steps)
+        groups.barrier("end", step=arguments.steps)
     finally:
         stepper.close()
         intake.close()

@@ -180,7 +180,7 @@ class _Replica:
         clock = _Clock()
         tokens = _TokenTimes(clock=clock)
         dp = DpBatchSync(
-            domain=hub.domain(parallel.tp_rank),
+            groups=hub.parallel_groups(parallel.tp_rank),
             replica=parallel.attn_dp_rank,
             num_replicas=parallel.attn_dp_size,
             delayer=PrefillDelayer(max_delay_steps=config.max_delay_steps, low_usage=config.low_usage),

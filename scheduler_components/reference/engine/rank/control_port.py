@@ -50,7 +50,7 @@ def make_quiesce_stepper(
     scheduler: Scheduler,
     state: QuiesceState,
     *,
-    domain: ParallelGroups,
+    groups: ParallelGroups,
     weights: WeightStore = NullWeightStore(),
     memory: MemoryOccupation = NullMemoryOccupation(),
 ) -> QuiesceStepper:
@@ -59,9 +59,9 @@ def make_quiesce_stepper(
     Args:
         scheduler: composed with ``state``.
         state: what it may do now.
-        domain: of its replica.
+        groups: of its replica.
         weights, memory: of its device.
     """
     port = QuiescableScheduler(scheduler=scheduler)
     quiesce = QuiesceController(work=port, cache=port, weights=weights, memory=memory, state=state)
-    return QuiesceStepper(quiesce=quiesce, domain=domain)
+    return QuiesceStepper(quiesce=quiesce, groups=groups)

@@ -181,9 +181,9 @@ def open_hicache_tiers(
     scheduler: SchedulerConfig,
     parallel: ParallelState,
     *,
-    domain: ParallelGroups,
+    groups: ParallelGroups,
 ) -> HiCacheTiers:
-    """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``domain``.
+    """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``groups``.
 
     Raises:
         ConfigError: the memory has not the scheduler's pages, or the host has no room.
@@ -219,7 +219,7 @@ def open_hicache_tiers(
             page_size=scheduler.page_size,
             capacity_tokens=scheduler.kv_tokens,
             host=host,
-            num_host_pages=domain.all_reduce_min("host pages", host.num_pages, step=0),
+            num_host_pages=groups.all_reduce_min("host pages", host.num_pages, step=0),
             policy=hicache.policy,
             record=parallel.owns_kv_stream,
             page_hook=kv.page_hook,
@@ -230,7 +230,7 @@ def open_hicache_tiers(
         "storage checksum": hicache.storage_checksum,
         "key namespace": keys.namespace,
     }
-    return HiCacheTiers(stepper=HiCacheStepper(cache=cache, domain=domain, mover=mover, settings=settings), mover=mover)
+    return HiCacheTiers(stepper=HiCacheStepper(cache=cache, groups=groups, mover=mover, settings=settings), mover=mover)
 
 
 def _open_store(hicache: HiCacheConfig) -> ZeroCopyPageStore | None:

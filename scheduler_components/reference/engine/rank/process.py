@@ -91,11 +91,11 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequestedError))
-        domain = _open_domain(config, parallel, context, heartbeat)
-        opened.callback(domain.close)
+        groups = _open_groups(config, parallel, context, heartbeat)
+        opened.callback(groups.close)
         peers = _open_peers(config, parallel, context, heartbeat)
         opened.callback(peers.close)
-        tiers = _open_tiers(config, parallel, domain, computes)
+        tiers = _open_tiers(config, parallel, groups, computes)
         if tiers is not None:
             opened.callback(tiers.close)
         metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
@@ -120,7 +120,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         )
         opened.callback(scheduler.close)
         quiesce = make_quiesce_stepper(
-            scheduler, state, domain=domain, weights=computes.weights, memory=computes.memory
+            scheduler, state, groups=groups, weights=computes.weights, memory=computes.memory
         )
         internal = InternalState(
             providers=(BatcherSettings(batcher=scheduler.batcher), scheduler.batcher.budget.chunk_sizer, profiles)
@@ -157,7 +157,7 @@ def _watch(
     opened.callback(watchdog.close)
 
 
-def _open_domain(
+def _open_groups(
     config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
 ) -> ParallelGroups:
     """Open this rank's end of the agreement of its replica, for tiers and orders."""
@@ -197,7 +197,7 @@ def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> 
     if config.engine.dp_attention is None:
         return DpBatchSync()
     return DpBatchSync(
-        domain=peers.domain(_peer_hops(config, parallel)),
+        groups=peers.parallel_groups(_peer_hops(config, parallel)),
         replica=parallel.attn_dp_rank,
         num_replicas=parallel.attn_dp_size,
         delayer=config.engine.dp_attention.delayer(),
@@ -205,7 +205,7 @@ def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> 
 
 
 def _open_tiers(
-    config: RankConfig, parallel: ParallelState, domain: ParallelGroups, computes: RankCompute
+    config: RankConfig, parallel: ParallelState, groups: ParallelGroups, computes: RankCompute
 ) -> CacheTiers | None:
     """Open what is behind the device; None where the scheduler's own cache is enough."""
     engine = config.engine
@@ -222,7 +222,7 @@ def _open_tiers(
         kv = make_simulated_kv_memory(engine.scheduler, parallel, model=engine.model_name)
     else:
         kv = make_torch_kv_memory(computes.pool, model=engine.model.identity)
-    tiers = open_hicache_tiers(kv, engine.hicache, engine.scheduler, parallel, domain=domain)
+    tiers = open_hicache_tiers(kv, engine.hicache, engine.scheduler, parallel, groups=groups)
     computes.device.layer_counter = tiers.layer_counter
     return tiers
 

@@ -93,7 +93,7 @@ class ZmqSyncHub:
         """Another rank has come to a collective that this one has not come to yet, or has waited for it in vain."""
         return bool(self._brought) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
 
-    def domain(self, reduce_groups: Sequence[_Ranks]) -> ParallelGroups:
+    def parallel_groups(self, reduce_groups: Sequence[_Ranks]) -> ParallelGroups:
         """Return this rank's end of the agreement over ``reduce_groups``, whose members it has sockets to."""
         groups = tuple(_ZmqSyncGroup(hub=self, ranks=ranks, hop=hop) for hop, ranks in enumerate(reduce_groups))
         return ParallelGroups(rank=self.rank, groups=groups)
@@ -192,4 +192,4 @@ def open_zmq_groups(
     hub = open_zmq_sync_hub(
         context, rank=rank, reduce_groups=reduce_groups, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
     )
-    return hub.domain(reduce_groups)
+    return hub.parallel_groups(reduce_groups)

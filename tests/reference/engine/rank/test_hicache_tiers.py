@@ -123,7 +123,7 @@ class Run:
 def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dtype = torch.float32) -> Iterator[Run]:
     memory, parallel = pool(dtype=dtype), ParallelState.trivial()
     tiers = open_hicache_tiers(
-        make_torch_kv_memory(memory, model=model), hicache, CONFIG, parallel, domain=ParallelGroups()
+        make_torch_kv_memory(memory, model=model), hicache, CONFIG, parallel, groups=ParallelGroups()
     )
     device = ReadingDevice(memory, tiers.layer_counter)
     scheduler = Scheduler.compose(CONFIG, parallel, device, tiers=tiers)
@@ -224,7 +224,7 @@ def test_a_memory_of_other_size_is_refused() -> None:
             HiCacheConfig(host_tokens=64),
             CONFIG,
             ParallelState.trivial(),
-            domain=ParallelGroups(),
+            groups=ParallelGroups(),
         )
 
 

@@ -153,7 +153,7 @@ class Rank:
             sinks.outputs = ZmqOutputSink(socket=outputs)
         state = QuiesceState()
         scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks, quiesce=state)
-        quiesce = make_quiesce_stepper(scheduler, state, domain=ParallelGroups(rank=tp_rank))
+        quiesce = make_quiesce_stepper(scheduler, state, groups=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
         internal = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles))
         control = RpcHandler(state=internal, profiles=profiles)

@@ -128,13 +128,13 @@ def open_hubs(wires: Wires, size: int, timeout_s: float = 30.0) -> list[ZmqSyncH
 
 def test_a_rank_is_awaited_from_the_first_vector_on_until_it_has_come(wires: Wires) -> None:
     hubs = open_hubs(wires, 2)
-    domains = [hub.domain(((0, 1),)) for hub in hubs]
+    all_groups = [hub.parallel_groups(((0, 1),)) for hub in hubs]
     assert not any(hub.is_peer_waiting for hub in hubs)
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(domains[0].all_reduce_min, "step", 5, step=1)
+        first = threads.submit(all_groups[0].all_reduce_min, "step", 5, step=1)
         assert hubs[1].inbox.poll(10_000)
         assert hubs[1].is_peer_waiting
-        assert domains[1].all_reduce_min("step", 3, step=1) == 3
+        assert all_groups[1].all_reduce_min("step", 3, step=1) == 3
         assert first.result() == 3
     assert not any(hub.is_peer_waiting for hub in hubs)
 
@@ -142,19 +142,19 @@ def test_a_rank_is_awaited_from_the_first_vector_on_until_it_has_come(wires: Wir
 def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wires) -> None:
     """Rank 2 hears rank 0 begin step 2 while it still waits for rank 1 in step 1: no socket will wake it for that."""
     hubs = open_hubs(wires, 3)
-    domains = [hub.domain(((0, 1, 2),)) for hub in hubs]
+    all_groups = [hub.parallel_groups(((0, 1, 2),)) for hub in hubs]
     late, waiting = wires.pipe("late")
     direct, hubs[1].peers[2] = hubs[1].peers[2], late
     with ThreadPoolExecutor(3) as threads:
-        first = [threads.submit(domain.all_reduce_min, "step", rank, step=1) for rank, domain in enumerate(domains)]
+        first = [threads.submit(groups.all_reduce_min, "step", rank, step=1) for rank, groups in enumerate(all_groups)]
         assert first[0].result() == first[1].result() == 0
-        again = threads.submit(domains[0].all_reduce_min, "step", 7, step=2)
+        again = threads.submit(all_groups[0].all_reduce_min, "step", 7, step=2)
         until(lambda: len(hubs[2]._brought) == 2)  # vectors of both steps have come
         direct.send(waiting.recv())
         assert first[2].result() == 0
         assert hubs[2].is_peer_waiting
         hubs[1].peers[2] = direct
-        rest = [threads.submit(domains[rank].all_reduce_min, "step", 8, step=2) for rank in (1, 2)]
+        rest = [threads.submit(all_groups[rank].all_reduce_min, "step", 8, step=2) for rank in (1, 2)]
         assert [each.result() for each in (again, *rest)] == [7, 7, 7]
     assert not any(hub.is_peer_waiting for hub in hubs)
 
@@ -162,7 +162,8 @@ def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wir
 def test_a_replica_that_does_not_come_is_named_by_all_others(wires: Wires) -> None:
     hubs = open_hubs(wires, 3, timeout_s=1.0)
     syncs = [
-        DpBatchSync(domain=hub.domain(((0, 1, 2),)), replica=rank, num_replicas=3) for rank, hub in enumerate(hubs)
+        DpBatchSync(groups=hub.parallel_groups(((0, 1, 2),)), replica=rank, num_replicas=3)
+        for rank, hub in enumerate(hubs)
     ]
 
     def run(rank: int) -> None:
@@ -193,7 +194,7 @@ class Replica:
         heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=stop)
         hub = wires.hub(rank, dp_rank_groups(parallel), heartbeat.wait)
         reduce_groups = dp_rank_groups(parallel).reduce_groups
-        self.dp = DpBatchSync(domain=hub.domain(reduce_groups), replica=rank, num_replicas=size)
+        self.dp = DpBatchSync(groups=hub.parallel_groups(reduce_groups), replica=rank, num_replicas=size)
         self.outputs, state, profiles = ListOutputSink(), QuiesceState(), ProfilerManager()
         self.scheduler = Scheduler.compose(
             SchedulerConfig(page_size=4, kv_tokens=512),
@@ -210,7 +211,7 @@ class Replica:
                 scheduler=self.scheduler,
                 reports=reports,
                 control=RpcHandler(state=internal, profiles=profiles),
-                quiesce=make_quiesce_stepper(self.scheduler, state, domain=ParallelGroups(rank=rank)),
+                quiesce=make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(rank=rank)),
             ),
             intake=RequestReceiver(rank=str(parallel), reader=CommandDecoder(), source=ZmqInputSource(socket=pull)),
             sleeper=IdleSleeper([pull, hub.inbox], [self._stop_reader]),
@@ -259,7 +260,7 @@ def serve(arrivals: list[Arrival], size: int) -> list[Replica]:
                 if arrival.is_waited_for or number == len(arrivals) - 1:
                     until(lambda: sum(each.num_ended for each in replicas) == number + 1)  # noqa: B023
             until(lambda: not any(each.dp.last.any_work for each in replicas))
-            until(lambda: len({each.dp.domain.num_calls for each in replicas}) == 1)
+            until(lambda: len({each.dp.groups.num_calls for each in replicas}) == 1)
         finally:
             for each in replicas:
                 each.request_stop()

@@ -48,7 +48,7 @@ class Ranks:
 
     def _run(self, rank: int, work: Work) -> object:
         world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2))
-        domain = open_zmq_groups(
+        groups = open_zmq_groups(
             self._context,
             rank=rank,
             reduce_groups=world[rank].reduce_groups,
@@ -57,12 +57,12 @@ class Ranks:
             timeout_s=self._timeout_s,
         )
         try:
-            return work(domain)
+            return work(groups)
         except (SyncTimeoutError, SyncDivergenceError, StopRequestedError) as error:
             return error
         finally:
-            domain.close()
-            domain.close()
+            groups.close()
+            groups.close()
 
     def _wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
         assert timeout_ms is not None
@@ -73,18 +73,18 @@ class Ranks:
 def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
     context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:
-    def work(domain: ParallelGroups) -> object:
+    def work(groups: ParallelGroups) -> object:
         answers = []
         for step in range(200):
             proposal = Proposal("step", step=step)
-            proposal.min("landed", domain.rank * step)
-            proposal.max("wanted", domain.rank)
+            proposal.min("landed", groups.rank * step)
+            proposal.max("wanted", groups.rank)
             proposal.equal("state", -(2**63))
             for slot in range(300 if step == 7 else 1):
-                proposal.any(f"slot {slot}", domain.rank == 3)
-            agreed = domain.reduce(proposal)
+                proposal.any(f"slot {slot}", groups.rank == 3)
+            agreed = groups.reduce(proposal)
             answers.append((agreed.numbers["landed"], agreed.numbers["wanted"], *agreed.flags.values()))
-        return answers, domain.num_collectives
+        return answers, groups.num_collectives
 
     found = Ranks(context, tmp_path).run(dict.fromkeys(range(4), work))
     expected = [(0, 3, True, *([True] * (300 if step == 7 else 1))) for step in range(200)]
@@ -93,7 +93,7 @@ def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
 
 def test_a_missing_rank_is_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     found = Ranks(context, tmp_path, timeout_s=0.3).run(
-        dict.fromkeys((0, 1, 3), lambda domain: domain.all_reduce_min("landed", 1, step=7))
+        dict.fromkeys((0, 1, 3), lambda groups: groups.all_reduce_min("landed", 1, step=7))
     )
     for error in found.values():
         assert isinstance(error, SyncTimeoutError)
@@ -101,8 +101,8 @@ def test_a_missing_rank_is_named_on_every_rank(context: zmq.Context[zmq.Socket[b
 
 
 def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
-    works: dict[int, Work] = dict.fromkeys(range(4), lambda domain: domain.all_reduce_min("landed", 1, step=7))
-    works[2] = lambda domain: domain.all_reduce_min("allocated", 1, step=7)
+    works: dict[int, Work] = dict.fromkeys(range(4), lambda groups: groups.all_reduce_min("landed", 1, step=7))
+    works[2] = lambda groups: groups.all_reduce_min("allocated", 1, step=7)
     for error in Ranks(context, tmp_path).run(works).values():
         assert isinstance(error, SyncDivergenceError)
         assert error.places[2] == "'allocated' at step 7, call 0"
@@ -112,5 +112,5 @@ def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.So
 def test_an_order_to_stop_ends_the_wait(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     ranks = Ranks(context, tmp_path)
     threading.Timer(0.05, ranks.stop.set).start()
-    [found] = ranks.run({0: lambda domain: domain.all_reduce_min("landed", 1, step=7)}).values()
+    [found] = ranks.run({0: lambda groups: groups.all_reduce_min("landed", 1, step=7)}).values()
     assert isinstance(found, StopRequestedError)

@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sinks=SchedulerSinks(events=self.view, outputs=self.outputs),
             quiesce=(state := QuiesceState()),
         )
-        self.quiesce = make_quiesce_stepper(self.scheduler, state, domain=ParallelGroups(), weights=SomeWeights())
+        self.quiesce = make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(), weights=SomeWeights())
         self.num_put_back = 0  # by pauses
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
