@@ -56,8 +56,7 @@ class ThreadWatchdog:
         sink: is told, on the watchdog's thread.
         watched: identity of the scheduler's thread; its stack comes first.
         stack_dump_file: where the interpreter writes the stacks when this thread cannot run; None for nowhere. There is
-        one
-            such dump per process.
+            one such dump per process.
         clock: monotonic seconds.
         failures: what the sink raised.
     """
@@ -142,7 +141,7 @@ def open_thread_watchdog(
         after_s: time in one phase from which on it is a stall.
         sink: is told on the watchdog's thread; by default a log.
         stack_dump_file: a file with a descriptor, where the interpreter itself writes all stacks when a call holds the
-        GIL.
+            GIL.
 
     Raises:
         ConfigError: ``after_s`` is no time span.

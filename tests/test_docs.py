@@ -27,11 +27,11 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 WINGS = ("scheduler_components", "observability")
 REFERENCE = {
-    found[1]: path
+    module: path
     for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
-    if (found := re.search(r"^::: (\S+)$", path.read_text(), re.MULTILINE))
+    for module in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
 }
-"""Each package that users import from, and the page of its names."""
+"""Each package or module that users import from, and the page that shows its names."""
 CONTINUED = {"docs/tutorial.md"}
 """Documents whose blocks each go on from the ones before; in all others a block stands alone."""
 

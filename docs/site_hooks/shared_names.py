@@ -1,33 +1,31 @@
-"""Describes a name that several packages export on one page alone: that of the innermost package.
+"""Describe a name that several modules export on one page only: the page of the innermost module.
 
-On the other pages it stands with its signature, its first sentence and a link there.
+The other pages show its signature, its first sentence and a link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from griffe import Alias, AliasResolutionError, Class, Docstring, Extension, Function, Module, Object
 
 Name = Alias | Object
 
+PAGES = (Path(__file__).parent.parent / "reference").glob("*.md")
+DOCUMENTED = {found for page in PAGES for found in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+"""The packages and modules of the reference."""
+
 
 class SharedNames(Extension):
-    """The extension that mkdocstrings loads, after what completes the classes themselves.
-
-    Args:
-        modules: modules that have a page without being packages.
-    """
-
-    def __init__(self, modules: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._modules = frozenset(modules)
+    """The extension that mkdocstrings loads after the extensions that complete classes."""
 
     def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
-        """Names can be compared only when all modules of the package are read."""
+        """Compare names once all modules of the package have been read."""
         del kwargs
-        exported = [name for door in self._doors(pkg) for name in _exported(door)]
+        exported = [name for module in _documented(pkg) for name in _exported(module)]
         homes: dict[str, Name] = {}
         for name in exported:
             other = homes.get(name.canonical_path, name)
@@ -37,24 +35,26 @@ class SharedNames(Extension):
             if isinstance(name, Alias) and home is not name:
                 _refer(name, home.path)
 
-    def _doors(self, module: Module) -> Iterator[Module]:
-        if module.exports and (module.is_init_module or module.path in self._modules):
-            yield module
-        for member in module.members.values():
-            if isinstance(member, Module):
-                yield from self._doors(member)
+
+def _documented(module: Module) -> Iterator[Module]:
+    """Yield the modules that a page of the reference shows."""
+    if module.exports and module.path in DOCUMENTED:
+        yield module
+    for member in module.members.values():
+        if isinstance(member, Module):
+            yield from _documented(member)
 
 
-def _exported(door: Module) -> Iterator[Name]:
-    """What a page shows; without names of another package, which are described here."""
-    for name in map(str, door.exports or ()):
-        member = door.members.get(name)
-        if member is not None and (not isinstance(member, Alias) or _leads_somewhere(member)):
+def _exported(module: Module) -> Iterator[Name]:
+    """Yield the exported names of a module that this package defines."""
+    for name in map(str, module.exports or ()):
+        member = module.members.get(name)
+        if member is not None and (not isinstance(member, Alias) or _is_resolved(member)):
             yield member
 
 
-def _leads_somewhere(alias: Alias) -> bool:
-    """Whether griffe has read what the name stands for; it has not where that is another wing's."""
+def _is_resolved(alias: Alias) -> bool:
+    """Return whether griffe has read the definition. It has not when another package defines the name."""
     try:
         return bool(alias.final_target)
     except AliasResolutionError:
@@ -62,9 +62,9 @@ def _leads_somewhere(alias: Alias) -> bool:
 
 
 def _refer(alias: Alias, home: str) -> None:
-    """Put a short entry in the place of ``alias``."""
-    target, door = alias.final_target, alias.parent
-    assert isinstance(door, Module)
+    """Replace ``alias`` by a short entry."""
+    target, module = alias.final_target, alias.parent
+    assert isinstance(module, Module)
     summary = target.docstring.value.partition("\n\n")[0] if target.docstring else ""
     words = Docstring(f"{summary}\n\nDescribed in [`{home}`][{home}].")
     entry: Class | Function
@@ -80,5 +80,5 @@ def _refer(alias: Alias, home: str) -> None:
     else:
         return
     words.parent = entry
-    entry.parent = door
-    door.members[alias.name] = entry
+    entry.parent = module
+    module.members[alias.name] = entry

@@ -83,8 +83,7 @@ class _Stream:
         under_way: messages whose acknowledgement is awaited, with the time of sending, the oldest first.
         slot: the object that the pointer names, whoever wrote it; -1 without a pointer. revision: of that pointer.
         has_begun: a pointer of this writer's was stored: one of a life that is not among its ``epochs`` means that
-        another
-            writer took over.
+            another writer took over.
     """
 
     address: LogAddress

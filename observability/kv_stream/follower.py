@@ -433,8 +433,7 @@ class FollowPolicy:
         retry_min_s, retry_max_s: the pause after an unanswered question doubles between these, with jitter. A publisher
             that comes back is asked within the longest one.
         request_interval_s: a stream asks four questions at once, and then one per so much time, whatever comes: in
-        ``t``
-            seconds at most ``4 + t / request_interval_s``.
+            ``t`` seconds at most ``4 + t / request_interval_s``.
         probe_interval_s: time between two probes; it bounds how long a lost last batch stays unnoticed. A publisher
             without the extension is probed after so much silence.
         dead_after_s: time without a connection after which the publisher is taken for dead.

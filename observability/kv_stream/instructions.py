@@ -148,7 +148,7 @@ class CursorCounters:
         restarts: times that the stream turned out to be another life of its publisher.
         replays_asked, replays_unanswered: replay requests, and those whose answer did not come to its end in time.
         replays_cut: extended answers that could not be used to their end: cut by the publisher, with a hole, or never
-        ended.
+            ended.
         stale_replays: messages of an answer that nobody waits for any more.
         verified: times that the publisher's digest agreed.
         splices: times that it did not agree: what was applied is not what the publisher sent.

@@ -501,8 +501,8 @@ class BatchDecoder:
     Args:
         max_payload_bytes: larger payloads are refused unread.
         decode_tokens: False for who needs none: stored events come as ``BlockStoredRawTokens``, save in batches that
-        must
-            be read event by event, and large ones in a fifth of the time. The tokens are counted, and not looked at:
+            must be read event by event, and large ones in a fifth of the time. The tokens are counted, and not looked
+            at:
             an event that readers of tokens drop for a bad one is taken. All else is checked as ever.
     """
 

@@ -30,8 +30,7 @@ class PoolDifference(msgspec.Struct, frozen=True):
         rule: ``pool-missing``: the pool holds it and the stream does not say so; ``pool-extra``: the other way round.
         block_hash, place: the block.
         reported_by: number of the last batch that spoke of the block there; None when none did, or when only a folded
-        base
-            did, which does not say which.
+            base did, which does not say which.
         since: number of the first batch that can be wrong. One above ``found_at`` when none was sent where one was due.
         found_at: number of the reading that found it.
     """

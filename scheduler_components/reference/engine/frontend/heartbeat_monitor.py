@@ -25,8 +25,7 @@ class HeartbeatMonitor:
     Attributes:
         timeout_s: silence from which on a rank is not counted on.
         num_lockstep_replicas: replicas that take every step together, so that one silent rank holds all of them up; 0
-        where each
-            goes by itself.
+            where each goes by itself.
     """
 
     timeout_s: float = HEARTBEAT_TIMEOUT_S

@@ -123,7 +123,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         step: number of the step, from 1.
         num_updated_requests: requests that got tokens or ended; the tokens themselves go to the scheduler's output
-        sink.
+            sink.
         num_prefill_tokens, num_decode_tokens: positions computed, by kind.
         num_admitted, num_retracted: requests that got and lost their pages.
         digest: ``Scheduler.state_digest`` after the step.
