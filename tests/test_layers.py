@@ -4,6 +4,7 @@ threads and devices live in edge files."""
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,9 +76,14 @@ def room_of(module: str) -> str:
     return max(fitting, key=len)
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[str, str]]:
     """Module and name of everything that a file imports, wherever in the file; TYPE_CHECKING blocks included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,7 +97,7 @@ def kit_imports(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def exports(path: Path) -> list[str]:
-    for node in ast.parse(path.read_text()).body:
+    for node in parse(path).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
             return [str(ast.literal_eval(each)) for each in node.value.elts]  # type: ignore[attr-defined]
     return []
@@ -152,13 +158,34 @@ def test_hypothesis_is_asked_for_in_strategies_and_machines_alone(path: Path) ->
     assert not found or name(path) in HYPOTHESIS_ROOMS, name(path)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py" and exports(path)], ids=name)
-def test_a_door_opens_for_every_name_on_it(path: Path) -> None:
+PACKAGES = [path for path in SOURCES if path.name == "__init__.py" and exports(path)]
+
+
+@pytest.fixture(scope="module")
+def broken_exports() -> dict[str, str]:
+    """Import every exported name in one fresh process; return the error of each package that has one."""
     pytest.importorskip("torch")
-    module = module_of(path)
-    script = f"import {module} as door\nfor name in door.__all__: getattr(door, name)"
-    opened = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert opened.returncode == 0, opened.stderr
+    script = """
+import importlib, json, sys, traceback
+errors = {}
+for module in sys.argv[1:]:
+    try:
+        package = importlib.import_module(module)
+        for name in package.__all__:
+            getattr(package, name)
+    except Exception:
+        errors[module] = traceback.format_exc()
+print(json.dumps(errors))
+"""
+    modules = [module_of(path) for path in PACKAGES]
+    ran = subprocess.run([sys.executable, "-c", script, *modules], capture_output=True, text=True, check=True)
+    errors: dict[str, str] = json.loads(ran.stdout)
+    return errors
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=name)
+def test_a_package_has_every_name_that_it_exports(path: Path, broken_exports: dict[str, str]) -> None:
+    assert module_of(path) not in broken_exports, broken_exports[module_of(path)]
 
 
 DOORS = "scheduler_components scheduler_components.kv_events scheduler_components.cache scheduler_components.load "
