@@ -10,7 +10,8 @@ from functools import partial
 from hashlib import sha256
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
-from scheduler_components.cache import RadixCache, pack_tokens
+from scheduler_components.cache import RadixCache
+from scheduler_components.cache.block_hash import pack_tokens
 
 NAME = "cache"
 PAGE_SIZE = 16

@@ -12,15 +12,10 @@ from itertools import cycle
 from benchmarks.measure import Measurement, Scale, measure_interleaved
 from benchmarks.workloads import SHAPES
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
-from scheduler_components.kv_events import (
-    BatchEncoder,
-    EventStream,
-    KVEventsConfig,
-    ZmqEventPublisher,
-    digest_after,
-)
+from scheduler_components.kv_events import BatchEncoder, EventStream, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.kv_events.dialects import DIALECT_WRITERS
 from scheduler_components.kv_events.snapshot import StreamSnapshot
+from scheduler_components.kv_events.stream_digest import digest_after
 
 NAME = "parts"
 _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}

@@ -7,13 +7,9 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from scheduler_components.kv_events import (
-    MAX_PAYLOAD_BYTES,
-    CurveClientKeys,
-    Endpoint,
-    StreamAddress,
-    apply_curve_client_keys,
-)
+from scheduler_components.kv_events import CurveClientKeys, Endpoint, StreamAddress
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
 
 __all__ = ["probe_topics"]
 

@@ -12,6 +12,7 @@ import msgspec
 
 from scheduler_components.events import KVEventBatch
 from scheduler_components.failure_log import FailureLog
+from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
     KvEventSink,
@@ -21,12 +22,12 @@ from scheduler_components.ports import (
     NullKvMetricsSink,
     NullLoadSource,
 )
-from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
+from scheduler_components.values import PublisherStats
 
 if TYPE_CHECKING:
     from scheduler_components.kv_events import KVEventsConfig
 
-__all__ = ["SchedulerKvEventsPublisher", "kv_metrics_of_load"]
+__all__ = ["SchedulerKvEventsPublisher"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +37,6 @@ _WAITING = "sending KV events while the device works"
 _COUNTING = "reading the event publisher's counters"
 _METRICS = "emitting KV metrics"
 _CLOSING = "closing the KV event publisher"
-
-
-def kv_metrics_of_load(load: LoadSnapshot) -> KvMetrics:
-    """Put a load snapshot in slots and blocks.
-
-    A page in use counts whole, however many of its tokens are. Tokens beyond the last whole page of the pool are no
-    block, so that never more blocks are in use than there are.
-    """
-    page_size = max(1, load.page_size)
-    total_blocks = load.max_total_num_tokens // page_size
-    return KvMetrics(
-        request_active_slots=load.num_running_reqs,
-        request_total_slots=load.max_running_requests,
-        kv_active_blocks=min(total_blocks, -(-load.num_used_tokens // page_size)),
-        kv_total_blocks=total_blocks,
-        num_requests_waiting=load.num_waiting_reqs,
-        gpu_cache_usage_perc=load.token_usage,
-        gpu_prefix_cache_hit_rate=load.cache_hit_rate,
-        data_parallel_rank=load.dp_rank,
-    )
 
 
 @dataclass(slots=True, kw_only=True)

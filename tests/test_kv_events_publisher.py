@@ -23,7 +23,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.kv_events_publisher import kv_metrics_of_load
+from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.testing import FakeLoad, ListEventSink, ListSink, ScriptedEventSource
 
 BUSY = FakeLoad(

@@ -66,7 +66,7 @@ from observability.kv_stream import (
     StartStaging,
     StreamState,
 )
-from scheduler_components.kv_events import digest_after
+from scheduler_components.kv_events.stream_digest import digest_after
 
 __all__ = ["MAX_REORDERED", "LogCursor", "LogInstruction", "ReadSnapshot", "ReadPointer", "ReadLog", "RequestSnapshot"]
 

@@ -12,7 +12,8 @@ import attrs
 import msgspec
 
 from observability.jetstream.records import LogHeartbeat, LogMessage, Snapshot
-from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder, EventStream
+from scheduler_components.kv_events import BatchEncoder, EventStream
+from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 
 __all__ = ["LogLimits", "LogStats", "LogTraffic", "LogWriter", "LogWriterCounters"]
 

@@ -41,7 +41,8 @@ from observability.kv_stream import (
 )
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.events import Tier
-from scheduler_components.kv_events import MAX_PAYLOAD_BYTES, BatchDecoder
+from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 
 __all__ = ["JetStreamSubscriber", "open_jetstream_subscriber"]
 

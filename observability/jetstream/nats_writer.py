@@ -38,7 +38,8 @@ from observability.jetstream.log_writer import LogLimits, LogStats, LogTraffic, 
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.records import LogAddress, LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from scheduler_components import DecodeError, EventBatch, PublisherStats
-from scheduler_components.kv_events import EPOCH_BYTES, BatchEncoder
+from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 
 __all__ = ["JetStreamSink", "JetStreamWriter", "open_jetstream_writer"]
 

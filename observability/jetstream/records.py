@@ -13,7 +13,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError, DecodeError
-from scheduler_components.kv_events import EPOCH_BYTES, STREAM_DIGEST_BYTES
+from scheduler_components.kv_events.stream_digest import EPOCH_BYTES, STREAM_DIGEST_BYTES
 from scheduler_components.validators import integer_validator
 
 __all__ = [

@@ -77,14 +77,8 @@ from observability.kv_stream.instructions import (
     StreamState,
     request_token,
 )
-from scheduler_components.kv_events import (
-    EPOCH_BYTES,
-    STREAM_DIGEST_BYTES,
-    ReplayMeta,
-    ReplayMetaKind,
-    ReplayVerb,
-    digest_after,
-)
+from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
+from scheduler_components.kv_events.stream_digest import EPOCH_BYTES, STREAM_DIGEST_BYTES, digest_after
 
 __all__ = [
     "NO_EPOCH",

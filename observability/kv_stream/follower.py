@@ -35,7 +35,8 @@ from observability.kv_stream.instructions import (
 )
 from observability.kv_stream.view import BlockView
 from scheduler_components import AllBlocksCleared, DecodeError
-from scheduler_components.kv_events import DecodedBatch, ReplayMeta, ReplayMetaKind
+from scheduler_components.kv_events import DecodedBatch
+from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
 from scheduler_components.validators import number_validator
 
 __all__ = [

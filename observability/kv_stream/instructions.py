@@ -7,7 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
-from scheduler_components.kv_events import EPOCH_BYTES, ReplayRequest, ReplayVerb
+from scheduler_components.kv_events.replay_messages import ReplayRequest, ReplayVerb
+from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 
 __all__ = [
     "STATE_TRANSITIONS",

@@ -8,8 +8,7 @@ from itertools import compress, islice
 
 from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES, HolderTables, MaskTable
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, BlockLocation, block_location
-from scheduler_components.kv_events import Tier, medium_tier
+from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, BlockLocation, Tier, block_location, medium_tier
 
 __all__ = ["BlockView", "CountingView", "RankSet", "ViewCounters"]
 

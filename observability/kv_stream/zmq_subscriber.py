@@ -37,14 +37,9 @@ from observability.kv_stream.instructions import SendReplayRequest
 from observability.kv_stream.view import BlockView, RankSet
 from scheduler_components import ConfigError
 from scheduler_components.events import Tier
-from scheduler_components.kv_events import (
-    MAX_PAYLOAD_BYTES,
-    BatchDecoder,
-    CurveClientKeys,
-    Endpoint,
-    StreamAddress,
-    apply_curve_client_keys,
-)
+from scheduler_components.kv_events import BatchDecoder, CurveClientKeys, Endpoint, StreamAddress
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
 
 __all__ = ["FairRLock", "Subscriber", "open_subscriber", "wait_any"]
 

@@ -33,17 +33,10 @@ from observability.kv_stream import (
     Tier,
 )
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import (
-    END_SEQ,
-    BatchDecoder,
-    BatchEncoder,
-    EventStream,
-    ReplayMeta,
-    ReplayMetaKind,
-    ReplaySessions,
-    encode_plain_request,
-    merge_batches,
-)
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events.replay import ReplaySessions
+from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayMeta, ReplayMetaKind, encode_plain_request
+from scheduler_components.kv_events.snapshot import merge_batches
 
 __all__ = ["RECOVERY_LIMIT_S", "RecoverySimulation", "ModelPublisher", "ModelSubscriber", "Steps"]
 

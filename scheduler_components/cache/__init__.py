@@ -1,46 +1,25 @@
-"""The reference prefix cache: a radix tree of pages that records events from its own transitions. Beside it, the
-recorder for engines that keep a table of hashed blocks instead."""
+"""The reference prefix cache: a radix tree of pages that records events of its own changes.
+
+``BlockTableRecorder`` records events for engines that keep a table of hashed blocks instead of a tree.
+"""
 
 from __future__ import annotations
 
-from scheduler_components.cache.block_hash import (
-    DEFAULT_NAMESPACE,
-    DIGEST_BYTES,
-    PrefixNamespace,
-    block_hash_array,
-    block_hashes_of,
-    hash_pages,
-    pack_tokens,
-    page_digests,
-    unpack_tokens,
-)
-from scheduler_components.cache.block_table import BlockTableRecorder, signed_block_hash
+from scheduler_components.cache.block_hash import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
+from scheduler_components.cache.block_table import BlockTableRecorder
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_cache import LowerTiers, PrefixMatch, RadixCache
-from scheduler_components.cache.radix_tree import LruList, PathMatch, RadixNode, RadixTree
-from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder, NullEventRecorder
+from scheduler_components.cache.radix_cache import PrefixMatch, RadixCache
+from scheduler_components.cache.radix_tree import RadixNode
+from scheduler_components.events import signed_block_hash
 
 __all__ = [
-    "DIGEST_BYTES",
-    "MAX_EVENT_TOKENS",
     "DEFAULT_NAMESPACE",
     "BlockTableRecorder",
-    "PathMatch",
-    "EventRecorder",
-    "LruList",
-    "LowerTiers",
-    "NullEventRecorder",
     "PagePool",
     "PrefixMatch",
     "PrefixNamespace",
     "RadixCache",
     "RadixNode",
-    "RadixTree",
-    "block_hash_array",
-    "block_hashes_of",
     "hash_pages",
-    "pack_tokens",
-    "page_digests",
     "signed_block_hash",
-    "unpack_tokens",
 ]

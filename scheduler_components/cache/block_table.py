@@ -1,21 +1,21 @@
-"""Events of a table of hashed blocks: for engines that keep no tree of prefixes.
+"""BlockTableRecorder: record the events of an engine that keeps a table of hashed blocks instead of a prefix tree.
 
-Such an engine (vLLM, transformers' continuous batching, TensorRT-LLM) has a map from block hash to the blocks of its
-pool that hold this content. It tells the recorder what happens to single copies; the recorder turns that into events
-that break no rule of the wire. What it adds:
+Such an engine (vLLM, transformers' continuous batching, TensorRT-LLM) maps a block hash to the blocks of its pool that
+hold this content. The engine reports single copies to the recorder. The recorder turns the reports into events that
+keep the rules of the wire:
 
-- Copies. Two requests that compute the same prompt side by side leave two copies under one hash. The first one is told,
-  and the removal is told when the last one goes, per medium.
-- Chains. A block can be used when all blocks above it stand, on whatever medium of its group; only such blocks are
-  told. An orphan (its parent is not in the table) is kept, counted and not told; it is told right after its parent
-  is. When a block goes whose children are still there, the children are told as removed first, the deepest first;
-  they are orphans now, and told again when the block comes back.
-- Order. Parents are stored before their children and removed after them, on each medium: where a block leaves one
-  medium and stays on another, what hangs below it on the first is removed and stored again, under the parent that
-  is left.
+- Copies. Two requests that compute the same prompt concurrently leave two copies under one hash. The recorder publishes
+  the first copy, and publishes the removal when the last copy is gone, per medium.
+- Reachability. A request can use a block only if all its ancestors are present, on any medium of its group. The
+  recorder publishes only such blocks. It keeps and counts an orphan (a block whose parent is absent), and publishes it
+  directly after its parent. When a block is removed before its children, the recorder first publishes the removal of
+  its descendants, the deepest first. They become orphans, and the recorder publishes them again when the block returns.
+- Order. Parents are stored before their children and removed after them, on each medium. When a block leaves one medium
+  and stays on another, the recorder removes its descendants on the first medium and stores them again, below the
+  parent that remains.
 
-So at every moment the events add up to the blocks that can be reached from a root, whatever order the engine's calls
-come in. ``num_unreachable_blocks`` are the others.
+So the events always add up to the blocks that are reachable from a root, in whichever order the engine calls.
+``num_unreachable_blocks`` counts the others.
 """
 
 from __future__ import annotations
@@ -30,39 +30,37 @@ from scheduler_components.cache.block_hash import (
     pack_tokens,
     unpack_tokens,
 )
-from scheduler_components.cache.recorder import MAX_EVENT_TOKENS
+from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventBacklog
 from scheduler_components.errors import ConfigError
-from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import signed_block_hash as wire_hash
+from scheduler_components.events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    signed_block_hash,
+)
 from scheduler_components.validators import check_integer
 
-__all__ = ["BlockTableRecorder", "signed_block_hash"]
+__all__ = ["BlockTableRecorder"]
 
 _ExtraKeys: TypeAlias = tuple[str | int, ...] | None
 
 _MAX_PENDING_BLOCKS = 131_072
-"""Some 10 MB of events of 16-token blocks: more than a step of any engine stores or removes."""
+"""About 10 MB of events of 16-token blocks: more than one step of any engine stores or removes."""
 
-_ON_DEVICE: tuple[str | None, ...] = (None,)  # the copies of nearly every block: one tuple for all of them
+_ON_DEVICE: tuple[str | None, ...] = (None,)  # nearly every block has these copies, so they share one tuple
 
 
-def signed_block_hash(block_hash: int | bytes) -> int:
-    """Return an engine's block hash as the wire wants it: the low 64 bits, as a signed integer.
-
-    Args:
-        block_hash: an integer of any size and sign, or bytes, big-endian: both as vLLM has them.
-
-    Raises:
-        ConfigError: it is neither, or there are no bytes.
-    """
+def _wire_hash(block_hash: int | bytes) -> int:
     try:
-        return wire_hash(block_hash)
+        return signed_block_hash(block_hash)
     except TypeError:
         raise ConfigError("block_hash", block_hash, "is not a block hash", "give an integer or bytes") from None
 
 
 class _Block:
-    """One hash of one group. Without copies it stands for a parent that orphans wait for."""
+    """One hash of one group. An entry without copies represents the absent parent of orphans."""
 
     __slots__ = (
         "block_hash",
@@ -81,11 +79,11 @@ class _Block:
         self.group_idx = group_idx
         self.is_published = False
         self.media: tuple[str | None, ...] = ()  # one entry per copy
-        self.children: dict[int, _Block] | None = None  # each of them has copies
+        self.children: dict[int, _Block] | None = None  # all of them have copies
         self.forget()
 
     def forget(self) -> None:
-        """Without copies, nothing is known of the content."""
+        """Forget the content, because no copy is left."""
         self.parent: _Block | None = None
         self.tokens = b""
         self.namespace = DEFAULT_NAMESPACE
@@ -95,8 +93,8 @@ class _Block:
     def parent_hash(self) -> int | None:
         return None if self.parent is None else self.parent.block_hash
 
-    def below(self, on_medium: tuple[str | None] | None = None) -> Iterator[_Block]:
-        """Everything below, parents first, each chain in one go; with a medium, what hangs on it there alone."""
+    def descendants(self, on_medium: tuple[str | None] | None = None) -> Iterator[_Block]:
+        """Yield the descendants depth-first, parents first; with a medium, only those connected on that medium."""
         stack = list(reversed((self.children or {}).values()))
         while stack:
             block = stack.pop()
@@ -106,7 +104,7 @@ class _Block:
 
 
 class _StoredRun:
-    """Blocks of one chain that become one BlockStored."""
+    """Consecutive blocks of one prefix that become one BlockStored."""
 
     __slots__ = ("extra_keys", "hashes", "parent_hash", "place", "tokens")
 
@@ -137,7 +135,7 @@ class _StoredRun:
 
 
 class _RemovedRun:
-    """Blocks of one place that become one BlockRemoved."""
+    """Blocks of one medium and group that become one BlockRemoved."""
 
     __slots__ = ("hashes", "place")
 
@@ -150,43 +148,24 @@ class _RemovedRun:
 
 
 class _PendingEvents:
-    """Events that nobody has taken, in order; what follows on each other becomes one. Bounded: see ``is_collapsed``."""
+    """Events that wait to be taken. Consecutive blocks become one event."""
 
-    __slots__ = ("_events", "_num_blocks", "_run", "is_collapsed", "max_blocks", "num_collapses")
+    __slots__ = ("_run", "backlog")
 
     def __init__(self, max_blocks: int) -> None:
-        self.max_blocks = max_blocks
-        self.num_collapses = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._events: list[KVCacheEvent] = []
+        self.backlog = EventBacklog(max_blocks)
         self._run: _StoredRun | _RemovedRun | None = None
-        self._num_blocks = 0
-        self.is_collapsed = False  # there was too much: all was dropped, and only the table itself can say what stands
-
-    def _has_room(self) -> bool:
-        """Count one block; False when there is no use in recording it."""
-        if self.is_collapsed:
-            return False
-        self._num_blocks += 1
-        if self._num_blocks <= self.max_blocks:
-            return True
-        self._reset()
-        self.is_collapsed = True
-        self.num_collapses += 1
-        return False
 
     def stored(self, block: _Block, medium: str | None) -> None:
-        if self._has_room():
+        if self.backlog.admit(1):
             self.add_stored(block, medium)
 
     def add_stored(self, block: _Block, medium: str | None) -> None:
-        """Without a look at the room, for the whole table after a collapse."""
+        """Add a stored block without counting it: the whole table after a collapse has no bound."""
         run, place = self._run, (medium, block.group_idx, block.namespace)
         parent_hash = block.parent_hash
-        goes_on = isinstance(run, _StoredRun) and run.hashes[-1] == parent_hash and run.place == place
-        if not goes_on or len(run.tokens) + len(block.tokens) > MAX_EVENT_TOKENS * TOKEN_BYTES:  # type: ignore[union-attr]
+        continues = isinstance(run, _StoredRun) and run.hashes[-1] == parent_hash and run.place == place
+        if not continues or len(run.tokens) + len(block.tokens) > MAX_EVENT_TOKENS * TOKEN_BYTES:  # type: ignore[union-attr]
             self._close_run()
             run = self._run = _StoredRun(place, parent_hash)
         assert isinstance(run, _StoredRun)
@@ -195,7 +174,7 @@ class _PendingEvents:
         run.extra_keys.append(block.extra_keys)
 
     def removed(self, block: _Block, medium: str | None) -> None:
-        if not self._has_room():
+        if not self.backlog.admit(1):
             return
         run, place = self._run, (medium, block.group_idx)
         if not isinstance(run, _RemovedRun) or run.place != place or len(run.hashes) >= MAX_EVENT_TOKENS:
@@ -204,46 +183,46 @@ class _PendingEvents:
         run.hashes.append(block.block_hash)
 
     def cleared(self) -> None:
-        """What was before a clear no longer matters."""
-        self._reset()
-        self._events.append(AllBlocksCleared())
+        """Add AllBlocksCleared and drop the events before it."""
+        self._run = None
+        self.backlog.reset()
+        self.backlog.events.append(AllBlocksCleared())
 
     def take(self) -> tuple[KVCacheEvent, ...]:
         self._close_run()
-        events = tuple(self._events)
-        self._reset()
+        events = tuple(self.backlog.events)
+        self.backlog.reset()
         return events
 
     def _close_run(self) -> None:
         if self._run is not None:
-            self._events.append(self._run.event())
+            self.backlog.events.append(self._run.event())
             self._run = None
 
 
 class BlockTableRecorder:
-    """The ``KvEventSource`` of an engine with a table of hashed blocks: its calls in, events out.
+    """The ``KvEventSource`` of an engine with a table of hashed blocks.
 
-    Call ``store`` where the engine enters blocks into its table, ``remove`` where it takes copies out, ``clear`` where
-    it empties it. Each block that is stored is one more copy; each block that is removed is one less. Hashes are taken
-    as the engine has them and told as ``signed_block_hash`` gives them. Of a medium, None and ``GPU`` are the device
-    and told as None. Groups of a hybrid model are tables of their own.
+    Call ``store`` where the engine enters blocks into its table, ``remove`` where it takes copies out, and ``clear``
+    where it empties the table. Each stored block is one more copy; each removed block is one copy less. Hashes may have
+    the engine's form; events carry them as ``signed_block_hash`` returns them. The media None and ``GPU`` both mean the
+    device; events carry None. Each group of a hybrid model has its own table.
 
-    Memory is one entry per block, and at most one more per orphan. What waits to be taken is bounded: past
-    ``max_pending_blocks`` it is dropped, counted in ``num_collapses``, and the next ``take_events`` gives
-    AllBlocksCleared and the whole table instead.
+    The recorder keeps one entry per block, and at most one more per orphan. An ``EventBacklog`` bounds the events:
+    after a collapse, the next ``take_events`` returns AllBlocksCleared and the whole table.
 
-    Not locked: one thread calls. Equal calls give equal events.
+    Not thread-safe. Equal calls give equal events.
 
     Args:
         block_size: tokens per block, in every group.
         max_pending_blocks: stored and removed blocks to keep until they are taken.
 
     Attributes:
-        num_blocks: hashes in the table, per group; orphans included.
-        num_orphans: blocks that came while a block above them did not stand, since the start.
+        num_blocks: hashes in the tables of all groups, orphans included.
+        num_orphans: blocks that were stored without all their ancestors, since the start.
         num_unknown_removals: removals of copies that were never stored, since the start; they change nothing.
-        num_conflicts: copies whose parent or tokens were others than those that stand under their hash, since the
-            start. The copy counts, and what was first stays; an engine's hash should make it impossible.
+        num_conflicts: copies whose parent or tokens differ from those first stored under their hash, since the start.
+            The copy counts and the first content stays. A collision-free hash makes this impossible.
 
     Raises:
         ConfigError: a size below 1.
@@ -272,7 +251,7 @@ class BlockTableRecorder:
     def __repr__(self) -> str:
         return f"<BlockTableRecorder {self.num_blocks} blocks, {self.num_unreachable_blocks} hidden>"
 
-    # --- what the engine says ---
+    # --- called by the engine ---
 
     def store(
         self,
@@ -285,27 +264,27 @@ class BlockTableRecorder:
         namespace: PrefixNamespace = DEFAULT_NAMESPACE,
         extra_keys: Sequence[Sequence[str | int] | None] | None = None,
     ) -> None:
-        """One more copy of each of these blocks can be used.
+        """Record that one more copy of each of these blocks is usable.
 
         Args:
-            block_hashes: blocks that follow each other in one prefix, parents first.
-            token_ids: their tokens: ``block_size`` per hash.
+            block_hashes: consecutive blocks of one prefix, parents first.
+            token_ids: their tokens, ``block_size`` per hash.
             parent_block_hash: the block before the first one; None at the root of a prefix.
             medium: where the copies are; None is the device.
             group_idx: KV-cache group of a hybrid model.
             namespace: adapter, salt, extra key and session of the prefix.
-            extra_keys: what else went into the hashes, one entry per block; ``namespace.extra_key`` stands before it.
+            extra_keys: other inputs of the hashes, one entry per block; events put ``namespace.extra_key`` first.
 
         Raises:
-            ConfigError: tokens or extra keys do not fit the number of hashes, or a hash or token is none. Nothing is
-                changed.
+            ConfigError: the number of tokens or extra keys does not fit the number of hashes, or a hash or a token is
+                invalid. Nothing has changed.
         """
-        hashes = [signed_block_hash(each) for each in block_hashes]
-        above = None if parent_block_hash is None else signed_block_hash(parent_block_hash)
+        hashes = [_wire_hash(each) for each in block_hashes]
+        above = None if parent_block_hash is None else _wire_hash(parent_block_hash)
         packed, size = pack_tokens(token_ids), self._block_bytes
         if len(packed) != len(hashes) * size:
-            told = f"are not whole blocks: {len(hashes)} of {size // TOKEN_BYTES}"
-            raise ConfigError("token_ids", len(packed) // TOKEN_BYTES, told, "give block_size tokens per hash")
+            problem = f"is not {size // TOKEN_BYTES} tokens for each of {len(hashes)} blocks"
+            raise ConfigError("token_ids", len(packed) // TOKEN_BYTES, problem, "give block_size tokens per hash")
         if extra_keys is not None and len(extra_keys) != len(hashes):
             raise ConfigError("extra_keys", len(extra_keys), "is not one entry per block", "give None for plain blocks")
         shared = () if namespace.extra_key is None else (namespace.extra_key,)
@@ -326,12 +305,12 @@ class BlockTableRecorder:
     def remove(
         self, block_hashes: Iterable[int | bytes], *, medium: str | None = None, group_idx: int | None = None
     ) -> None:
-        """One copy of each of these blocks is gone from a medium, in any order.
+        """Record that one copy of each of these blocks has left a medium, in any order.
 
         Raises:
-            ConfigError: a hash is none. Nothing is changed.
+            ConfigError: a hash is invalid. Nothing has changed.
         """
-        hashes = [signed_block_hash(each) for each in block_hashes]
+        hashes = [_wire_hash(each) for each in block_hashes]
         medium = None if medium == MEDIUM_GPU else medium
         table = self._groups.get(group_idx, {})
         for block_hash in hashes:
@@ -342,44 +321,44 @@ class BlockTableRecorder:
                 self._drop_copy(table, block, medium)
 
     def clear(self) -> None:
-        """Every copy of every block is gone, in all groups, on all media."""
+        """Record that no copy of any block is left, in any group and on any medium."""
         self._groups.clear()
         self.num_blocks = self._num_published = 0
         self._pending.cleared()
 
-    # --- what a publisher and an operator ask ---
+    # --- read by a publisher and by an operator ---
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them."""
-        if self._pending.is_collapsed:
+        if self._pending.backlog.is_collapsed:
             self._pending.cleared()
             roots = [block for table in self._groups.values() for block in table.values() if block.parent is None]
             for root in roots:
-                for block in (root, *root.below()) if root.is_published else ():
+                for block in (root, *root.descendants()) if root.is_published else ():
                     for medium in dict.fromkeys(block.media):
                         self._pending.add_stored(block, medium)
         return self._pending.take()
 
     def block_hashes(self, medium: str | None = None, group_idx: int | None = None) -> Iterator[int]:
-        """The blocks that were told and stand on one medium: what a reader of all events has. None is the device."""
+        """Iterate over the published blocks of one medium, as a reader of all events has them. None is the device."""
         medium = None if medium == MEDIUM_GPU else medium
         blocks = self._groups.get(group_idx, {}).values()
         return (block.block_hash for block in blocks if block.is_published and medium in block.media)
 
     @property
     def num_collapses(self) -> int:
-        """How often too much waited to be taken, since the start."""
-        return self._pending.num_collapses
+        """Collapses of the event backlog, since the start."""
+        return self._pending.backlog.num_collapses
 
     @property
     def num_unreachable_blocks(self) -> int:
-        """Blocks of the table that are not told now, because a block above them does not stand."""
+        """Blocks of the tables that are not published because an ancestor is absent."""
         return self.num_blocks - self._num_published
 
     # --- the table ---
 
     def _enter(self, table: dict[int, _Block], block: _Block, above: int | None) -> None:
-        """Link the first copy of a block to its parent, which may be absent."""
+        """Link the first copy of a block to its parent; the parent may be absent."""
         self.num_blocks += 1
         if above is None:
             return
@@ -391,52 +370,52 @@ class BlockTableRecorder:
         self.num_orphans += not parent.is_published
 
     def _add_copy(self, block: _Block, medium: str | None) -> None:
-        is_first_there = medium not in block.media
+        is_first_on_medium = medium not in block.media
         block.media = _ON_DEVICE if medium is None and not block.media else (*block.media, medium)
         if block.is_published:
-            if is_first_there:
+            if is_first_on_medium:
                 self._pending.stored(block, medium)
         elif block.parent is None or block.parent.is_published:
-            for each in (block, *block.below()):
+            for each in (block, *block.descendants()):
                 each.is_published = True
                 self._num_published += 1
-                for its_medium in dict.fromkeys(each.media):
-                    self._pending.stored(each, its_medium)
+                for each_medium in dict.fromkeys(each.media):
+                    self._pending.stored(each, each_medium)
 
     def _drop_copy(self, table: dict[int, _Block], block: _Block, medium: str | None) -> None:
-        left = list(block.media)
-        left.remove(medium)
-        block.media = _ON_DEVICE if left == [None] else tuple(left)
-        if medium in left:
+        remaining = list(block.media)
+        remaining.remove(medium)
+        block.media = _ON_DEVICE if remaining == [None] else tuple(remaining)
+        if medium in remaining:
             return
-        if block.is_published and left:
+        if block.is_published and remaining:
             self._leave_medium(block, medium)
         elif block.is_published:
-            self._hide_below(block)
+            self._hide_descendants(block)
             self._pending.removed(block, medium)
             block.is_published = False
             self._num_published -= 1
-        if not left:
+        if not remaining:
             self._leave_table(table, block)
 
     def _leave_medium(self, block: _Block, medium: str | None) -> None:
-        """It stays on another medium, and so what is below it stays: each is told below a parent that stands."""
-        below = list(block.below((medium,)))
-        for each in reversed(below):
+        """Publish that a block has left one of its media, and store its descendants there again."""
+        descendants = list(block.descendants((medium,)))
+        for each in reversed(descendants):
             self._pending.removed(each, medium)
         self._pending.removed(block, medium)
-        for each in below:
+        for each in descendants:
             self._pending.stored(each, medium)
 
-    def _hide_below(self, block: _Block) -> None:
-        for each in reversed(list(block.below())):
+    def _hide_descendants(self, block: _Block) -> None:
+        for each in reversed(list(block.descendants())):
             for medium in dict.fromkeys(each.media):
                 self._pending.removed(each, medium)
             each.is_published = False
             self._num_published -= 1
 
     def _leave_table(self, table: dict[int, _Block], block: _Block) -> None:
-        """Its last copy is gone: the entry stays where orphans wait for it, and its parent's where it is needed."""
+        """Remove a block without copies. Keep its entry while orphans refer to it; remove its parent's if unused."""
         self.num_blocks -= 1
         parent = block.parent
         if parent is not None and parent.children is not None:

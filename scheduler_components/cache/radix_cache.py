@@ -10,8 +10,9 @@ from typing import Protocol
 import msgspec
 
 from scheduler_components.cache.block_hash import DEFAULT_NAMESPACE, PrefixNamespace, block_hash_array, pack_tokens
+from scheduler_components.cache.lru_list import LruList
 from scheduler_components.cache.page_pool import PagePool
-from scheduler_components.cache.radix_tree import LruList, PathMatch, RadixNode, RadixTree
+from scheduler_components.cache.radix_tree import PathMatch, RadixNode, RadixTree
 from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, device_medium
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group

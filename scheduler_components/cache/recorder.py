@@ -1,4 +1,4 @@
-"""Events of a prefix tree, recorded where the tree changes."""
+"""EventRecorder: record the events of a prefix tree where the tree changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from scheduler_components.cache.block_hash import (
 from scheduler_components.cache.radix_tree import RadixNode, RadixTree
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, ValidatedEvents
 
-__all__ = ["MAX_EVENT_TOKENS", "EventRecorder", "NullEventRecorder", "device_medium"]
+__all__ = ["MAX_EVENT_TOKENS", "EventBacklog", "EventRecorder", "NullEventRecorder", "device_medium"]
 
 MAX_EVENT_TOKENS = 65_536
-"""Tokens in one BlockStored (and hashes in one BlockRemoved); longer runs take several. At most 5 bytes per token on
-the wire keep one event far below the 4 MiB that readers take."""
+"""Maximum tokens of one BlockStored, and hashes of one BlockRemoved. A longer run becomes several events.
+
+A token takes at most 5 bytes on the wire, so one event stays far below the 4 MiB that readers accept."""
 
 
 def device_medium(_: RadixNode) -> tuple[str | None, ...]:
@@ -31,60 +32,85 @@ def device_medium(_: RadixNode) -> tuple[str | None, ...]:
 _NAME_TYPES = frozenset({str, type(None)})
 
 
-def _is_sound(namespace: PrefixNamespace) -> bool:
-    """True when what a request said of its namespace is of the types that events have."""
+def _has_valid_types(namespace: PrefixNamespace) -> bool:
     names = (namespace.lora_name, namespace.cache_salt, namespace.extra_key, namespace.session_id)
     return _NAME_TYPES.issuperset(map(type, names)) and type(namespace.lora_id) in (int, type(None))
 
 
+class EventBacklog:
+    """Recorded events that wait for ``take_events``, bounded in blocks.
+
+    When the events have more blocks than ``max_blocks``, the backlog collapses: it drops its events and admits no more.
+    Its recorder then returns AllBlocksCleared and the present content instead. A reader ends in the same state.
+
+    Args:
+        max_blocks: stored and removed blocks to keep.
+
+    Attributes:
+        events: the events, in order.
+        is_collapsed: True from a collapse until ``reset``.
+        num_collapses: collapses since the start.
+    """
+
+    __slots__ = ("_max_blocks", "_num_blocks", "events", "is_collapsed", "num_collapses")
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self.num_collapses = 0
+        self.reset()
+
+    def admit(self, num_blocks: int) -> bool:
+        """Count the blocks of one more event. Return False if the backlog has collapsed: do not record the event."""
+        if self.is_collapsed:
+            return False
+        self._num_blocks += num_blocks
+        if self._num_blocks <= self._max_blocks:
+            return True
+        self.reset()
+        self.is_collapsed = True
+        self.num_collapses += 1
+        return False
+
+    def reset(self) -> None:
+        """Drop the events and end a collapse."""
+        self.events: list[KVCacheEvent] = []
+        self._num_blocks = 0
+        self.is_collapsed = False
+
+
 class NullEventRecorder:
-    """Records nothing: for a rank that owns no stream, so that the cache never asks whether it should."""
+    """Record nothing: the recorder of a rank that owns no stream."""
 
     __slots__ = ()
 
     num_collapses = 0
 
     def record_stored(self, node: RadixNode, medium: str | None = None) -> None:
-        """Record nothing."""
+        pass
 
     def record_removed(self, node: RadixNode, medium: str | None = None) -> None:
-        """Record nothing."""
+        pass
 
     def record_cleared(self) -> None:
-        """Record nothing."""
+        pass
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
-        """There is never an event."""
         return ()
 
 
 class EventRecorder:
-    """Keeps the events since they were last taken, in order.
+    """Record the events of a tree until they are taken, in order.
 
-    What is kept is bounded. Past ``max_pending_blocks`` the backlog collapses: it is dropped, counted in
-    ``num_collapses``, and the next ``take`` gives AllBlocksCleared and the whole present tree instead. A reader ends in
-    the same state.
-
-    ``medium=None`` means the device: every consumer reads it so, and it is trimmed from the wire.
+    The events are bounded by an ``EventBacklog``. ``medium=None`` means the device: every consumer reads it so, and the
+    encoder leaves it out.
 
     Args:
-        tree: a hashed tree; after a collapse its content is the events.
+        tree: a hashed tree; after a collapse, its content is the events.
         max_pending_blocks: stored and removed blocks to keep.
-        media_of: the media that a node of the tree is on, for a collapse; the device alone by default.
+        media_of: returns the media that hold a node, for the events after a collapse; by default the device alone.
     """
 
-    __slots__ = (
-        "_collapsed",
-        "_events",
-        "_is_checked",
-        "_media_of",
-        "_pending_blocks",
-        "_removed",
-        "_removed_medium",
-        "_tree",
-        "max_pending_blocks",
-        "num_collapses",
-    )
+    __slots__ = ("_are_validated", "_backlog", "_media_of", "_removed", "_removed_medium", "_tree")
 
     def __init__(
         self,
@@ -94,86 +120,74 @@ class EventRecorder:
     ) -> None:
         self._tree = tree
         self._media_of = media_of
-        self.max_pending_blocks = max_pending_blocks
-        self.num_collapses = 0
-        self._events: list[KVCacheEvent] = []
-        self._removed = array("q")  # not yet an event: removals that follow each other become one
+        self._backlog = EventBacklog(max_pending_blocks)
+        self._removed = array("q")  # consecutive removals, which become one event
         self._removed_medium: str | None = None
-        self._pending_blocks = 0
-        self._collapsed = False
-        self._is_checked = True  # tokens and hashes always are
+        self._are_validated = True  # False after a namespace of wrong types; tokens and hashes are always valid
+
+    @property
+    def num_collapses(self) -> int:
+        """Collapses of the backlog since the start."""
+        return self._backlog.num_collapses
 
     def record_stored(self, node: RadixNode, medium: str | None = None) -> None:
-        """A node's pages became usable on a medium."""
-        if self._has_room(node.num_pages):
+        """Record that a node's pages became usable on a medium."""
+        if self._backlog.admit(node.num_pages):
             self._flush_removed()
-            self._events.extend(self._stored_events(node, medium))
+            self._backlog.events.extend(self._stored_events(node, medium))
 
     def record_removed(self, node: RadixNode, medium: str | None = None) -> None:
-        """A node's pages left a medium. Runs of removals become one event, the deepest pages first."""
-        if self._has_room(node.num_pages):
+        """Record that a node's pages left a medium. Consecutive removals become one event, the deepest pages first."""
+        if self._backlog.admit(node.num_pages):
             if medium != self._removed_medium:
                 self._flush_removed()
                 self._removed_medium = medium
             self._removed += block_hash_array(node.digests)[::-1]
 
     def record_cleared(self) -> None:
-        """Every page left every medium: events that wait no longer matter."""
+        """Record that every page left every medium, and drop the events before it."""
         self._reset()
-        self._events.append(AllBlocksCleared())
+        self._backlog.events.append(AllBlocksCleared())
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them."""
-        if self._collapsed:
+        if self._backlog.is_collapsed:
             self.record_cleared()
             for node in self._tree.walk():
                 for medium in self._media_of(node):
-                    self._events.extend(self._stored_events(node, medium))
+                    self._backlog.events.extend(self._stored_events(node, medium))
         self._flush_removed()
-        events = ValidatedEvents(self._events) if self._is_checked else tuple(self._events)
+        events = self._backlog.events
+        taken = ValidatedEvents(events) if self._are_validated else tuple(events)
         self._reset()
-        return events
+        return taken
 
     def _reset(self) -> None:
-        self._events = []
+        self._backlog.reset()
         self._removed = array("q")
         self._removed_medium = None
-        self._pending_blocks = 0
-        self._collapsed = False
-        self._is_checked = True
-
-    def _has_room(self, num_blocks: int) -> bool:
-        """Count blocks of an event; False when the backlog has collapsed, so that the event is not needed."""
-        if self._collapsed:
-            return False
-        self._pending_blocks += num_blocks
-        if self._pending_blocks <= self.max_pending_blocks:
-            return True
-        self._reset()
-        self._collapsed = True
-        self.num_collapses += 1
-        return False
+        self._are_validated = True
 
     def _flush_removed(self) -> None:
         removed, self._removed = self._removed, array("q")
         for first in range(0, len(removed), MAX_EVENT_TOKENS):
             hashes = tuple(removed[first : first + MAX_EVENT_TOKENS])
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=self._removed_medium))
+            self._backlog.events.append(BlockRemoved(block_hashes=hashes, medium=self._removed_medium))
 
     def _stored_events(self, node: RadixNode, medium: str | None) -> Iterator[BlockStored]:
         assert node.parent is not None
         page_size, namespace = self._tree.page_size, node.namespace
-        if namespace is not DEFAULT_NAMESPACE and not _is_sound(namespace):
-            self._is_checked = False
+        if namespace is not DEFAULT_NAMESPACE and not _has_valid_types(namespace):
+            self._are_validated = False
         hashes, tokens = block_hashes_of(node.digests), unpack_tokens(node.tokens)
-        above = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])
+        preceding = block_hashes_of(node.parent.digests[-DIGEST_BYTES:])
         pages_per_event = max(1, MAX_EVENT_TOKENS // page_size)
         for first in range(0, node.num_pages, pages_per_event):
             stop = first + pages_per_event
             run = hashes[first:stop]
             yield BlockStored(
                 block_hashes=run,
-                parent_block_hash=above[-1] if above else None,
+                parent_block_hash=preceding[-1] if preceding else None,
                 token_ids=tokens[first * page_size : stop * page_size],
                 block_size=page_size,
                 lora_id=namespace.lora_id,
@@ -183,4 +197,4 @@ class EventRecorder:
                 cache_salt=namespace.cache_salt,
                 session_id=namespace.session_id,
             )
-            above = run
+            preceding = run

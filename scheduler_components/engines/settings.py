@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import KVEventsConfig, parse_json_object
+from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events.config import parse_json_object
 
 __all__ = ["KV_EVENTS_VARIABLE", "PluginSettings", "may_require_keys", "read_plugin_settings"]
 

@@ -21,7 +21,8 @@ from scheduler_components.engines.settings import ENGINE_SETTINGS, may_require_k
 from scheduler_components.engines.sglang_components import COMPONENTS, SglangComponents
 from scheduler_components.engines.sglang_publisher import open_sglang_publisher
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import CurveServerKeys, Endpoint, KVEventsConfig, parse_json_object
+from scheduler_components.kv_events import CurveServerKeys, Endpoint, KVEventsConfig
+from scheduler_components.kv_events.config import parse_json_object
 
 __all__ = ["PLUGIN_NAME", "SglangPlugin", "load_plugin"]
 

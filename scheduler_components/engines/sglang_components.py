@@ -29,12 +29,12 @@ from scheduler_components.engines.sglang_load import (
 )
 from scheduler_components.engines.sglang_publisher import SglangEventPublisher, open_sglang_publisher
 from scheduler_components.errors import ComponentError, ConfigError
-from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events import KVEventsConfig, NullEventPublisher
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullEventPublisher, NullKvMetricsSink, NullLoadSink
+from scheduler_components.ports import NullKvMetricsSink, NullLoadSink
 from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad
 
 __all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublisher", "read_parallel_state"]

@@ -12,16 +12,8 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
-from scheduler_components.cache import (
-    DEFAULT_NAMESPACE,
-    PrefixMatch,
-    PrefixNamespace,
-    RadixCache,
-    RadixNode,
-    block_hash_array,
-    block_hashes_of,
-    pack_tokens,
-)
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixMatch, PrefixNamespace, RadixCache, RadixNode
+from scheduler_components.cache.block_hash import block_hash_array, block_hashes_of, pack_tokens
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
 from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController

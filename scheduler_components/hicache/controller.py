@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from scheduler_components.agreement import AgreedValues, Proposal, SlotKind, Slots
-from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.page_operations import (

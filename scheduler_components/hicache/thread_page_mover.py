@@ -22,7 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import ConfigError, StorageError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.hicache.memory import HostPool

@@ -20,17 +20,11 @@ from array import array
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from scheduler_components.cache import (
-    DIGEST_BYTES,
-    EventRecorder,
-    LruList,
-    NullEventRecorder,
-    PrefixNamespace,
-    RadixCache,
-    RadixNode,
-    RadixTree,
-    block_hashes_of,
-)
+from scheduler_components.cache import PrefixNamespace, RadixCache, RadixNode
+from scheduler_components.cache.block_hash import DIGEST_BYTES, block_hashes_of
+from scheduler_components.cache.lru_list import LruList
+from scheduler_components.cache.radix_tree import RadixTree
+from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.events import TIER_MEDIUM, Tier
 from scheduler_components.ports import HostPages, PageHook

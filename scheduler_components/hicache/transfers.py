@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode, pack_tokens, page_digests
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode
+from scheduler_components.cache.block_hash import pack_tokens, page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.events import Tier
 from scheduler_components.hicache.controller import HiCacheController

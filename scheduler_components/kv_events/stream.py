@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import TypeAlias
-from zlib import crc32
 
 import msgspec
 
@@ -15,8 +13,9 @@ from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.dialects import BlockChanges
 from scheduler_components.kv_events.native_events import slice_raw_event
 from scheduler_components.kv_events.snapshot import RunSegment, StreamSnapshot
+from scheduler_components.kv_events.stream_digest import digest_after, initial_digest
 
-__all__ = ["STREAM_DIGEST_BYTES", "EPOCH_BYTES", "SnapshotChunk", "EventStream", "digest_after", "initial_digest"]
+__all__ = ["EventStream", "SnapshotChunk"]
 
 # The theory of the stream.
 #
@@ -52,9 +51,6 @@ __all__ = ["STREAM_DIGEST_BYTES", "EPOCH_BYTES", "SnapshotChunk", "EventStream",
 #
 # Folding is bounded per drain, so that a window that has grown is folded over many steps and not in one.
 
-EPOCH_BYTES = 16
-STREAM_DIGEST_BYTES = 8
-
 _FOLDS_PER_DRAIN = 8
 """Batches folded in one drain, besides as many as came in it: more would show in the scheduler's step."""
 
@@ -63,23 +59,6 @@ _CHUNK_BYTES = 256 * 1024
 
 _MAX_CHUNK_BYTES = 2 * 1024 * 1024
 """Where there are fewer numbers than chunks, several become one message; half of what readers take, never more."""
-
-
-def initial_digest(epoch: bytes) -> bytes:
-    """The digest before the first batch of an epoch."""
-    return blake2b(epoch, digest_size=STREAM_DIGEST_BYTES).digest()
-
-
-def digest_after(digest: bytes, sequence: int, payload: bytes) -> bytes:
-    """The digest after one more batch: 8 bytes of BLAKE2b over digest, sequence (8 bytes) and CRC-32 of the payload
-    (4).
-
-    It proves that two sides have read the same, not who wrote it. A checksum is enough for that, and of a payload of
-    40 KB it costs a sixth of what hashing all of it does.
-    """
-    return blake2b(
-        digest + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=STREAM_DIGEST_BYTES
-    ).digest()
 
 
 _SEGMENTS_PER_STEP = 500

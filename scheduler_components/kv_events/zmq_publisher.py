@@ -44,14 +44,16 @@ from scheduler_components.kv_events.codec import (
 )
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
+from scheduler_components.kv_events.event_publisher import EventPublisher
 from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
-from scheduler_components.kv_events.replay import END_SEQ, ReplaySessions
+from scheduler_components.kv_events.replay import ReplaySessions
+from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.kv_events.snapshot import merge_batches
-from scheduler_components.kv_events.stream import EPOCH_BYTES, EventStream
+from scheduler_components.kv_events.stream import EventStream
+from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 from scheduler_components.kv_events.zmq_sockets import Context, Socket, StreamSockets, open_stream_sockets
-from scheduler_components.ports import EventPublisher
 from scheduler_components.validators import check_integer
 from scheduler_components.values import PublisherStats
 

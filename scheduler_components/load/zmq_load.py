@@ -21,13 +21,9 @@ import zmq
 
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
 from scheduler_components.fork_hook import register_for_fork
-from scheduler_components.kv_events import (
-    CurveClientKeys,
-    CurveServerKeys,
-    Endpoint,
-    apply_curve_client_keys,
-    lock_ipc_path,
-)
+from scheduler_components.kv_events import CurveClientKeys, CurveServerKeys, Endpoint
+from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
+from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
 from scheduler_components.load.load_stat import (
     LOAD_HEARTBEAT_S,
     LOAD_TOPIC,

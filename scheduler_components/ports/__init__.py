@@ -17,12 +17,10 @@ from scheduler_components.ports.control import (
     WeightStore,
 )
 from scheduler_components.ports.kv_events import (
-    EventPublisher,
     HeldBlocksSource,
     KvEventSink,
     KvEventSource,
     KvMetricsSink,
-    NullEventPublisher,
     NullHeldBlocksSource,
     NullKvMetricsSink,
 )
@@ -113,8 +111,6 @@ __all__ = [
     "HeldBlocksSource",
     "NullHeldBlocksSource",
     "KvEventSink",
-    "EventPublisher",
-    "NullEventPublisher",
     "KvMetricsSink",
     "NullKvMetricsSink",
     "TreeNode",

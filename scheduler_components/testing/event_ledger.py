@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
-from scheduler_components.cache import PrefixNamespace, block_hashes_of, pack_tokens, page_digests
-from scheduler_components.kv_events import MediumGroup, first_token_mismatch, medium_group, medium_tier
+from scheduler_components.cache import PrefixNamespace
+from scheduler_components.cache.block_hash import block_hashes_of, pack_tokens, page_digests
+from scheduler_components.events import MediumGroup, medium_group, medium_tier
+from scheduler_components.kv_events.codec import first_token_mismatch
 from scheduler_components.testing.rules import Violation
 
 __all__ = [

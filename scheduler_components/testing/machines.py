@@ -27,7 +27,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.hicache import PageStore
-from scheduler_components.kv_events import END_SEQ, BatchEncoder
+from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fakes import ChainEventGenerator, Fault, FaultyNetwork
 from scheduler_components.testing.interfaces import (

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, ParallelState
 from scheduler_components.cache import PrefixNamespace, RadixCache
-from scheduler_components.kv_events import DIALECTS, MAX_PORT, REPLAY_FRAMINGS, SEND_MODES, SEQ_BASES, Endpoint
+from scheduler_components.kv_events import Endpoint
+from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.config import SEND_MODES, SEQ_BASES
+from scheduler_components.kv_events.endpoints import MAX_PORT
+from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
 from scheduler_components.testing.fakes import Fault
 from scheduler_components.testing.interfaces import Workload
 

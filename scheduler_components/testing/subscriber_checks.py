@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from scheduler_components.kv_events import END_SEQ
+from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.testing.fakes import ChainEventGenerator
 from scheduler_components.testing.interfaces import CheckTrace, StreamEndpoints, StreamSubscriber
 from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher

@@ -8,7 +8,8 @@ from typing import TypeVar
 import zmq
 
 from scheduler_components import EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import END_SEQ, BatchEncoder
+from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.testing.interfaces import Frames
 
 __all__ = ["ScriptedPublisher"]

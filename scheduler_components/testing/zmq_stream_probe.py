@@ -12,14 +12,9 @@ import msgspec
 import zmq
 
 from scheduler_components.events import MediumGroup
-from scheduler_components.kv_events import (
-    END_SEQ,
-    MAX_PAYLOAD_BYTES,
-    Endpoint,
-    ReplayRequest,
-    ReplayVerb,
-    StreamAddress,
-)
+from scheduler_components.kv_events import Endpoint, StreamAddress
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest, ReplayVerb
 from scheduler_components.testing.interfaces import Frames
 from scheduler_components.testing.stream_verifier import RecordedStream, ReplayResponse
 from scheduler_components.values import KvPoolSnapshot

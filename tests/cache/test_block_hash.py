@@ -11,14 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.cache import (
-    DEFAULT_NAMESPACE,
-    PrefixNamespace,
-    hash_pages,
-    pack_tokens,
-    page_digests,
-    unpack_tokens,
-)
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
+from scheduler_components.cache.block_hash import pack_tokens, page_digests, unpack_tokens
 from scheduler_components.testing.golden import (
     PageHashVector,
     page_hash_vectors,

@@ -14,13 +14,10 @@ from hypothesis.stateful import invariant
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
-from scheduler_components.cache import (
-    MAX_EVENT_TOKENS,
-    BlockTableRecorder,
-    PrefixNamespace,
-    signed_block_hash,
-)
-from scheduler_components.kv_events import BatchDecoder, Tier
+from scheduler_components.cache import BlockTableRecorder, PrefixNamespace, signed_block_hash
+from scheduler_components.cache.recorder import MAX_EVENT_TOKENS
+from scheduler_components.events import Tier
+from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing import EventLedger, RecorderMachine
 from scheduler_components.testing.interfaces import BLOCK_SIZE
 

@@ -7,7 +7,10 @@ from array import array
 import pytest
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.cache import DEFAULT_NAMESPACE, LruList, RadixNode, RadixTree, pack_tokens
+from scheduler_components.cache import DEFAULT_NAMESPACE, RadixNode
+from scheduler_components.cache.block_hash import pack_tokens
+from scheduler_components.cache.lru_list import LruList
+from scheduler_components.cache.radix_tree import RadixTree
 
 
 def parent_and_child() -> tuple[RadixNode, RadixNode]:

@@ -8,17 +8,10 @@ from array import array
 import pytest
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.cache import (
-    DEFAULT_NAMESPACE,
-    MAX_EVENT_TOKENS,
-    EventRecorder,
-    PrefixNamespace,
-    RadixCache,
-    RadixNode,
-    RadixTree,
-    hash_pages,
-    pack_tokens,
-)
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixCache, RadixNode, hash_pages
+from scheduler_components.cache.block_hash import pack_tokens
+from scheduler_components.cache.radix_tree import RadixTree
+from scheduler_components.cache.recorder import MAX_EVENT_TOKENS, EventRecorder
 from scheduler_components.events import ValidatedEvents
 from scheduler_components.testing import EventLedger
 

@@ -20,7 +20,8 @@ from vllm_in_process import TRACE_BLOCK_TOKENS, Engine, prompts
 from observability.kv_stream import NullStreamListener, StreamState, Subscriber, open_subscriber
 from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError, KvPoolSnapshot
 from scheduler_components.engines.vllm import VllmEventPublisher
-from scheduler_components.kv_events import BatchEncoder, Endpoint, MediumGroup, StreamAddress
+from scheduler_components.events import MediumGroup
+from scheduler_components.kv_events import BatchEncoder, Endpoint, StreamAddress
 from scheduler_components.testing import PoolDifference, PoolVerifier
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, InProcessGroups
 from scheduler_components.page_operations import (
     CancelPrefetch,

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import ParallelState
-from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import (
     HostPool,
     KeySpace,

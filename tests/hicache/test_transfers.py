@@ -9,7 +9,8 @@ from typing import TypeVar
 import pytest
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.cache import DEFAULT_NAMESPACE, DIGEST_BYTES, pack_tokens, page_digests
+from scheduler_components.cache import DEFAULT_NAMESPACE
+from scheduler_components.cache.block_hash import DIGEST_BYTES, pack_tokens, page_digests
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
 from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController
 from scheduler_components.hicache.tiers import TierTree

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from scheduler_components import CacheIntegrityError, EventBatch, FinishReason, ParallelState, TierStats
-from scheduler_components.cache import DIGEST_BYTES, RadixCache, RadixNode
+from scheduler_components.cache import RadixCache, RadixNode
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.hicache import (
     HiCachePolicy,

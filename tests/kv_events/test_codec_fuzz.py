@@ -15,15 +15,9 @@ import pytest
 from observability.kv_stream import BatchApplier, BatchEffect, BlockView, NullStreamListener
 from scheduler_components import BlockRemoved, BlockStored, DecodeError
 from scheduler_components.events import FULL_ATTENTION_KINDS
-from scheduler_components.kv_events import (
-    MAX_PAYLOAD_BYTES,
-    BatchDecoder,
-    DecodedBatch,
-    ReplayMeta,
-    ReplayMetaKind,
-    ReplayRequest,
-    ReplayVerb,
-)
+from scheduler_components.kv_events import BatchDecoder, DecodedBatch
+from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayRequest, ReplayVerb
 from scheduler_components.testing.golden import batch_vectors, peer_vectors
 
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]

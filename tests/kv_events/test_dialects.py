@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
-from scheduler_components.events import ValidatedEvents
-from scheduler_components.kv_events import (
-    DIALECTS,
-    BatchDecoder,
-    BatchEncoder,
-    EventStream,
-    Tier,
-    merge_batches,
-)
+from scheduler_components.events import Tier, ValidatedEvents
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.snapshot import merge_batches
 from scheduler_components.testing import EventLedger
 
 Payloads = list[bytes]

@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.kv_events import MAX_PORT, Endpoint, PortPlan
+from scheduler_components.kv_events import Endpoint, PortPlan
+from scheduler_components.kv_events.endpoints import MAX_PORT
 from scheduler_components.testing.strategies import (
     INVALID_ENDPOINTS,
     colliding_endpoints,

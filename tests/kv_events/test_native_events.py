@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, Tier
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, merge_batches
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
 from scheduler_components.kv_events.codec import oversize_reason, split_events
 from scheduler_components.kv_events.dialects import BlockChanges
 from scheduler_components.kv_events.native_events import slice_raw_event
-from scheduler_components.kv_events.snapshot import PayloadReader
+from scheduler_components.kv_events.snapshot import PayloadReader, merge_batches
 
 # The declarations of two engines, as they are in vLLM 0.33 and SGLang 0.5.23. vLLM's are those of its double.
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from scheduler_components import ConfigError, EventBatch, ParallelState
+from scheduler_components.errors import PublisherNameTakenError
 from scheduler_components.kv_events import (
     EventPublisher,
     EventPublisherFactory,
     KVEventsConfig,
     NullEventPublisher,
-    PublisherNameTakenError,
     ZmqEventPublisher,
     open_event_publisher,
 )
@@ -144,7 +144,7 @@ def offer(location: Path, package: str, name: str, target: str, source: str = ""
 
 
 GOOD_SOURCE = """
-from scheduler_components.ports import NullEventPublisher
+from scheduler_components.kv_events import NullEventPublisher
 class Offered(NullEventPublisher):
     def __init__(self, *, attn_dp_rank, topic, **_):
         super().__init__(attn_dp_rank)

@@ -9,20 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
-from scheduler_components.kv_events import (
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events.replay import REPLAY_FRAMINGS, ReplaySessions
+from scheduler_components.kv_events.replay_messages import (
     END_SEQ,
-    REPLAY_FRAMINGS,
-    BatchDecoder,
-    BatchEncoder,
-    EventStream,
     ReplayMeta,
     ReplayMetaKind,
     ReplayRequest,
-    ReplaySessions,
     ReplayVerb,
-    digest_after,
-    initial_digest,
 )
+from scheduler_components.kv_events.stream_digest import digest_after, initial_digest
 from scheduler_components.testing.golden import replay_frame_vectors
 
 TOKEN, EPOCH = bytes(range(8)), bytes(range(16))

@@ -11,22 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.events import ValidatedEvents
-from scheduler_components.kv_events import (
-    DIALECTS,
-    BatchDecoder,
-    BatchEncoder,
-    EventStream,
-    MediumGroup,
-    digest_after,
-    initial_digest,
-    merge_batches,
-)
-from scheduler_components.kv_events.codec import decode_event
+from scheduler_components.events import MediumGroup, ValidatedEvents
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events.codec import DIALECTS, decode_event
 from scheduler_components.kv_events.dialects import BlockChanges
-from scheduler_components.kv_events.snapshot import PayloadReader, StreamSnapshot, encode_segment
+from scheduler_components.kv_events.snapshot import PayloadReader, StreamSnapshot, encode_segment, merge_batches
 from scheduler_components.kv_events.stream import _FOLDS_PER_DRAIN as FOLDS_PER_DRAIN
 from scheduler_components.kv_events.stream import _MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
+from scheduler_components.kv_events.stream_digest import digest_after, initial_digest
 from scheduler_components.testing import EventLedger
 from scheduler_components.testing.golden import DigestVector, digest_vectors
 from scheduler_components.testing.strategies import events as any_events

@@ -18,10 +18,9 @@ from scheduler_components.kv_events import (
     CurveServerKeys,
     EventPublisherFactory,
     KVEventsConfig,
-    read_key_pair,
-    read_public_key,
     write_key_pair,
 )
+from scheduler_components.kv_events.zmq_auth import read_key_pair, read_public_key
 
 
 def test_a_pair_is_written_for_its_owner_alone_and_read_back(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from scheduler_components.kv_events import (
     CurveServerKeys,
     KVEventsConfig,
     ZmqEventPublisher,
-    apply_curve_client_keys,
-    read_key_pair,
     write_key_pair,
 )
+from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys, read_key_pair
 from scheduler_components.kv_events.zmq_sockets import open_peer_counter
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_components import StartError
-from scheduler_components.kv_events import lock_ipc_path
+from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
 
 
 def test_a_path_is_taken_once_and_free_after_release(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, KvPoolSnapshot
 from scheduler_components.events import medium_group
-from scheduler_components.kv_events import DIALECTS, BatchEncoder
+from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.testing import RULES
 from scheduler_components.testing.golden import PeerVector, peer_vectors
 from scheduler_components.testing.interfaces import Frames

@@ -19,7 +19,8 @@ from typing import Literal, Protocol, TypeAlias
 import attrs
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError, ParallelState
-from scheduler_components.cache import DIGEST_BYTES, PagePool, RadixNode
+from scheduler_components.cache import PagePool, RadixNode
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import (
     AgreedValues,
     HiCachePolicy,

@@ -20,7 +20,8 @@ from observability.kv_stream import (
     StreamState,
     request_token,
 )
-from scheduler_components.kv_events import ReplayMeta, ReplayMetaKind, ReplayVerb, initial_digest
+from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
+from scheduler_components.kv_events.stream_digest import initial_digest
 
 OLD, NEW = b"o" * 16, b"n" * 16
 

@@ -18,7 +18,8 @@ from observability.relay import RelayedStream, SourceListener
 from observability.relay.passthrough import PassthroughDecoder, RawRemoved, RawStored, split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, PublisherStats
 from scheduler_components.events import signed_block_hash
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream, decode_event
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events.codec import decode_event
 
 FORMS = ("map", "array")
 STORED_FIELDS = BlockStored.__struct_fields__

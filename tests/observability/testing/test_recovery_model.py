@@ -34,8 +34,10 @@ from observability.kv_stream import (
 from observability.testing import RecoverySimulation, Steps
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
-from scheduler_components.kv_events import EventStream, ReplayMeta, ReplayMetaKind, ReplaySessions
+from scheduler_components.kv_events import EventStream
 from scheduler_components.kv_events import stream as event_stream
+from scheduler_components.kv_events.replay import ReplaySessions
+from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
 
 WHO = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
-from scheduler_components.cache import DIGEST_BYTES
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import (
     STORED_LAYOUT,
     ZERO_COPY_LAYOUT,
