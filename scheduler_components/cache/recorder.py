@@ -56,8 +56,10 @@ class EventBacklog:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
+        self._num_blocks = 0
+        self.events: list[KVCacheEvent] = []
+        self.is_collapsed = False
         self.num_collapses = 0
-        self.reset()
 
     def admit(self, num_blocks: int) -> bool:
         """Count the blocks of one more event. Return False if the backlog has collapsed: do not record the event."""
@@ -73,7 +75,7 @@ class EventBacklog:
 
     def reset(self) -> None:
         """Drop the events and end a collapse."""
-        self.events: list[KVCacheEvent] = []
+        self.events = []
         self._num_blocks = 0
         self.is_collapsed = False
 

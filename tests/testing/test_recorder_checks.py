@@ -163,7 +163,7 @@ def test_the_machine_finds_a_broken_recorder(broken: type[BlockTableRecorder]) -
             return broken(2)
 
     quick = settings(
-        max_examples=200,
+        max_examples=1_000,
         stateful_step_count=20,
         deadline=None,
         derandomize=True,
