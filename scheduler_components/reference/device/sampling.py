@@ -87,8 +87,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 def _check_share(field: str, value: float, *, or_zero: bool) -> None:
-    number_validator = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number_validator or not (0 < value <= 1 or (or_zero and value == 0)) or math.isnan(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value <= 1 or (or_zero and value == 0)) or math.isnan(value):
         raise ConfigError(field, value, "is not a share", f"give a number {'from' if or_zero else 'above'} 0 to 1")
 
 

@@ -95,7 +95,7 @@ def test_layers_that_come_at_the_last_moment_are_in_time(paged_model: Any, judge
 def test_a_forward_that_does_not_wait_is_found_out(
     paged_model: Any, judge: GreedyTextVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Fence, "wait", lambda *_: None)
+    monkeypatch.setattr(Fence, "wait_until", lambda *_: None)
     bench, _ = open_bench(paged_model, judge)
     with pytest.raises(ConformanceError):
         for _ in range(2):

@@ -57,13 +57,13 @@ def forget_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached prefix is used without holding it."""
     match = RequestKvCache.match
 
-    def attach_unlocked(self: RequestKvCache, request: Request) -> None:
+    def match_unlocked(self: RequestKvCache, request: Request) -> None:
         match(self, request)
         if request.node is not None:
             self.cache.unlock(request.node)
             request.node = None
 
-    monkeypatch.setattr(RequestKvCache, "attach", attach_unlocked)
+    monkeypatch.setattr(RequestKvCache, "match", match_unlocked)
 
 
 def skip_a_position(monkeypatch: pytest.MonkeyPatch) -> None:

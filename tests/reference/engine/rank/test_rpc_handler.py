@@ -121,7 +121,7 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
                     assert sum([len(delta.output.token_ids) async for delta in news]) == 4
                 traces = (await client.post("/stop_profile")).json()["traces"]
         assert [Path(trace).name for trace in traces] == ["p-rank0.folded", "p-rank1.folded"]
-        assert all("run_rank (rank_process.py:" in Path(trace).read_text() for trace in traces)
+        assert all("run_rank (process.py:" in Path(trace).read_text() for trace in traces)
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
 

@@ -104,8 +104,10 @@ def test_a_steps_limits_are_those_of_a_slow_device(spec: ModelSpec) -> None:
 def test_an_engine_without_a_model_imports_no_torch() -> None:
     """Neither the front nor a rank, which is what a rank imports and opens before it is ready."""
     script = (
-        "import sys; from scheduler_components.reference.cli import engine_config, EngineOptions, HiCacheOptions;"
-        "from scheduler_components.reference.engine import rank_process, open_rank_device;"
+        "import sys;"
+        "from scheduler_components.reference.cli.engine_commands import engine_config, EngineOptions, HiCacheOptions;"
+        "from scheduler_components.reference.engine.rank import process;"
+        "from scheduler_components.reference.engine.rank.compute import open_rank_device;"
         "config = engine_config(EngineOptions(), HiCacheOptions());"
         "open_rank_device(config, config.parallel(0));"
         "print(sorted({'torch', 'transformers', 'tokenizers', 'gguf'} & set(sys.modules)))"
