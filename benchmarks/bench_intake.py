@@ -104,7 +104,7 @@ def _scheduler(scale: Scale) -> Iterator[Scheduler]:
 class _Leader:
     """The leading rank's sockets."""
 
-    front: zmq.Socket[bytes]
+    frontend: zmq.Socket[bytes]
     commands: zmq.Socket[bytes]
     others: list[zmq.Socket[bytes]]
     sleeper: IdleSleeper
@@ -156,7 +156,7 @@ class _Leader:
 
     def _submit(self) -> None:
         number = next(self._numbers)
-        self.front.send(encode(SubmitRequest(f"r{number}", _PROMPT, SamplingLimits(max_new_tokens=1), 1, number)))
+        self.frontend.send(encode(SubmitRequest(f"r{number}", _PROMPT, SamplingLimits(max_new_tokens=1), 1, number)))
         self.commands.poll()
 
     def _intake(self, recv_interval: int) -> RequestReceiver[RankCommand]:
@@ -175,10 +175,10 @@ def _leader(num_others: int) -> Iterator[_Leader]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="intake-") as folder:
         pairs = [_pair(context, f"ipc://{Path(folder) / str(number)}") for number in range(num_others + 1)]
-        (front, commands), *others = pairs
+        (frontend, commands), *others = pairs
         try:
             yield _Leader(
-                front=front,
+                frontend=frontend,
                 commands=commands,
                 others=[push for push, _ in others],
                 sleeper=IdleSleeper([commands]),

@@ -38,8 +38,8 @@ _STEP_S = 0.0005  # other tasks have their turns meanwhile, as beside a device
 class Replica:
     """A scheduler that is its own leader: takes commands as a socket does, and steps while it has work."""
 
-    def __init__(self, front: Callable[[], Frontend], rank: int, num_replicas: int) -> None:
-        self._front = front
+    def __init__(self, frontend: Callable[[], Frontend], rank: int, num_replicas: int) -> None:
+        self._front = frontend
         self.commands: list[RankCommand] = []
         self.is_stepping = False
         self.scheduler = Scheduler.compose(
@@ -101,10 +101,10 @@ class Served:
 
     def __init__(self, num_replicas: int = 1, codec: TextTokenizer | None = None) -> None:
         self.codec = codec if codec is not None else WordTokenizer()
-        self.replicas = [Replica(lambda: self.front, rank, num_replicas) for rank in range(num_replicas)]
+        self.replicas = [Replica(lambda: self.frontend, rank, num_replicas) for rank in range(num_replicas)]
         dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas], affinity_tokens=1000)
-        self.front = Frontend(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
-        self.app = Starlette(routes=text_routes(TextFrontend(front=self.front, codec=self.codec), "simulated"))
+        self.frontend = Frontend(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
+        self.app = Starlette(routes=text_routes(TextFrontend(frontend=self.frontend, codec=self.codec), "simulated"))
 
     @property
     def scheduler(self) -> Scheduler:

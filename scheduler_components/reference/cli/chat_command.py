@@ -167,7 +167,7 @@ async def _talk(engine: Engine, url: str, options: ChatOptions, console: Console
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # noqa: S113  a queue may be long
             await engine.run(run_chat(client, read_lines(sys.stdin), options, console))
     finally:
-        engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+        engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
 
 
 async def run_chat(

@@ -127,7 +127,7 @@ async def _run_engine(
             try:
                 return await _use(config, engine, url, registry, screen)
             finally:
-                engine.front.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+                engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
 
 
 def _trace_text(trace: TraceSummary, speed: float) -> str:
@@ -217,7 +217,7 @@ async def _drive(
     """Send everything; returns what was said, of a workload that is chats."""
     speed, counters = config.engine.speed, view.counters
     if config.trace is not None:
-        driver = TraceDriver(front=engine.front, speed=speed, counters=counters, lag=view.lag)
+        driver = TraceDriver(frontend=engine.frontend, speed=speed, counters=counters, lag=view.lag)
         counters.total = config.limit
         await driver.run(open_trace(config.trace, limit=config.limit))
         if view.lag.max_s > 1:
@@ -232,7 +232,7 @@ async def _drive(
 
 
 async def _gather_evidence(engine: Engine, observed: _Observed, counters: WorkloadCounters) -> RunFacts:
-    config, ready, subscriber = engine.config, engine.front.board.ready, observed.subscriber
+    config, ready, subscriber = engine.config, engine.frontend.replies.ready, observed.subscriber
     dumps = await engine.dump_caches()
     last_sequences = {replica: dumps[config.leader_rank(replica)].last_sequence for replica in range(config.dp_size)}
     return RunFacts(

@@ -265,7 +265,7 @@ class TraceDriver:
         lag: how far sending is behind.
     """
 
-    front: Frontend
+    frontend: Frontend
     speed: float
     counters: WorkloadCounters
     clock: Callable[[], float] = time.monotonic
@@ -303,7 +303,7 @@ class TraceDriver:
         limits = SamplingLimits(max_new_tokens=request.output_length, ignore_eos=True)
         wanted = GenerateReqInput(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
         try:
-            async with self.front.open_request(wanted) as news:
+            async with self.frontend.open_request(wanted) as news:
                 async for delta in news:
                     if not delta.start:
                         counters.first_token_s.append(self.clock() - sent_s)

@@ -1,8 +1,8 @@
-"""The engine: a private directory, the scheduler processes, and the front, from start to close.
+"""Engine: the scheduler processes and the frontend of one engine, from start to close.
 
-The engine starts the scheduler processes, watches them, and stops them: none outlives the process that started it. A
-rank reads its configuration from standard input, which then stays open: its end is the order to stop, and comes by
-itself when the parent dies, however it dies. Ranks are in sessions of their own, so a Ctrl-C reaches the parent alone.
+``open_engine`` creates a private directory for sockets and statistics, starts the rank processes, opens the frontend
+and waits until every rank is ready. Four background tasks receive reports, outputs and slot metrics, and count the
+frontend's ticks. If one of them or a rank ends, the engine has failed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from scheduler_components.reference.engine.config import EngineConfig, EnginePat
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
-from scheduler_components.reference.engine.frontend.frontend import Frontend
+from scheduler_components.reference.engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
 from scheduler_components.reference.engine.frontend.heartbeat_monitor import HEARTBEAT_TIMEOUT_S, HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     MAX_QUEUED_BATCHES,
     CacheDump,
+    DumpCache,
+    ReadPool,
     RpcMethod,
     RpcRequest,
     decode_outputs,
@@ -62,17 +64,16 @@ __all__ = [
     "open_engine",
 ]
 
-_START_DEADLINE_S = 60.0  # eight interpreters that start at once on two busy cores
-_LOAD_DEADLINE_S = 900.0  # a large model from a slow disk
-_ANSWER_DEADLINE_S = 30.0
-_KV_METRICS_EVERY_S = 0.25
-_TRANSFERS_END_S = 10.0  # pages that are on their way when a store is to be cleared
+_START_TIMEOUT_S = 60.0  # eight interpreters that start together on two busy cores
+_MODEL_LOAD_TIMEOUT_S = 900.0  # a large model from a slow disk
+_KV_METRICS_INTERVAL_S = 0.25
+_TRANSFER_TIMEOUT_S = 10.0  # for transfers that are in flight when a store is to be cleared
 
 T = TypeVar("T")
 
 
 class RpcError(ComponentError):
-    """The ranks refuse what was asked; the text is for who asked."""
+    """The ranks refused an RPC. The text tells the operator why."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,46 +81,47 @@ class Engine:
     """A running engine. Made by ``open_engine``.
 
     Attributes:
-        config: what it was made of.
-        front: takes requests.
+        config: configuration of the engine.
+        frontend: dispatches requests.
         ranks: the scheduler processes.
-        stats: each replica's newest statistics; read when somebody asks for them.
+        stats: the board of the ranks' newest statistics, in shared memory.
         kv_metrics: newest ``KvMetrics`` of each data-parallel rank.
-        orders: pauses, flushes, new weights: what all replicas are told to do.
+        control: executes control requests: pause, flush, weight update, release of memory.
     """
 
     config: EngineConfig
-    front: Frontend
+    frontend: Frontend
     ranks: list[RankProcess]
     stats: ShmBoard[SchedulerStats]
     kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
-    _asking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     control: ControlQueue = field(init=False)
+    _rpc_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _ids: count[int] = field(default_factory=lambda: count(1), init=False)
 
     def __post_init__(self) -> None:
-        self.control = ControlQueue(front=self.front)
+        self.control = ControlQueue(frontend=self.frontend)
 
     def output_stats(self) -> Mapping[RankLabels, OutputStats]:
-        """Counters of outputs by the labels of the rank that sent them, for whoever exports them."""
+        """Return the output counters of each replica, by the metric labels of its leader."""
         config = self.config
         return {
             config.parallel(config.leader_rank(replica)).metric_labels: counters
-            for replica, counters in self.front.board.outputs.items()
+            for replica, counters in self.frontend.replies.outputs.items()
         }
 
     async def run(self, work: Awaitable[T]) -> T:
-        """Await ``work`` for as long as the engine lives.
+        """Await ``work``, and cancel it if the engine fails.
 
         Raises:
-            EngineFailedError: a rank ended; ``work`` is cancelled.
+            EngineFailedError: a rank ended.
         """
+        replies = self.frontend.replies
         task = asyncio.ensure_future(work)
-        failed = asyncio.ensure_future(self.front.board.failed.wait())
+        failed = asyncio.ensure_future(replies.failed.wait())
         try:
             await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if self.front.board.failure is not None:
-                raise self.front.board.failure
+            if replies.failure is not None:
+                raise replies.failure
             return task.result()
         finally:
             task.cancel()
@@ -127,40 +129,41 @@ class Engine:
             await asyncio.gather(task, failed, return_exceptions=True)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is in flight and every replica has said so.
+        """Wait until no request is in flight and every replica has reported that it is idle.
 
         Raises:
-            EngineFailedError: requests were still open after 30 seconds.
+            EngineFailedError: requests were still open after ``REPLY_TIMEOUT_S``.
         """
-        await self._expect(lambda: self.front.is_idle, "the engine did not become idle; is somebody else using it?")
+        await self._wait_until(
+            lambda: self.frontend.is_idle, "the engine did not become idle; does another client use it?"
+        )
 
     async def dump_caches(self) -> dict[int, CacheDump]:
-        """Every rank's blocks by rank; all ranks of a replica answer at the same step.
+        """Return the cached blocks of every rank, by rank. All ranks of a replica dump after the same step.
 
         Raises:
-            EngineFailedError: a rank did not answer in time.
+            EngineFailedError: a rank did not reply in time.
         """
-        dump_id, dumps = next(self._ids), self.front.board.answers.dumps
-        self.front.request_cache_dumps(dump_id)
-
-        def all_answered() -> bool:
-            return sum(dump.dump_id == dump_id for dump in dumps.values()) == self.config.world_size
-
-        await self._expect(all_answered, "not all ranks dumped their caches")
+        dump_id, dumps = next(self._ids), self.frontend.replies.commands.dumps
+        self.frontend.broadcast(DumpCache(dump_id))
+        await self._wait_until(
+            lambda: sum(dump.dump_id == dump_id for dump in dumps.values()) == self.config.world_size,
+            "not all ranks dumped their caches",
+        )
         return dict(dumps)
 
     async def clear_storage(self) -> int | None:
-        """Remove every page of the store, and let all ranks count nothing as stored any more.
+        """Remove every page of the file store, and clear the index of stored pages on all ranks.
 
-        First the ranks forget, then the pages go. A request that comes between the two may lose a page that it has
-        just stored: it is a miss later, as after any other process that clears the store.
+        The indexes are cleared first, then the pages. A request between the two may store a page that is removed
+        immediately. A later lookup of that page misses, as after any other process that clears the store.
 
         Returns:
-            How many pages were removed. None, and all of them are kept, while requests or pages are on their way.
+            The number of removed pages, or None if nothing was removed because requests or transfers are in flight.
 
         Raises:
-            ConfigError: there is no store that an engine can clear.
-            EngineFailedError: a rank did not answer in time.
+            ConfigError: the engine has no store that it can clear.
+            EngineFailedError: a rank did not reply in time.
             StartError, StorageError: the directory cannot be changed.
         """
         hicache = self.config.hicache
@@ -168,66 +171,67 @@ class Engine:
             kind = "none" if hicache is None else hicache.storage
             hint = "use its own tools" if kind == "mooncake" else "start the engine with one"
             raise ConfigError("storage", kind, "is not a store that the engine can clear", hint)
-        if not self.front.is_idle:
+        if not self.frontend.is_idle:
             return None
         try:
-            await self.control.send(ClearStorageIndex(_TRANSFERS_END_S))
+            await self.control.send(ClearStorageIndex(_TRANSFER_TIMEOUT_S))
         except ControlFailedError:
             return None
         return await asyncio.to_thread(_clear_file_store, hicache)
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks: one pool and one stream each."""
+        """Number of data-parallel ranks. Each has one KV pool and one event stream."""
         return self.config.dp_size
 
     async def read_pool(self, rank: int) -> KvPoolSnapshot:
-        """What the pool of a data-parallel rank holds, read between two of its steps.
+        """Return the content of the pool of a data-parallel rank, read between two steps.
 
         Raises:
-            EngineFailedError: the rank did not answer in time.
+            EngineFailedError: the rank did not reply in time.
         """
-        read_id, pools = next(self._ids), self.front.board.answers.pools
-        self.front.request_pool_snapshot(rank, read_id)
-        await self._expect(
+        read_id, pools = next(self._ids), self.frontend.replies.commands.pools
+        self.frontend.send(rank, ReadPool(read_id))
+        await self._wait_until(
             lambda: rank in pools and pools[rank].read_id >= read_id, f"rank {rank} did not read its pool"
         )
-        read = pools[rank]
-        blocks = {(each.medium, each.group_idx): unpack_hash_array(each.hashes) for each in read.places}
-        return KvPoolSnapshot(blocks, read.sequence, rank)
+        pool = pools[rank]
+        blocks = {(place.medium, place.group_idx): unpack_hash_array(place.hashes) for place in pool.places}
+        return KvPoolSnapshot(blocks, pool.sequence, rank)
 
-    async def ask(self, verb: RpcMethod, body: bytes = b"") -> dict[int, Any]:
-        """What every rank says to a question of ``RpcHandler``, by rank. The questions of an engine come one by one.
+    async def ask(self, method: RpcMethod, body: bytes = b"") -> dict[int, Any]:
+        """Call an RPC method of ``RpcHandler`` on every rank and return the results, by rank. Calls run one at a time.
 
         Raises:
-            ConfigError: the engine keeps no profiles.
-            RpcError: the ranks refuse, all for one reason; nothing is changed.
-            EngineFailedError: a rank did not answer in time.
+            ConfigError: the engine records no profiles.
+            RpcError: the ranks refused, all for the same reason, and changed nothing.
+            EngineFailedError: a rank did not reply in time.
         """
-        if verb == "start_profile" and not self.config.profile_directory:
+        if method == "start_profile" and not self.config.profile_directory:
             raise ConfigError("profile_directory", "", "is not set", "start the engine with --profile-directory")
-        async with self._asking:
-            rpc_id, answers = next(self._ids), self.front.board.answers.control
-            self.front.broadcast_rpc(RpcRequest(rpc_id, verb, body))
-            await self._expect(
-                lambda: sum(each.rpc_id == rpc_id for each in answers.values()) == self.config.world_size,
-                f"not all ranks answered {verb}",
+        async with self._rpc_lock:
+            rpc_id, replies = next(self._ids), self.frontend.replies.commands.rpcs
+            self.frontend.broadcast(RpcRequest(rpc_id, method, body))
+            await self._wait_until(
+                lambda: sum(reply.rpc_id == rpc_id for reply in replies.values()) == self.config.world_size,
+                f"not all ranks replied to {method}",
             )
-            for answer in answers.values():
-                if answer.problem is not None:
-                    raise RpcError(answer.problem)
-            return {rank: msgspec.json.decode(answers[rank].body) for rank in sorted(answers)}
+            for reply in replies.values():
+                if reply.problem is not None:
+                    raise RpcError(reply.problem)
+            return {rank: msgspec.json.decode(replies[rank].body) for rank in sorted(replies)}
 
-    async def _expect(self, condition: Callable[[], bool], complaint: str) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], problem: str) -> None:
         try:
-            async with asyncio.timeout(_ANSWER_DEADLINE_S):
-                await self.front.board.wait_until(condition)
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await self.frontend.replies.wait_until(condition)
         except TimeoutError:
-            raise EngineFailedError(f"{complaint} ({_ANSWER_DEADLINE_S} s)") from None
+            raise EngineFailedError(f"{problem} within {REPLY_TIMEOUT_S} s") from None
 
 
 def _clear_file_store(hicache: HiCacheConfig) -> int:
-    from scheduler_components.hicache import open_file_page_store  # needs what an engine without tiers need not have
+    # Imported here, because only an engine with a file store needs numpy.
+    from scheduler_components.hicache import open_file_page_store
 
     store = open_file_page_store(hicache.storage_path, capacity_bytes=hicache.storage_bytes)
     try:
@@ -240,16 +244,16 @@ def _clear_file_store(hicache: HiCacheConfig) -> int:
 async def open_engine(
     config: EngineConfig, *, affinity_tokens: int = 0, show: Callable[[str], None]
 ) -> AsyncIterator[Engine]:
-    """Start an engine and wait until all ranks are ready; on leaving, its processes, sockets and files are gone.
+    """Start an engine and wait until all ranks are ready. Leaving the block removes its processes, sockets and files.
 
     Args:
-        config: what to start.
+        config: configuration of the engine.
         affinity_tokens: see ``LoadDispatcher``.
-        show: takes lines that ranks write to standard error.
+        show: receives each line that a rank writes to standard error.
 
     Raises:
         StartError: the ranks were not ready in time.
-        EngineFailedError: a rank ended, and what it said.
+        EngineFailedError: a rank ended; the text has its last line.
     """
     async with AsyncExitStack() as opened:
         directory = tempfile.mkdtemp(prefix="scheduler-components-")
@@ -258,60 +262,63 @@ async def open_engine(
         incoming, outgoing = zmq.asyncio.Context(), zmq.Context[zmq.Socket[bytes]]()
         opened.callback(incoming.destroy, linger=0)
         opened.callback(outgoing.destroy, linger=0)
-        # Reports are bounded by open requests: ranks must never wait for the front with them.
+        # No high-water mark, because a rank must never block on a report. Open requests bound the number of reports.
         reports = _bind_pull(incoming, paths.reports, high_water_mark=0)
         outputs = _bind_pull(incoming, paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
         receiver = open_zmq_kv_metrics_receiver(paths.kv_metrics)
         opened.callback(receiver.close)
-        front = Frontend(
+        frontend = Frontend(
             leaders=[_connect_leader(outgoing, paths, replica) for replica in range(config.dp_size)],
             dispatcher=LoadDispatcher(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
             heartbeats=HeartbeatMonitor(
-                timeout_s=HEARTBEAT_TIMEOUT_S / config.relative_speed,  # a slow device's steps are long
+                timeout_s=HEARTBEAT_TIMEOUT_S / config.relative_speed,  # a slow device takes long steps
                 num_lockstep_replicas=config.dp_size if config.dp_attention is not None else 0,
             ),
         )
         rank_configs = [RankConfig(config, rank, paths) for rank in range(config.world_size)]
         ranks, first_exit = await opened.enter_async_context(open_ranks(rank_configs, show=show))
         stats = open_shm_metrics_board(Path(directory), config.dp_size)
-        engine = Engine(config=config, front=front, ranks=ranks, stats=stats)
-        first_exit.add_done_callback(lambda exited: _note_failure(front, exited))
-        await opened.enter_async_context(_running(_listen(reports, front), front))
-        await opened.enter_async_context(_running(_receive_outputs(outputs, front), front))
-        await opened.enter_async_context(_running(_count_silence(front), front))
-        await opened.enter_async_context(_running(_collect_kv_metrics(receiver, engine.kv_metrics), front))
+        engine = Engine(config=config, frontend=frontend, ranks=ranks, stats=stats)
+        first_exit.add_done_callback(lambda exit_: _on_rank_exit(frontend, exit_))
+        for task in (
+            _receive_reports(reports, frontend),
+            _receive_outputs(outputs, frontend),
+            _receive_kv_metrics(receiver, engine.kv_metrics),
+            _tick(frontend),
+        ):
+            await opened.enter_async_context(_background(task, frontend))
         await _wait_for_ranks(engine)
         yield engine
 
 
 async def _wait_for_ranks(engine: Engine) -> None:
-    ready = engine.front.board.ready
-    deadline_s = _START_DEADLINE_S if engine.config.model is None else _LOAD_DEADLINE_S
+    replies, world_size = engine.frontend.replies, engine.config.world_size
+    timeout_s = _START_TIMEOUT_S if engine.config.model is None else _MODEL_LOAD_TIMEOUT_S
     try:
-        async with asyncio.timeout(deadline_s):
-            await engine.run(engine.front.board.wait_until(lambda: len(ready) == engine.config.world_size))
+        async with asyncio.timeout(timeout_s):
+            await engine.run(replies.wait_until(lambda: len(replies.ready) == world_size))
     except TimeoutError:
-        missing = sorted(set(range(engine.config.world_size)) - set(ready))
-        raise StartError(f"ranks {missing}", f"not ready after {deadline_s} s", "start fewer ranks") from None
+        missing = sorted(set(range(world_size)) - set(replies.ready))
+        raise StartError(f"ranks {missing}", f"not ready after {timeout_s} s", "start fewer ranks") from None
 
 
-def _note_failure(front: Frontend, exited: asyncio.Future[RankExit]) -> None:
+def _on_rank_exit(frontend: Frontend, exited: asyncio.Future[RankExit]) -> None:
     if not exited.cancelled():
-        front.fail(EngineFailedError(str(exited.result())))
+        frontend.fail(EngineFailedError(str(exited.result())))
 
 
 @asynccontextmanager
-async def _running(work: Coroutine[None, None, None], front: Frontend) -> AsyncIterator[None]:
-    """Run ``work`` in the background until the block is left; should it end before, the engine has failed."""
+async def _background(work: Coroutine[None, None, None], frontend: Frontend) -> AsyncIterator[None]:
+    """Run ``work`` as a task until the block is left. If the task ends earlier, the engine has failed."""
 
-    def note_end(ended: asyncio.Task[None]) -> None:
+    def on_end(ended: asyncio.Task[None]) -> None:
         if not ended.cancelled():
-            front.fail(EngineFailedError(f"the front's own work ended: {ended.exception()!r}"))
+            frontend.fail(EngineFailedError(f"a task of the frontend ended: {ended.exception()!r}"))
 
     task = asyncio.create_task(work)
-    task.add_done_callback(note_end)
+    task.add_done_callback(on_end)
     try:
         yield
     finally:
@@ -319,29 +326,28 @@ async def _running(work: Coroutine[None, None, None], front: Frontend) -> AsyncI
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _listen(reports: zmq.asyncio.Socket, front: Frontend) -> None:
-    """Hand every report to the front. One that cannot be read ends the engine: a rank is of another version."""
+async def _receive_reports(reports: zmq.asyncio.Socket, frontend: Frontend) -> None:
+    """Pass every report to the frontend. A frame that cannot be decoded ends the task and with it the engine."""
     while True:
-        front.receive(decode_report(await reports.recv()))
+        frontend.receive(decode_report(await reports.recv()))
 
 
-async def _receive_outputs(outputs: zmq.asyncio.Socket, front: Frontend) -> None:
-    """Hand every batch of outputs to the front, as with reports."""
+async def _receive_outputs(outputs: zmq.asyncio.Socket, frontend: Frontend) -> None:
     while True:
-        front.process_outputs(decode_outputs(await outputs.recv()))
+        frontend.process_outputs(decode_outputs(await outputs.recv()))
 
 
-async def _count_silence(front: Frontend) -> None:
-    while True:
-        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-        front.tick()
-
-
-async def _collect_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, KvMetrics]) -> None:
-    """Keep the newest ``KvMetrics`` of each rank; the ranks' queues are short, so they are emptied often."""
+async def _receive_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, KvMetrics]) -> None:
+    """Keep the newest ``KvMetrics`` of each rank. Poll often, because the ranks' queues are short."""
     while True:
         newest.update((report.data_parallel_rank, report) for report in receiver.receive())
-        await asyncio.sleep(_KV_METRICS_EVERY_S)
+        await asyncio.sleep(_KV_METRICS_INTERVAL_S)
+
+
+async def _tick(frontend: Frontend) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        frontend.tick()
 
 
 def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: int) -> zmq.asyncio.Socket:
@@ -350,13 +356,13 @@ def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: i
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        hint = "set TMPDIR to a short path that can be written to"
+        hint = "set TMPDIR to a short path to a writable directory"
         raise StartError(address, str(error), hint) from error
     return socket
 
 
 def _connect_leader(context: zmq.Context[zmq.Socket[bytes]], paths: EnginePaths, replica: int) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
-    socket.sndhwm = 0  # bounded by open requests: the front must never wait for a rank
+    socket.sndhwm = 0  # the frontend must never block on a rank; open requests bound the queue
     socket.connect(paths.commands(replica))
     return socket

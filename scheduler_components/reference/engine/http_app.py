@@ -51,9 +51,11 @@ class EngineStatus:
     engine: Engine
 
     def health_problem(self) -> str | None:
-        front = self.engine.front
+        frontend = self.engine.frontend
         problems = (
-            [front.board.failure] if front.board.failure is not None else front.heartbeats.silent_replicas().values()
+            [frontend.replies.failure]
+            if frontend.replies.failure is not None
+            else frontend.heartbeats.silent_replicas().values()
         )
         return "; ".join(map(str, problems)) or None
 
@@ -91,7 +93,7 @@ class EngineStatus:
 
     def _bound_streams(self) -> Iterator[ListeningStream]:
         """Where the ranks' streams listen, as far as a reader on another machine could dial them."""
-        for rank, said in self.engine.front.board.ready.items():
+        for rank, said in self.engine.frontend.replies.ready.items():
             events = _dialable(said.stream_endpoint)
             if events is not None:
                 stream = self.engine.config.parallel(rank).kv_stream_index
@@ -143,7 +145,7 @@ def make_app(
             return error_response(400, "the store is kept, for requests or pages are on their way: ask again")
         return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
 
-    text = TextFrontend(front=engine.front, codec=open_text_codec(engine.config) if codec is None else codec)
+    text = TextFrontend(frontend=engine.frontend, codec=open_text_codec(engine.config) if codec is None else codec)
     generate = text_routes(text, engine.config.model_name)
     clear = Route("/clear_hicache_storage_backend", clear_storage, methods=["POST"])  # SGLang's name
     status = status_routes(EngineStatus(engine=engine), registry=registry)

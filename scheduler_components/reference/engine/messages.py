@@ -1,13 +1,14 @@
-"""What the engine's processes say to each other: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
+"""Messages between the frontend and the rank processes: msgpack arrays over ZMQ PUSH/PULL on private ipc sockets.
 
-Frontend to the leader of a replica: ``RankCommand``, which its intake relays to the followers as it is. Every rank to
-the
-front: ``RankReport``, and outputs on a socket of their own. Token ids of prompts travel packed, four bytes each,
-little-endian.
+The frontend sends ``RankCommand`` to the leader of a replica, whose request receiver relays it unchanged to the
+followers. Every rank sends ``RankReport`` to the frontend. Leaders send outputs on a separate socket. The token ids of
+prompts are packed as four little-endian bytes each.
 
-Statistics are not sent: each rank writes them to its page of the engine's board (``open_shm_metrics_sink``), and the
-front reads the board when somebody looks. ``LoadReport`` is what the front must be woken for, since it dispatches by it
-and waits for the end of all work by it; and it carries the tickets, which a board of metrics leaves out.
+Statistics are not sent. Each rank writes them to its page of a shared board (``open_shm_metrics_sink``), and the
+frontend reads the board when a client asks for metrics. ``LoadReport`` is sent because the frontend dispatches by it
+and must be woken when a replica becomes idle. It also carries the dispatch tickets, which the board does not hold.
+
+This module holds values and their encoding only. The frontend imports it without loading a scheduler.
 """
 
 from __future__ import annotations
@@ -62,20 +63,18 @@ __all__ = [
 ]
 
 FRONTEND_DISPATCHER = "front"
-"""The front's name as a dispatcher, in load reports. It lives as long as its ranks do."""
+"""Name of the frontend as a dispatcher, in load reports. The value is part of published load snapshots."""
 
 
 HEARTBEAT_INTERVAL_S = 0.5
-"""A rank's pause between two ``RankHeartbeat``, and the front's tick: two small messages a second cost neither
-anything.
-"""
+"""Seconds between two ``RankHeartbeat`` of a rank, and between two ticks of the frontend's monitor."""
 
 
 RpcMethod: TypeAlias = Literal["get_internal_state", "set_internal_state", "start_profile", "stop_profile"]
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A new request. ``input_ids`` is packed (``pack_tokens``); ``ticket`` is of the front's ``DispatchLedger``."""
+    """Submit a request. ``input_ids`` is packed by ``pack_tokens``; the ``DispatchLedger`` issues ``ticket``."""
 
     rid: str
     input_ids: bytes
@@ -86,39 +85,41 @@ class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Nobody waits for this request any more; unknown ids are ignored, since it may just have finished."""
+    """Abort a request. A rank ignores an unknown id, because the request may have finished in the meantime."""
 
     rid: str
 
 
 class DumpCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every rank of the replica answers with a ``CacheDump`` taken at the same step."""
+    """Dump the cache. Every rank of the replica replies with a ``CacheDump`` of the same step."""
 
     dump_id: int
 
 
 class ReadPool(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The leader answers with a ``PoolSnapshot`` after the step; its followers have nothing to do."""
+    """Read the pool. The leader replies with a ``PoolSnapshot`` after the step; followers ignore the command."""
 
     read_id: int
 
 
 class SubmitControl(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every rank of the replica carries an order out, in the same step; the leader answers with
-    ``ControlCompleted``.
+    """Execute a control request: pause, continue, flush, update weights, release or resume memory.
+
+    Every rank of the replica executes it in the same step. The leader replies with ``ControlCompleted``.
     """
 
-    order_id: int
-    order: ControlRequest
+    request_id: int
+    request: ControlRequest
 
 
 class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The replica lets no request in until ``UnblockInput``: they wait at its leader. Not answered."""
+    """Hold new requests at the leader of the replica until ``UnblockInput``. No reply."""
 
 
 class RpcRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """What a person asks (``RpcHandler.answer``); every rank of the replica answers before the step. ``body`` is
-    JSON.
+    """Read or change internal state, or start or stop a profile (``RpcHandler.answer``).
+
+    Every rank of the replica replies before the step. ``body`` is JSON.
     """
 
     rpc_id: int
@@ -127,11 +128,11 @@ class RpcRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
 
 
 class UnblockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The replica lets requests in again, those that wait first. Not answered."""
+    """Admit requests again; held requests go first. No reply."""
 
 
 class DrainInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The replica refuses requests until ``UnblockInput`` and serves those that it has. Not answered."""
+    """Refuse new requests until ``UnblockInput`` and finish the admitted ones. No reply."""
 
 
 RankCommand = (
@@ -148,7 +149,7 @@ RankCommand = (
 
 
 class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The rank has bound its sockets: where they are. ``stream_endpoint`` is None on a rank without an event stream."""
+    """Report the endpoints that a rank has bound. ``stream_endpoint`` is None on a rank without an event stream."""
 
     rank: int
     stream_endpoint: str | None
@@ -157,23 +158,24 @@ class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The loop of ``rank`` (as ``ParallelState`` puts it), of this replica, runs; said every
-    ``HEARTBEAT_INTERVAL_S``.
-    """
+    """Report every ``HEARTBEAT_INTERVAL_S`` that the loop of a rank runs. ``rank`` is ``str(ParallelState)``."""
 
     rank: str
     replica: int
 
 
 class RankStalled(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """The step of a rank makes no progress: where it stands, in words. Said by its watchdog; ``alive`` ends it."""
+    """Report that a step makes no progress, and where it is stuck. The watchdog thread sends it.
+
+    The next heartbeat equal to ``alive`` ends the stall.
+    """
 
     alive: RankHeartbeat
     place: str
 
 
 class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """This request is not served; ``reason`` is for its author. ``is_busy``: try again later."""
+    """Refuse a request. ``reason`` is for the client; ``is_busy`` means that a later attempt may succeed."""
 
     rid: str
     reason: str
@@ -181,17 +183,20 @@ class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """How loaded a replica is; the watermarks say which ``SubmitRequest`` it counts. ``outputs`` are its streamer's."""
+    """Report the load of a replica and the counters of its ``OutputStreamer``.
+
+    The watermarks in ``load`` tell the dispatcher which ``SubmitRequest`` the snapshot already counts.
+    """
 
     load: LoadSnapshot
     outputs: OutputStats = OutputStats()
 
 
 class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Every block hash in one rank's cache at one step, by tier (packed, signed 64-bit).
+    """All block hashes in the cache of one rank at one step, by tier, packed by ``pack_hashes``.
 
-    ``last_sequence`` is the number of the last batch that the rank published, -1 when it published none. ``tiers`` is
-    None without a hierarchical cache.
+    ``last_sequence`` is the number of the last batch that the rank published, -1 if it has published none. ``tiers``
+    is None without a hierarchical cache.
     """
 
     dump_id: int
@@ -206,7 +211,7 @@ class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
 
 
 class PoolMediumGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One medium and KV-cache group of a pool, and the hashes there (packed, signed 64-bit)."""
+    """The hashes of one medium and KV-cache group of a pool, packed by ``pack_hashes``."""
 
     medium: str
     group_idx: int | None
@@ -214,7 +219,7 @@ class PoolMediumGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """What a replica's pool held after a step, and the number of the last batch that tells of it."""
+    """The content of a replica's pool after a step. ``sequence`` numbers the last event batch that describes it."""
 
     read_id: int
     replica: int
@@ -223,7 +228,7 @@ class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=T
 
 
 class RpcReply(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A rank's answer: ``problem`` is why nothing was done, None where it was; ``body`` is JSON."""
+    """A rank's reply to an ``RpcRequest``. ``problem`` is None on success; ``body`` is JSON."""
 
     rpc_id: int
     rank: int
@@ -232,10 +237,10 @@ class RpcReply(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True)
 
 
 class ControlCompleted(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """How an order ended on a replica."""
+    """The result of a control request on one replica."""
 
     replica: int
-    answer: ControlReply
+    reply: ControlReply
 
 
 RankReport = (
@@ -255,52 +260,61 @@ T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
 _reports: msgspec.msgpack.Decoder[RankReport] = msgspec.msgpack.Decoder(RankReport)
+_outputs: msgspec.msgpack.Decoder[OutputBatch] = msgspec.msgpack.Decoder(OutputBatch)
 
 
 def encode(message: RankCommand | RankReport) -> bytes:
-    """One message as one ZMQ frame."""
+    """Encode one message as one ZMQ frame."""
     return _encoder.encode(message)
 
 
 def decode_command(frame: bytes) -> RankCommand:
-    """Raises DecodeError for a frame that is not a command."""
+    """Decode a command. Raises DecodeError for any other frame."""
     return _decode(_commands, frame)
 
 
 def decode_report(frame: bytes) -> RankReport:
-    """Raises DecodeError for a frame that is not a report."""
+    """Decode a report. Raises DecodeError for any other frame."""
     return _decode(_reports, frame)
+
+
+encode_outputs = msgspec.msgpack.Encoder().encode
+
+
+def decode_outputs(frame: bytes) -> OutputBatch:
+    """Decode a batch of outputs. Raises DecodeError for any other frame."""
+    return _decode(_outputs, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"not a message of this engine: {error}") from error
+        raise DecodeError(f"the frame is not a message of this engine: {error}") from error
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids, each 0 to 2**32 - 1, as four little-endian bytes each. Raises OverflowError beyond that range."""
+    """Pack token ids as four little-endian bytes each. Raises OverflowError for an id outside 0 to 2**32 - 1."""
     return _little_endian(array("I", token_ids)).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """Inverse of ``pack_tokens``. Raises DecodeError when ``packed`` is not whole tokens."""
+    """Unpack the result of ``pack_tokens``. Raises DecodeError if the length is no multiple of four."""
     return tuple(_unpack("I", packed))
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """Signed 64-bit block hashes as eight little-endian bytes each."""
+    """Pack signed 64-bit block hashes as eight little-endian bytes each."""
     return _little_endian(array("q", hashes)).tobytes()
 
 
 def unpack_hash_array(packed: bytes) -> array[int]:
-    """Inverse of ``pack_hashes``, in order. Raises DecodeError when ``packed`` is not whole hashes."""
+    """Unpack the result of ``pack_hashes``. Raises DecodeError if the length is no multiple of eight."""
     return _unpack("q", packed)
 
 
 def unpack_hashes(packed: bytes) -> frozenset[int]:
-    """Inverse of ``pack_hashes``, as a set. Raises DecodeError when ``packed`` is not whole hashes."""
+    """Unpack the result of ``pack_hashes`` as a set. Raises DecodeError if the length is no multiple of eight."""
     return frozenset(_unpack("q", packed))
 
 
@@ -309,7 +323,7 @@ def _unpack(typecode: str, packed: bytes) -> array[int]:
     try:
         values.frombytes(packed)
     except ValueError as error:
-        raise DecodeError(f"{len(packed)} bytes are not whole items of {values.itemsize}") from error
+        raise DecodeError(f"{len(packed)} bytes are not a multiple of {values.itemsize} bytes per item") from error
     return _little_endian(values)
 
 
@@ -320,19 +334,8 @@ def _little_endian(values: array[int]) -> array[int]:
 
 
 MAX_QUEUED_BATCHES = 64
-"""Outputs on each side of their socket; some hundred steps.
+"""High-water mark of output batches on each side of their socket.
 
-The queue is short: while the front is behind, tokens gather in the leader's ``OutputStreamer``, one delta per request
-and not one per step, and the front has less to catch up with.
+The queue is short on purpose. While the frontend is behind, the leader's ``OutputStreamer`` merges tokens into one
+delta per request instead of one per step, so the frontend has fewer messages to process when it catches up.
 """
-
-encode_outputs = msgspec.msgpack.Encoder().encode
-_decode_outputs = msgspec.msgpack.Decoder(OutputBatch).decode
-
-
-def decode_outputs(frame: bytes) -> OutputBatch:
-    """Raises DecodeError for a frame that is not a batch of outputs."""
-    try:
-        return _decode_outputs(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"not outputs of this engine: {error}") from error

@@ -1,4 +1,9 @@
-"""Start, watch and stop the scheduler processes of an engine."""
+"""Start, watch and stop the scheduler processes of an engine.
+
+No rank outlives the process that started it. A rank reads its configuration from standard input, which then stays open.
+The end of standard input stops the rank. It comes when the engine closes the pipe, and also when the engine's process
+dies in any way. Each rank runs in its own session, so a Ctrl-C reaches the engine's process only.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler_components import (
-    StartError,
-)
+from scheduler_components import StartError
 from scheduler_components.reference.engine.config import RankConfig
 
 __all__ = [
@@ -22,22 +25,18 @@ __all__ = [
 ]
 
 _RANK_MODULE = "scheduler_components.reference.engine.rank.process"
-
-
-_LONGEST_LINE_BYTES = 2**20  # of standard error; a traceback's longest line is far below
-
-
-_STOP_GRACE_S = 5.0  # a rank drains its event stream before it goes
+_MAX_LINE_BYTES = 2**20  # of standard error; the longest line of a traceback is far shorter
+_STOP_GRACE_S = 5.0  # a stopping rank drains its event stream
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RankExit:
-    """How a rank process ended.
+    """The end of a rank process.
 
     Attributes:
-        rank: which one, as ``ParallelState`` puts it.
-        return_code: of the process; negative is the number of the signal that killed it.
-        last_line: the last that it wrote to standard error: an error's name and text, if it died of one.
+        rank: ``str(ParallelState)`` of the rank.
+        return_code: exit code of the process; a negative value is the number of the signal that killed it.
+        last_line: last line of its standard error, which is the name and text of the error that ended it.
     """
 
     rank: str
@@ -51,19 +50,19 @@ class RankExit:
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """One scheduler process; ``name`` is its rank as ``ParallelState`` puts it."""
+    """One scheduler process; ``name`` is ``str(ParallelState)`` of its rank."""
 
     rank: int
     name: str
     process: asyncio.subprocess.Process
 
     def configure(self, config: RankConfig) -> None:
-        """Tell the rank who it is. Should it have died already, its watcher says so."""
+        """Send the rank its configuration. If the process has died already, ``wait`` reports it."""
         assert self.process.stdin is not None
         self.process.stdin.write(config.to_json() + b"\n")
 
     async def wait(self, show: Callable[[str], None]) -> RankExit:
-        """Pass on what the rank writes until it ends."""
+        """Pass each line of standard error to ``show`` until the process ends."""
         assert self.process.stderr is not None
         last_line = ""
         async for line in self.process.stderr:
@@ -85,11 +84,11 @@ class RankProcess:
 async def open_ranks(
     configs: Sequence[RankConfig], *, show: Callable[[str], None]
 ) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[RankExit]]]:
-    """Start one process per configuration; on leaving, all of them have ended.
+    """Start one process per configuration. All of them have ended when the block is left.
 
     Args:
         configs: one per rank.
-        show: takes each line that a rank writes to standard error.
+        show: receives each line that a rank writes to standard error.
 
     Yields:
         The processes, and a future that is done when the first of them ends by itself.
@@ -98,7 +97,7 @@ async def open_ranks(
     watchers: list[asyncio.Task[RankExit]] = []
     first_exit: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
 
-    def note_exit(watcher: asyncio.Task[RankExit]) -> None:
+    def on_exit(watcher: asyncio.Task[RankExit]) -> None:
         if not watcher.cancelled() and not first_exit.done():
             first_exit.set_result(watcher.result())
 
@@ -109,7 +108,7 @@ async def open_ranks(
             ranks.append(rank)
             rank.configure(config)
             watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")
-            watcher.add_done_callback(note_exit)
+            watcher.add_done_callback(on_exit)
             watchers.append(watcher)
         yield ranks, first_exit
     finally:
@@ -121,13 +120,13 @@ async def _start(name: str) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # a rank imports what this process does, whatever lies in the working directory
+            "-P",  # without the working directory, so that a rank imports the same modules as this process
             "-m",
             _RANK_MODULE,
-            env=os.environ | {"PYTHONPATH": search_path, "TQDM_DISABLE": "1"},  # noqa: SCH007 its parent's, without bars
+            env=os.environ | {"PYTHONPATH": search_path, "TQDM_DISABLE": "1"},  # noqa: SCH007 passed on to the child
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=_LONGEST_LINE_BYTES,
+            limit=_MAX_LINE_BYTES,
             start_new_session=True,
         )
     except OSError as error:
@@ -135,7 +134,7 @@ async def _start(name: str) -> asyncio.subprocess.Process:
 
 
 def _absolute(paths: Iterable[str]) -> Iterator[str]:
-    """As Python reads its own search path: an empty entry is the working directory."""
+    """Resolve search paths as Python does: an empty entry is the working directory."""
     return (str(Path(path).absolute()) for path in paths)
 
 

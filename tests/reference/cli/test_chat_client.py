@@ -71,7 +71,7 @@ def test_a_question_that_is_refused_says_why_and_is_forgotten(make_served: Calla
     text = shown(served, given("too long", "again"), max_tokens=9000)
     assert text.count("pool has 8192") == 2
     served = make_served()
-    served.front.max_open_requests = 0
+    served.frontend.max_open_requests = 0
     assert "which is the limit" in shown(served, given("hello"))
 
 

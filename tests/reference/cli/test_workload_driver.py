@@ -29,24 +29,24 @@ class NoLeader:
 
 
 def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
-    front = Frontend(leaders=[NoLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
-    front.receive(RankHeartbeat("dp0", 0))
-    while not front.heartbeats.silent_replicas():
-        front.tick()
-    driver = TraceDriver(front=front, speed=1.0, counters=WorkloadCounters())
+    frontend = Frontend(leaders=[NoLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+    frontend.receive(RankHeartbeat("dp0", 0))
+    while not frontend.heartbeats.silent_replicas():
+        frontend.tick()
+    driver = TraceDriver(frontend=frontend, speed=1.0, counters=WorkloadCounters())
     requests = [
         TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,)) for index in range(2)
     ]
     asyncio.run(asyncio.wait_for(driver.run(requests), timeout=10))
-    told = "rank dp0 has said nothing for 10.5 s"
+    told = "rank dp0 has sent no heartbeat for 10.5 s"
     assert driver.counters.failed.reasons == [f"request 0: {told}", f"request 1: {told}"]
 
 
 def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
     async def scenario() -> None:
-        front = Frontend(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
+        frontend = Frontend(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
         counters, lag, now_s = WorkloadCounters(), ScheduleLag(), 0.0
-        driver = TraceDriver(front=front, speed=1.0, counters=counters, lag=lag, clock=lambda: now_s)
+        driver = TraceDriver(frontend=frontend, speed=1.0, counters=counters, lag=lag, clock=lambda: now_s)
         requests = [
             TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,))
             for index in range(513)  # one more than may be open

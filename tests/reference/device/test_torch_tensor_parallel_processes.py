@@ -34,7 +34,7 @@ NUM_NEW = 5
 
 async def generate(engine: Engine, prompt: tuple[int, ...], num_new: int = NUM_NEW) -> list[int]:
     limits = SamplingLimits(max_new_tokens=num_new, ignore_eos=True)
-    async with engine.front.open_request(GenerateReqInput(input_ids=pack_tokens(prompt), limits=limits)) as news:
+    async with engine.frontend.open_request(GenerateReqInput(input_ids=pack_tokens(prompt), limits=limits)) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
 

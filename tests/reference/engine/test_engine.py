@@ -40,7 +40,14 @@ from scheduler_components.reference.engine.frontend.errors import (
 )
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
 from scheduler_components.reference.engine.http_app import EngineStatus, make_app
-from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER, pack_tokens, unpack_hashes
+from scheduler_components.reference.engine.messages import (
+    FRONTEND_DISPATCHER,
+    BlockInput,
+    DrainInput,
+    UnblockInput,
+    pack_tokens,
+    unpack_hashes,
+)
 from scheduler_components.values import ReceiverStats
 
 SMALL = EngineConfig(
@@ -75,7 +82,7 @@ def wanted(tokens: range, max_new_tokens: int = 5) -> GenerateReqInput:
 
 
 async def generate(engine: Engine, request: GenerateReqInput) -> list[int]:
-    async with engine.front.open_request(request) as news:
+    async with engine.frontend.open_request(request) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
 
@@ -98,7 +105,7 @@ def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
 
 def test_only_the_first_rank_of_each_replica_opens_a_stream(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
-        ready = engine.front.board.ready
+        ready = engine.frontend.replies.ready
         base = json.loads(config.kv_events or "")["endpoint"]
         port = int(base.rpartition(":")[2])
         streams = {tp_rank: said.stream_endpoint for tp_rank, said in ready.items()}
@@ -195,7 +202,7 @@ def test_a_store_that_is_cleared_is_empty_told_and_filled_again(tmp_path: Path, 
             full = await stored()
             assert all(full)
             asked = asyncio.ensure_future(generate(engine, wanted(range(64), 400)))
-            while engine.front.is_idle:
+            while engine.frontend.is_idle:
                 await asyncio.sleep(0)
             assert (await client.post("/clear_hicache_storage_backend")).status_code == 400
             await asked
@@ -227,7 +234,7 @@ def test_the_advertised_load_gauge_of_each_replica_counts_what_was_dispatched(pr
         with closing(open_zmq_load_reader(f"tcp://{host}:{base + rank}" for rank in range(2))) as reader:
             await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
             await engine.wait_until_idle()
-            sent = {rank: load.last_dispatch_ticket for rank, load in enumerate(engine.front.dispatcher.replicas)}
+            sent = {rank: load.last_dispatch_ticket for rank, load in enumerate(engine.frontend.dispatcher.replicas)}
             assert sum(sent.values()) == 4
             told: dict[int, tuple[int, int, int]] = {}
             while told != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
@@ -264,24 +271,24 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
 
         running = asyncio.create_task(generate(engine, wanted(range(40), max_new_tokens=200)))
         await asyncio.sleep(0)  # it is sent now
-        engine.front.block_input(0)
+        engine.frontend.send(0, BlockInput())
         waiting = [asyncio.create_task(generate(engine, wanted(range(start, start + 40)))) for start in range(3)]
         await asyncio.sleep(0)
-        async with engine.front.open_request(wanted(range(9, 49))):
+        async with engine.frontend.open_request(wanted(range(9, 49))):
             pass  # left while it waits: it is answered, and never computed
         while (counts().requests_held, counts().requests_refused) != (3, 1):
             await asyncio.sleep(0.01)
         assert not any(task.done() for task in waiting)
-        engine.front.unblock_input(0)
+        engine.frontend.send(0, UnblockInput())
         assert [len(tokens) for tokens in await asyncio.gather(*waiting)] == [5, 5, 5]
         assert len(await running) == 200
-        engine.front.drain_input(0)
+        engine.frontend.send(0, DrainInput())
         with pytest.raises(TooBusyError, match="this replica takes no more requests"):
             await generate(engine, wanted(range(40)))
         await engine.wait_until_idle()
         first, second = (await engine.dump_caches()).values()
         assert first.digest == second.digest
-        assert engine.front.board.outputs[0].tokens_sent == 215
+        assert engine.frontend.replies.outputs[0].tokens_sent == 215
         assert (counts().requests_admitted, counts().requests_refused) == (4, 2)
         assert counts().receives_skipped > 0
 
@@ -291,7 +298,7 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
 
 def test_a_client_that_leaves_frees_what_its_request_held(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
-        async with engine.front.open_request(wanted(range(40), max_new_tokens=900)) as news:
+        async with engine.frontend.open_request(wanted(range(40), max_new_tokens=900)) as news:
             await anext(news)
         await engine.wait_until_idle()
         assert all(stats.load.num_used_tokens == 0 for stats in engine.stats.read().values())
@@ -314,15 +321,15 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_a_stopped_rank_is_named_and_serves_again_when_it_goes_on(private_tmp: Path, tp_rank: int) -> None:
     async def scenario(engine: Engine) -> None:
-        engine.front.heartbeats.timeout_s = 3.0
+        engine.frontend.heartbeats.timeout_s = 3.0
         app = make_app(engine, CollectorRegistry())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             assert (await client.get("/health")).status_code == 200
-            async with engine.front.open_request(wanted(range(40), max_new_tokens=900)) as news:
+            async with engine.frontend.open_request(wanted(range(40), max_new_tokens=900)) as news:
                 assert news.replica == 0
                 await anext(news)
                 os.kill(engine.ranks[tp_rank].process.pid, signal.SIGSTOP)
-                with pytest.raises(RankSilentError, match=rf"^rank dp0/pp0/tp{tp_rank}.* said nothing for [\d.]+ s$"):
+                with pytest.raises(RankSilentError, match=rf"^rank dp0/pp0/tp{tp_rank}.* no heartbeat for [\d.]+ s$"):
                     async for _ in news:
                         pass
             answer = await client.get("/health")

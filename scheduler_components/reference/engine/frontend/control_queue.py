@@ -1,4 +1,8 @@
-"""Orders at the front: given to every replica, and how they ended on all of them."""
+"""ControlQueue: execute control requests on every replica and combine their replies.
+
+A control request pauses or continues generation, flushes the cache, updates weights, or releases memory. State and
+profiles are read by ``Engine.ask`` instead.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,14 @@ from scheduler_components.control_requests import (
     control_request_name,
 )
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
-from scheduler_components.reference.engine.frontend.frontend import Frontend
+from scheduler_components.reference.engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
+from scheduler_components.reference.engine.messages import SubmitControl
 
-__all__ = ["ControlQueue", "ControlFailedError"]
-
-_ANSWER_DEADLINE_S = 30.0  # beyond the order's own
+__all__ = ["ControlFailedError", "ControlQueue"]
 
 
 class ControlFailedError(ComponentError):
-    """An order was not carried out on every replica; ``problems`` says why, by replica."""
+    """A control request failed on at least one replica; ``problems`` maps replica to cause."""
 
     def __init__(self, operation: str, problems: Mapping[int, str]) -> None:
         self.operation = operation
@@ -43,44 +46,44 @@ class ControlFailedError(ComponentError):
 
 @dataclass(slots=True, kw_only=True)
 class ControlQueue:
-    """Gives orders to all replicas, one order at a time.
+    """Sends each control request to all replicas, pauses and weight updates one at a time.
 
-    Replicas are not in lockstep with each other, so what they must have in common is compared here: new weights are
-    committed when every replica has checked its own, and all have one checksum.
+    Replicas are not in lockstep with each other, so this class compares what they must have in common. It commits new
+    weights only after every replica has checked its own and all of them have one checksum.
 
     Attributes:
-        front: the way to the replicas.
-        weight_version: of the weights that all replicas compute with.
+        frontend: sends to the replicas and receives their replies.
+        weight_version: version of the weights that all replicas compute with.
     """
 
-    front: Frontend
+    frontend: Frontend
     weight_version: str = DEFAULT_WEIGHT_VERSION
     _ids: count[int] = field(default_factory=lambda: count(1), init=False, repr=False)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
-    async def send(self, order: ControlRequest) -> tuple[ControlReply, ...]:
-        """Give an order to every replica; returns their answers.
+    async def send(self, request: ControlRequest) -> tuple[ControlReply, ...]:
+        """Send a request to every replica and return their replies, by replica.
 
         Raises:
-            ControlFailedError: a replica has not carried it out; others may have.
-            EngineFailedError: the engine has ended, or a replica did not answer in time.
-            RankSilentError: a rank hangs.
+            ControlFailedError: it failed on a replica; it may have succeeded on others.
+            EngineFailedError: the engine has failed, or a replica did not reply in time.
+            RankSilentError: a rank is stopped or hangs.
         """
-        answers = await self._ask(order)
-        problems = {replica: answer.problem for replica, answer in enumerate(answers) if answer.problem}
+        replies = await self._exchange(request)
+        problems = {replica: reply.problem for replica, reply in enumerate(replies) if reply.problem}
         if problems:
-            raise ControlFailedError(control_request_name(order), problems)
-        return answers
+            raise ControlFailedError(control_request_name(request), problems)
+        return replies
 
     async def pause(self, mode: PauseMode, deadline_s: float) -> int:
-        """Pause every replica or none; returns how many requests were ended or put back.
+        """Pause all replicas or none. Return how many requests were aborted or moved back to the waiting queue.
 
         Raises:
-            ControlFailedError: requests still ran at the deadline; all replicas go on.
+            ControlFailedError: requests were still running at the deadline; all replicas continue.
         """
-        async with self._turn:
+        async with self._lock:
             try:
-                return sum(answer.num_requests for answer in await self.send(PauseGeneration(mode, deadline_s)))
+                return sum(reply.num_requests for reply in await self.send(PauseGeneration(mode, deadline_s)))
             except ControlFailedError:
                 await self.send(ContinueGeneration())
                 raise
@@ -88,79 +91,80 @@ class ControlQueue:
     async def update_weights(
         self, weight_version: str, parts: Mapping[str, bytes], *, checksum: int | None = None, deadline_s: float = 0.0
     ) -> int:
-        """Bring new weights to every rank, or to none; returns their checksum.
+        """Load new weights on all ranks or on none, and return their checksum.
 
         Args:
-            weight_version: what they are called from then on.
-            parts: by name.
-            checksum: what all of them must have; None to take what they have, if it is one.
-            deadline_s: how long to wait until nothing runs.
+            weight_version: the version name of the new weights.
+            parts: tensors by name.
+            checksum: the expected checksum; None accepts any that all replicas share.
+            deadline_s: longest wait until no request runs.
 
         Raises:
-            ControlFailedError: a rank could not, or has other weights; all keep the old ones. Where some have the new
-                ones already, the engine has failed.
+            ControlFailedError: a rank failed or computed another checksum, and all ranks keep the old weights. If only
+                some replicas committed the new weights, the engine has failed.
         """
-        async with self._turn:
+        async with self._lock:
             try:
                 await self.send(BeginWeightUpdate(weight_version, deadline_s))
                 for name, content in parts.items():
                     await self.send(LoadWeights(name, content))
-                checksum = self._one_checksum(await self.send(CheckWeights()), checksum)
+                checksum = _common_checksum(await self.send(CheckWeights()), checksum)
             except (ControlFailedError, asyncio.CancelledError):
-                await asyncio.shield(self._ask(RollBackWeights()))  # refused where no session is open (any more)
+                await asyncio.shield(self._exchange(RollBackWeights()))  # fails harmlessly without an open session
                 raise
-            await self._end_update(EndWeightUpdate(checksum))
+            await self._commit(EndWeightUpdate(checksum))
             self.weight_version = weight_version
             return checksum
 
-    async def _end_update(self, order: EndWeightUpdate) -> None:
-        """Commit on all replicas. Where only some could, the engine has two models, and must not go on."""
+    async def _commit(self, request: EndWeightUpdate) -> None:
+        """Commit on all replicas. If only some succeed, replicas serve different weights and the engine must fail."""
         try:
-            await self.send(order)
+            await self.send(request)
         except ControlFailedError as error:
-            if len(error.problems) == len(self.front.leaders):
-                await self._ask(RollBackWeights())
+            if len(error.problems) == len(self.frontend.leaders):
+                await self._exchange(RollBackWeights())
             else:
-                self.front.fail(EngineFailedError(f"replicas have different weights: {error}"))
+                self.frontend.fail(EngineFailedError(f"replicas have different weights: {error}"))
             raise
 
-    @staticmethod
-    def _one_checksum(answers: tuple[ControlReply, ...], wanted: int | None) -> int:
-        wanted = answers[0].checksum if wanted is None else wanted
-        others = {at: each.checksum for at, each in enumerate(answers) if each.checksum != wanted}
-        if others:
-            problems = {
-                at: f"the weights have checksum {found:016x}, not {wanted:016x}" for at, found in others.items()
-            }
-            raise ControlFailedError(control_request_name(CheckWeights()), problems)
-        return wanted
+    async def _exchange(self, request: ControlRequest) -> tuple[ControlReply, ...]:
+        frontend, replies = self.frontend, self.frontend.replies
+        received = replies.commands.controls
+        request_id = next(self._ids)
+        keys = [(request_id, replica) for replica in range(len(frontend.leaders))]
+        frontend.broadcast(SubmitControl(request_id, request))
 
-    async def _ask(self, order: ControlRequest) -> tuple[ControlReply, ...]:
-        front, board = self.front, self.front.board
-        order_id = next(self._ids)
-        keys = [(order_id, replica) for replica in range(len(front.leaders))]
-        front.broadcast_control(order_id, order)
-
-        def is_over() -> bool:
+        def is_done() -> bool:
             return (
-                board.failure is not None
-                or bool(front.heartbeats.silent_replicas())
-                or all(key in found for key in keys)
+                replies.failure is not None
+                or bool(frontend.heartbeats.silent_replicas())
+                or all(key in received for key in keys)
             )
 
-        found = board.answers.orders
-        deadline_s = order.deadline_s if isinstance(order, PauseGeneration | IdleControlRequest) else 0.0
+        deadline_s = request.deadline_s if isinstance(request, PauseGeneration | IdleControlRequest) else 0.0
+        name = control_request_name(request)
         try:
-            async with asyncio.timeout(deadline_s + _ANSWER_DEADLINE_S):
-                await board.wait_until(is_over)
+            async with asyncio.timeout(deadline_s + REPLY_TIMEOUT_S):
+                await replies.wait_until(is_done)
         except TimeoutError:
-            late = [replica for key in keys if key not in found for replica in key[1:]]
-            problem = f"{control_request_name(order)}: replicas {late} have not answered in {_ANSWER_DEADLINE_S} s"
-            raise EngineFailedError(problem) from None
-        answers = [found.pop(key, None) for key in keys]
-        if board.failure is not None:
-            raise EngineFailedError(f"{control_request_name(order)}: {board.failure}")
-        told = tuple(answer for answer in answers if answer is not None)
-        if len(told) < len(keys):
-            raise next(iter(front.heartbeats.silent_replicas().values()))
-        return told
+            late = [replica for _, replica in keys if (request_id, replica) not in received]
+            raise EngineFailedError(f"{name}: replicas {late} did not reply within {REPLY_TIMEOUT_S} s") from None
+        found = [received.pop(key, None) for key in keys]
+        if replies.failure is not None:
+            raise EngineFailedError(f"{name}: {replies.failure}")
+        complete = tuple(reply for reply in found if reply is not None)
+        if len(complete) < len(keys):
+            raise next(iter(frontend.heartbeats.silent_replicas().values()))
+        return complete
+
+
+def _common_checksum(replies: tuple[ControlReply, ...], expected: int | None) -> int:
+    expected = replies[0].checksum if expected is None else expected
+    problems = {
+        replica: f"the weights have checksum {reply.checksum:016x}, not {expected:016x}"
+        for replica, reply in enumerate(replies)
+        if reply.checksum != expected
+    }
+    if problems:
+        raise ControlFailedError(control_request_name(CheckWeights()), problems)
+    return expected

@@ -1,4 +1,8 @@
-"""Choose the replica of each request by load."""
+"""LoadDispatcher: choose the replica of each request by load.
+
+The load of a replica is its last reported number of tokens, running and waiting, plus the tokens of requests that were
+sent to it and that no report counts yet. ``DispatchLedger`` knows the latter.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler_components import (
-    ConfigError,
-    LoadSnapshot,
-)
+from scheduler_components import ConfigError, LoadSnapshot
 from scheduler_components.load import DispatchLedger
-from scheduler_components.reference.engine.messages import (
-    FRONTEND_DISPATCHER,
-)
+from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER
 
-__all__ = [
-    "Placement",
-    "ReplicaLoad",
-    "LoadDispatcher",
-]
+__all__ = ["LoadDispatcher", "Placement", "ReplicaLoad"]
 
-_KEPT_CONVERSATIONS = 65_536
+_MAX_CONVERSATIONS = 65_536
 
 
 class Placement(NamedTuple):
-    """Where a request goes: the replica, and the ticket under which its load reports will count it."""
+    """The replica of a request, and the ticket under which load reports will count it."""
 
     replica: int
     ticket: int
@@ -34,12 +29,12 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaLoad:
-    """What the dispatcher knows of one replica.
+    """The load of one replica as the dispatcher knows it.
 
     Attributes:
-        ledger: what was sent and no report counts yet.
+        ledger: requests that were sent and that no report counts yet.
         snapshot: the newest report.
-        last_dispatch_ticket: of the last request sent; also how many were.
+        last_dispatch_ticket: ticket of the last request sent, which is also the number of requests sent.
     """
 
     ledger: DispatchLedger = field(default_factory=lambda: DispatchLedger(dispatcher=FRONTEND_DISPATCHER))
@@ -48,20 +43,21 @@ class ReplicaLoad:
 
     @property
     def is_load_current(self) -> bool:
-        """The last report was made after every request had come in."""
+        """True if the newest report counts every request that was sent."""
         return not self.ledger.unreported_requests
 
     @property
     def total_tokens(self) -> int:
+        """Reported and unreported tokens."""
         return self.snapshot.num_total_tokens + self.ledger.unreported_tokens
 
     def issue_ticket(self, num_tokens: int) -> int:
-        """Note a request that is about to be sent; returns its ticket."""
+        """Count a request that is about to be sent, and return its ticket."""
         self.last_dispatch_ticket = self.ledger.issue_ticket(num_tokens)
         return self.last_dispatch_ticket
 
     def on_load_report(self, snapshot: LoadSnapshot) -> None:
-        """Take in a report; one that is older than the last is dropped."""
+        """Store a report. Drop one that is older than the stored one."""
         if snapshot.sequence > self.snapshot.sequence:
             self.snapshot = snapshot
             self.ledger.on_load_report(snapshot.dispatched_watermarks)
@@ -69,27 +65,27 @@ class ReplicaLoad:
 
 @dataclass(slots=True, kw_only=True)
 class LoadDispatcher:
-    """Least total tokens first; a conversation stays where its prefix is cached while that costs little.
+    """Send each request to the replica with the fewest tokens, with affinity of conversations.
 
     Attributes:
         replicas: one entry per replica.
-        affinity_tokens: a conversation's next turn goes to the replica of its last one unless that replica has this
-            many tokens more than the least loaded. 0 dispatches by load alone. Affinity matters because a prefix is
-            cached on one replica only: without it, a second turn misses with probability (replicas - 1) / replicas.
+        affinity_tokens: the next request of a conversation goes to the replica of its last one unless that replica has
+            this many tokens more than the least loaded. 0 dispatches by load alone. A prefix is cached on one replica
+            only, so without affinity a second turn misses with probability (replicas - 1) / replicas.
     """
 
     replicas: list[ReplicaLoad]
     affinity_tokens: int = 0
-    _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _last_replicas: OrderedDict[str, int] = field(default_factory=OrderedDict)  # by conversation, oldest first
 
     def dispatch(self, num_tokens: int, conversation: str | None = None, *, avoid: Collection[int] = ()) -> Placement:
-        """Pick a replica, none of ``avoid``, for a request of ``num_tokens`` input tokens and count it there."""
-        chosen = min((each for each in range(len(self.replicas)) if each not in avoid), key=self._order)
+        """Choose a replica that is not in ``avoid`` for a request of ``num_tokens`` input tokens, and count it."""
+        chosen = min((index for index in range(len(self.replicas)) if index not in avoid), key=self._load_key)
         if conversation is not None and self.affinity_tokens:
-            home = self._homes.get(conversation, chosen)
-            home = chosen if home in avoid else home
-            extra_tokens = self.replicas[home].total_tokens - self.replicas[chosen].total_tokens
-            chosen = home if extra_tokens <= self.affinity_tokens else chosen
+            last = self._last_replicas.get(conversation, chosen)
+            last = chosen if last in avoid else last
+            extra_tokens = self.replicas[last].total_tokens - self.replicas[chosen].total_tokens
+            chosen = last if extra_tokens <= self.affinity_tokens else chosen
             self._remember(conversation, chosen)
         return Placement(chosen, self.replicas[chosen].issue_ticket(num_tokens))
 
@@ -104,13 +100,13 @@ class LoadDispatcher:
             raise ConfigError("data_parallel_rank", replica, "is not a rank of this engine", hint)
         return Placement(replica, self.replicas[replica].issue_ticket(num_tokens))
 
-    def _order(self, index: int) -> tuple[int, int]:
-        """Load first; among equals, such as idle replicas, the one that was given the fewest requests."""
+    def _load_key(self, index: int) -> tuple[int, int]:
+        """Sort by load, and replicas of equal load by the number of requests that they were sent."""
         replica = self.replicas[index]
         return replica.total_tokens, replica.last_dispatch_ticket
 
     def _remember(self, conversation: str, replica: int) -> None:
-        self._homes[conversation] = replica
-        self._homes.move_to_end(conversation)
-        if len(self._homes) > _KEPT_CONVERSATIONS:
-            self._homes.popitem(last=False)
+        self._last_replicas[conversation] = replica
+        self._last_replicas.move_to_end(conversation)
+        if len(self._last_replicas) > _MAX_CONVERSATIONS:
+            self._last_replicas.popitem(last=False)

@@ -1,35 +1,33 @@
-"""Errors that a client of the engine sees."""
+"""Errors that the frontend raises to the clients of an engine."""
 
 from __future__ import annotations
 
-from scheduler_components import (
-    ComponentError,
-)
+from scheduler_components.errors import ComponentError
 
 __all__ = [
     "EngineFailedError",
-    "RequestRefusedError",
-    "RequestFailedError",
-    "TooBusyError",
     "RankSilentError",
+    "RequestFailedError",
+    "RequestRefusedError",
+    "TooBusyError",
 ]
 
 
 class EngineFailedError(ComponentError):
-    """The engine cannot go on; the text says which rank failed and how."""
-
-
-class RequestRefusedError(ComponentError):
-    """The scheduler can never serve this request; the text is for its author."""
-
-
-class RequestFailedError(ComponentError):
-    """The engine goes on, and has no answer, or not the whole one, for this request."""
-
-
-class TooBusyError(ComponentError):
-    """More requests are open than the front takes at once, or come than a replica takes in; try again later."""
+    """The engine has failed and serves no further request. The text names the rank and the cause."""
 
 
 class RankSilentError(ComponentError):
-    """A rank has been silent for so long that its replica serves nobody; the text says which, and for how long."""
+    """A rank has sent no heartbeat for so long that its replica counts as dead. The text names the rank."""
+
+
+class RequestRefusedError(ComponentError):
+    """The scheduler can never serve this request. The text tells the client why."""
+
+
+class RequestFailedError(ComponentError):
+    """This request has no answer or only a part of it. The engine goes on."""
+
+
+class TooBusyError(ComponentError):
+    """The frontend or the replica has reached its limit of requests. The client may try again later."""

@@ -1,8 +1,7 @@
-"""The front: takes requests, gives each to a replica by load, and hands its tokens back as they come.
+"""Frontend: send each request to a replica and stream its tokens back.
 
-One asyncio loop owns everything here. Requests of the HTTP routes and of a replayed trace go the same way. A replica's
-load is what it last reported (running and waiting tokens) plus what was sent to it and no report counts yet, which its
-``DispatchLedger`` knows.
+One asyncio loop owns everything in this module. The HTTP routes and the replay of a recorded trace use the same
+``open_request``. ``LoadDispatcher`` chooses the replica.
 """
 
 from __future__ import annotations
@@ -17,15 +16,8 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from scheduler_components import (
-    ComponentError,
-    ConfigError,
-    FinishReason,
-    OutputBatch,
-    OutputDelta,
-    OutputStats,
-)
-from scheduler_components.control_requests import ControlReply, ControlRequest
+from scheduler_components import ComponentError, ConfigError, FinishReason, OutputBatch, OutputDelta, OutputStats
+from scheduler_components.control_requests import ControlReply
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, Placement
 from scheduler_components.reference.engine.frontend.errors import (
@@ -37,11 +29,8 @@ from scheduler_components.reference.engine.frontend.errors import (
 from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
-    BlockInput,
     CacheDump,
     ControlCompleted,
-    DrainInput,
-    DumpCache,
     LoadReport,
     PoolSnapshot,
     RankCommand,
@@ -49,34 +38,29 @@ from scheduler_components.reference.engine.messages import (
     RankReady,
     RankReport,
     RankStalled,
-    ReadPool,
     RequestRefused,
     RpcReply,
-    RpcRequest,
-    SubmitControl,
     SubmitRequest,
-    UnblockInput,
     encode,
 )
 
-__all__ = [
-    "Frontend",
-    "GenerateReqInput",
-    "RequestStream",
-]
+__all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
+
+REPLY_TIMEOUT_S = 30.0
+"""Longest wait for the ranks' replies to a command, beyond a deadline that the command itself carries."""
 
 
 class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants.
+    """A request of a client, before it is dispatched.
 
     Attributes:
-        rid: unique among open requests; None lets the front choose.
-        input_ids: prompt tokens, packed (``messages.pack_tokens``).
+        rid: request id, unique among open requests; None lets the frontend choose one.
+        input_ids: prompt tokens, packed by ``messages.pack_tokens``.
         limits: when to stop.
-        sampling: how tokens are chosen; without a seed the front draws one.
-        stream_interval: tokens between two pieces of news; 0 for all at the end.
-        conversation: requests with the same value share a prefix; the dispatcher may keep them together.
-        replica: where it must be served; None leaves that to the dispatcher.
+        sampling: how tokens are chosen; the frontend draws a missing seed.
+        stream_interval: tokens between two deltas; 0 for one delta at the end.
+        conversation: requests with the same value share a prefix; the dispatcher may send them to one replica.
+        replica: the replica that must serve the request; None lets the dispatcher choose.
     """
 
     rid: str | None = None
@@ -89,48 +73,49 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_input_tokens(self) -> int:
+        """Number of prompt tokens."""
         return len(self.input_ids) // 4
 
 
 @dataclass(slots=True)
 class CommandReplies:
-    """What ranks have answered.
+    """The newest replies of the ranks to commands.
 
     Attributes:
         dumps: rank to its newest cache dump.
-        pools: replica to the newest reading of its pool.
-        control: rank to its newest answer to a ``RpcRequest``.
-        orders: how an order ended on a replica, by the order's id and the replica; taken out by who gave it.
+        pools: replica to the newest snapshot of its pool.
+        rpcs: rank to its newest reply to an ``RpcRequest``.
+        controls: (request id, replica) to the reply to a control request; ``ControlQueue`` removes what it has read.
     """
 
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     pools: dict[int, PoolSnapshot] = field(default_factory=dict)
-    control: dict[int, RpcReply] = field(default_factory=dict)
-    orders: dict[tuple[int, int], ControlReply] = field(default_factory=dict)
+    rpcs: dict[int, RpcReply] = field(default_factory=dict)
+    controls: dict[tuple[int, int], ControlReply] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RankReplies:
-    """What the front has heard from the ranks.
+    """All reports of the ranks that the frontend keeps.
 
     Attributes:
-        ready: rank to what the rank said when it was.
+        ready: rank to the endpoints that it reported at its start.
         outputs: replica to the newest counters of its outputs.
-        answers: to questions and orders.
-        changed: set at every report; whoever waits for something clears it first.
-        failure: why the engine cannot go on; None while it can.
+        commands: replies to commands.
+        changed: set at every report; ``wait_until`` clears it.
+        failure: why the engine has failed; None while it runs.
         failed: set together with ``failure``.
     """
 
     ready: dict[int, RankReady] = field(default_factory=dict)
     outputs: dict[int, OutputStats] = field(default_factory=dict)
-    answers: CommandReplies = field(default_factory=CommandReplies)
+    commands: CommandReplies = field(default_factory=CommandReplies)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that can only become true by a report."""
+        """Wait until ``condition()`` is true. It is evaluated after each report."""
         while not condition():
             self.changed.clear()
             await self.changed.wait()
@@ -138,57 +123,59 @@ class RankReplies:
 
 @dataclass(slots=True, kw_only=True)
 class Frontend:
-    """Requests in, tokens out.
+    """Dispatches requests and streams their tokens.
 
     Attributes:
         leaders: one PUSH socket per replica.
         dispatcher: chooses the replica.
-        max_open_requests: beyond it, ``TooBusyError``: open requests are what the engine's memory grows with.
-        board: what was heard from the ranks.
-        pulse: when they were heard last; a replica with a silent rank gets no requests.
+        max_open_requests: limit beyond which ``open_request`` raises ``TooBusyError``; it bounds the engine's memory.
+        replies: reports of the ranks.
+        heartbeats: finds silent ranks; a replica with a silent rank gets no requests.
     """
 
     leaders: Sequence[zmq.Socket[bytes]]
     dispatcher: LoadDispatcher
     max_open_requests: int = 4096
-    board: RankReplies = field(default_factory=RankReplies)
+    replies: RankReplies = field(default_factory=RankReplies)
     heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
     _open: dict[str, RequestStream] = field(default_factory=dict, repr=False)
     _numbers: count[int] = field(default_factory=count, repr=False)
 
     @property
     def num_open_requests(self) -> int:
-        """Requests of which no end has been heard, those that their clients have left included."""
+        """Number of requests whose end no rank has reported, including requests that their clients have closed."""
         return len(self._open)
 
     @property
     def is_idle(self) -> bool:
-        """No request is open, and every replica has said, after the last of them, that it holds none."""
-        return not self._open and all(
+        """True if no request is open, and the newest load report of every replica counts all requests and has none."""
+        return not self.num_open_requests and all(
             load.is_load_current and not load.snapshot.num_running_reqs and not load.snapshot.num_waiting_reqs
             for load in self.dispatcher.replicas
         )
 
     def open_request(self, request: GenerateReqInput) -> RequestStream:
-        """Dispatch a request. Use as ``async with front.open_request(...) as news``: leaving it early aborts it.
+        """Dispatch a request and return the stream of its tokens.
+
+        Use it as ``async with frontend.open_request(...) as stream``. Leaving the block early aborts the request.
 
         Raises:
             EngineFailedError, RankSilentError, TooBusyError: nothing was dispatched.
             ConfigError: the rid is in use, or the request is pinned to a replica that does not exist.
         """
-        if self.board.failure is not None:
-            raise self.board.failure
-        if len(self._open) >= self.max_open_requests:
-            raise TooBusyError(f"{len(self._open)} requests are open, which is the limit; try again later")
+        if self.replies.failure is not None:
+            raise self.replies.failure
+        if self.num_open_requests >= self.max_open_requests:
+            raise TooBusyError(f"{self.num_open_requests} requests are open, which is the limit; try again later")
         rid = request.rid if request.rid is not None else self._new_rid()
         if rid in self._open:
             raise ConfigError("rid", rid, "is the id of an open request", "give another, or none")
         replica, ticket = self._place(request)
-        opened = self._open[rid] = RequestStream(rid=rid, replica=replica, front=self)
+        stream = self._open[rid] = RequestStream(rid=rid, replica=replica, frontend=self)
         sampling = _with_seed(request.sampling)
         command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling)
-        self._send(replica, command)
-        return opened
+        self.send(replica, command)
+        return stream
 
     def _place(self, request: GenerateReqInput) -> Placement:
         silent = self.heartbeats.silent_replicas()
@@ -202,113 +189,94 @@ class Frontend:
         return self.dispatcher.dispatch(request.num_input_tokens, request.conversation, avoid=silent)
 
     def close_request(self, request: RequestStream) -> None:
-        """Abort a request unless its end has been heard. Until then its id stays in use, for late news."""
+        """Abort a request unless it has ended. Its id stays in use until its replica reports the end."""
         if self._open.get(request.rid) is request:
-            self._send(request.replica, AbortRequest(request.rid))
+            self.send(request.replica, AbortRequest(request.rid))
 
     def process_outputs(self, batch: OutputBatch) -> None:
-        """Pass the news of a replica's requests on to those who wait for them."""
+        """Pass the deltas of a replica to their streams."""
         for delta in batch.deltas:
-            self._pass_on(delta.rid, _news_in(delta), ended=delta.finish_reason is not None)
-        self.board.changed.set()
+            self._deliver(delta.rid, _check_delta(delta), ended=delta.finish_reason is not None)
+        self.replies.changed.set()
 
     def receive(self, report: RankReport) -> None:
-        """Take in what else a rank says."""
+        """Process any report other than outputs."""
+        commands = self.replies.commands
         if isinstance(report, LoadReport):
             self.dispatcher.replicas[report.load.dp_rank].on_load_report(report.load)
-            self.board.outputs[report.load.dp_rank] = report.outputs
+            self.replies.outputs[report.load.dp_rank] = report.outputs
         elif isinstance(report, RequestRefused):
-            kind = TooBusyError if report.is_busy else RequestRefusedError
-            self._pass_on(report.rid, kind(report.reason), ended=True)
+            error = TooBusyError if report.is_busy else RequestRefusedError
+            self._deliver(report.rid, error(report.reason), ended=True)
         elif isinstance(report, CacheDump):
-            self.board.answers.dumps[report.rank] = report
+            commands.dumps[report.rank] = report
         elif isinstance(report, PoolSnapshot):
-            self.board.answers.pools[report.replica] = report
+            commands.pools[report.replica] = report
         elif isinstance(report, RpcReply):
-            self.board.answers.control[report.rank] = report
+            commands.rpcs[report.rank] = report
         elif isinstance(report, ControlCompleted):
-            self.board.answers.orders[report.answer.order_id, report.replica] = report.answer
+            commands.controls[report.reply.order_id, report.replica] = report.reply
         elif isinstance(report, RankReady):
-            self.board.ready[report.rank] = report
+            self.replies.ready[report.rank] = report
         elif isinstance(report, RankHeartbeat):
             self.heartbeats.on_heartbeat(report)
         elif isinstance(report, RankStalled):
             self.heartbeats.on_stall(report)
-        self.board.changed.set()
+        self.replies.changed.set()
 
     def tick(self) -> None:
-        """``HEARTBEAT_INTERVAL_S`` went by: whoever waits for a replica that has become silent by it is told."""
+        """Count one ``HEARTBEAT_INTERVAL_S`` and fail the open requests of replicas that have become silent."""
         for replica, error in self.heartbeats.tick().items():
-            for request in self._open.values():
-                if request.replica == replica:
-                    request.put(error)
-            self.board.changed.set()
+            for stream in self._open.values():
+                if stream.replica == replica:
+                    stream.put(error)
+            self.replies.changed.set()
 
-    def request_cache_dumps(self, dump_id: int) -> None:
-        """Let every rank dump its cache; ``board.answers`` fills as they answer with this number."""
+    def send(self, replica: int, command: RankCommand) -> None:
+        """Send a command to one replica. A reply arrives in ``replies.commands``."""
+        # Never blocks: the socket has no high-water mark, and the number of open requests is bounded.
+        self.leaders[replica].send(encode(command), zmq.DONTWAIT)
+
+    def broadcast(self, command: RankCommand) -> None:
+        """Send a command to every replica. Replies arrive in ``replies.commands``."""
         for replica in range(len(self.leaders)):
-            self._send(replica, DumpCache(dump_id))
-
-    def broadcast_control(self, order_id: int, order: ControlRequest) -> None:
-        """Let every replica carry an order out; ``board.answers`` fills as they answer."""
-        for replica in range(len(self.leaders)):
-            self._send(replica, SubmitControl(order_id, order))
-
-    def block_input(self, replica: int) -> None:
-        """Let a replica hold requests back, from the next one on; commands and aborts reach it."""
-        self._send(replica, BlockInput())
-
-    def drain_input(self, replica: int) -> None:
-        """Let a replica refuse requests and serve those that it has."""
-        self._send(replica, DrainInput())
-
-    def unblock_input(self, replica: int) -> None:
-        """End what ``block_input`` or ``drain_input`` began; requests that wait go first."""
-        self._send(replica, UnblockInput())
-
-    def request_pool_snapshot(self, replica: int, read_id: int) -> None:
-        """Let a replica read its pool after its next step; ``board.answers`` has it with this number."""
-        self._send(replica, ReadPool(read_id))
-
-    def broadcast_rpc(self, question: RpcRequest) -> None:
-        """Let every rank answer; ``board.answers`` fills with this question's number."""
-        for replica in range(len(self.leaders)):
-            self._send(replica, question)
+            self.send(replica, command)
 
     def fail(self, error: EngineFailedError) -> None:
-        """The engine cannot go on: everybody who waits is told. Later failures follow from the first, which counts."""
-        if self.board.failure is not None:
+        """Mark the engine as failed and fail every open request. Only the first failure counts: others follow it."""
+        if self.replies.failure is not None:
             return
-        self.board.failure = error
-        for request in self._open.values():
-            request.put(error)
-        self.board.failed.set()
-        self.board.changed.set()
+        self.replies.failure = error
+        for stream in self._open.values():
+            stream.put(error)
+        self.replies.failed.set()
+        self.replies.changed.set()
 
-    def _pass_on(self, rid: str, news: OutputDelta | ComponentError, *, ended: bool) -> None:
-        self._open[rid].put(news)
+    def _deliver(self, rid: str, item: OutputDelta | ComponentError, *, ended: bool) -> None:
+        self._open[rid].put(item)
         if ended:
             del self._open[rid]
 
     def _new_rid(self) -> str:
         return next(rid for number in self._numbers if (rid := f"request-{number}") not in self._open)
 
-    def _send(self, replica: int, command: RankCommand) -> None:
-        self.leaders[replica].send(encode(command), zmq.DONTWAIT)  # no high-water mark: open requests are bounded
-
 
 @dataclass(slots=True, kw_only=True)
 class RequestStream:
-    """One dispatched request: an async context that ends it, and an async iterator of its news."""
+    """One dispatched request: an async iterator of its deltas, and an async context manager that aborts it on exit.
+
+    Made by ``Frontend.open_request``.
+    """
 
     rid: str
     replica: int
-    front: Frontend = field(repr=False)
+    frontend: Frontend = field(repr=False)
     finished: bool = False
-    _news: asyncio.Queue[OutputDelta | ComponentError] = field(default_factory=asyncio.Queue, repr=False)
+    _queue: asyncio.Queue[OutputDelta | ComponentError] = field(default_factory=asyncio.Queue, repr=False)
 
-    def put(self, news: OutputDelta | ComponentError) -> None:
-        self._news.put_nowait(news)
+    def put(self, item: OutputDelta | ComponentError) -> None:
+        """Append a delta, or the error that ends the stream."""
+        self._queue.put_nowait(item)
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -316,32 +284,33 @@ class RequestStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.front.close_request(self)
+        self.frontend.close_request(self)
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """The next output; ends after the one with a finish reason.
+        """Return the next delta. The iteration ends after the delta with a finish reason.
 
         Raises:
             RequestRefusedError: the scheduler cannot serve the request.
-            TooBusyError: its replica takes no requests in now.
-            RequestFailedError: it could not compute it, or tokens were lost.
-            EngineFailedError: the engine stopped.
-            RankSilentError: a rank of its replica did, or hangs.
+            TooBusyError: the replica accepts no requests now.
+            RequestFailedError: the replica could not compute the request, or tokens were dropped.
+            EngineFailedError: the engine has failed.
+            RankSilentError: a rank of the replica is stopped or hangs.
         """
         if self.finished:
             raise StopAsyncIteration
-        news = await self._news.get()
-        if isinstance(news, ComponentError):
+        item = await self._queue.get()
+        if isinstance(item, ComponentError):
             self.finished = True
-            raise news
-        self.finished = news.finish_reason is not None
-        return news
+            raise item
+        self.finished = item.finish_reason is not None
+        return item
 
 
-def _news_in(delta: OutputDelta) -> OutputDelta | RequestFailedError:
+def _check_delta(delta: OutputDelta) -> OutputDelta | RequestFailedError:
+    """Return the delta, or an error if the request failed or tokens before this delta are missing."""
     if delta.finish_reason == FinishReason.ERROR:
         return RequestFailedError(f"request {delta.rid!r} could not be computed; the engine's log says why")
     num_lost = delta.num_output_tokens - delta.start - len(delta.output.token_ids)
@@ -351,7 +320,7 @@ def _news_in(delta: OutputDelta) -> OutputDelta | RequestFailedError:
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:
-    """Draw a seed where there is none: here, so that all ranks of a replica have the same."""
+    """Draw a missing seed here, so that all ranks of the replica sample with the same one."""
     if sampling.is_greedy or sampling.seed is not None:
         return sampling
     return msgspec.structs.replace(sampling, seed=randbits(63))

@@ -1,7 +1,7 @@
-"""Which ranks are silent: what a process that was stopped, or that hangs, is from outside.
+"""HeartbeatMonitor: detect ranks that are stopped or hang, by the heartbeats that they no longer send.
 
-Every rank says ``RankHeartbeat`` from its own loop. Silence is counted in ticks of the front's loop and not by a clock:
-while the front itself is stopped nothing is counted, and what the ranks said meanwhile is heard before it goes on.
+Every rank sends ``RankHeartbeat`` from its step loop. The monitor measures silence in ticks of the frontend's loop, not
+by a clock. A suspended frontend counts nothing, and it reads the heartbeats that have arrived before its next tick.
 """
 
 from __future__ import annotations
@@ -12,55 +12,53 @@ from dataclasses import dataclass, field
 from scheduler_components.reference.engine.frontend.errors import RankSilentError
 from scheduler_components.reference.engine.messages import HEARTBEAT_INTERVAL_S, RankHeartbeat, RankStalled
 
-__all__ = ["HEARTBEAT_TIMEOUT_S", "HeartbeatMonitor", "RankSilentError"]
+__all__ = ["HEARTBEAT_TIMEOUT_S", "HeartbeatMonitor"]
 
 HEARTBEAT_TIMEOUT_S = 10.0
-"""Twenty times what a rank is expected to be silent for: two busy cores make eight ranks late by a second or two."""
+"""Twenty heartbeat intervals: on two busy cores, eight ranks can be late by one or two seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeartbeatMonitor:
-    """When the front heard last from each rank.
+    """The time since the last heartbeat of each rank, in ticks.
 
     Attributes:
-        timeout_s: silence from which on a rank is not counted on.
-        num_lockstep_replicas: replicas that take every step together, so that one silent rank holds all of them up; 0
-            where each goes by itself.
+        timeout_s: a rank that is silent for longer counts as dead.
+        num_lockstep_replicas: number of replicas that take every step together, so that one silent rank blocks all of
+            them; 0 if each replica steps by itself.
     """
 
     timeout_s: float = HEARTBEAT_TIMEOUT_S
     num_lockstep_replicas: int = 0
-    _ticks: dict[RankHeartbeat, int] = field(default_factory=dict, init=False)  # since each rank's last word
-    _told: set[int] = field(default_factory=set, init=False)  # replicas whose silence ``tick`` has returned
-    _places: dict[RankHeartbeat, str] = field(
-        default_factory=dict, init=False
-    )  # where ranks are stuck, by their watchdogs
+    _ticks: dict[RankHeartbeat, int] = field(default_factory=dict, init=False)  # since the last heartbeat of each rank
+    _reported: set[int] = field(default_factory=set, init=False)  # silent replicas that ``tick`` has returned
+    _stalled_in: dict[RankHeartbeat, str] = field(default_factory=dict, init=False)  # as watchdogs report it
 
     def on_heartbeat(self, alive: RankHeartbeat) -> None:
-        """A rank spoke."""
+        """Record a heartbeat, which also ends a reported stall of that rank."""
         self._ticks[alive] = 0
-        self._places.pop(alive, None)
+        self._stalled_in.pop(alive, None)
 
     def on_stall(self, report: RankStalled) -> None:
-        """A rank's watchdog spoke for it. The rank is as silent as before; it is known where it is stuck."""
-        self._places[report.alive] = report.place
+        """Record where a rank is stuck. The watchdog thread sent the report, so it does not count as a heartbeat."""
+        self._stalled_in[report.alive] = report.place
 
     def tick(self) -> Mapping[int, RankSilentError]:
-        """``HEARTBEAT_INTERVAL_S`` went by; returns the replicas that have become silent by it, and why."""
+        """Count one ``HEARTBEAT_INTERVAL_S``. Return the replicas that have become silent by it, with the error."""
         for rank in self._ticks:
             self._ticks[rank] += 1
         silent = self.silent_replicas()
-        new = {replica: error for replica, error in silent.items() if replica not in self._told}
-        self._told = set(silent)
+        new = {replica: error for replica, error in silent.items() if replica not in self._reported}
+        self._reported = set(silent)
         return new
 
     def silent_replicas(self) -> dict[int, RankSilentError]:
-        """Replicas that a silent rank holds up, and which rank, for how long."""
+        """Return the replicas that a silent rank blocks, each with an error that names the rank."""
         errors: dict[int, RankSilentError] = {}
-        for rank, ticks in sorted(self._ticks.items(), key=lambda each: each[1]):  # of several, the longest stays
+        for rank, ticks in sorted(self._ticks.items(), key=lambda item: item[1]):  # the longest silence wins
             if (age_s := ticks * HEARTBEAT_INTERVAL_S) > self.timeout_s:
-                place = self._places.get(rank)
+                place = self._stalled_in.get(rank)
                 stuck = f"; it is stuck in {place}" if place else ""
-                longest = RankSilentError(f"rank {rank.rank} has said nothing for {age_s:g} s{stuck}")
-                errors |= dict.fromkeys(range(self.num_lockstep_replicas), longest) | {rank.replica: longest}
+                error = RankSilentError(f"rank {rank.rank} has sent no heartbeat for {age_s:g} s{stuck}")
+                errors |= dict.fromkeys(range(self.num_lockstep_replicas), error) | {rank.replica: error}
         return errors

@@ -123,7 +123,7 @@ class GenerateEndpoint:
             wanted = body.params()
             wanted = msgspec.structs.replace(wanted, replica=requested_replica(request.headers, wanted.replica))
             prompt = body.input_ids if body.text is None else await self.text.encode(body.text)
-            opened = self.text.front.open_request(self.text.request(prompt or (), wanted, rid=body.rid))
+            opened = self.text.frontend.open_request(self.text.request(prompt or (), wanted, rid=body.rid))
         except ClientDisconnect:
             return
         except ComponentError as error:

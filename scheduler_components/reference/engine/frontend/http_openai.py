@@ -257,7 +257,7 @@ async def _open_all(text: TextFrontend, job: _Job, stack: AsyncExitStack) -> lis
     for request in requests:
         replica, seed = request.replica, request.sampling.seed
         for number in range(job.num_choices):
-            one = text.front.open_request(
+            one = text.frontend.open_request(
                 msgspec.structs.replace(
                     request,
                     rid=job.rid if job.rid is None or not opened else f"{job.rid}-{len(opened)}",

@@ -1,7 +1,6 @@
-"""From text to a dispatched request, and from its tokens back to text: what all routes that generate have in common.
+"""TextFrontend: turn text into a dispatched request and its tokens back into text, for all generating routes.
 
-All of it runs in the serving process. What may take long, tokenizing a long prompt, runs in a thread, so that neither a
-step of a scheduler nor another client's stream waits for it.
+Tokenizing a long prompt may take long, so it runs in a thread and does not delay the streams of other clients.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ __all__ = [
 ]
 
 DEFAULT_NEW_TOKENS = 1024
-"""Where a client sets no bound and the API none either: an answer of a page or two, and not the whole context."""
+"""Limit of new tokens if neither the client nor the API sets one: one or two pages, not the whole context."""
 
 _INLINE_CHARACTERS = 2048
-"""So much is tokenized in a millisecond or two, which is less than a thread's detour is worth."""
+"""Longest text to tokenize without a thread. It takes one or two milliseconds."""
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants of each output.
+    """The parameters of each output that a client requests.
 
     Attributes:
-        max_new_tokens: None for ``DEFAULT_NEW_TOKENS``, or what is left of the context.
+        max_new_tokens: None for ``DEFAULT_NEW_TOKENS``, or less if the context has less room.
         stop_token_ids, ignore_eos: see ``SamplingLimits``.
         sampling: how tokens are chosen.
         stops: strings that end the text.
-        include_stop_str: the stop string is part of the text.
-        stream_interval: tokens between two pieces of news; 0 for all at the end.
+        include_stop_str: keep the stop string in the text.
+        stream_interval: tokens between two deltas; 0 for one delta at the end.
         conversation, replica: see ``GenerateReqInput``.
     """
 
@@ -63,13 +62,13 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """News of one output.
+    """New text of one output.
 
     Attributes:
-        text: what is certain of it, beyond what was told before.
-        delta: the tokens behind it, and the counts.
-        finish_reason: None while the output goes on.
-        matched: the string or token that ended it; None where none did.
+        text: the text beyond the previous delta, without characters that a later token may still change.
+        delta: the tokens of this step, and the counts.
+        finish_reason: None until the output ends.
+        matched: the stop string or token that ended the output, or None.
     """
 
     text: str
@@ -82,15 +81,15 @@ T = TypeVar("T")
 
 
 def open_text_codec(config: EngineConfig) -> TextTokenizer:
-    """Return what reads and writes the text of an engine's model; words for a simulated one.
+    """Open the tokenizer of an engine's model. A simulated model has a tokenizer of words.
 
     Raises:
-        ConfigError: the model has no tokenizer that can be used.
+        ConfigError: the model has no usable tokenizer.
     """
     model = config.model
     if model is None:
         return WordTokenizer()
-    # Imported here: an engine without a model starts without torch.
+    # Imported here, so that an engine without a model starts without torch.
     from scheduler_components.reference.text.model_tokenizer import open_model_tokenizer
 
     tokens = model.tokens
@@ -99,59 +98,60 @@ def open_text_codec(config: EngineConfig) -> TextTokenizer:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TextFrontend:
-    """The front, for clients that write text.
+    """A ``Frontend`` for text.
 
     Attributes:
-        front: takes the requests.
-        codec: of the model.
+        frontend: dispatches the requests.
+        codec: tokenizer of the model.
     """
 
-    front: Frontend
+    frontend: Frontend
     codec: TextTokenizer
 
     async def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
+        """Tokenize a prompt."""
         return await _in_thread(len(text), lambda: self.codec.encode(text))
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the tokens of a conversation. Raises ConfigError where the model has no template for it."""
+        """Tokenize a conversation. Raises ConfigError if the model has no chat template."""
         num_characters = sum(len(message.content) for message in messages)
         return await _in_thread(num_characters, lambda: self.codec.encode_chat(messages))
 
-    def request(self, prompt: Sequence[int], wanted: GenerationParams, *, rid: str | None = None) -> GenerateReqInput:
-        """Return what to open at the front. ``rid`` None lets the front choose an id.
+    def request(self, prompt: Sequence[int], params: GenerationParams, *, rid: str | None = None) -> GenerateReqInput:
+        """Make the request for a prompt. With ``rid`` None the frontend chooses an id.
 
         Raises:
-            ConfigError: the prompt has no tokens, or one that the model has not, or does not fit the context.
+            ConfigError: the prompt is empty, has a token that the model does not know, or does not fit the context.
         """
         return GenerateReqInput(
             rid=rid,
-            input_ids=pack_tokens(self._checked(prompt)),
-            limits=self._limits(len(prompt), wanted),
-            sampling=wanted.sampling,
-            stream_interval=1 if wanted.stops else wanted.stream_interval,  # a stop string ends the work at once
-            conversation=wanted.conversation,
-            replica=wanted.replica,
+            input_ids=pack_tokens(self._check_prompt(prompt)),
+            limits=self._limits(len(prompt), params),
+            sampling=params.sampling,
+            # With stop strings each token is needed as soon as possible, because it may end the request.
+            stream_interval=1 if params.stops else params.stream_interval,
+            conversation=params.conversation,
+            replica=params.replica,
         )
 
-    async def text_deltas(self, opened: RequestStream, wanted: GenerationParams) -> AsyncGenerator[TextDelta, None]:
-        """Return the news of a request as text, up to its end or to a stop string; leaving it early aborts nothing.
+    async def text_deltas(self, stream: RequestStream, params: GenerationParams) -> AsyncGenerator[TextDelta, None]:
+        """Yield the text of a request up to its end or a stop string. Closing the generator does not abort the request.
 
         Raises:
             ComponentError: as ``RequestStream.__anext__`` does.
         """
-        text = IncrementalDetokenizer(codec=self.codec, stops=wanted.stops, include_stop_str=wanted.include_stop_str)
-        async for delta in opened:
+        text = IncrementalDetokenizer(codec=self.codec, stops=params.stops, include_stop_str=params.include_stop_str)
+        async for delta in stream:
             token_ids, reason, matched = delta.output.token_ids, delta.finish_reason, None
             if reason == FinishReason.STOP and token_ids:
-                token_ids, matched = token_ids[:-1], token_ids[-1]  # what ends the text is not part of it
+                token_ids, matched = token_ids[:-1], token_ids[-1]  # a stop token is not part of the text
             piece = text.push(token_ids, is_last=reason is not None)
             if text.matched is not None:
                 yield TextDelta(piece, delta, FinishReason.STOP, text.matched)
                 return
             yield TextDelta(piece, delta, reason, matched)
 
-    def _checked(self, prompt: Sequence[int]) -> Sequence[int]:
+    def _check_prompt(self, prompt: Sequence[int]) -> Sequence[int]:
         if not prompt:
             raise ConfigError("prompt", "0 tokens", "is empty", "give at least one token")
         if (largest := max(prompt)) >= self.codec.vocab_size:
@@ -159,8 +159,8 @@ class TextFrontend:
             raise ConfigError("prompt", largest, "is not a token of this model", hint)
         return prompt
 
-    def _limits(self, num_prompt_tokens: int, wanted: GenerationParams) -> SamplingLimits:
-        context, max_new_tokens = self.codec.context_tokens, wanted.max_new_tokens
+    def _limits(self, num_prompt_tokens: int, params: GenerationParams) -> SamplingLimits:
+        context, max_new_tokens = self.codec.context_tokens, params.max_new_tokens
         room = DEFAULT_NEW_TOKENS if context is None else context - num_prompt_tokens
         if context is not None and room < 1:
             problem = f"leaves no room for an answer in the model's context of {context} tokens"
@@ -170,7 +170,7 @@ class TextFrontend:
         elif context is not None and max_new_tokens > room:
             problem = f"with a prompt of {num_prompt_tokens} is more than the model's context of {context} tokens"
             raise ConfigError("max_tokens", max_new_tokens, problem, f"ask for at most {room}")
-        return SamplingLimits(max_new_tokens, wanted.stop_token_ids, wanted.ignore_eos)
+        return SamplingLimits(max_new_tokens, params.stop_token_ids, params.ignore_eos)
 
 
 async def _in_thread(num_characters: int, work: Callable[[], T]) -> T:
@@ -178,38 +178,38 @@ async def _in_thread(num_characters: int, work: Callable[[], T]) -> T:
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Return what several iterators give, as it comes, each with its iterator's place; ends after the last of them.
+    """Yield the items of several iterators as they arrive, each with the index of its iterator.
 
     Raises:
-        Exception: of the first that fails; the others are given up.
+        Exception: the exception of the first iterator that fails; the others are cancelled.
     """
     if len(streams) == 1:  # the common case needs no tasks
-        async for only in streams[0]:
-            yield 0, only
+        async for item in streams[0]:
+            yield 0, item
         return
     arrived: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
-    async def pump(place: int, stream: AsyncIterator[T]) -> None:
+    async def pump(index: int, stream: AsyncIterator[T]) -> None:
         try:
             async for item in stream:
-                arrived.put_nowait((place, item))
-        except Exception as error:  # noqa: BLE001 - raised again by who waits
+                arrived.put_nowait((index, item))
+        except Exception as error:  # noqa: BLE001 - the consumer raises it
             arrived.put_nowait(error)
         else:
             arrived.put_nowait(None)
 
-    pumps = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         num_open = len(pumps)
         while num_open:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            arrival = await arrived.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
                 num_open -= 1
             else:
-                yield item
+                yield arrival
     finally:
-        for each in pumps:
-            each.cancel()
+        for task in pumps:
+            task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)

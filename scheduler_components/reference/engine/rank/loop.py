@@ -125,7 +125,7 @@ class RankWorker:
         elif isinstance(command, AbortRequest):
             self.scheduler.abort(command.rid)
         elif isinstance(command, SubmitControl):
-            self.quiesce.enqueue(command.order_id, command.order)
+            self.quiesce.enqueue(command.request_id, command.request)
         elif isinstance(command, RpcRequest):
             self.reports.send(self._answer(command))
 

@@ -246,7 +246,7 @@ def _open_loop(
     followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
     commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
     refusals = FrontendRefusalSink(reports=executor.reports, work=scheduler.request_metrics.work)
-    front = FrontendLoadSink(reports=executor.reports, outputs=scheduler.output)
+    frontend = FrontendLoadSink(reports=executor.reports, outputs=scheduler.output)
     return Leader(
         executor=executor,
         intake=RequestReceiver(
@@ -264,7 +264,7 @@ def _open_loop(
         ),
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,
-        load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=front)),
+        load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=frontend)),
         peers=peers,
     )
 

@@ -45,20 +45,20 @@ class PlayedReplicas:
         self.problems: dict[tuple[int, type[ControlRequest]], str] = {}
         self.checksums = [5, 5]
         self.deaf: set[int] = set()
-        self.front = Frontend(
+        self.frontend = Frontend(
             leaders=[_Leader(self, 0), _Leader(self, 1)],  # type: ignore[list-item]  # a socket's send is all it needs
             dispatcher=LoadDispatcher(replicas=[ReplicaLoad(), ReplicaLoad()]),
             heartbeats=HeartbeatMonitor(timeout_s=2 * HEARTBEAT_INTERVAL_S),
         )
-        self.desk = ControlQueue(front=self.front)
+        self.desk = ControlQueue(frontend=self.frontend)
 
     def take(self, replica: int, command: SubmitControl) -> None:
-        order = command.order
+        order = command.request
         self.told[replica].append(order)
         problem = self.problems.get((replica, type(order)), "")
         checksum = self.checksums[replica] if isinstance(order, CheckWeights) else 0
         if replica not in self.deaf:
-            self.front.receive(ControlCompleted(replica, ControlReply(command.order_id, problem, 3, checksum)))
+            self.frontend.receive(ControlCompleted(replica, ControlReply(command.request_id, problem, 3, checksum)))
 
     def kinds(self, replica: int) -> list[type[ControlRequest]]:
         return [type(order) for order in self.told[replica]]
@@ -89,7 +89,7 @@ def test_an_update_is_one_session_on_all_replicas() -> None:
         assert replicas.kinds(replica) == [*SESSION, EndWeightUpdate]
         assert replicas.told[replica][-1] == EndWeightUpdate(5)
     assert replicas.desk.weight_version == "v2"
-    assert not replicas.front.board.answers.orders
+    assert not replicas.frontend.replies.commands.controls
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_two_models_end_the_engine_and_none_at_all_does_not() -> None:
     with pytest.raises(ControlFailedError):
         run(lambda: replicas.desk.update_weights("v2", PARTS))
     assert replicas.kinds(1)[-1] is RollBackWeights
-    assert replicas.front.board.failure is None
+    assert replicas.frontend.replies.failure is None
     del replicas.problems[0, EndWeightUpdate]
     with pytest.raises(ControlFailedError, match="replica 1: given up"):
         run(lambda: replicas.desk.update_weights("v2", PARTS))
-    assert "replicas have different weights" in str(replicas.front.board.failure)
+    assert "replicas have different weights" in str(replicas.frontend.replies.failure)
 
 
 def test_a_pause_that_one_replica_gives_up_pauses_none() -> None:
@@ -143,24 +143,24 @@ def test_a_pause_that_one_replica_gives_up_pauses_none() -> None:
 
 def test_a_rank_that_is_silent_or_dead_ends_the_order() -> None:
     async def hang() -> None:
-        replicas.front.receive(RankHeartbeat("rank 7", 1))
+        replicas.frontend.receive(RankHeartbeat("rank 7", 1))
         asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))
         while not replicas.told[1]:
             await asyncio.sleep(0)
         for _ in range(3):
-            replicas.front.tick()
+            replicas.frontend.tick()
         await asked
 
     async def die() -> None:
         asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))
         while not replicas.told[1]:
             await asyncio.sleep(0)
-        replicas.front.fail(EngineFailedError("rank 7 was killed by signal 9"))
+        replicas.frontend.fail(EngineFailedError("rank 7 was killed by signal 9"))
         await asked
 
     replicas = PlayedReplicas()
     replicas.deaf = {1}
-    with pytest.raises(RankSilentError, match="rank 7 has said nothing"):
+    with pytest.raises(RankSilentError, match="rank 7 has sent no heartbeat"):
         run(hang)
     replicas = PlayedReplicas()
     replicas.deaf = {1}

@@ -78,23 +78,23 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
     async def scenario() -> None:
-        front, (leader,) = make_front()
-        async with front.open_request(wanted("a")) as first, front.open_request(wanted("b")) as second:
-            front.process_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
-            front.process_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
-            front.process_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))
+        frontend, (leader,) = make_front()
+        async with frontend.open_request(wanted("a")) as first, frontend.open_request(wanted("b")) as second:
+            frontend.process_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
+            frontend.process_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
+            frontend.process_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))
             assert [news.output.token_ids for news in [each async for each in first]] == [(1,), (3,)]
             assert [news.output.token_ids for news in [each async for each in second]] == [(2,), (4,)]
         assert [command.rid for command in leader.commands if isinstance(command, SubmitRequest)] == ["a", "b"]
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
-        assert front.num_open_requests == 0
+        assert frontend.num_open_requests == 0
 
     run(scenario())
 
 
 def test_a_request_that_draws_gets_a_seed_and_keeps_its_own() -> None:
     async def scenario() -> None:
-        front, (leader,) = make_front()
+        frontend, (leader,) = make_front()
         asked = (
             SamplingParams(),
             SamplingParams(temperature=1.0),
@@ -102,7 +102,7 @@ def test_a_request_that_draws_gets_a_seed_and_keeps_its_own() -> None:
             SamplingParams(temperature=1.0, seed=0),
         )
         for sampling in asked:
-            async with front.open_request(msgspec.structs.replace(wanted(), sampling=sampling)):
+            async with frontend.open_request(msgspec.structs.replace(wanted(), sampling=sampling)):
                 pass
         told = [command.sampling for command in leader.commands if isinstance(command, SubmitRequest)]
         assert (told[0], told[3]) == (asked[0], asked[3])
@@ -114,23 +114,23 @@ def test_a_request_that_draws_gets_a_seed_and_keeps_its_own() -> None:
 
 def test_a_client_that_leaves_early_aborts_its_request() -> None:
     async def scenario() -> None:
-        front, (leader,) = make_front()
-        async with front.open_request(wanted("a")):
+        frontend, (leader,) = make_front()
+        async with frontend.open_request(wanted("a")):
             pass
         assert leader.commands[-1] == AbortRequest("a")
-        front.process_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
-        assert front.num_open_requests == 1
-        front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
-        assert front.num_open_requests == 0
+        frontend.process_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
+        assert frontend.num_open_requests == 1
+        frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
+        assert frontend.num_open_requests == 0
 
     run(scenario())
 
 
 def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
     async def scenario() -> None:
-        front, (leader,) = make_front()
-        async with front.open_request(wanted("a")):
-            front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
+        frontend, (leader,) = make_front()
+        async with frontend.open_request(wanted("a")):
+            frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
         assert len(leader.commands) == 1
 
     run(scenario())
@@ -138,8 +138,8 @@ def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
 
 def test_requests_without_an_id_get_different_ones() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
-        async with front.open_request(wanted()) as first, front.open_request(wanted()) as second:
+        frontend, _ = make_front()
+        async with frontend.open_request(wanted()) as first, frontend.open_request(wanted()) as second:
             assert first.rid != second.rid
 
     run(scenario())
@@ -147,8 +147,8 @@ def test_requests_without_an_id_get_different_ones() -> None:
 
 def test_a_chosen_id_never_collides_with_one_that_a_client_gave() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
-        async with front.open_request(wanted("request-0")), front.open_request(wanted()) as second:
+        frontend, _ = make_front()
+        async with frontend.open_request(wanted("request-0")), frontend.open_request(wanted()) as second:
             assert second.rid != "request-0"
 
     run(scenario())
@@ -158,15 +158,15 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
     """Otherwise the late abort of the first owner would end the second one's request."""
 
     async def scenario() -> None:
-        front, (leader,) = make_front()
-        async with front.open_request(wanted("a")):
+        frontend, (leader,) = make_front()
+        async with frontend.open_request(wanted("a")):
             pass
         with pytest.raises(ConfigError, match="open request"):
-            front.open_request(wanted("a"))
+            frontend.open_request(wanted("a"))
         assert [type(command) for command in leader.commands] == [SubmitRequest, AbortRequest]
-        front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
-        async with front.open_request(wanted("a")) as news:
-            front.process_outputs(OutputBatch(0, (output("a", 2, FinishReason.STOP),)))
+        frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
+        async with frontend.open_request(wanted("a")) as news:
+            frontend.process_outputs(OutputBatch(0, (output("a", 2, FinishReason.STOP),)))
             assert [each.output.token_ids async for each in news] == [(2,)]
 
     run(scenario())
@@ -174,20 +174,20 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
 
 def test_requests_beyond_the_limit_are_turned_away() -> None:
     async def scenario() -> None:
-        front, _ = make_front(max_open_requests=1)
-        async with front.open_request(wanted()):
+        frontend, _ = make_front(max_open_requests=1)
+        async with frontend.open_request(wanted()):
             with pytest.raises(TooBusyError):
-                front.open_request(wanted())
+                frontend.open_request(wanted())
 
     run(scenario())
 
 
 def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
     async def scenario() -> None:
-        front, (leader,) = make_front()
+        frontend, (leader,) = make_front()
         with pytest.raises(RequestRefusedError, match="too long"):
-            async with front.open_request(wanted("a")) as news:
-                front.receive(RequestRefused("a", "too long"))
+            async with frontend.open_request(wanted("a")) as news:
+                frontend.receive(RequestRefused("a", "too long"))
                 await anext(news)
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
 
@@ -196,12 +196,12 @@ def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
 
 def test_who_comes_when_a_replica_takes_nothing_in_is_told_to_try_again() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
+        frontend, _ = make_front()
         with pytest.raises(TooBusyError, match="takes no more requests"):
-            async with front.open_request(wanted("a")) as news:
-                front.receive(RequestRefused("a", "this replica takes no more requests", True))
+            async with frontend.open_request(wanted("a")) as news:
+                frontend.receive(RequestRefused("a", "this replica takes no more requests", True))
                 await anext(news)
-        assert not front.num_open_requests
+        assert not frontend.num_open_requests
 
     run(scenario())
 
@@ -215,35 +215,35 @@ def test_who_comes_when_a_replica_takes_nothing_in_is_told_to_try_again() -> Non
 )
 def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complaint: str) -> None:
     async def scenario() -> None:
-        front, (leader,) = make_front()
+        frontend, (leader,) = make_front()
         with pytest.raises(RequestFailedError, match=complaint):
-            async with front.open_request(wanted("a")) as news:
-                front.process_outputs(OutputBatch(0, (delta,)))
+            async with frontend.open_request(wanted("a")) as news:
+                frontend.process_outputs(OutputBatch(0, (delta,)))
                 await anext(news)
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
-        assert front.num_open_requests == 0
+        assert frontend.num_open_requests == 0
 
     run(scenario())
 
 
 def test_a_failed_engine_tells_everybody() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
-        async with front.open_request(wanted("a")) as news:
-            front.fail(EngineFailedError("rank 3 died"))
+        frontend, _ = make_front()
+        async with frontend.open_request(wanted("a")) as news:
+            frontend.fail(EngineFailedError("rank 3 died"))
             with pytest.raises(EngineFailedError, match="rank 3"):
                 await anext(news)
         with pytest.raises(EngineFailedError):
-            front.open_request(wanted("b"))
+            frontend.open_request(wanted("b"))
 
     run(scenario())
 
 
 def test_requests_go_to_the_replica_with_the_least_load() -> None:
     async def scenario() -> None:
-        front, leaders = make_front(2)
-        async with front.open_request(wanted(num_tokens=100)), front.open_request(wanted(num_tokens=10)):
-            async with front.open_request(wanted(num_tokens=10)) as third:
+        frontend, leaders = make_front(2)
+        async with frontend.open_request(wanted(num_tokens=100)), frontend.open_request(wanted(num_tokens=10)):
+            async with frontend.open_request(wanted(num_tokens=10)) as third:
                 assert third.replica == 1
         assert [sum(isinstance(each, SubmitRequest) for each in leader.commands) for leader in leaders] == [1, 2]
 
@@ -252,64 +252,64 @@ def test_requests_go_to_the_replica_with_the_least_load() -> None:
 
 def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
-        assert front.is_idle
-        async with front.open_request(wanted("a")):
-            front.receive(LoadReport(load(1)))
-            assert not front.is_idle
-            front.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
-        front.receive(LoadReport(load(2)))
-        assert not front.is_idle  # the replica had not seen the request yet
-        front.receive(LoadReport(load(3, seen=1, running=1)))
-        assert not front.is_idle
-        front.receive(LoadReport(load(4, seen=1)))
-        assert front.is_idle
+        frontend, _ = make_front()
+        assert frontend.is_idle
+        async with frontend.open_request(wanted("a")):
+            frontend.receive(LoadReport(load(1)))
+            assert not frontend.is_idle
+            frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
+        frontend.receive(LoadReport(load(2)))
+        assert not frontend.is_idle  # the replica had not seen the request yet
+        frontend.receive(LoadReport(load(3, seen=1, running=1)))
+        assert not frontend.is_idle
+        frontend.receive(LoadReport(load(4, seen=1)))
+        assert frontend.is_idle
 
     run(scenario())
 
 
 def test_the_board_keeps_each_replicas_newest_outputs() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
+        frontend, _ = make_front()
         for num_batches in (1, 2):
-            front.receive(LoadReport(load(num_batches), OutputStats(batches_sent=num_batches)))
-        assert front.board.outputs == {0: OutputStats(batches_sent=2)}
+            frontend.receive(LoadReport(load(num_batches), OutputStats(batches_sent=num_batches)))
+        assert frontend.replies.outputs == {0: OutputStats(batches_sent=2)}
 
     run(scenario())
 
 
 def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
     async def scenario() -> None:
-        front, _ = make_front()
-        waiting = asyncio.create_task(front.board.wait_until(lambda: 0 in front.board.outputs))
+        frontend, _ = make_front()
+        waiting = asyncio.create_task(frontend.replies.wait_until(lambda: 0 in frontend.replies.outputs))
         await asyncio.sleep(0)
         assert not waiting.done()
-        front.receive(LoadReport(load(1)))
+        frontend.receive(LoadReport(load(1)))
         await waiting
 
     run(scenario())
 
 
-def make_silent(front: Frontend, *replicas: int) -> None:
+def make_silent(frontend: Frontend, *replicas: int) -> None:
     """All ranks speak; then those of ``replicas`` are silent for longer than they may be."""
-    for replica in range(len(front.leaders)):
-        front.receive(RankHeartbeat(f"dp{replica}", replica))
-    for _ in range(round(front.heartbeats.timeout_s / HEARTBEAT_INTERVAL_S) + 1):
-        for replica in set(range(len(front.leaders))) - set(replicas):
-            front.receive(RankHeartbeat(f"dp{replica}", replica))
-        front.tick()
+    for replica in range(len(frontend.leaders)):
+        frontend.receive(RankHeartbeat(f"dp{replica}", replica))
+    for _ in range(round(frontend.heartbeats.timeout_s / HEARTBEAT_INTERVAL_S) + 1):
+        for replica in set(range(len(frontend.leaders))) - set(replicas):
+            frontend.receive(RankHeartbeat(f"dp{replica}", replica))
+        frontend.tick()
 
 
 def test_requests_of_a_silent_replica_fail_with_a_sentence_and_others_go_on() -> None:
     async def scenario() -> None:
-        front, leaders = make_front(2)
-        opened = [front.open_request(wanted()) for _ in range(2)]
-        make_silent(front, 0)
+        frontend, leaders = make_front(2)
+        opened = [frontend.open_request(wanted()) for _ in range(2)]
+        make_silent(frontend, 0)
         async with opened[0] as news:
-            with pytest.raises(RankSilentError, match=r"^rank dp0 has said nothing for 10.5 s$"):
+            with pytest.raises(RankSilentError, match=r"^rank dp0 has sent no heartbeat for 10.5 s$"):
                 await anext(news)
         assert leaders[0].commands[-1] == AbortRequest(opened[0].rid)  # so that it is free again when it goes on
-        front.process_outputs(OutputBatch(1, (output(opened[1].rid, 1, FinishReason.LENGTH),)))
+        frontend.process_outputs(OutputBatch(1, (output(opened[1].rid, 1, FinishReason.LENGTH),)))
         assert (await anext(opened[1])).finish_reason == FinishReason.LENGTH
 
     run(scenario())
@@ -317,25 +317,25 @@ def test_requests_of_a_silent_replica_fail_with_a_sentence_and_others_go_on() ->
 
 def test_a_silent_replica_gets_no_requests_until_it_speaks() -> None:
     async def scenario() -> None:
-        front, _ = make_front(2)
-        front.dispatcher.affinity_tokens = 1000
+        frontend, _ = make_front(2)
+        frontend.dispatcher.affinity_tokens = 1000
         request = msgspec.structs.replace(wanted(), conversation="one")
-        home = front.open_request(request).replica
-        make_silent(front, home)
-        assert [front.open_request(wanted()).replica for _ in range(3)] == [1 - home] * 3
-        assert front.open_request(request).replica == 1 - home
-        front.receive(RankHeartbeat(f"dp{home}", home))
-        assert front.open_request(wanted()).replica == home
+        home = frontend.open_request(request).replica
+        make_silent(frontend, home)
+        assert [frontend.open_request(wanted()).replica for _ in range(3)] == [1 - home] * 3
+        assert frontend.open_request(request).replica == 1 - home
+        frontend.receive(RankHeartbeat(f"dp{home}", home))
+        assert frontend.open_request(wanted()).replica == home
 
     run(scenario())
 
 
 def test_when_all_replicas_are_silent_a_request_is_refused_at_once() -> None:
     async def scenario() -> None:
-        front, leaders = make_front(2)
-        make_silent(front, 0, 1)
+        frontend, leaders = make_front(2)
+        make_silent(frontend, 0, 1)
         with pytest.raises(RankSilentError, match="rank dp0"):
-            front.open_request(wanted())
+            frontend.open_request(wanted())
         assert not any(leader.commands for leader in leaders)
 
     run(scenario())

@@ -32,7 +32,7 @@ def test_silence_is_that_of_the_ranks_since_their_last_words(history: list[RankH
     for replica, text in told.items():
         longest = max(age for rank, age in ages.items() if rank.replica == replica)
         assert text in {
-            f"rank {rank.rank} has said nothing for {longest * HEARTBEAT_INTERVAL_S:g} s"
+            f"rank {rank.rank} has sent no heartbeat for {longest * HEARTBEAT_INTERVAL_S:g} s"
             for rank, age in ages.items()
             if rank.replica == replica and age == longest
         }
@@ -47,7 +47,7 @@ def test_under_dp_attention_a_silent_rank_holds_up_all_replicas() -> None:
             pulse.on_heartbeat(rank)
         new = pulse.tick()
     assert {replica: str(error) for replica, error in new.items()} == dict.fromkeys(
-        (0, 1), "rank dp0/tp0 has said nothing for 2 s"
+        (0, 1), "rank dp0/tp0 has sent no heartbeat for 2 s"
     )
     pulse.on_heartbeat(RANKS[0])
     assert not pulse.silent_replicas()
@@ -61,9 +61,9 @@ def test_a_silent_rank_that_is_stuck_is_told_with_its_place_until_it_speaks() ->
     for _ in range(PATIENCE + 1):
         pulse.tick()
     assert str(pulse.silent_replicas()[0]).endswith(
-        "has said nothing for 2 s; it is stuck in step 3, phase device, request r1"
+        "has sent no heartbeat for 2 s; it is stuck in step 3, phase device, request r1"
     )
     pulse.on_heartbeat(rank)
     for _ in range(PATIENCE + 1):
         pulse.tick()
-    assert str(pulse.silent_replicas()[0]).endswith("has said nothing for 2 s")
+    assert str(pulse.silent_replicas()[0]).endswith("has sent no heartbeat for 2 s")

@@ -42,7 +42,7 @@ def run_engine(config: EngineConfig, scenario: Callable[[Engine], Awaitable[None
 async def generate(engine: Engine, rid: str, max_new_tokens: int = 6) -> list[int]:
     limits = SamplingLimits(max_new_tokens=max_new_tokens)
     asked = GenerateReqInput(rid=rid, input_ids=pack_tokens(range(64)), limits=limits)
-    async with engine.front.open_request(asked) as news:
+    async with engine.frontend.open_request(asked) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
 
@@ -106,7 +106,7 @@ def test_after_each_order_readers_know_what_the_caches_hold() -> None:
 
             # Pause and abort: who runs is told so, who comes later waits.
             running = [asyncio.ensure_future(generate(engine, f"long-{number}", 900)) for number in range(2)]
-            while engine.front.is_idle or not all(
+            while engine.frontend.is_idle or not all(
                 stats.load.num_running_reqs for stats in engine.stats.read().values()
             ):
                 await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ class Leader:
     """A replica that answers each request at once with its prompt, token by token."""
 
     def __init__(self) -> None:
-        self.front: Frontend | None = None
+        self.frontend: Frontend | None = None
         self.commands: list[RankCommand] = []
         self.answer: Callable[[SubmitRequest], None] = self.echo
 
@@ -53,16 +53,16 @@ class Leader:
         for place, token in enumerate(prompt, start=1):
             reason = FinishReason.LENGTH if place == len(prompt) else None
             output = TokenOutput((token,), num_prompt_tokens=len(prompt))
-            self.front.process_outputs(
+            self.frontend.process_outputs(
                 OutputBatch(place, (OutputDelta(command.rid, place - 1, place, reason, output),))
             )
 
     def fail(self, command: SubmitRequest) -> None:
         delta = OutputDelta(command.rid, 0, 0, FinishReason.ERROR, TokenOutput())
-        self.front.process_outputs(OutputBatch(0, (delta,)))
+        self.frontend.process_outputs(OutputBatch(0, (delta,)))
 
     def refuse(self, command: SubmitRequest) -> None:
-        self.front.receive(RequestRefused(command.rid, "too long for the pool"))
+        self.frontend.receive(RequestRefused(command.rid, "too long for the pool"))
 
     def say_nothing(self, command: SubmitRequest) -> None:
         pass
@@ -70,20 +70,20 @@ class Leader:
 
 def make_front() -> tuple[Frontend, Leader]:
     leader = Leader()
-    front = Frontend(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[arg-type, list-item]
-    leader.front = front
-    return front, leader
+    frontend = Frontend(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[arg-type, list-item]
+    leader.frontend = frontend
+    return frontend, leader
 
 
-def endpoint(front: Frontend) -> GenerateEndpoint:
-    return GenerateEndpoint(text=TextFrontend(front=front, codec=WordTokenizer()))
+def endpoint(frontend: Frontend) -> GenerateEndpoint:
+    return GenerateEndpoint(text=TextFrontend(frontend=frontend, codec=WordTokenizer()))
 
 
-def post(front: Frontend, body: bytes | dict[str, Any]) -> httpx.Response:
+def post(frontend: Frontend, body: bytes | dict[str, Any]) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=endpoint(front))
+        transport = httpx.ASGITransport(app=endpoint(frontend))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             return await client.post("/generate", content=content)
 
@@ -91,8 +91,8 @@ def post(front: Frontend, body: bytes | dict[str, Any]) -> httpx.Response:
 
 
 def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
-    front, _ = make_front()
-    response = post(front, {"input_ids": [5, 6, 7], "rid": "mine"})
+    frontend, _ = make_front()
+    response = post(frontend, {"input_ids": [5, 6, 7], "rid": "mine"})
     assert response.status_code == 200
     assert response.json() == {
         "text": " da de di",
@@ -110,8 +110,8 @@ def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
 
 
 def test_a_streamed_answer_is_events_of_new_tokens_and_done() -> None:
-    front, _ = make_front()
-    response = post(front, {"input_ids": [5, 6, 7], "stream": True})
+    frontend, _ = make_front()
+    response = post(frontend, {"input_ids": [5, 6, 7], "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -121,9 +121,9 @@ def test_a_streamed_answer_is_events_of_new_tokens_and_done() -> None:
 
 
 def test_what_a_client_may_ask_for_reaches_the_scheduler() -> None:
-    front, leader = make_front()
+    frontend, leader = make_front()
     params = {"max_new_tokens": 7, "stop_token_ids": [1, 2], "ignore_eos": True, "stream_interval": 5}
-    post(front, {"input_ids": [9], "sampling_params": params, "conversation": "chat", "stream": True})
+    post(frontend, {"input_ids": [9], "sampling_params": params, "conversation": "chat", "stream": True})
     (command,) = leader.commands
     assert isinstance(command, SubmitRequest)
     limits = command.limits
@@ -132,8 +132,8 @@ def test_what_a_client_may_ask_for_reaches_the_scheduler() -> None:
 
 
 def test_who_asks_for_a_whole_answer_is_sent_no_pieces() -> None:
-    front, leader = make_front()
-    post(front, {"input_ids": [9]})
+    frontend, leader = make_front()
+    post(frontend, {"input_ids": [9]})
     (command,) = leader.commands
     assert isinstance(command, SubmitRequest)
     assert command.stream_interval == 0
@@ -167,8 +167,8 @@ BAD_BODIES = [
 
 @pytest.mark.parametrize(("body", "field"), BAD_BODIES)
 def test_a_bad_request_is_400_and_names_the_field(body: bytes | dict[str, Any], field: str) -> None:
-    front, leader = make_front()
-    response = post(front, body)
+    frontend, leader = make_front()
+    response = post(frontend, body)
     assert response.status_code == 400
     assert field in response.json()["error"]["message"]
     assert leader.commands == []
@@ -183,34 +183,34 @@ def test_no_body_escapes_as_another_error(body: bytes) -> None:
 
 
 def test_a_body_beyond_the_limit_is_413() -> None:
-    front, leader = make_front()
-    response = post(front, b" " * (MAX_BODY_BYTES + 1))
+    frontend, leader = make_front()
+    response = post(frontend, b" " * (MAX_BODY_BYTES + 1))
     assert response.status_code == 413
     assert leader.commands == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_the_scheduler_refuses_is_400_with_its_reason(stream: bool) -> None:
-    front, leader = make_front()
+    frontend, leader = make_front()
     leader.answer = leader.refuse
-    response = post(front, {"input_ids": [1], "stream": stream})
+    response = post(frontend, {"input_ids": [1], "stream": stream})
     assert response.status_code == 400
     assert "too long for the pool" in response.json()["error"]["message"]
 
 
 def test_an_engine_that_failed_is_503() -> None:
-    front, _ = make_front()
-    front.fail(EngineFailedError("rank 3 died"))
-    assert post(front, {"input_ids": [1]}).status_code == 503
+    frontend, _ = make_front()
+    frontend.fail(EngineFailedError("rank 3 died"))
+    assert post(frontend, {"input_ids": [1]}).status_code == 503
 
 
 def test_too_many_requests_are_503() -> None:
-    front, _ = make_front()
-    front.max_open_requests = 0
-    assert post(front, {"input_ids": [1]}).status_code == 503
+    frontend, _ = make_front()
+    frontend.max_open_requests = 0
+    assert post(frontend, {"input_ids": [1]}).status_code == 503
 
 
-def ask(front: Frontend, *messages: dict[str, Any]) -> list[Any]:
+def ask(frontend: Frontend, *messages: dict[str, Any]) -> list[Any]:
     """Call the endpoint as a server does, with what a client does; what would be sent to it."""
     arriving = iter(messages)
     sent: list[Any] = []
@@ -222,45 +222,45 @@ def ask(front: Frontend, *messages: dict[str, Any]) -> list[Any]:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
-    asyncio.run(asyncio.wait_for(endpoint(front)(scope, receive, send), timeout=10))
+    asyncio.run(asyncio.wait_for(endpoint(frontend)(scope, receive, send), timeout=10))
     return sent
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_could_not_be_computed_is_500(stream: bool) -> None:
-    front, leader = make_front()
+    frontend, leader = make_front()
     leader.answer = leader.fail
-    response = post(front, {"input_ids": [1], "stream": stream})
+    response = post(frontend, {"input_ids": [1], "stream": stream})
     assert response.status_code == 500
     assert "could not be computed" in response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
-    front, leader = make_front()
+    frontend, leader = make_front()
     leader.answer = leader.say_nothing
     body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
-    sent = ask(front, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
+    sent = ask(frontend, {"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"})
     assert leader.commands[-1] == AbortRequest("gone")
     assert sent == []
 
 
 def test_a_client_that_goes_away_within_its_body_costs_nothing() -> None:
-    front, leader = make_front()
+    frontend, leader = make_front()
     half = {"type": "http.request", "body": b'{"input', "more_body": True}
-    assert ask(front, half, {"type": "http.disconnect"}) == []
+    assert ask(frontend, half, {"type": "http.disconnect"}) == []
     assert leader.commands == []
 
 
 def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
-    front, leader = make_front()
+    frontend, leader = make_front()
 
     def fail_after_one_token(command: SubmitRequest) -> None:
-        front.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
-        front.fail(EngineFailedError("rank 3 died"))
+        frontend.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
+        frontend.fail(EngineFailedError("rank 3 died"))
 
     leader.answer = fail_after_one_token
-    events = post(front, {"input_ids": [1], "stream": True}).text.split("\n\n")
+    events = post(frontend, {"input_ids": [1], "stream": True}).text.split("\n\n")
     assert json.loads(events[0].removeprefix("data: "))["output_ids"] == [7]
     assert "rank 3 died" in events[1]
     assert events[2:] == ["data: [DONE]", ""]
@@ -268,10 +268,10 @@ def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
 
 def test_a_client_that_goes_away_between_two_tokens_aborts_its_request() -> None:
     """As a server of ASGI 2.4 tells: sending fails."""
-    front, leader = make_front()
+    frontend, leader = make_front()
 
     def answer_one_token(command: SubmitRequest) -> None:
-        front.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
+        frontend.process_outputs(OutputBatch(0, (OutputDelta(command.rid, 0, 1, None, TokenOutput((7,), 1)),)))
 
     leader.answer = answer_one_token
     body = json.dumps({"input_ids": [1], "rid": "gone", "stream": True}).encode()
@@ -289,5 +289,5 @@ def test_a_client_that_goes_away_between_two_tokens_aborts_its_request() -> None
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
     scope["asgi"] = {"spec_version": "2.4"}
-    asyncio.run(asyncio.wait_for(endpoint(front)(scope, receive, send), timeout=10))
+    asyncio.run(asyncio.wait_for(endpoint(frontend)(scope, receive, send), timeout=10))
     assert leader.commands[-1] == AbortRequest("gone")

@@ -30,7 +30,7 @@ def use(served: Any, scenario: Callable[[Any], Awaitable[None]]) -> None:
             await scenario(client)
 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
-    assert served.front.num_open_requests == 0 or all(each.aborted for each in served.replicas if each.submitted)
+    assert served.frontend.num_open_requests == 0 or all(each.aborted for each in served.replicas if each.submitted)
 
 
 def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Callable[..., Any]) -> None:
@@ -498,12 +498,12 @@ def test_names_of_unknown_fields_are_bounded(make_served: Callable[..., Any], ca
 
 def test_where_not_all_outputs_can_be_opened_none_is_left(make_served: Callable[..., Any]) -> None:
     served = make_served()
-    served.front.max_open_requests = 2
+    served.frontend.max_open_requests = 2
 
     async def scenario(client: Any) -> None:
         with pytest.raises(openai.InternalServerError, match="2 requests are open"):
             await client.completions.create(model="any", prompt="one", n=3, max_tokens=100)
-        while served.scheduler.has_work or served.front.num_open_requests:
+        while served.scheduler.has_work or served.frontend.num_open_requests:
             await asyncio.sleep(0)
 
     use(served, scenario)
@@ -529,7 +529,7 @@ def test_a_client_that_goes_away_aborts_all_its_outputs(make_served: Callable[..
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
         await asyncio.wait_for(served.app(scope, receive, send), timeout=30)
-        while served.scheduler.has_work or served.front.num_open_requests:
+        while served.scheduler.has_work or served.frontend.num_open_requests:
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))

@@ -77,8 +77,8 @@ def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() ->
 
 
 def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
-    front = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
-    text = TextFrontend(front=front, codec=WordTokenizer())
+    frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+    text = TextFrontend(frontend=frontend, codec=WordTokenizer())
     generate = Route("/generate", GenerateEndpoint(text=text, body_timeout_s=0.5), methods=["POST"])
     half = b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100\r\n\r\n" + 50 * b"["
 

@@ -163,9 +163,9 @@ class Rank:
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
         self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.order.reader))
         self.load = ListSink()
-        front = FrontendLoadSink(reports=reports, outputs=scheduler.output)
+        frontend = FrontendLoadSink(reports=reports, outputs=scheduler.output)
         self.load_publishers = [
-            LoadPublisher(parallel=parallel, load=scheduler.load, sink=sink) for sink in (self.load, front)
+            LoadPublisher(parallel=parallel, load=scheduler.load, sink=sink) for sink in (self.load, frontend)
         ]
 
     def deltas(self) -> list[OutputDelta]:

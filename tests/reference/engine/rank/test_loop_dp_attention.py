@@ -306,7 +306,7 @@ async def generate(engine: Engine, rid: str, num_prompt: int, num_new: int) -> l
     asked = GenerateReqInput(
         rid=rid, input_ids=pack_tokens(range(num_prompt)), limits=SamplingLimits(max_new_tokens=num_new)
     )
-    async with engine.front.open_request(asked) as news:
+    async with engine.frontend.open_request(asked) as news:
         return [token async for delta in news for token in delta.output.token_ids]
 
 

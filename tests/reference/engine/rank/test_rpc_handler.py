@@ -117,7 +117,7 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
                 started = await client.post("/start_profile", json={"profile_id": "p", "num_steps": 2})
                 assert started.status_code == 200, started.text
                 wanted = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=4))
-                async with engine.front.open_request(wanted) as news:
+                async with engine.frontend.open_request(wanted) as news:
                     assert sum([len(delta.output.token_ids) async for delta in news]) == 4
                 traces = (await client.post("/stop_profile")).json()["traces"]
         assert [Path(trace).name for trace in traces] == ["p-rank0.folded", "p-rank1.folded"]
