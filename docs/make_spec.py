@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from scheduler_components.testing import SPECIFICATION, Rule
 from scheduler_components.testing.golden import (
     BatchVector,
     DigestVector,
@@ -32,6 +31,7 @@ from scheduler_components.testing.golden import (
     peer_vectors,
     replay_frame_vectors,
 )
+from scheduler_components.testing.rules import SPECIFICATION, Rule
 
 SPEC = Path(__file__).parent / "spec"
 PAGES = {

@@ -17,7 +17,9 @@ from observability.kv_pool_client import fetch_kv_pool
 from observability.kv_stream import NoStreamsError, discover, escape_unprintable, static_address
 from scheduler_components import ConfigError, DecodeError
 from scheduler_components.kv_events import Endpoint, StreamAddress
-from scheduler_components.testing import RULES, ProbeOptions, RuleSeverity, Violation, probe_streams, stream_verifier
+from scheduler_components.testing import stream_verifier
+from scheduler_components.testing.rules import RULES, RuleSeverity, Violation
+from scheduler_components.testing.zmq_stream_probe import ProbeOptions, probe_streams
 
 __all__ = [
     "ConformanceReport",

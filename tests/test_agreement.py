@@ -28,7 +28,7 @@ from scheduler_components.hicache import (
     ordered_groups,
     world_rank_groups,
 )
-from scheduler_components.testing import ThreadSyncHub
+from scheduler_components.testing.thread_ranks import ThreadSyncHub
 from scheduler_components.values import SYNC_CALL_INTS
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

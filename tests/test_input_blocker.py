@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.input_blocker import BlockerState, InputBlocker, InputLimits
-from scheduler_components.testing import FakeClock, ListRefusalSink, TextInputReader
+from scheduler_components.testing import FakeClock
+from scheduler_components.testing.fakes import ListRefusalSink, TextInputReader
 from scheduler_components.values import RejectionReason
 
 

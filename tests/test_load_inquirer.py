@@ -21,7 +21,8 @@ from scheduler_components import (
     SpeculativeLoad,
 )
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.testing import FakePool, FakeQueues, FakeRequest
+from scheduler_components.testing import FakePool, FakeQueues
+from scheduler_components.testing.fakes import FakeRequest
 
 counts = st.integers(0, 2**30)
 

@@ -13,9 +13,8 @@ import pytest
 
 from scheduler_components import testing
 from scheduler_components.events import WIRE_EVENTS
-from scheduler_components.testing import RULES, SPECIFICATION, Rule
 from scheduler_components.testing.golden import NamespacedHashVector, namespaced_hash_vectors
-from scheduler_components.testing.rules import Chapter
+from scheduler_components.testing.rules import RULES, SPECIFICATION, Chapter, Rule
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT / "docs" / "spec"

@@ -11,7 +11,8 @@ from scheduler_components.errors import SyncClosedError, SyncDivergenceError, Sy
 from scheduler_components.hicache import ParallelGroups
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.sync_input_relay import SyncGroupRelay
-from scheduler_components.testing import ListInputSource, TextInputReader, run_ranks
+from scheduler_components.testing import run_ranks
+from scheduler_components.testing.fakes import ListInputSource, TextInputReader
 from scheduler_components.values import ForwardMode, RelayedInput
 
 TOPOLOGIES = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 1, 1)]

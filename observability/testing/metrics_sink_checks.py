@@ -6,8 +6,8 @@ raises ``ConformanceError`` with what was done, what was expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -20,17 +20,27 @@ from scheduler_components import (
     SchedulerStats,
     SchedulerTotals,
 )
-from scheduler_components.testing import CheckTrace, interfaces
+from scheduler_components.testing import CheckTrace
 
 __all__ = [
     "METRICS_SINK_CHECKS",
+    "MetricReader",
     "OpenMetricsSink",
     "make_scheduler_stats",
 ]
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-OpenMetricsSink = Callable[[], tuple[MetricsSink, interfaces.MetricReader]]
+
+class MetricReader(Protocol):
+    """Reads what a metrics sink exposes, usually by a scrape."""
+
+    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
+        """Return the newest value of a metric of the catalogue, without its prefix; None without a value."""
+        ...
+
+
+OpenMetricsSink = Callable[[], tuple[MetricsSink, MetricReader]]
 
 
 def make_scheduler_stats(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
@@ -99,7 +109,7 @@ def check_record_never_raises(open_sink: OpenMetricsSink) -> None:
     _record(trace, sink, SchedulerStats(labels=(), load=LoadSnapshot()))
 
 
-def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[CheckTrace, MetricsSink, interfaces.MetricReader]:
+def _begin(title: str, open_sink: OpenMetricsSink) -> tuple[CheckTrace, MetricsSink, MetricReader]:
     trace = CheckTrace(title)
     return trace, *trace.call("opened a sink", open_sink)
 
@@ -109,7 +119,7 @@ def _record(trace: CheckTrace, sink: MetricsSink, stats: SchedulerStats) -> None
     trace.expect(None, answer, "record() returns nothing")
 
 
-def _expect(trace: CheckTrace, reader: interfaces.MetricReader, stats: SchedulerStats) -> None:
+def _expect(trace: CheckTrace, reader: MetricReader, stats: SchedulerStats) -> None:
     labels = dict(stats.labels)
     for metric in SCHEDULER_METRICS:
         wanted = metric.read(stats) if metric.path else None

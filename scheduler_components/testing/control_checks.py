@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.ports import Profiler, StateProvider, StateValue
-from scheduler_components.testing.interfaces import CheckTrace
+from scheduler_components.testing.check_trace import CheckTrace
 
 __all__ = ["PROFILER_CHECKS", "STATE_HOLDER_CHECKS"]
 

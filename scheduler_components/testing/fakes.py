@@ -1,4 +1,4 @@
-"""Fakes of the ports: a clock, sources whose answers are attributes, sinks that keep everything, a device, a network.
+"""Fakes of the ports: a clock, sources whose answers are attributes, and sinks that keep everything.
 
 Nothing here opens a socket, starts a thread or reads a clock. A sink's ``error`` makes each of its calls raise it.
 """
@@ -6,15 +6,11 @@ Nothing here opens a socket, starts a thread or reads a clock. A sink's ``error`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from scheduler_components import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     DecodeError,
     EventBatch,
     KVCacheEvent,
@@ -23,8 +19,6 @@ from scheduler_components import (
     OutputDelta,
     PublisherStats,
 )
-from scheduler_components.cache import hash_pages
-from scheduler_components.testing.interfaces import BLOCK_SIZE, kv_value, token_after
 from scheduler_components.values import InputKind, InputMessage, RequestRejection
 
 __all__ = [
@@ -42,16 +36,8 @@ __all__ = [
     "ListOutputSink",
     "ListRefusalSink",
     "ListSink",
-    # what stands around a scheduler
-    "ChainEventGenerator",
-    "Fault",
-    "FaultyNetwork",
-    "InstantDevice",
-    "PagedModel",
 ]
 
-B = TypeVar("B")
-R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -247,166 +233,3 @@ class ListOutputSink(_Failing):
     def close(self) -> None:
         self.num_closed += 1
         self._act()
-
-
-# What stands around a scheduler: its device, its network, and a history of its events.
-
-
-class InstantDevice(Generic[B, R]):
-    """``launch`` keeps the batch, ``wait`` computes its answer; a scheduler with such a device takes no time.
-
-    Args:
-        compute: a batch's answer.
-
-    Attributes:
-        scripted: answers or errors given first, one per step, instead of computed ones.
-        launched: every batch so far.
-    """
-
-    def __init__(self, compute: Callable[[B], R]) -> None:
-        self._compute = compute
-        self.scripted: list[R | Exception] = []
-        self.launched: list[B] = []
-
-    def launch(self, batch: B) -> None:
-        """Begin a step."""
-        self.launched.append(batch)
-
-    def wait(self) -> R:
-        """End it.
-
-        Raises:
-            IndexError: nothing was launched; otherwise what ``scripted`` says.
-        """
-        batch = self.launched[-1]
-        if not self.scripted:
-            return self._compute(batch)
-        answer = self.scripted.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-class PagedModel:
-    """Answers ``interfaces.next_token`` as long as the pages of a request hold its KV, and other tokens otherwise.
-
-    A page that was given away too early, shared before it was computed, or never computed changes what comes out.
-
-    Args:
-        page_size: tokens per page.
-
-    Attributes:
-        kv: the value of each position of each page that was ever written.
-    """
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.kv: dict[int, list[int]] = {}
-
-    def forward(self, token_ids: Sequence[int], pages: Sequence[int], start: int) -> int:
-        """Compute positions ``start`` to ``len(token_ids)`` into their pages; returns the token after them.
-
-        Args:
-            token_ids: from the first position of the request on.
-            pages: one index per page of them, in order.
-            start: positions before it are read from the pages as they are.
-
-        Raises:
-            IndexError: there is no page for a position.
-            ValueError: no position is left to compute, and so nothing tells the next token.
-        """
-        if start >= len(token_ids):
-            raise ValueError(f"all {len(token_ids)} positions are computed; leave the last one out of a cached prefix")
-        kv: list[int] = []
-        for position, token in enumerate(token_ids):
-            page = self.kv.setdefault(pages[position // self.page_size], [0] * self.page_size)
-            place = position % self.page_size
-            if position >= start:
-                page[place] = kv_value(token, kv[-1] if kv else 0)
-            kv.append(page[place])
-        return token_after(kv)
-
-
-class Fault(Enum):
-    """What happens to one message."""
-
-    NONE = "it arrives"
-    DROP = "it never arrives"
-    DUPLICATE = "it arrives twice"
-    DELAY = "it arrives after the next message that is not delayed"
-    DROP_AND_DUPLICATE_LAST = "the message before it arrives once more, and it does not"
-
-
-@dataclass
-class FaultyNetwork(Generic[T]):
-    """Carries messages one way; message ``i`` meets ``plan[i]``, and those beyond the plan meet no fault.
-
-    ``carry`` returns what arrives now; ``settle`` what was still under way. ``num_lost`` counts what never will be.
-    """
-
-    plan: Sequence[Fault] = ()
-    num_carried: int = 0
-    num_lost: int = 0
-    _delayed: list[T] = field(default_factory=list)
-    _last: list[T] = field(default_factory=list)
-
-    def send(self, message: T) -> list[T]:
-        """Send one message; returns what arrives, in order."""
-        fault = self.plan[self.num_carried] if self.num_carried < len(self.plan) else Fault.NONE
-        self.num_carried += 1
-        if fault is Fault.DELAY:
-            self._delayed.append(message)
-            return []
-        if fault is Fault.DROP:
-            self.num_lost += 1
-            return []
-        if fault is Fault.DROP_AND_DUPLICATE_LAST:
-            self.num_lost += 1
-            return list(self._last)
-        self._last = [message]
-        return [message, *([message] if fault is Fault.DUPLICATE else []), *self.flush()]
-
-    def flush(self) -> list[T]:
-        """What was delayed and comes now."""
-        arriving, self._delayed = self._delayed, []
-        return arriving
-
-
-class ChainEventGenerator:
-    """Makes events that break no rule of the wire: a chain of blocks that grows, loses its end, and grows again.
-
-    Attributes:
-        standing: the hashes that whoever applied all events so far holds, root first.
-    """
-
-    def __init__(self) -> None:
-        self.live_hashes: list[int] = []
-        self._tokens: list[int] = []
-
-    def store(self, *tokens: int) -> BlockStored:
-        """Append one block of ``BLOCK_SIZE`` tokens to the chain; the tokens default to the block's depth."""
-        depth = len(self.live_hashes)
-        page = tokens or (depth, depth + 1)
-        parent = self.live_hashes[-1] if self.live_hashes else None
-        self._tokens += page
-        self.live_hashes.append(hash_pages(self._tokens, BLOCK_SIZE)[-1])
-        return BlockStored((self.live_hashes[-1],), parent, page, BLOCK_SIZE, None)
-
-    def remove(self) -> BlockRemoved:
-        """Remove the chain's last block."""
-        del self._tokens[-BLOCK_SIZE:]
-        return BlockRemoved((self.live_hashes.pop(),))
-
-    def clear(self) -> AllBlocksCleared:
-        """Remove everything."""
-        self.live_hashes.clear()
-        self._tokens.clear()
-        return AllBlocksCleared()
-
-    def next(self, number: int) -> KVCacheEvent:
-        """Event ``number`` of a mixed run: mostly stores, every fifth a removal, every fortieth a clear."""
-        if number % 40 == 39:
-            return self.clear()
-        if number % 5 == 4 and self.live_hashes:
-            return self.remove()
-        return self.store()

@@ -25,10 +25,9 @@ than a component's: a check looks at the whole part, a component never does.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from hashlib import blake2b, sha256
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Sequence, Set
+from hashlib import sha256
+from typing import Any, Protocol
 
 import msgspec
 
@@ -63,23 +62,9 @@ __all__ = [
     "QuiescableScheduler",
     "ServingScheduler",
     "Workload",
-    "kv_value",
-    "next_token",
-    "token_after",
     # intakes
     "ReceivingRank",
-    # metrics sinks: the checks are in ``observability.testing``
-    "MetricReader",
-    # how a check fails
-    "ConformanceError",
-    "CheckTrace",
 ]
-
-T = TypeVar("T")
-
-_MAX_SHOWN_CHARACTERS = 400
-_SHOWN_ENDS = 20  # of a long trace, the first and the last steps
-
 
 # Prefix caches.
 
@@ -295,32 +280,6 @@ Workload = tuple[tuple[tuple[int, ...], int], ...]
 """Prompts, each with the most tokens to generate, in order of arrival."""
 
 
-def next_token(token_ids: Sequence[int]) -> int:
-    """The token after ``token_ids``, all u32: what the model of a scheduler under check must answer.
-
-    It depends on every token before it. ``PagedModel`` of the fakes computes it from pages of KV.
-    """
-    kv: list[int] = []
-    for token in token_ids:
-        kv.append(kv_value(token, kv[-1] if kv else 0))
-    return token_after(kv)
-
-
-def kv_value(token: int, before: int) -> int:
-    """The KV of one position, of its token and the KV of the position before it; 0 stands before the first."""
-    return _hash_u32((token, before))
-
-
-def token_after(kv: Sequence[int]) -> int:
-    """The token that follows positions with this KV."""
-    return _hash_u32(kv)
-
-
-def _hash_u32(values: Sequence[int]) -> int:
-    # Not a CRC: that of numbers which are followed by their own CRC is always the same.
-    return int.from_bytes(blake2b(array("I", values).tobytes(), digest_size=4).digest(), "little")
-
-
 class ServingScheduler(Protocol):
     """A scheduler that was given the check's sinks of events and outputs when it was opened.
 
@@ -357,7 +316,7 @@ class PooledScheduler(ServingScheduler, HeldBlocksSource, Protocol):
 class QuiescableScheduler(PooledScheduler, Protocol):
     """A scheduler that takes the orders of ``quiesce``."""
 
-    def order(self, order: ControlRequest) -> ControlReply:
+    def execute(self, request: ControlRequest) -> ControlReply:
         """Carry an order out, stepping for as long as it takes, and return how it ended."""
 
 
@@ -381,115 +340,3 @@ class ReceivingRank(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-# Metrics sinks.
-
-
-class MetricReader(Protocol):
-    """Whoever can say what a metrics sink exposes: a scrape, usually."""
-
-    def value(self, metric: str, labels: Mapping[str, str]) -> float | None:
-        """The newest value under a name of the catalogue, without prefix; None where there is none."""
-        ...
-
-
-# How a check fails.
-
-
-class ConformanceError(AssertionError):
-    """A part does not do what its port promises: the part is to blame. An AssertionError, so that test runners agree.
-
-    Args:
-        title: the promise, as a sentence.
-        steps: what was done to the part, in order; the last one is where it failed. The message leaves out the middle
-            of many.
-        expected: what the promise asks for.
-        found: what came instead.
-    """
-
-    def __init__(self, title: str, steps: tuple[str, ...], expected: str, found: str) -> None:
-        self.title = title
-        self.steps = steps
-        self.expected = expected
-        self.found = found
-        lines = [f"\n  {number}. {step}" for number, step in enumerate(steps, start=1)]
-        if len(lines) > 2 * _SHOWN_ENDS:
-            num_left_out = len(lines) - 2 * _SHOWN_ENDS
-            lines[_SHOWN_ENDS:-_SHOWN_ENDS] = [f"\n  ... {num_left_out} steps ..."]
-        told = "".join(lines)
-        super().__init__(f"{title}{told}\n  expected: {expected}\n  found:    {found}")
-
-
-class CheckTrace:
-    """What a check does to a part, told as it goes.
-
-    Args:
-        title: the promise that is checked, as a sentence.
-    """
-
-    __slots__ = ("_steps", "title")
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self._steps: list[str] = []
-
-    def note(self, step: str) -> None:
-        """Tell one step."""
-        self._steps.append(step)
-
-    def call(self, step: str, action: Callable[[], T]) -> T:
-        """Tell a step and do it.
-
-        Raises:
-            ConformanceError: the part raised; the check asks for nothing that may.
-        """
-        self.note(step)
-        try:
-            return action()
-        except ConformanceError:
-            raise
-        except Exception as error:
-            raise self.failure("no error", f"{type(error).__name__}: {error}") from error
-
-    def expect(self, expected: object, found: object, meaning: str = "") -> None:
-        """Compare.
-
-        Raises:
-            ConformanceError: the two are not equal.
-        """
-        if expected != found:
-            raise self.failure(f"{meaning}: {_shown(expected)}" if meaning else _shown(expected), _shown(found))
-
-    def require(self, holds: bool, expected: str, found: object) -> None:
-        """Raise unless ``holds``.
-
-        Raises:
-            ConformanceError: it does not.
-        """
-        if not holds:
-            raise self.failure(expected, _shown(found))
-
-    def expect_error(self, step: str, kind: type[Exception], action: Callable[[], object]) -> None:
-        """Tell and do a step that the part must refuse.
-
-        Raises:
-            ConformanceError: it did not raise ``kind``.
-        """
-        self.note(step)
-        try:
-            answer = action()
-        except kind:
-            return
-        except Exception as error:
-            raise self.failure(kind.__name__, f"{type(error).__name__}: {error}") from error
-        raise self.failure(kind.__name__, f"it returned {_shown(answer)}")
-
-    def failure(self, expected: str, found: str) -> ConformanceError:
-        """The trace so far as an error, to raise."""
-        return ConformanceError(self.title, tuple(self._steps), expected, found)
-
-
-def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

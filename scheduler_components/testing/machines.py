@@ -29,8 +29,9 @@ from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.hicache import PageStore
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.replay_messages import END_SEQ
+from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.fakes import ChainEventGenerator, Fault, FaultyNetwork
+from scheduler_components.testing.faulty_network import Fault, FaultyNetwork
 from scheduler_components.testing.interfaces import (
     BLOCK_SIZE,
     BlockRecorder,
@@ -39,11 +40,10 @@ from scheduler_components.testing.interfaces import (
     PrefixCache,
     page_of,
 )
-from scheduler_components.testing.recorder_checks import CopyCountingTable, MediumGroup
+from scheduler_components.testing.recorder_checks import BlockLocation, CopyCountingTable
 
 __all__ = [
     "FollowerMachine",
-    "ModelPrefix",
     "PageStoreMachine",
     "PrefixCacheMachine",
     "PrefixCacheModel",
@@ -314,9 +314,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.caches_agree_with_the_model()
 
 
-_KEYS = st.lists(st.sampled_from(["a", "b", "c/d", "c-d", "../e"]), max_size=5)
-
-
 # A recorder of a block table.
 
 _SHORT_PROMPTS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4).map(
@@ -338,7 +335,7 @@ class RecorderMachine(RuleBasedStateMachine):
         places: media and groups that the calls name.
     """
 
-    places: ClassVar[tuple[MediumGroup, ...]] = ((None, None), ("CPU", None), (None, 1))
+    places: ClassVar[tuple[BlockLocation, ...]] = ((None, None), ("CPU", None), (None, 1))
 
     def open_recorder(self) -> BlockRecorder:
         """Override: an empty recorder of blocks of ``BLOCK_SIZE`` tokens."""
@@ -399,6 +396,8 @@ class RecorderMachine(RuleBasedStateMachine):
 
 
 # A page store.
+
+_KEYS = st.lists(st.sampled_from(["a", "b", "c/d", "c-d", "../e"]), max_size=5)
 
 
 class PageStoreMachine(RuleBasedStateMachine):

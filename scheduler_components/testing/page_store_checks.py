@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 from scheduler_components.hicache import PageStore, ZeroCopyPageStore
-from scheduler_components.testing.interfaces import PAGE_BYTES, CheckTrace, page_of
+from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 
 __all__ = ["IN_PLACE_STORE_CHECKS", "PAGE_STORE_CHECKS"]
 

@@ -11,8 +11,9 @@ from random import Random
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
+from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.interfaces import PAGE_SIZE, CachedPrefix, CheckTrace, PrefixCache
+from scheduler_components.testing.interfaces import PAGE_SIZE, CachedPrefix, PrefixCache
 
 __all__ = ["PREFIX_CACHE_CHECKS", "OpenCache"]
 

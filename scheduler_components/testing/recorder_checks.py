@@ -8,42 +8,43 @@ compared with. ``RecorderMachine`` finds what these do not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 from scheduler_components import AllBlocksCleared, BlockStored
 from scheduler_components.cache import PrefixNamespace, hash_pages
+from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.interfaces import BLOCK_SIZE, BlockRecorder, CheckTrace
+from scheduler_components.testing.interfaces import BLOCK_SIZE, BlockRecorder
 
-__all__ = ["RECORDER_CHECKS", "CopyCountingTable", "OpenRecorder", "MediumGroup", "chain_of"]
+__all__ = ["RECORDER_CHECKS", "BlockLocation", "CopyCountingTable", "OpenRecorder"]
 
 OpenRecorder = Callable[[], BlockRecorder]
 """Opens an empty recorder."""
 
-MediumGroup = tuple[str | None, int | None]
-"""A medium and a group."""
+BlockLocation = tuple[str | None, int | None]
+"""A medium and a KV-cache group, as a recorder takes them: None is the default of each."""
 
 
 @dataclass
 class CopyCountingTable:
     """A block table that is too simple to be wrong: a count of copies per place and hash, and each hash's parent."""
 
-    copies: Counter[tuple[MediumGroup, int]] = field(default_factory=Counter)
+    copies: Counter[tuple[BlockLocation, int]] = field(default_factory=Counter)
     parents: dict[int, int | None] = field(default_factory=dict)
 
-    def store(self, hashes: Iterable[int], parent: int | None, place: MediumGroup) -> None:
+    def store(self, hashes: Iterable[int], parent: int | None, place: BlockLocation) -> None:
         for block_hash in hashes:
             self.parents[block_hash] = parent
             self.copies[place, block_hash] += 1
             parent = block_hash
 
-    def remove(self, hashes: Iterable[int], place: MediumGroup) -> None:
+    def remove(self, hashes: Iterable[int], place: BlockLocation) -> None:
         for block_hash in hashes:
             self.copies[place, block_hash] = max(0, self.copies[place, block_hash] - 1)
 
-    def reachable_hashes(self, place: MediumGroup) -> set[int]:
+    def reachable_hashes(self, place: BlockLocation) -> set[int]:
         """What a reader must know: the blocks in a place whose whole chain stands, on any medium of the group."""
         held = {(at[1], block_hash) for (at, block_hash), count in self.copies.items() if count}
         here = {block_hash for (at, block_hash), count in self.copies.items() if count and at == place}
@@ -57,13 +58,8 @@ class CopyCountingTable:
         return True
 
 
-def chain_of(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return signed hashes of a prompt's blocks."""
-    return hash_pages(tokens, BLOCK_SIZE)
-
-
 _PROMPT = (1, 2, 3, 4, 5, 6)
-_A, _B, _C = chain_of(_PROMPT)
+_A, _B, _C = hash_pages(_PROMPT, BLOCK_SIZE)
 
 
 def check_parents_are_published_first(open_recorder: OpenRecorder) -> None:
@@ -128,7 +124,7 @@ def check_hashes_are_signed(open_recorder: OpenRecorder) -> None:
 def check_groups_and_media_are_separate(open_recorder: OpenRecorder) -> None:
     """One hash in two groups, or on two media, is two blocks."""
     trace, recorder, ledger = _begin("A block of another group or medium is another block", open_recorder)
-    places: tuple[MediumGroup, ...] = ((None, 0), (None, 1), ("CPU", 0))
+    places: tuple[BlockLocation, ...] = ((None, 0), (None, 1), ("CPU", 0))
     for medium, group in places:
         trace.call(
             f"stored a block on {medium}, group {group}",
@@ -210,10 +206,11 @@ def check_random_history_matches_the_table(open_recorder: OpenRecorder) -> None:
     """Five hundred random calls: the events break no rule and add up to the blocks that can be reached."""
     trace, recorder, ledger = _begin("Whoever applies the events has the table's blocks", open_recorder)
     table, random = CopyCountingTable(), Random(12)  # noqa: S311 - repeatable, not secret
-    places: tuple[MediumGroup, ...] = ((None, None), ("CPU", None), (None, 1))
+    places: tuple[BlockLocation, ...] = ((None, None), ("CPU", None), (None, 1))
     for number in range(500):
         place = random.choice(places)
-        hashes = chain_of(prompt := random.choices((0, 1), k=2 * BLOCK_SIZE * random.randint(1, 2)))
+        prompt = random.choices((0, 1), k=2 * BLOCK_SIZE * random.randint(1, 2))
+        hashes = hash_pages(prompt, BLOCK_SIZE)
         first = random.choice((0, 0, 0, 1))
         if random.random() < 0.5:
             parent = hashes[first - 1] if first else None
@@ -235,7 +232,7 @@ def _begin(title: str, open_recorder: OpenRecorder) -> tuple[CheckTrace, BlockRe
 
 
 def _read(
-    trace: CheckTrace, recorder: BlockRecorder, ledger: EventLedger, told: set[int], place: MediumGroup = (None, None)
+    trace: CheckTrace, recorder: BlockRecorder, ledger: EventLedger, told: set[int], place: BlockLocation = (None, None)
 ) -> None:
     """Apply the events so far; they must break no rule and leave what is told."""
     events = trace.call("took its events", recorder.take_events)

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from scheduler_components.kv_events.replay_messages import END_SEQ
-from scheduler_components.testing.fakes import ChainEventGenerator
-from scheduler_components.testing.interfaces import CheckTrace, StreamEndpoints, StreamSubscriber
+from scheduler_components.testing.chain_event_generator import ChainEventGenerator
+from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.interfaces import StreamEndpoints, StreamSubscriber
 from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
 __all__ = ["DEADLINE_S", "SUBSCRIBER_CHECKS", "OpenSubscriber"]

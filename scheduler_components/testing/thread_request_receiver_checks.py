@@ -14,8 +14,9 @@ from zlib import crc32
 
 from scheduler_components.errors import ComponentError
 from scheduler_components.ports import InputSource
+from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.fakes import ListInputSource
-from scheduler_components.testing.interfaces import CheckTrace, ReceivingRank
+from scheduler_components.testing.interfaces import ReceivingRank
 from scheduler_components.values import ForwardMode
 
 __all__ = ["RECEIVER_CHECKS", "OpenReceivers"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from scheduler_components.testing.interfaces import ConformanceError
+from scheduler_components.testing.check_trace import ConformanceError
 
 __all__ = ["GreedyTextVerifier", "GeneratedText", "NearTie"]
 

@@ -16,8 +16,9 @@ import zmq
 
 from scheduler_components import BlockRemoved, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, Endpoint
-from scheduler_components.testing.fakes import ChainEventGenerator
-from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, CheckTrace, Frames
+from scheduler_components.testing.chain_event_generator import ChainEventGenerator
+from scheduler_components.testing.check_trace import CheckTrace
+from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, Frames
 from scheduler_components.testing.stream_verifier import AdvertisedStream, RecordedStream, ReplayResponse, verify_stream
 from scheduler_components.testing.zmq_stream_probe import StreamProbe
 

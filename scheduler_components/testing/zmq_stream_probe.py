@@ -16,7 +16,7 @@ from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest, ReplayVerb
 from scheduler_components.testing.interfaces import Frames
-from scheduler_components.testing.stream_verifier import RecordedStream, ReplayResponse
+from scheduler_components.testing.stream_verifier import RecordedStream, ReplayResponse, sequence_of
 from scheduler_components.values import KvPoolSnapshot
 
 __all__ = [
@@ -216,9 +216,8 @@ class StreamProbe:
 
 
 def _numbers(messages: Sequence[Frames]) -> list[int]:
-    """The sequence numbers that can be read, as both framings have them: the last frame but one."""
-    frames = [each[-2] for each in messages if len(each) > 1 and len(each[-2]) == 8]
-    return [number for number in (int.from_bytes(frame, "big") for frame in frames) if number < _FAR]
+    """Return the valid sequence numbers of messages."""
+    return [number for number in map(sequence_of, messages) if number is not None and number < _FAR]
 
 
 def _read_pools(

@@ -22,7 +22,8 @@ from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError
 from scheduler_components.engines.vllm import VllmEventPublisher
 from scheduler_components.events import MediumGroup
 from scheduler_components.kv_events import BatchEncoder, Endpoint, StreamAddress
-from scheduler_components.testing import PoolDifference, PoolVerifier
+from scheduler_components.testing import PoolVerifier
+from scheduler_components.testing.pool_verifier import PoolDifference
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityEr
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, SettingsDivergenceError, Tier
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
-from scheduler_components.testing import ThreadSyncHub
+from scheduler_components.testing.thread_ranks import ThreadSyncHub
 
 PAGE_SIZE = 2
 

@@ -52,7 +52,8 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.testing import EventLedger, GreedyTextVerifier, ListEventSink, NearTie
+from scheduler_components.testing import EventLedger, ListEventSink
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
 
 PAGE_SIZE = 4
 

@@ -11,7 +11,8 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.testing import InstantDevice, PagedModel, interfaces
+from scheduler_components.testing import PagedModel, interfaces
+from scheduler_components.testing.fake_device import InstantDevice
 
 PAGE_SIZE = 4
 

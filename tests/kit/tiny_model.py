@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from scheduler_components.testing import GreedyTextVerifier
+    from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]  # ids 0 to 5
 VOCABULARY = 320  # the special tokens, all 256 bytes, and merges of them: every text can be written
@@ -122,7 +122,7 @@ def judge(model_folder: Path) -> GreedyTextVerifier:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from scheduler_components.testing import GreedyTextVerifier
+    from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
     return GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
 

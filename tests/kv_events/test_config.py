@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events import DIALECTS, REPLAY_FRAMINGS, SEND_MODES, SEQ_BASES, KVEventsConfig
 
 SETTINGS = sorted(KVEventsConfig.model_fields)
 JSON_VALUES = st.recursive(
@@ -144,3 +144,77 @@ def test_the_plan_of_a_config_is_refused_for_the_engine_that_it_does_not_fit() -
 
 def test_options_are_kept_for_publishers_of_others() -> None:
     assert KVEventsConfig(publisher="kafka", options={"brokers": ["a"]}).options == {"brokers": ["a"]}
+
+
+_COUNTS = st.integers(1, 2**31 - 1)
+_STREAMS = 64
+_MISTAKES: dict[str, list[Any]] = {
+    "publisher": ["", 5, None],
+    "endpoint": ["tcp://*", "*:5557", "tcp://*:65536", 5557],
+    "replay_endpoint": ["tcp://*:5557", "udp://*:1", ""],
+    "buffer_steps": [-1, "10", 1.5, True, 2**31],
+    "hwm": [0, -1, "1"],
+    "max_queue_size": [0, None],
+    "topic": [None, 7, "\ud800", "a\0b"],
+    "dialect": ["Array", "protobuf", None],
+    "bind": ["true", 1],
+    "replay_framing": ["seeds", ""],
+    "seq_base": ["one", 0],
+    "send_mode": ["thread", None],
+    "seq_floor_file": ["", "a\0b", 7],
+    "load_endpoint": ["tcp://*:5557", "nonsense"],
+    "buffer_bytes": [0, "1G"],
+    "endpiont": ["tcp://*:5557"],
+}
+
+
+@st.composite
+def config_texts(draw: st.DrawFn) -> str:
+    """A configuration of a ZMQ publisher that is valid for up to 64 streams; each setting is there or left out."""
+    settings = draw(
+        st.fixed_dictionaries(
+            {"publisher": st.just("zmq")},
+            optional={
+                "endpoint": st.integers(1024, 9000).map(lambda port: f"tcp://*:{port}"),
+                "replay_endpoint": st.integers(9000 + _STREAMS, 20_000).map(lambda port: f"tcp://*:{port}"),
+                "load_endpoint": st.integers(20_000 + _STREAMS, 40_000).map(lambda port: f"tcp://127.0.0.1:{port}"),
+                "buffer_steps": _COUNTS,
+                "hwm": _COUNTS,
+                "max_queue_size": _COUNTS,
+                "topic": st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8),
+                "dialect": st.sampled_from(DIALECTS),
+                "bind": st.sampled_from([None, True]),
+                "replay_framing": st.sampled_from(REPLAY_FRAMINGS),
+                "seq_base": st.sampled_from(SEQ_BASES),
+                "send_mode": st.sampled_from(SEND_MODES),
+                "buffer_bytes": st.integers(1, 2**40),
+            },
+        )
+    )
+    return json.dumps(settings)
+
+
+def invalid_config_texts() -> st.SearchStrategy[tuple[str, str]]:
+    """(The setting that is wrong, a configuration that is valid but for it)."""
+    pairs = [(name, value) for name, values in _MISTAKES.items() for value in values]
+    return st.sampled_from(pairs).map(
+        lambda pair: (pair[0], json.dumps({"publisher": "zmq", "endpoint": "tcp://*:5557"} | {pair[0]: pair[1]}))
+    )
+
+
+@settings(deadline=None)
+@given(text=config_texts(), streams=st.integers(1, 64))
+def test_valid_configs_are_accepted(text: str, streams: int) -> None:
+    assert KVEventsConfig.from_cli(text).port_plan(streams).stream_count == streams
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=invalid_config_texts())
+def test_an_invalid_setting_raises_a_config_error_that_names_it(case: tuple[str, str]) -> None:
+    field, text = case
+    try:
+        KVEventsConfig.from_cli(text).port_plan(2)
+    except ConfigError as error:
+        assert error.field == field
+        return
+    raise AssertionError(f"accepted: {text}")

@@ -13,7 +13,7 @@ import zmq
 
 from scheduler_components import KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher
-from scheduler_components.testing import ChainEventGenerator
+from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Opened = Callable[..., ZmqEventPublisher]

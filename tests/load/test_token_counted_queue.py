@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components.load import TokenCountedQueue, count_request_tokens
-from scheduler_components.testing import FakeRequest as Req
+from scheduler_components.testing.fakes import FakeRequest as Req
 
 tokens = st.integers(min_value=0, max_value=2**20)
 

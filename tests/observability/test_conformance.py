@@ -17,8 +17,10 @@ from observability import ConformanceReport, RuleResult, check_conformance
 from scheduler_components import ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
-from scheduler_components.testing import ChainEventGenerator, ProbeOptions, ScriptedPublisher
+from scheduler_components.testing import ScriptedPublisher
+from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, Frames
+from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
 Command = Callable[..., tuple[object, str, str]]
 

@@ -15,7 +15,8 @@ from observability import ConformanceReport, StreamReport, badge_json, junit_xml
 from observability.conformance import build_stream_report
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.reference.cli import main as cli
-from scheduler_components.testing import RULES, ScriptedPublisher, Violation
+from scheduler_components.testing import ScriptedPublisher
+from scheduler_components.testing.rules import RULES, Violation
 from scheduler_components.testing.stream_verifier import StreamFacts, StreamVerdict
 
 ENGINE_RULES = ("descriptor", "reachable")

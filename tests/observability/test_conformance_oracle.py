@@ -28,7 +28,7 @@ from scheduler_components import (
 )
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
-from scheduler_components.testing import ProbeOptions
+from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
 PAGE_SIZE = 4
 OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=150, answer_s=5.0, pool_every_s=0.05)

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.cache import hash_pages
-from scheduler_components.testing import RULES, ChainEventGenerator, EventLedger
+from scheduler_components.testing import EventLedger
+from scheduler_components.testing.chain_event_generator import ChainEventGenerator
+from scheduler_components.testing.rules import RULES
 from scheduler_components.testing.strategies import cache_histories, events, invalid_histories
 
 

@@ -23,20 +23,16 @@ from scheduler_components import (
 from scheduler_components.hicache import ParallelGroups
 from scheduler_components.testing import (
     FakeClock,
-    FakeLoad,
     FakePool,
     FakeQueues,
-    FakeRequest,
-    Fault,
-    FaultyNetwork,
-    InstantDevice,
     ListEventSink,
-    ListSink,
     PagedModel,
-    ScriptedEventSource,
+    next_token,
     run_ranks,
 )
-from scheduler_components.testing.interfaces import next_token
+from scheduler_components.testing.fake_device import InstantDevice
+from scheduler_components.testing.fakes import FakeLoad, FakeRequest, ListSink, ScriptedEventSource
+from scheduler_components.testing.faulty_network import Fault, FaultyNetwork
 from scheduler_components.testing.strategies import fault_plans
 
 TRIVIAL = ParallelState.trivial()

@@ -27,14 +27,8 @@ from scheduler_components.events import TIER_MEDIUM, MediumGroup, Tier, medium_g
 from scheduler_components.ports import NullHeldBlocksSource
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.testing import (
-    POOL_STREAM_CHECKS,
-    ConformanceError,
-    ListEventSink,
-    PoolDifference,
-    PoolVerifier,
-    interfaces,
-)
+from scheduler_components.testing import POOL_STREAM_CHECKS, ConformanceError, ListEventSink, PoolVerifier, next_token
+from scheduler_components.testing.pool_verifier import PoolDifference
 
 GPU, CPU = medium_group(None), medium_group("CPU")
 
@@ -256,7 +250,7 @@ def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(
 
     class Tiered(Reference):
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-            return tuple(interfaces.next_token(work.request.token_ids[: work.end]) for work in batch.works)
+            return tuple(next_token(work.request.token_ids[: work.end]) for work in batch.works)
 
     POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, tiers=open_host_tier()))
     forgets = ForgetsOne(BlockStored, TIER_MEDIUM[Tier.HOST])

@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.scheduler.batcher import Batcher
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces
+from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces, next_token
 from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
 
@@ -35,13 +35,13 @@ class RestingReference(ReferenceScheduler):
         weights = SimulatedWeights(device=SimulatedDevice())
         self.stepper = make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(), weights=weights)
 
-    def order(self, order: ControlRequest) -> ControlReply:
-        self.stepper.enqueue(1, order)
-        while (answer := self.stepper.step()) is None:
+    def execute(self, request: ControlRequest) -> ControlReply:
+        self.stepper.enqueue(1, request)
+        while (reply := self.stepper.step()) is None:
             self.scheduler.step()
         if self.scheduler.results.has_pending_outputs:
             self.scheduler.step()
-        return answer
+        return reply
 
     def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         return self.scheduler.cache.held_blocks()
@@ -61,7 +61,7 @@ def test_it_passes_with_a_host_tier(
 ) -> None:
     class Tiered(RestingReference):  # the model that reads KV by page cannot stand behind a tier that moves pages
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-            return tuple(interfaces.next_token(work.request.token_ids[: work.end]) for work in batch.works)
+            return tuple(next_token(work.request.token_ids[: work.end]) for work in batch.works)
 
     check(lambda events, outputs: Tiered(events, outputs, open_host_tier()), WORKLOAD[:4])
 
@@ -135,12 +135,16 @@ def with_scheduler(broken: type) -> type[RestingReference]:
 @pytest.mark.parametrize(
     ("check", "broken", "words"),
     [
-        (checks.check_a_paused_scheduler_computes_nothing, with_batcher(_KeepsComputing), "while nothing may be"),
-        (checks.check_a_paused_scheduler_computes_nothing, with_batcher(_LosesTheRetracted), "never told their end"),
+        (
+            checks.check_paused_scheduler_computes_nothing,
+            with_batcher(_KeepsComputing),
+            "scheduler is quiesced",
+        ),
+        (checks.check_paused_scheduler_computes_nothing, with_batcher(_LosesTheRetracted), "requests without an end"),
         (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_TellsLater), "in a reader's view"),
         (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_ClearsNothing), "after the flush"),
         (checks.check_new_weights_share_no_block_with_old_ones, with_batcher(_KeepsItsNamespace), "of old weights"),
-        (checks.check_released_memory_holds_nothing, with_batcher(_KeepsComputing), "while nothing may be"),
+        (checks.check_released_memory_holds_nothing, with_batcher(_KeepsComputing), "scheduler is quiesced"),
         (checks.check_released_memory_holds_nothing, with_scheduler(_ClearsNothing), "after the release"),
     ],
 )

@@ -30,12 +30,7 @@ from scheduler_components.reference.engine.scheduler.batcher import Batcher
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
-from scheduler_components.testing import (
-    ConformanceError,
-    ListEventSink,
-    ListOutputSink,
-    interfaces,
-)
+from scheduler_components.testing import ConformanceError, ListEventSink, ListOutputSink, interfaces
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
 
@@ -52,8 +47,8 @@ def test_the_reference_scheduler_passes_on_any_workload(workload: interfaces.Wor
         check(ReferenceScheduler, workload)
 
 
-def test_the_fixed_workload_fills_the_pool_and_the_chunks() -> None:
-    """Without retractions, evictions and chunked prefills the checks would not see what goes wrong in them."""
+def test_the_fixed_workload_causes_retractions_and_evictions() -> None:
+    """The checks find no error in retractions, evictions and chunked prefills unless the workload causes them."""
     scheduler = ReferenceScheduler(ListEventSink(), ListOutputSink())
     for number, (prompt, max_new_tokens) in enumerate(checks.WORKLOAD):
         scheduler.submit(f"r{number}", prompt, max_new_tokens)
@@ -63,7 +58,7 @@ def test_the_fixed_workload_fills_the_pool_and_the_chunks() -> None:
     assert totals.evicted_tokens_total > interfaces.MIN_POOL_TOKENS
 
 
-# Broken schedulers. A part of the reference scheduler becomes one that does something wrong.
+# Broken schedulers: the reference scheduler with one wrong part.
 
 
 def become(part: Any, broken: type) -> None:
@@ -95,14 +90,14 @@ class _TiredOfWaiting(Batcher):
         return False
 
 
-class LosesWhoDoesNotFit(ReferenceScheduler):
+class LosesRequestsThatDoNotFit(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.batcher, _TiredOfWaiting)
 
 
 class _Outputs:
-    """A sink in front of the check's, which changes what is told."""
+    """A sink in front of the check's sink, which changes each output."""
 
     def __init__(self, outputs: OutputSink, change: Callable[[OutputDelta], Iterable[OutputDelta]]) -> None:
         self.outputs, self.change = outputs, change
@@ -119,25 +114,25 @@ class _Outputs:
         pass
 
 
-def telling(change: Callable[[OutputDelta], Iterable[OutputDelta]]) -> type[ReferenceScheduler]:
-    """Return a scheduler that tells something else than it should."""
+def with_outputs(change: Callable[[OutputDelta], Iterable[OutputDelta]]) -> type[ReferenceScheduler]:
+    """Return a scheduler whose outputs are changed on their way to the sink."""
 
-    class Telling(ReferenceScheduler):
+    class Changed(ReferenceScheduler):
         def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
             super().__init__(events, _Outputs(outputs, change))
 
-    return Telling
+    return Changed
 
 
 def is_end(delta: OutputDelta) -> bool:
     return delta.finish_reason is not None
 
 
-def twice_told_end(delta: OutputDelta) -> Iterable[OutputDelta]:
+def repeated_end(delta: OutputDelta) -> Iterable[OutputDelta]:
     return [delta, delta] if is_end(delta) else [delta]
 
 
-def silent_abort(delta: OutputDelta) -> Iterable[OutputDelta]:
+def dropped_abort(delta: OutputDelta) -> Iterable[OutputDelta]:
     return [] if delta.finish_reason == FinishReason.ABORT else [delta]
 
 
@@ -161,7 +156,7 @@ def early_end(delta: OutputDelta) -> Iterable[OutputDelta]:
     return [msgspec.structs.replace(delta, finish_reason=FinishReason.LENGTH) if delta.start == 2 else delta]
 
 
-def news_after_the_end(delta: OutputDelta) -> Iterable[OutputDelta]:
+def output_after_the_end(delta: OutputDelta) -> Iterable[OutputDelta]:
     num_tokens = delta.num_output_tokens
     more = OutputDelta(delta.rid, num_tokens, num_tokens + 1, None, TokenOutput((1,)))
     return [delta, more] if is_end(delta) else [delta]
@@ -196,7 +191,7 @@ class _Uncomputed(RequestQueues):
 
 
 class KeepsNoKv(ReferenceScheduler):
-    """After a retraction it goes on as if the KV were still there."""
+    """It continues after a retraction as if the KV were still there."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
@@ -241,14 +236,14 @@ class _SharesEarly(RequestKvCache):
 
 
 class SharesBeforeItComputes(ReferenceScheduler):
-    """What an error or an abort leaves in the cache then was never computed."""
+    """After an error or an abort the cache holds pages that were never computed."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.batcher.kv_cache, _SharesEarly)
 
     def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-        # Latest first: whoever found a page that this batch is to compute reads it before it is written.
+        # Latest first: a request reads a page before an earlier request of this batch writes it.
         results = [
             self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
             for work in reversed(batch.works)
@@ -332,7 +327,7 @@ class _WholePrompts(RequestKvCache):
 
 
 class ComputesTooLittle(ReferenceScheduler):
-    """It takes a position as cached that is not."""
+    """It counts one uncached position as cached."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
@@ -383,12 +378,12 @@ class _LateEvents(ListEventSink):
         super().publish(events)
 
 
-class TellsEventsLate(ReferenceScheduler):
+class PublishesEventsLate(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(_LateEvents(events), outputs)
 
 
-class TellsTwice(ReferenceScheduler):
+class PublishesAnUnknownBlock(ReferenceScheduler):
     def step(self) -> object:
         answer = super().step()
         self.events.publish(KVEventBatch(1.0, (BlockStored((5,), None, (1, 2, 3, 4), 4, None),)))
@@ -451,18 +446,18 @@ class TiesByChance(ReferenceScheduler):
 
 
 @pytest.mark.parametrize(
-    ("broken", "check", "told"),
+    ("broken", "check", "expected_text"),
     [
-        (LosesTheRetracted, checks.check_every_request_is_answered, "never told their end"),
-        (LosesWhoDoesNotFit, checks.check_every_request_is_answered, "never told their end"),
-        (telling(silent_abort), checks.check_aborted_requests_end, "2 steps after its abort"),
-        (telling(twice_told_end), checks.check_every_request_is_answered, "nothing after the end of r"),
-        (telling(news_after_the_end), checks.check_every_request_is_answered, "nothing after the end of r"),
-        (telling(one_name_for_all), checks.check_every_request_is_answered, "of r1"),
-        (telling(no_reason), checks.check_every_request_is_answered, "found:    stop"),
-        (telling(lost_token), checks.check_every_request_is_answered, "the place of the first new token of r"),
-        (telling(repeated_token), checks.check_every_request_is_answered, "the place of the first new token of r"),
-        (telling(early_end), checks.check_every_request_is_answered, "after 3 of "),
+        (LosesTheRetracted, checks.check_every_request_is_answered, "requests without an end"),
+        (LosesRequestsThatDoNotFit, checks.check_every_request_is_answered, "requests without an end"),
+        (with_outputs(dropped_abort), checks.check_aborted_requests_end, "2 steps after its abort"),
+        (with_outputs(repeated_end), checks.check_every_request_is_answered, "no output of r"),
+        (with_outputs(output_after_the_end), checks.check_every_request_is_answered, "no output of r"),
+        (with_outputs(one_name_for_all), checks.check_every_request_is_answered, "of r1"),
+        (with_outputs(no_reason), checks.check_every_request_is_answered, "found:    stop"),
+        (with_outputs(lost_token), checks.check_every_request_is_answered, "the position of the first new token of r"),
+        (with_outputs(repeated_token), checks.check_every_request_is_answered, "the position of the first new token of r"),
+        (with_outputs(early_end), checks.check_every_request_is_answered, "after 3 of "),
         (SwapsTokens, checks.check_every_request_is_answered, "the tokens of r"),
         (GivesOneMore, checks.check_every_request_is_answered, "the tokens of r"),
         (KeepsNoKv, checks.check_every_request_is_answered, "the tokens of r"),
@@ -474,31 +469,31 @@ class TiesByChance(ReferenceScheduler):
         (LeaksAtAbort, checks.check_aborted_requests_end, "(used, pending) tokens: (0, 0, 0, 0)"),
         (IgnoresAborts, checks.check_aborted_requests_end, "2 steps after its abort"),
         (AbortsByPrefix, checks.check_aborted_requests_end, "the end of r10 after"),
-        (SleepsOnAnAbort, checks.check_aborted_requests_end, "never told their end"),
+        (SleepsOnAnAbort, checks.check_aborted_requests_end, "requests without an end"),
         (ComputesTooLittle, checks.check_every_request_is_answered, "the tokens of r"),
         (RunsOneTooMany, checks.check_load_is_consistent, "no more running than there are slots"),
         (RefusesLateAborts, checks.check_aborted_requests_end, "KeyError"),
-        (ServesTheLatestFirst, checks.check_no_request_starves, "steps of newcomers"),
-        (ServesTheShortestFirst, checks.check_no_request_starves, "steps of newcomers"),
-        (ServesTheCachedFirst, checks.check_no_request_starves, "steps of newcomers"),
+        (ServesTheLatestFirst, checks.check_no_request_starves, "steps with newcomers"),
+        (ServesTheShortestFirst, checks.check_no_request_starves, "steps with newcomers"),
+        (ServesTheCachedFirst, checks.check_no_request_starves, "steps with newcomers"),
         (ForgetsAStep, checks.check_events_match_the_cache, "in a reader's view"),
-        (TellsEventsLate, checks.check_events_match_the_cache, "in a reader's view"),
-        (TellsTwice, checks.check_events_match_the_cache, "in a reader's view"),
+        (PublishesEventsLate, checks.check_events_match_the_cache, "in a reader's view"),
+        (PublishesAnUnknownBlock, checks.check_events_match_the_cache, "in a reader's view"),
         (OneNumber, checks.check_load_is_consistent, "a sequence above 1"),
         (AddsUp, checks.check_load_is_consistent, "token_usage from 0 to 1"),
-        (ForgetsItsChunks, checks.check_load_is_consistent, "whose prompt is not computed, in chunks or not"),
-        (CountsOnlyWhatRuns, checks.check_load_is_consistent, "adds to what waits"),
-        (CountsEachTokenTwice, checks.check_load_is_consistent, "adds to what waits"),
+        (ForgetsItsChunks, checks.check_load_is_consistent, "that have no output token yet"),
+        (CountsOnlyWhatRuns, checks.check_load_is_consistent, "adds to the waiting ones"),
+        (CountsEachTokenTwice, checks.check_load_is_consistent, "adds to the waiting ones"),
         (LosesTheRetracted, checks.check_load_is_consistent, "requests that run or wait"),
         (LocksNothing, checks.check_load_is_consistent, "pending or held for one request"),
-        (SaltsItsTokens, checks.check_equal_work_gives_equal_events, "the other's events"),
-        (TiesByChance, checks.check_equal_work_gives_equal_events, "the other's"),
+        (SaltsItsTokens, checks.check_equal_work_gives_equal_events, "events of the other scheduler"),
+        (TiesByChance, checks.check_equal_work_gives_equal_events, "of the other scheduler"),
     ],
 )
-def test_a_broken_scheduler_fails_with_its_trace(
-    broken: type[ReferenceScheduler], check: Callable[[checks.OpenScheduler], None], told: str
+def test_a_broken_scheduler_raises_a_conformance_error_with_the_trace(
+    broken: type[ReferenceScheduler], check: Callable[[checks.OpenScheduler], None], expected_text: str
 ) -> None:
     with pytest.raises(ConformanceError) as failed:
         check(broken)
-    assert told in str(failed.value), str(failed.value)
+    assert expected_text in str(failed.value), str(failed.value)
     assert "\n  1. opened a scheduler\n" in str(failed.value)

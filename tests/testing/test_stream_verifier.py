@@ -11,9 +11,9 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from scheduler_components.events import medium_group
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.codec import DIALECTS
-from scheduler_components.testing import RULES
 from scheduler_components.testing.golden import PeerVector, peer_vectors
 from scheduler_components.testing.interfaces import Frames
+from scheduler_components.testing.rules import RULES
 from scheduler_components.testing.strategies import cache_histories, invalid_histories
 from scheduler_components.testing.stream_verifier import AdvertisedStream, RecordedStream, ReplayResponse, verify_stream
 

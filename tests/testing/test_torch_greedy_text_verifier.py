@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from scheduler_components.testing import ConformanceError, GreedyTextVerifier, NearTie
+from scheduler_components.testing import ConformanceError
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
 
 PROMPT = (7, 90, 211, 34, 9)
 

@@ -37,7 +37,7 @@ from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
 from scheduler_components.reference.cli.relay_command import relay
 from scheduler_components.reference.cli.run_reporter import print_lines
-from scheduler_components.testing import ProbeOptions
+from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
 __all__ = [
     "COMMANDS",

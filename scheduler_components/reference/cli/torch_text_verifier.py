@@ -9,7 +9,8 @@ from scheduler_components.reference.cli.run_report import TextComparison
 from scheduler_components.reference.cli.workload_driver import ChatTranscript
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.device.torch_model import load_model
-from scheduler_components.testing import ConformanceError, GreedyTextVerifier
+from scheduler_components.testing import ConformanceError
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 __all__ = ["verify_texts"]
 

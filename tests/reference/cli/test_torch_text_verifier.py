@@ -13,7 +13,7 @@ from pathlib import Path
 from scheduler_components.reference.cli.torch_text_verifier import verify_texts
 from scheduler_components.reference.cli.workload_driver import ChatTranscript
 from scheduler_components.reference.device.torch_model import inspect_model
-from scheduler_components.testing import GreedyTextVerifier
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo"]
 DEADLINE_S = 200

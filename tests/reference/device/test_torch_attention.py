@@ -16,7 +16,8 @@ from scheduler_components.hicache import CopyEvent, HiCachePolicy, MemoryPageSto
 from scheduler_components.page_operations import CopyToDevice, Instruction, IoEvent, LoadBackDone
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
-from scheduler_components.testing import ConformanceError, GreedyTextVerifier
+from scheduler_components.testing import ConformanceError
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 POLICY = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_threshold_pages=1)
 

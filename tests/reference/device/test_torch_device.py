@@ -21,7 +21,7 @@ from scheduler_components.reference.device.torch_model import inspect_model, loa
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.testing import GreedyTextVerifier
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 

@@ -19,7 +19,8 @@ from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
-from scheduler_components.testing import ConformanceError, GreedyTextVerifier
+from scheduler_components.testing import ConformanceError
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 _MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever
 

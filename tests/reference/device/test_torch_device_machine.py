@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.testing import GreedyTextVerifier
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 _LONGEST = 9 * PAGE_SIZE  # positions of a request: the smallest pool holds one
 _EXAMPLES_IN = 5  # one of so many: an example computes some forty forwards

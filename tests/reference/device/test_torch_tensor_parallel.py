@@ -34,7 +34,7 @@ from scheduler_components.reference.device.torch_tensor_parallel import (
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.testing import GreedyTextVerifier
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.torch_weight_updater import TorchWeightStore
 
 PAGE_SIZE, NUM_PAGES = 4, 96

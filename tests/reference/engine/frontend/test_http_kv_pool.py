@@ -19,7 +19,7 @@ from scheduler_components.reference.engine.frontend.frontend import GenerateReqI
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.testing import ProbeOptions
+from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
 CONFIG = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=512), speed=20.0

@@ -54,7 +54,7 @@ from scheduler_components.reference.engine.rank.loop import CommandDecoder, Foll
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
-from scheduler_components.testing import ListSink
+from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import RelayedInput
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay

@@ -25,7 +25,7 @@ from scheduler_components.reference.engine.rank.compute import open_rank_device
 from scheduler_components.reference.engine.rank.torch_compute import rank_torch_device
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.testing import GreedyTextVerifier
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
 
 @pytest.fixture(scope="module")
