@@ -109,9 +109,8 @@ class SchedulerSession(Generic[S]):
         )
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> SubmittedRequest:
-        request = SubmittedRequest(
-            rid=f"r{len(self.requests) + 1}", prompt=tuple(prompt), max_new_tokens=max_new_tokens
-        )
+        rid = f"r{len(self.requests) + 1}"
+        request = SubmittedRequest(rid=rid, prompt=tuple(prompt), max_new_tokens=max_new_tokens)
         self.requests[rid] = request
         self.trace.call(
             f"submitted {len(prompt)} tokens, {max_new_tokens} to generate, as {rid}",
