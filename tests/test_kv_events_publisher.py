@@ -9,7 +9,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, ConfigError, KVCacheEvent, KVEventBatch, KvMetrics, LoadSnapshot, ParallelState, PublisherClosedError, PublisherStats, SchedulerKvEventsPublisher
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockRemoved,
+    ConfigError,
+    KVCacheEvent,
+    KVEventBatch,
+    KvMetrics,
+    LoadSnapshot,
+    ParallelState,
+    PublisherClosedError,
+    PublisherStats,
+    SchedulerKvEventsPublisher,
+)
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.kv_events_publisher import kv_metrics_of_load
 from scheduler_components.testing import ListEventSink

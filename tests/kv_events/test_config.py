@@ -10,7 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.kv_events import DIALECTS, REPLAY_FRAMINGS, SEND_MODES, SEQ_BASES, KVEventsConfig
+from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.config import SEND_MODES, SEQ_BASES
+from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
 
 SETTINGS = sorted(KVEventsConfig.model_fields)
 JSON_VALUES = st.recursive(
