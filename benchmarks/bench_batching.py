@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.bench_step import running_scheduler
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, PrefillDelayer, PrefillIntent
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer, PrefillLatencyModel
-from scheduler_components.hicache import ParallelGroups
 from scheduler_components.internal_state import InternalState
 from scheduler_components.load_inquirer import WorkCounters
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker

@@ -52,7 +52,8 @@ class _Bench:
 
     def __init__(self, path: Path, directory: str) -> None:
         # Imported here: the other sections need no torch.
-        from scheduler_components.hicache import HiCachePolicy, ParallelGroups, TorchDeviceMemory
+        from scheduler_components.agreement import ParallelGroups
+        from scheduler_components.hicache import HiCachePolicy, TorchDeviceMemory
         from scheduler_components.reference.device.torch_device import TorchDevice
         from scheduler_components.reference.device.torch_model import inspect_model, load_model
         from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig

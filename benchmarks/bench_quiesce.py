@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.control_requests import FlushCache, PauseGeneration, PauseMode
-from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice

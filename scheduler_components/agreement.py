@@ -1,98 +1,116 @@
-"""How the ranks of a replica agree: proposals, the domain of ranks that agree, and what they agreed.
+"""How the ranks of a replica agree: proposals, agreed values, and the groups over which ranks reduce.
 
-**What must be agreed.** Every rank holds its own slice of the same pages and runs the same scheduler on the same
-requests. The scheduler's decisions follow from which pages are usable, so all ranks must know the same pages on the
-same tiers. Their calls are the same; their I/O is not. A copy may end earlier here, a store may fail there, a host page
-may be missing on one rank. So what I/O reports is each rank's own and decides nothing: it goes into a proposal, and
-only what all ranks agreed is carried out.
+**What ranks must agree on.** Every rank holds its own slice of the same pages and runs the same scheduler on the same
+requests. The scheduler's decisions depend on which pages are usable, so all ranks must know the same pages on the same
+tiers. The ranks make the same calls, but their I/O differs: a copy may end earlier on one rank, a store may fail on
+another, and a third may lack a host page. Therefore a rank never acts on its own I/O events. It puts them into a
+proposal, and every rank carries out only what all ranks agreed on.
 
-**One unconditional packed MIN per step.** Everything that is asked at one point is packed into one int64 vector, and
-the ranks take its minimum, once per step, whether or not anything is under way. A collective behind a condition that
-one rank sees and another does not would let ranks wait for each other without end, and one rank's collective could meet
-another rank's next one. What a rank cannot do is a no, or a 0 for a MIN; never an absence. One operator is enough:
-MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is the MIN of 0 and 1, "any
-agrees" their MAX, and values are equal when their MIN is their MAX. MIN over the attention-CP group, then over the
-attention-TP group, then over the pipeline group is MIN over the whole grid of them.
+**One unconditional packed MIN per step.** A rank packs all questions of one point in the step into one int64 vector,
+and the ranks reduce their vectors to the minimum, once per step, also when no operation is under way. If a collective
+depended on a condition that only some ranks see, the others would wait forever, or one rank's collective would meet
+another rank's next one. A rank that cannot do something contributes False or 0; it never stays away. MIN is the only
+operator: MAX(v) is ``~MIN(~v)`` (``~`` reverses the order of int64 and cannot overflow), "all agree" is the MIN of 0
+and 1, "any agrees" is their MAX, and values are equal if their MIN equals their MAX. A MIN over the attention-CP group,
+then over the attention-TP group, then over the pipeline group is the MIN over all ranks of the replica.
 
-**Pipeline stages have a say.** Each stage holds its own layers of the same pages. A copy that failed on a later stage
-alone has left a page torn there, so it is not enough to relay what stage 0 agreed, as SGLang 0.5.23 does: a later
-stage could wait for its own copy then, but not say that it failed. What stage 0 does decide for all, which requests and
-commands a step begins with, its ``RequestReceiver`` relays. The price: stages meet once per step.
+**Pipeline stages take part.** Each stage holds its own layers of the same pages. A copy that failed on a later stage
+only has left a torn page there, so relaying the agreement of stage 0 to the other stages (as SGLang 0.5.23 does) is not
+enough: a later stage could wait for its own copy, but could not report that the copy failed. Stage 0 does decide alone
+which requests and commands a step begins with; its ``RequestReceiver`` broadcasts them. The cost: all stages meet once
+per step.
 
-**Reserve, vote, commit.** Pages are taken on all ranks or on none. Each rank reserves pages: they are written to, and
-nobody reads them. In its next proposals it says whether it could, and how far its I/O has come. When the agreed values
-say what has arrived on all ranks, each commits exactly that and gives the rest back. Between reserve and commit no
-request sees the pages, so a rank that fails in between takes nothing away.
+**Reserve, vote, commit.** Either all ranks take pages or none does. Each rank reserves pages, which it may write to but
+which no request may read. Its next proposals say whether the reservation succeeded and how far its I/O has come. When
+the agreed values say which pages have arrived on all ranks, each rank commits exactly those and releases the others. No
+request sees the pages between reserve and commit, so a rank that fails in between invalidates nothing.
 
-**The digest.** Each proposal carries a digest of which page is on which tier as an ``equal`` slot. Ranks that have
-parted find out at the very next step, before a request is served from pages that another rank does not have.
+**The digest.** Each proposal carries a digest of which page is on which tier, in an ``equal`` slot. Ranks that have
+diverged notice at the very next step, before a request reads a page that another rank does not have.
 
-**The header.** The first block of a proposal has a fixed length and begins with operation and slots (as a digest), step
-and call number. So ranks that come with different questions find out in the very collective that they share, at no
-cost. Only then may the rest of a long proposal follow: gloo ends a process whose peers come with a vector of another
-length (measured, torch 2.13).
+**The header.** The first block of a proposal has a fixed length and begins with the operation and slots (as a digest),
+the step and the call number. Ranks that ask different questions therefore notice it in the collective that they share,
+without an extra message. Only after the headers match do they reduce the remaining blocks of a long proposal: gloo
+aborts a process whose peers bring a vector of another length (measured with torch 2.13).
 
-The invariant: after agreement n every rank has the same agreed values n, and by induction the same tree, the same
-operations under way and the same next proposal's slots. ``tests/test_agreement_replica.py`` lets ranks use their own
-values instead of the agreed ones, slot by slot, and sees them part.
+The invariant: after agreement n all ranks have the same agreed values n. By induction they have the same tree, the same
+operations under way and the same slots in the next proposal. ``tests/test_agreement_replica.py`` replaces the agreed
+value of each slot in turn by the rank's own value and checks that the ranks diverge.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from typing import Literal, TypeAlias
 
-import attrs
 import msgspec
 
 from scheduler_components.errors import (
     ComponentError,
-    ConfigError,
     SettingsDivergenceError,
     SyncClosedError,
     SyncDivergenceError,
     SyncTimeoutError,
 )
-from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import SyncGroup
 from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, describe_calls
 
 __all__ = [
     "BLOCK_INTS",
+    "MIN_NEUTRAL",
     "AgreedValues",
-    "InProcessGroups",
-    "Proposal",
-    "RankGroups",
-    "Slots",
     "ParallelGroups",
-    "agreeing_ranks",
+    "Proposal",
+    "Slots",
+    "all_reduce_min",
+    "divergence_error",
     "elementwise_min",
-    "ordered_groups",
-    "world_rank_groups",
 ]
 
 BLOCK_INTS = 256
-"""Length of the first block, which every agreement reduces: 250 integers of slots and the header."""
+"""Length of the first block, which every agreement reduces: the header and up to 250 integers of slots."""
+
+MIN_NEUTRAL = 2**63 - 1
+"""The neutral value of a MIN. A rank that has no value contributes it and does not change the result."""
 
 _HEADER_INTS = 6
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-_ROOM_FOR_PADDING = [0] * BLOCK_INTS
+_PADDING = [0] * BLOCK_INTS
 
 SlotKind: TypeAlias = Literal["min", "max", "all", "any", "equal"]
 
 
 def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
-    """Return the minimum at each place of vectors that have one length."""
+    """Return the element-wise minimum of vectors of equal length."""
     return [min(column) for column in zip(*vectors, strict=True)]
 
 
+def all_reduce_min(groups: Sequence[SyncGroup], values: list[int], call: SyncCall) -> list[int]:
+    """Return the element-wise minimum of the vectors of all ranks that ``groups`` connect, hop by hop."""
+    for group in groups:
+        values = group.all_reduce_min(values, call)
+    return values
+
+
+def divergence_error(groups: Sequence[SyncGroup], call: SyncCall) -> SyncDivergenceError:
+    """Gather every rank's call and return the error that lists them. All ranks must call this together."""
+    return SyncDivergenceError(call.number, describe_calls(_all_gather_calls(groups, call)))
+
+
+def _all_gather_calls(groups: Sequence[SyncGroup], call: SyncCall) -> list[SyncCall]:
+    records = call.to_ints()
+    for group in groups:
+        records = group.all_gather(records, call)
+    return SyncCall.many_from_ints(records)
+
+
 class AgreedValues(msgspec.Struct, frozen=True):
-    """What all ranks agreed on: the same values on each of them.
+    """The values that all ranks agreed on, identical on each rank.
 
     Attributes:
         numbers: results of ``min`` and ``max`` slots by name.
@@ -104,10 +122,10 @@ class AgreedValues(msgspec.Struct, frozen=True):
 
 
 class Slots:
-    """Slots that are always asked together: kinds and names, made once, so that a step brings values alone.
+    """Slots that a component fills together in every step. Kinds and names are fixed; only the values change.
 
     Args:
-        slots: (kind, name) pairs; a kind is ``min``, ``max``, ``all``, ``any`` or ``equal``, as ``Proposal`` has them.
+        slots: (kind, name) pairs; a kind is ``min``, ``max``, ``all``, ``any`` or ``equal``, as in ``Proposal``.
     """
 
     __slots__ = ("kinds", "names")
@@ -121,16 +139,17 @@ class Slots:
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Where the slots of a proposal stand in its vector: the header, one integer per slot, and the complements of those
-    that must be equal. The same at every step, so it is worked out once.
+    """The positions of a proposal's slots in its vector: the header, one integer per slot, then the complements of the
+    ``equal`` slots. Cached, because it is the same at every step.
 
     Attributes:
         digest: of operation, kinds and names.
-        inverted: places of ``max`` and ``any``, which are packed as complements.
-        equal: (name, place, place of the complement).
-        numbers: (name, place) of ``min`` and ``max``; of these, ``maxima`` are read back as complements.
-        flags: (name, place, the value that says no) of ``all`` and ``any``; those of ``equal`` keep their place among
-            them, and are compared with their complements instead.
+        inverted: positions of ``max`` and ``any`` slots, which are packed as complements.
+        equal: (name, position, position of the complement).
+        numbers: (name, position) of ``min`` and ``max`` slots.
+        maxima: the ``max`` slots among them, which are read back as complements.
+        flags: (name, position, the value that means False) of ``all`` and ``any`` slots. ``equal`` slots are listed to
+            keep the order of names; ``unpack`` overwrites their value.
     """
 
     digest: int
@@ -162,14 +181,14 @@ def _layout_of(operation: str, parts: tuple[Slots, ...]) -> _Layout:
 
 
 class Proposal:
-    """What one rank brings to one agreement: named slots. Every rank fills the same ones, in the same order.
+    """One rank's contribution to one agreement: named slots. All ranks fill the same slots in the same order.
 
     Args:
-        operation: what the agreement is for, at most 64 bytes; shown in every error.
-        step: the caller's step; ranks at different steps get a ``SyncDivergenceError``.
+        operation: the purpose of the agreement, at most 64 bytes; part of every error message.
+        step: the caller's step. Ranks at different steps get a ``SyncDivergenceError``.
 
     Raises:
-        ValueError: the name is too long, a slot is named twice, or a value is not an int64.
+        ValueError: the operation is too long, two slots have one name, or a value is not an int64.
     """
 
     __slots__ = ("_parts", "_values", "operation", "step")
@@ -183,29 +202,29 @@ class Proposal:
         self._values: list[int] = []
 
     def min(self, name: str, value: int) -> None:
-        """Ask for the smallest value of all ranks."""
+        """Add a slot that returns the smallest value of all ranks."""
         self._add("min", name, value)
 
     def max(self, name: str, value: int) -> None:
-        """Ask for the largest value of all ranks."""
+        """Add a slot that returns the largest value of all ranks."""
         self._add("max", name, value)
 
     def all(self, name: str, agrees: bool) -> None:
-        """Ask whether every rank agrees."""
+        """Add a slot that is True if every rank agrees."""
         self._add("all", name, agrees)
 
     def any(self, name: str, agrees: bool) -> None:
-        """Ask whether at least one rank agrees."""
+        """Add a slot that is True if at least one rank agrees."""
         self._add("any", name, agrees)
 
     def equal(self, name: str, value: int) -> None:
-        """Ask whether all ranks have the same value, for example a digest."""
+        """Add a slot that is True if all ranks have the same value, for example a digest."""
         self._add("equal", name, value)
 
     def fill(self, slots: Slots, values: Sequence[int]) -> None:
-        """Ask for all of ``slots`` at once, with one value each: for what is asked in every step."""
+        """Add ``slots`` with one value each."""
         try:
-            checked = array("q", values)  # looks at each value, and makes a bool an int
+            checked = array("q", values)  # checks the range and converts bool to int
         except (OverflowError, TypeError) as error:
             for name, value in zip(slots.names, values, strict=False):
                 if not (isinstance(value, int) and _INT64_MIN <= value <= _INT64_MAX):
@@ -217,7 +236,7 @@ class Proposal:
         self._values += checked
 
     def __len__(self) -> int:
-        """Number of slots."""
+        """Return the number of slots."""
         return len(self._values)
 
     def pack(self, call_number: int) -> list[int]:
@@ -229,16 +248,16 @@ class Proposal:
             packed[at] = ~packed[at]
         for _, at, _ in layout.equal:
             packed.append(~packed[at])
-        packed += _ROOM_FOR_PADDING[len(packed) :]
+        packed += _PADDING[len(packed) :]
         return packed
 
     @staticmethod
     def headers_match(reduced: Sequence[int]) -> bool:
-        """Say whether all ranks came with the same operation, slots, step and call number."""
+        """Return whether all ranks brought the same operation, slots, step and call number."""
         return reduced[0] == ~reduced[1] and reduced[2] == ~reduced[3] and reduced[4] == ~reduced[5]
 
     def unpack(self, reduced: Sequence[int]) -> AgreedValues:
-        """Read the reduced vector; ask ``headers_match`` first."""
+        """Return the agreed values of a reduced vector. Check ``headers_match`` first."""
         layout = self._layout()
         numbers = {name: reduced[at] for name, at in layout.numbers}
         for name, at in layout.maxima:
@@ -263,16 +282,16 @@ def _digest_of(text: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class ParallelGroups:
-    """One rank's end of the agreement of all attention-CP x attention-TP x PP ranks of a replica.
+    """One rank's member of the agreement between all attention-CP x attention-TP x PP ranks of a replica.
 
-    Used by one thread, with groups of its own. Every rank makes the same calls in the same order, always. That is
-    checked in every agreement: when ranks come with another operation, other slots, another step or another count, all
-    of them raise ``SyncDivergenceError``, which names what each one asked. After any error the domain is broken and
-    raises the same again, because ranks that failed once are not in step.
+    Each thread has its own ``ParallelGroups`` over its own groups. All ranks make the same calls in the same order, and
+    every agreement checks this: if the operation, the slots, the step or the call number differ, all ranks raise a
+    ``SyncDivergenceError`` that lists every rank's call. After any error the object raises the same error again,
+    because the ranks are no longer in step.
 
     Attributes:
         rank: this process's global rank.
-        groups: reduced over in order, each with more than one rank; none for a replica of one rank.
+        groups: the groups to reduce over, in order, each with more than one rank; empty for a replica of one rank.
         num_calls: agreements so far.
         num_collectives: reductions so far: ``len(groups)`` per agreement while proposals fit one block.
     """
@@ -284,12 +303,12 @@ class ParallelGroups:
     _failure: ComponentError | None = field(default=None, init=False)
 
     def reduce(self, proposal: Proposal) -> AgreedValues:
-        """Bring this rank's proposal and return what all ranks agreed on.
+        """Reduce this rank's proposal with those of all other ranks and return the agreed values.
 
         Raises:
-            SyncTimeoutError: ranks did not come in time.
-            SyncDivergenceError: ranks came with different questions.
-            SyncClosedError: the domain has been closed.
+            SyncTimeoutError: a rank did not join in time.
+            SyncDivergenceError: the ranks made different proposals.
+            SyncClosedError: the groups are closed.
         """
         if self._failure is not None:
             raise self._failure
@@ -300,8 +319,8 @@ class ParallelGroups:
             is_long = len(packed) > BLOCK_INTS
             reduced = self._reduce(packed[:BLOCK_INTS] if is_long else packed, call)
             if not proposal.headers_match(reduced):
-                # The reduced header is the same on all ranks, so all of them come here.
-                raise self._divergence(call)
+                # The reduced header is the same on all ranks, so all of them take this branch.
+                raise divergence_error(self.groups, call)
             if is_long:
                 reduced += self._reduce(packed[BLOCK_INTS:], call)
         except (SyncTimeoutError, SyncDivergenceError) as error:
@@ -316,230 +335,43 @@ class ParallelGroups:
         return self.reduce(proposal).numbers["value"]
 
     def barrier(self, operation: str, *, step: int) -> None:
-        """Return when all ranks have come."""
+        """Wait until all ranks have called it."""
         self.reduce(Proposal(operation, step=step))
 
     def check_equal(self, operation: str, settings: Mapping[str, object], *, step: int) -> None:
-        """Return when all ranks have come with the same settings.
+        """Check that all ranks have the same settings.
 
         Args:
             operation: what the settings are for.
-            settings: by field, in one order on all ranks; compared, and shown in the error, as ``repr`` writes them.
+            settings: values by field, in one order on all ranks. They are compared and shown as ``repr`` writes them.
             step: the caller's step.
 
         Raises:
-            SettingsDivergenceError: naming each field that differs, and its value on each rank.
+            SettingsDivergenceError: with each field that differs and its value on each rank.
         """
         proposal = Proposal(operation, step=step)
         for name, value in settings.items():
             proposal.equal(name, _digest_of(repr(value)))
         agreed = self.reduce(proposal).flags
-        # The flags are the same on all ranks, so all of them gather, or none.
-        parted = {name: self._gathered(repr(settings[name]), step) for name in settings if not agreed[name]}
-        if parted:
-            self._failure = SettingsDivergenceError(operation, parted)
+        # The flags are the same on all ranks, so either all of them gather, or none.
+        differing = {name: self._gather_texts(repr(settings[name]), step) for name in settings if not agreed[name]}
+        if differing:
+            self._failure = SettingsDivergenceError(operation, differing)
             raise self._failure
 
     def close(self) -> None:
-        """Let go of the groups; agreements raise from now on. Safe to call twice."""
-        self._failure = SyncClosedError("the sync domain is closed")
+        """Close the groups. Later agreements raise ``SyncClosedError``. Safe to call twice."""
+        self._failure = SyncClosedError("the parallel groups are closed")
         for group in self.groups:
             group.close()
 
     def _reduce(self, values: list[int], call: SyncCall) -> list[int]:
-        for group in self.groups:
-            values = group.all_reduce_min(values, call)
-            self.num_collectives += 1
-        return values
+        reduced = all_reduce_min(self.groups, values, call)
+        self.num_collectives += len(self.groups)
+        return reduced
 
-    def _divergence(self, call: SyncCall) -> SyncDivergenceError:
-        return SyncDivergenceError(call.number, describe_calls(self._gather(call)))
-
-    def _gathered(self, text: str, step: int) -> dict[int, str]:
-        """The beginning of each rank's text."""
+    def _gather_texts(self, text: str, step: int) -> dict[int, str]:
+        """Return the first bytes of each rank's text."""
         shown = text.encode()[:MAX_OPERATION_BYTES].decode(errors="ignore")
         call = SyncCall(self.rank, self.num_calls, step, shown)
-        return {each.rank: each.operation for each in self._gather(call)}
-
-    def _gather(self, call: SyncCall) -> list[SyncCall]:
-        records = call.to_ints()
-        for group in self.groups:
-            records = group.all_gather(records, call)
-        return SyncCall.many_from_ints(records)
-
-
-def _as_ranks(ranks: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if ranks is None else tuple(ranks)
-
-
-@attrs.frozen(kw_only=True)
-class RankGroups:
-    """The groups that one rank is in, as global ranks; None for a group that the engine does not have.
-
-    Ranks agree over attention-CP, then attention-TP, or over TP where an engine has neither; then over PP: the ranks
-    at the same place of each pipeline stage.
-
-    A group of one and a missing group differ: an engine whose attention groups have one rank each (DP attention)
-    agrees with nobody, and must not fall back to a TP group that spans other replicas.
-
-    Raises:
-        ConfigError: a set names a rank twice, or leaves out ``rank``.
-    """
-
-    rank: int
-    attn_cp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
-    attn_tp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
-    tp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
-    pp: tuple[int, ...] | None = attrs.field(default=None, converter=_as_ranks)
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("attn_cp", "attn_tp", "tp", "pp"):
-            ranks = getattr(self, name)
-            if ranks is not None and (self.rank not in ranks or len(set(ranks)) != len(ranks)):
-                raise ConfigError(
-                    name,
-                    ranks,
-                    f"is not a set of ranks with rank {self.rank} in it",
-                    "give each member once, or None for a group that does not exist",
-                )
-
-    @property
-    def reduce_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups to reduce over, in order: those of one rank are skipped, equal sets are taken once."""
-        given = [ranks for ranks in (self.attn_cp, self.attn_tp) if ranks is not None]
-        if not given and self.tp is not None:
-            given = [self.tp]
-        if self.pp is not None:
-            given.append(self.pp)
-        return tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in given if len(ranks) > 1))
-
-
-def world_rank_groups(parallel: ParallelState) -> tuple[RankGroups, ...]:
-    """Return the rank sets of every process of the engine's world, by global rank.
-
-    The global rank is ``ParallelState.world_rank``.
-    """
-    world: list[RankGroups] = []
-    for stage in range(parallel.pp_size):
-        peers = [
-            ParallelState.from_tp_rank(
-                tp_rank,
-                tp_size=parallel.tp_size,
-                attn_dp_size=parallel.attn_dp_size,
-                attn_cp_size=parallel.attn_cp_size,
-            )
-            for tp_rank in range(parallel.tp_size)
-        ]
-        first = stage * parallel.tp_size
-        world += [_rank_sets_of(me, peers, first, parallel.pp_size) for me in peers]
-    return tuple(world)
-
-
-def _rank_sets_of(me: ParallelState, peers: Sequence[ParallelState], first: int, pp_size: int) -> RankGroups:
-    replica = [peer for peer in peers if peer.attn_dp_rank == me.attn_dp_rank]
-    return RankGroups(
-        rank=first + me.tp_rank,
-        attn_cp=[first + peer.tp_rank for peer in replica if peer.attn_tp_rank == me.attn_tp_rank],
-        attn_tp=[first + peer.tp_rank for peer in replica if peer.attn_cp_rank == me.attn_cp_rank],
-        tp=[first + peer.tp_rank for peer in peers],
-        pp=[stage * me.tp_size + me.tp_rank for stage in range(pp_size)],
-    )
-
-
-def agreeing_ranks(rank: int, world: Sequence[RankGroups]) -> tuple[int, ...]:
-    """Return every rank that ``rank`` agrees with through any number of reduce_groups, itself included, sorted."""
-    hops_of = {sets.rank: sets.reduce_groups for sets in world}
-    domain, waiting = {rank}, [rank]
-    while waiting:
-        reached = {peer for hop in hops_of[waiting.pop()] for peer in hop} - domain
-        domain |= reached
-        waiting += reached
-    return tuple(sorted(domain))
-
-
-def ordered_groups(world: Sequence[RankGroups]) -> tuple[tuple[int, ...], ...]:
-    """Return every group of the world once, in an order that all ranks share: hop by hop, then by first rank.
-
-    Groups that are made collectively are made in this order on every rank, members or not.
-    """
-    most_hops = max((len(sets.reduce_groups) for sets in world), default=0)
-    ordered: dict[tuple[int, ...], None] = {}
-    for at in range(most_hops):
-        ordered |= dict.fromkeys(sorted({sets.reduce_groups[at] for sets in world if len(sets.reduce_groups) > at}))
-    return tuple(ordered)
-
-
-class InProcessGroups:
-    """Agreement of N ranks inside one thread, for state machines that give out proposals and take agreed values.
-
-    The caller collects every rank's proposal of the step and hands each rank its agreed values: deterministic, no
-    waiting. Hops are data, so a simulation may leave some out and show what comes of that.
-
-    Args:
-        reduce_groups: rank -> its groups in order, as ``RankGroups.reduce_groups`` gives them.
-
-    Raises:
-        ConfigError: members of a group do not have that group at the same hop.
-    """
-
-    __slots__ = ("_hops", "_num_calls", "num_collectives")
-
-    def __init__(self, reduce_groups: Mapping[int, Sequence[tuple[int, ...]]]) -> None:
-        for rank, groups in reduce_groups.items():
-            for at, group in enumerate(groups):
-                for peer in group:
-                    if (
-                        peer not in reduce_groups
-                        or len(reduce_groups[peer]) <= at
-                        or tuple(reduce_groups[peer][at]) != tuple(group)
-                    ):
-                        raise ConfigError(
-                            "reduce_groups",
-                            group,
-                            f"is hop {at} of rank {rank} but not of rank {peer}",
-                            "give every member the same groups in the same order",
-                        )
-        self._hops = {rank: tuple(reduce_groups[rank]) for rank in sorted(reduce_groups)}
-        self._num_calls = 0
-        self.num_collectives = 0
-
-    def reduce(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
-        """Reduce all ranks' proposals and return each rank's agreed values.
-
-        Raises:
-            SyncTimeoutError: a rank has no proposal: it is the missing one.
-            SyncDivergenceError: ranks of one group brought different questions.
-        """
-        number = self._num_calls
-        self._num_calls += 1
-        calls = {
-            rank: SyncCall(rank, number, proposal.step, proposal.operation) for rank, proposal in proposals.items()
-        }
-        missing = tuple(rank for rank in self._hops if rank not in proposals)
-        if missing:
-            operation, step = next(((call.operation, call.step) for call in calls.values()), ("nothing", -1))
-            raise SyncTimeoutError(operation, step, missing, 0.0)
-        vectors = {rank: proposals[rank].pack(number) for rank in self._hops}
-        for at in range(max((len(groups) for groups in self._hops.values()), default=0)):
-            vectors = self._reduce_hop(at, vectors, calls)
-            self.num_collectives += 1
-        return {rank: proposals[rank].unpack(vectors[rank]) for rank in self._hops}
-
-    def _reduce_hop(
-        self, at: int, vectors: Mapping[int, list[int]], calls: Mapping[int, SyncCall]
-    ) -> dict[int, list[int]]:
-        reduced: dict[int, list[int]] = {}
-        for rank, groups in self._hops.items():
-            if rank in reduced:
-                continue
-            if at >= len(groups):
-                reduced[rank] = vectors[rank]
-                continue
-            # Proposals of different lengths differ in the header, which is in the part that they share.
-            shared = min(len(vectors[peer]) for peer in groups[at])
-            result = elementwise_min([vectors[peer][:shared] for peer in groups[at]])
-            if not Proposal.headers_match(result):
-                places = describe_calls(calls[peer] for peer in groups[at])
-                raise SyncDivergenceError(calls[rank].number, places)
-            reduced |= dict.fromkeys(groups[at], result)
-        return reduced
+        return {each.rank: each.operation for each in _all_gather_calls(self.groups, call)}

@@ -31,9 +31,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from scheduler_components.agreement import MIN_NEUTRAL, ParallelGroups, Proposal, Slots
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache import ParallelGroups, Proposal, RankGroups, Slots
 from scheduler_components.parallel_state import ParallelState
+from scheduler_components.rank_groups import RankGroups
 from scheduler_components.validators import check_integer
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "dp_rank_groups",
 ]
 
-_ABSENT = 2**63 - 1  # in slots of other replicas: whatever they say is smaller
 _FIELDS = ("prefill", "decode", "context", "flags")
 _OPERATION = "dp batch"
 _USAGE_STEPS = 1_000_000  # token usage travels in millionths
@@ -281,7 +281,7 @@ class _Exchange:
         self.step = 0
 
     def pack(self, replica: int, shape: BatchShape, intent: PrefillIntent) -> list[int]:
-        values = [_ABSENT] * (len(_FIELDS) * len(self._names))
+        values = [MIN_NEUTRAL] * (len(_FIELDS) * len(self._names))
         flags = (
             shape.can_run_graph
             | intent.has_work << 1

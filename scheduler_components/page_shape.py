@@ -1,40 +1,36 @@
-"""How large a page is on one rank, whatever memory it is in, and in which order its bytes lie there."""
+"""The size of a page on one rank, and the order of its bytes in the host tier and in storage."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import attrs
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.validators import integer_validator
 
-__all__ = ["STORED_LAYOUT", "HostLayout", "PageShape", "check_layout"]
+__all__ = ["HOST_LAYOUTS", "STORED_LAYOUT", "HostLayout", "PageShape"]
 
 HostLayout: TypeAlias = Literal["page_first", "layer_first"]
-"""Which bytes of a host tier lie together: all layers of a page, or all pages of a layer."""
+"""Which bytes of a host tier are contiguous: all layers of a page, or all pages of a layer."""
+
+HOST_LAYOUTS: tuple[HostLayout, ...] = get_args(HostLayout)
 
 STORED_LAYOUT = "layer,part,token"
-"""The order of a stored page's bytes, for ``KeySpace.layout``: the same whatever the host's layout."""
-
-
-def check_layout(field: str, value: str) -> None:
-    """Raise ConfigError where ``value`` is no ``HostLayout``."""
-    if value not in ("page_first", "layer_first"):
-        raise ConfigError(field, value, "is not a layout of host memory", "give page_first or layer_first")
+"""The order of a stored page's bytes, for ``KeySpace.layout``. It does not depend on the host layout."""
 
 
 @attrs.frozen(kw_only=True)
 class PageShape:
-    """What one rank holds of one page.
+    """One rank's slice of a page.
 
     Attributes:
         num_layers: layers of this pipeline stage.
-        layer_page_bytes: one page's tokens in one layer, as this rank's slice of them, all parts together.
-        num_parts: pieces of equal size that a layer keeps apart: 2 for keys and values, 1 for a latent.
+        layer_page_bytes: bytes of one page in one layer on this rank, all parts included.
+        num_parts: tensors of equal size that a layer stores separately: 2 for keys and values, 1 for an MLA latent.
 
     Raises:
-        ConfigError: a size is below 1, or the parts are not of equal size.
+        ConfigError: a size is below 1, or ``layer_page_bytes`` is not a multiple of ``num_parts``.
     """
 
     num_layers: int = attrs.field(validator=integer_validator())
@@ -46,7 +42,7 @@ class PageShape:
             raise ConfigError(
                 "layer_page_bytes",
                 self.layer_page_bytes,
-                f"is not {self.num_parts} parts of equal size",
+                f"cannot be divided into {self.num_parts} parts of equal size",
                 "give the bytes of keys and values together",
             )
 

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
@@ -51,7 +52,6 @@ from scheduler_components.control_requests import (
 )
 from scheduler_components.errors import QuiesceDivergenceError
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.hicache import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.ports import (
     FlushableCache,
     MemoryOccupation,

@@ -16,18 +16,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from scheduler_components.agreement import BLOCK_INTS, MIN_NEUTRAL, all_reduce_min, divergence_error
 from scheduler_components.errors import ComponentError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.ports import SyncGroup
-from scheduler_components.values import RelayedInput, SyncCall, describe_calls
+from scheduler_components.values import RelayedInput, SyncCall
 
 __all__ = ["SyncGroupRelay"]
 
-_NOTHING = 2**63 - 1  # what a rank brings that does not lead: the largest int64 changes no minimum
-_BLOCK_INTS = 256
 _MAX_INTS = 65_536  # of one further reduction: half a megabyte
 _NUM_EQUAL = 4
 _HEADER_INTS = 2 * _NUM_EQUAL + 3
-_ROOM_INTS = _BLOCK_INTS - _HEADER_INTS
+_ROOM_INTS = BLOCK_INTS - _HEADER_INTS
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
@@ -75,29 +74,18 @@ class SyncGroupRelay:
         words = _words_of(payload)
         equal = (own.step, own.state_digest, own.input_digest, call.number)
         header = [sign for value in equal for sign in (value, ~value)]
-        header += (self.rank, ~self.rank, len(payload)) if self.leads else (_NOTHING,) * 3
-        reduced = self._reduce(_filled(header + words[:_ROOM_INTS], _BLOCK_INTS), call)
+        header += (self.rank, ~self.rank, len(payload)) if self.leads else (MIN_NEUTRAL,) * 3
+        reduced = all_reduce_min(self.groups, _filled(header + words[:_ROOM_INTS], BLOCK_INTS), call)
         # The reduced header is the same on all ranks, so all of them go on, or none.
         if not _agrees(reduced):
-            raise SyncDivergenceError(call.number, describe_calls(self._gather(call)))
+            raise divergence_error(self.groups, call)
         num_bytes = reduced[_HEADER_INTS - 1]
         brought = reduced[_HEADER_INTS:]
         num_words = -(-num_bytes // 8)
         while len(brought) < num_words:
             at, length = len(brought), min(_MAX_INTS, num_words - len(brought))
-            brought += self._reduce(_filled(words[at : at + length], length), call)
+            brought += all_reduce_min(self.groups, _filled(words[at : at + length], length), call)
         return _decode(array("q", brought[:num_words]).tobytes()[:num_bytes])
-
-    def _reduce(self, values: list[int], call: SyncCall) -> list[int]:
-        for group in self.groups:
-            values = group.all_reduce_min(values, call)
-        return values
-
-    def _gather(self, call: SyncCall) -> list[SyncCall]:
-        records = call.to_ints()
-        for group in self.groups:
-            records = group.all_gather(records, call)
-        return SyncCall.many_from_ints(records)
 
 
 def _agrees(header: Sequence[int]) -> bool:
@@ -111,4 +99,4 @@ def _words_of(payload: bytes) -> list[int]:
 
 
 def _filled(values: list[int], length: int) -> list[int]:
-    return values + [_NOTHING] * (length - len(values))
+    return values + [MIN_NEUTRAL] * (length - len(values))

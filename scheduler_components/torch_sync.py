@@ -15,8 +15,9 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from scheduler_components.agreement import ParallelGroups, RankGroups, agreeing_ranks, ordered_groups
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups
 from scheduler_components.values import SYNC_CALL_INTS, SyncCall, describe_calls
 
 __all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups"]

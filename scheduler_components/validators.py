@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from scheduler_components.errors import ConfigError
@@ -14,7 +14,7 @@ from scheduler_components.errors import ConfigError
 if TYPE_CHECKING:
     import attrs
 
-__all__ = ["check_integer", "check_number", "integer_validator", "number_validator"]
+__all__ = ["check_choice", "check_integer", "check_number", "choice_validator", "integer_validator", "number_validator"]
 
 
 def check_integer(field: str, value: object, problem: str = "is not a size", *, at_least: int = 1) -> None:
@@ -44,6 +44,12 @@ def check_number(field: str, value: Any, problem: str = "is not a time span", *,
         raise ConfigError(field, value, problem, f"give a finite number {'of at least' if or_zero else 'above'} 0")
 
 
+def check_choice(field: str, value: object, choices: Collection[str], problem: str = "is not a known value") -> None:
+    """Raise a ConfigError that names ``field`` and lists ``choices`` unless ``value`` is one of them."""
+    if value not in choices:
+        raise ConfigError(field, value, problem, f"give one of {', '.join(choices)}")
+
+
 def integer_validator(
     problem: str = "is not a size", *, at_least: int = 1
 ) -> Callable[[object, attrs.Attribute[int], Any], None]:
@@ -62,5 +68,16 @@ def number_validator(
 
     def validate(_: object, attribute: attrs.Attribute[float], value: object) -> None:
         check_number(attribute.name, value, problem, or_zero=or_zero)
+
+    return validate
+
+
+def choice_validator(
+    *choices: str, problem: str = "is not a known value"
+) -> Callable[[object, attrs.Attribute[Any], Any], None]:
+    """Make the validator of an attrs field that calls ``check_choice``."""
+
+    def validate(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        check_choice(attribute.name, value, choices, problem)
 
     return validate

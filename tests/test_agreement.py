@@ -10,26 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.agreement import BLOCK_INTS
-from scheduler_components.hicache import (
-    AgreedValues,
-    InProcessGroups,
-    ParallelGroups,
-    Proposal,
-    RankGroups,
+from scheduler_components.agreement import BLOCK_INTS, AgreedValues, ParallelGroups, Proposal, Slots, elementwise_min
+from scheduler_components.errors import (
     SettingsDivergenceError,
-    Slots,
-    SyncCall,
     SyncClosedError,
     SyncDivergenceError,
     SyncTimeoutError,
-    agreeing_ranks,
-    elementwise_min,
-    ordered_groups,
-    world_rank_groups,
 )
+from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups, world_rank_groups
+from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.testing.thread_ranks import ThreadSyncHub
-from scheduler_components.values import SYNC_CALL_INTS
+from scheduler_components.values import SYNC_CALL_INTS, SyncCall
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
@@ -300,7 +291,7 @@ def test_a_closed_domain_refuses() -> None:
     groups = ParallelGroups()
     groups.close()
     groups.close()
-    with pytest.raises(SyncClosedError, match=r"^the sync domain is closed$"):
+    with pytest.raises(SyncClosedError, match=r"^the parallel groups are closed$"):
         groups.barrier("start", step=0)
 
 

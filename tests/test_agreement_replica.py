@@ -21,15 +21,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, CacheIntegrityError
-from scheduler_components.hicache import (
-    AgreedValues,
-    HiCachePolicy,
-    HiRadixCache,
-    Proposal,
-    SyncTimeoutError,
-    Tier,
-    TierDivergenceError,
-)
+from scheduler_components.agreement import AgreedValues, Proposal
+from scheduler_components.errors import SyncTimeoutError, TierDivergenceError
+from scheduler_components.events import Tier
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache
 from scheduler_components.reference.device.hicache_sim import (
     FaultRates,
     SimulatedReplica,

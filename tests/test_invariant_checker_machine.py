@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler
 
-from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, ParallelGroups
+from scheduler_components.agreement import ParallelGroups
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.invariant_rules import find_pool_violations
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone

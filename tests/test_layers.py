@@ -23,7 +23,7 @@ FLOORS = (
     ("file_lock", "validators"),
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),
-    ("ports", "shm_board"),
+    ("ports", "rank_groups", "shm_board"),
     ("agreement", "control_requests"),
     ("kv_events", "cache", "torch_sync"),
     ("load", "metrics", "hicache", "step_progress", "weight_updater"),

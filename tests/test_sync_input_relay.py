@@ -7,8 +7,8 @@ from math import prod
 import pytest
 
 from scheduler_components import ParallelState
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.hicache import ParallelGroups
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.testing import run_ranks

@@ -16,10 +16,12 @@ from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixMatch, PrefixNam
 from scheduler_components.cache.block_hash import block_hash_array, block_hashes_of, pack_tokens
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
-from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController
+from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.policy import HiCachePolicy
+from scheduler_components.hicache.prefetch import ActivePrefetches
+from scheduler_components.hicache.prefetch_queue import PrefetchQueue
 from scheduler_components.hicache.tiers import TierTree
-from scheduler_components.hicache.transfers import PrefetchQueue, TierTransfers
+from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.ports import HostPages, NullPageHook, PageHolders, PageHook, PageMover
 from scheduler_components.values import TierStats

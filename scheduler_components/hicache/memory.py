@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from scheduler_components.cache import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.page_shape import HostLayout, PageShape, check_layout
+from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout, PageShape
 from scheduler_components.ports import CopyEvent, DeviceMemory, HostLayerView, NullCopyEvent, PageBytes
+from scheduler_components.validators import check_choice
 
 __all__ = ["HostMemory", "HostPool", "SimulatedDeviceMemory", "merged_runs"]
 
@@ -57,7 +58,7 @@ class HostMemory:
     def __init__(
         self, shape: PageShape, num_pages: int, *, layout: HostLayout = "page_first", buffer: _Memory | None = None
     ) -> None:
-        check_layout("layout", layout)
+        check_choice("layout", layout, HOST_LAYOUTS)
         num_bytes = num_pages * shape.page_bytes
         memory = np.zeros(num_bytes, np.uint8) if buffer is None else buffer.reshape(-1)[:num_bytes]
         if len(memory) < num_bytes:

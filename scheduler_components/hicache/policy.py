@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import attrs
 
-from scheduler_components.errors import ConfigError
-from scheduler_components.validators import integer_validator, number_validator
+from scheduler_components.validators import choice_validator, integer_validator, number_validator
 
 __all__ = ["HiCachePolicy", "LoadBackMode", "PrefetchPolicy", "WritePolicy"]
 
@@ -17,72 +16,58 @@ PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 LoadBackMode: TypeAlias = Literal["whole", "by_layer"]
 
 
-def _check_write(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    _check_choice(attribute.name, value, ("write_through", "write_through_selective", "write_back"))
-
-
-def _check_stop(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    _check_choice(attribute.name, value, ("best_effort", "wait_complete", "timeout"))
-
-
-def _check_load(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    _check_choice(attribute.name, value, ("whole", "by_layer"))
-
-
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(field, value, "is not a policy", f"give one of {', '.join(choices)}")
-
-
 @attrs.frozen(kw_only=True)
 class HiCachePolicy:
-    """When a hierarchical cache writes, and when it stops prefetching; the same on every rank of a replica.
+    """When a hierarchical cache writes, prefetches and loads pages; the same on every rank of a replica.
 
     Attributes:
-        write: copy pages to the host as soon as they are cached (``write_through``), once enough requests have found
-            them (``write_through_selective``), or when they near eviction from the device (``write_back``).
-        write_threshold_hits: with ``write_through_selective``, how many requests must have found a page in the cache.
-            ``PrefetchQueue.is_done`` counts, once per request. What is evicted before is lost.
-        clean_ahead_pages: with ``write_back``, how many of the next pages to evict are kept copied ahead of need.
-            What is evicted uncopied is lost, never waited for.
-        prefetch: when a prefetch from storage ends before it is complete: as soon as its request could run
-            (``best_effort``), never (``wait_complete``), or when any rank's clock says so (``timeout``). Whatever the
-            prefetch is at then: waiting for others, asking, or reading. What has landed by then is used.
-        prefetch_threshold_pages: shorter hits are not worth a transfer and are revoked.
-        prefetch_retry_steps: how many steps a request waits after a prefetch that brought nothing, until storage is
-            asked again: another request may have been writing the same prefix. ``PrefetchQueue.is_done`` counts them.
-            0 asks once. A request that is the next to run asks no more.
-        prefetch_max_retries: how often at most.
+        write: when to copy pages to the host: as soon as they are cached (``write_through``), once enough requests have
+            found them (``write_through_selective``), or when they are about to be evicted from the device
+            (``write_back``).
+        write_threshold_hits: with ``write_through_selective``, the number of requests that must have found a page in
+            the cache. ``PrefetchQueue.is_done`` counts each request once. Pages evicted earlier are lost.
+        clean_ahead_pages: with ``write_back``, how many of the pages that will be evicted next are copied ahead of
+            time. A page evicted without a copy is lost; eviction never waits for a copy.
+        prefetch: when to stop an incomplete prefetch: as soon as its request could run (``best_effort``), never
+            (``wait_complete``), or when the clock of any rank passes a deadline (``timeout``). This applies in every
+            phase of a prefetch. The pages that have arrived on all ranks are used.
+        prefetch_threshold_pages: the shortest storage hit that is worth a transfer; shorter hits are revoked.
+        prefetch_retry_steps: how many steps a request waits after a prefetch without pages before it queries storage
+            again, because another request may be writing the same prefix. ``PrefetchQueue.is_done`` counts the steps.
+            0 queries once. A request that is next to run does not query again.
+        prefetch_max_retries: the largest number of repeated queries.
         prefetch_timeout_s, prefetch_timeout_s_per_ki_token: with ``timeout``, how long a request that could run waits:
-            a base, and as much for each 1,024 tokens that storage holds. SGLang's formula and its defaults.
-        load: whether the request that is next to run waits until its pages are on the device (``whole``), or runs at
-            once while they come, and its forward waits before each layer (``by_layer``). That is for devices which
-            wait at a ``LayerDoneCounter``. A load that fails then fails the batch that reads it; before, it is computed
-            anew.
-        load_threshold_pages: shorter runs are computed anew instead of loaded from the host.
+            a constant plus a time for each 1,024 tokens that storage holds. Formula and defaults are SGLang's.
+        load: whether a request waits until its pages are on the device (``whole``), or runs while they are copied and
+            its forward waits before each layer (``by_layer``). ``by_layer`` needs a device that waits at a
+            ``LayerDoneCounter``, and a failed load fails the batch that reads its pages. With ``whole``, the pages of a
+            failed load are recomputed.
+        load_threshold_pages: the shortest run to load from the host; shorter runs are recomputed.
 
     Raises:
-        ConfigError: naming the value that cannot work.
+        ConfigError: a value cannot work; the error names the field.
     """
 
-    write: WritePolicy = attrs.field(default="write_through", validator=_check_write)
-    # SGLang writes at the second use; the first is the computing, which is no hit here.
+    write: WritePolicy = attrs.field(default="write_through", validator=choice_validator(*get_args(WritePolicy)))
+    # SGLang writes at the second use. Here the first use, which computes the page, is not a hit.
     write_threshold_hits: int = attrs.field(default=1, validator=integer_validator("is not a count"))
     clean_ahead_pages: int = attrs.field(default=64, validator=integer_validator("is not a count"))
-    prefetch: PrefetchPolicy = attrs.field(default="best_effort", validator=_check_stop)
+    prefetch: PrefetchPolicy = attrs.field(default="best_effort", validator=choice_validator(*get_args(PrefetchPolicy)))
     prefetch_threshold_pages: int = attrs.field(default=4, validator=integer_validator("is not a count"))
     # SGLang's defaults (``hicache_storage_prefetch_retry_*`` in 0.5.23).
     prefetch_retry_steps: int = attrs.field(default=8, validator=integer_validator("is not a count", at_least=0))
     prefetch_max_retries: int = attrs.field(default=8, validator=integer_validator("is not a count", at_least=0))
     prefetch_timeout_s: float = attrs.field(default=1.0, validator=number_validator(or_zero=True))
     prefetch_timeout_s_per_ki_token: float = attrs.field(default=0.25, validator=number_validator(or_zero=True))
-    load: LoadBackMode = attrs.field(default="whole", validator=_check_load)  # any device can do with it
+    load: LoadBackMode = attrs.field(
+        default="whole", validator=choice_validator(*get_args(LoadBackMode))
+    )  # works on every device
     load_threshold_pages: int = attrs.field(default=1, validator=integer_validator("is not a count"))
 
     def prefetch_max_wait_s(self, num_tokens: int) -> float:
-        """Longest time that a prefetch of ``num_tokens`` may block its request; infinite unless it is ``timeout``.
+        """Return the longest time that a prefetch of ``num_tokens`` may block its request.
 
-        While nobody knows how much storage has, the tokens are 0: an answer that takes longer than that is given up.
+        Pass 0 tokens while the length of the hit is unknown. Infinite unless ``prefetch`` is ``timeout``.
         """
         if self.prefetch != "timeout":
             return math.inf

@@ -14,26 +14,20 @@ is garbled.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from struct import Struct
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
-import attrs
 import msgspec
 
-from scheduler_components.errors import ConfigError, StorageStallError
-from scheduler_components.parallel_state import ParallelState
+from scheduler_components.errors import StorageStallError
 from scheduler_components.ports import PageBytes, PageStore
-from scheduler_components.validators import integer_validator
 
 __all__ = [
     "FRAME_BYTES",
     "CheckedPageStore",
-    "KeySpace",
-    "Placement",
     "StorageStats",
     "StoreClient",
     "parse_count",
@@ -231,122 +225,3 @@ def parse_list(num_keys: int) -> Callable[[object], list[object]]:
         return list(answer)
 
     return read
-
-
-AxisPlacement: TypeAlias = Literal["replicated", "sharded"]
-"""Along one axis, every rank holds the same bytes of a page (replicated), or its own slice of them (sharded)."""
-
-AXES = ("attn_tp", "attn_cp", "pp")
-_MIN_DIGEST_BYTES = 16
-_NOT_PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-def _check_held(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in ("replicated", "sharded"):
-        raise ConfigError(attribute.name, value, "is not a placement", 'give "replicated" or "sharded"')
-
-
-@attrs.frozen(kw_only=True)
-class Placement:
-    """How a page's bytes lie over the ranks of one replica.
-
-    Pipeline stages hold different layers, so ``pp`` is sharded in every known engine. The defaults are those of
-    grouped-query attention whose context-parallel ranks gather the keys and values before they cache them.
-
-    Raises:
-        ConfigError: a value is neither "replicated" nor "sharded".
-    """
-
-    attn_tp: AxisPlacement = attrs.field(default="sharded", validator=_check_held)
-    attn_cp: AxisPlacement = attrs.field(default="replicated", validator=_check_held)
-    pp: AxisPlacement = attrs.field(default="sharded", validator=_check_held)
-
-    @classmethod
-    def mla(cls) -> Placement:
-        """Multi-head latent attention (MLA): one latent for all heads, so the same on every attention-TP rank."""
-        return cls(attn_tp="replicated")
-
-
-def _check_text(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(attribute.name, value, "is empty", "name what the pages hold")
-
-
-@attrs.frozen(kw_only=True)
-class KeySpace:
-    """The keys of one rank's pages.
-
-    A key is ``<namespace>/<page digest>[<suffix>]``. The namespace separates pages whose bytes mean different things.
-    The suffix names the slice of the page: one part for each axis that is sharded over more than one rank. A page
-    that is whole along an axis has no part for it, so an engine of another size along that axis can read it.
-    Attention-DP ranks and other engines share keys: their pages of one digest have the same content.
-
-    Attributes:
-        model: the model and its revision, as all engines that share the store name it.
-        dtype: of the cached keys and values.
-        page_size: tokens per page.
-        layout: order of the bytes within a page, for example ``"page_first"``.
-        placement: how pages lie over the ranks.
-        parallel: this rank.
-
-    Raises:
-        ConfigError: a part is empty, or the placement does not fit these ranks.
-    """
-
-    model: str = attrs.field(validator=_check_text)
-    dtype: str = attrs.field(validator=_check_text)
-    page_size: int = attrs.field(validator=integer_validator("is not a page size"))
-    layout: str = attrs.field(validator=_check_text)
-    placement: Placement
-    parallel: ParallelState
-    namespace: str = attrs.field(init=False)
-    suffix: str = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        if self.parallel.dcp_size > 1 and self.placement.attn_tp == "replicated":
-            raise ConfigError(
-                "placement.attn_tp",
-                "replicated",
-                f"cannot be with dcp_size={self.parallel.dcp_size}: decode context parallelism slices pages over it",
-                'give "sharded"',
-            )
-        object.__setattr__(self, "namespace", self._make_namespace())
-        object.__setattr__(self, "suffix", self._make_suffix())
-
-    @property
-    def is_writer(self) -> bool:
-        """True on the one rank of the replica that writes this rank's slice: the first along each replicated axis."""
-        return all(
-            getattr(self.parallel, f"{axis}_rank") == 0
-            for axis in AXES
-            if getattr(self.placement, axis) == "replicated"
-        )
-
-    def key(self, page_digest: bytes) -> str:
-        """Return the key of this rank's slice of a page.
-
-        Args:
-            page_digest: the page's whole chained digest. A 64-bit block hash is too short to be an identity here: two
-                pages that share a key would be served for each other.
-
-        Raises:
-            ValueError: the digest has fewer than 16 bytes.
-        """
-        if len(page_digest) < _MIN_DIGEST_BYTES:
-            raise ValueError(f"a page digest of {len(page_digest)} bytes; give at least {_MIN_DIGEST_BYTES}")
-        return f"{self.namespace}/{page_digest.hex()}{self.suffix}"
-
-    def _make_namespace(self) -> str:
-        fields = (self.model, self.dtype, str(self.page_size), self.layout)
-        # Lengths go in, so that no two lists of fields join to the same text.
-        identity = "".join(f"{len(field)}:{field}" for field in fields)
-        readable = _NOT_PLAIN.sub("-", self.model.rpartition("/")[2])[:40]
-        return f"{readable}-{sha256(identity.encode()).hexdigest()[:32]}"
-
-    def _make_suffix(self) -> str:
-        parts = []
-        for axis in AXES:
-            rank, size = getattr(self.parallel, f"{axis}_rank"), getattr(self.parallel, f"{axis}_size")
-            if getattr(self.placement, axis) == "sharded" and size > 1:
-                parts.append(f".{axis}{rank}of{size}")
-        return "".join(parts)

@@ -26,7 +26,8 @@ from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import ConfigError, StorageError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.hicache.memory import HostPool
-from scheduler_components.hicache.storage import CheckedPageStore, KeySpace, StorageStats
+from scheduler_components.hicache.page_keys import KeySpace
+from scheduler_components.hicache.storage import CheckedPageStore, StorageStats
 from scheduler_components.hicache.storage_backend import FramedBackend, StorageBackend, ZeroCopyBackend
 from scheduler_components.hicache.thread_layer_counter import ThreadLayerDoneCounter
 from scheduler_components.hicache.thread_storage import open_deadline_page_store, open_deadline_zero_copy_store

@@ -13,12 +13,12 @@ between at any time. What an operation copies is locked until it settles.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode
-from scheduler_components.cache.block_hash import pack_tokens, page_digests
+from scheduler_components.cache import PrefixNamespace, RadixNode
+from scheduler_components.cache.block_hash import page_digests
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.events import Tier
 from scheduler_components.hicache.controller import HiCacheController
@@ -34,9 +34,9 @@ from scheduler_components.page_operations import (
     StorageDetached,
     WriteOutcome,
 )
-from scheduler_components.values import CachedTokens, HeldCount, PageHolding, TierStats
+from scheduler_components.values import HeldCount, PageHolding, TierStats
 
-__all__ = ["LoadBackTransfers", "WriteTransfers", "PrefetchQueue", "PrefetchTransfers", "TierTransfers"]
+__all__ = ["LoadBackTransfers", "WriteTransfers", "PrefetchTransfers", "TierTransfers"]
 
 
 _BACKUP_SHARE = 4  # a slow storage may lock one host page in four; what is beyond that is not backed up
@@ -386,10 +386,6 @@ class PrefetchTransfers:
         self.stats.prefetches += 1
         return prefetch
 
-    def mark_blocking(self, prefetch: Prefetch) -> None:
-        """Its request could run, and waits for it alone."""
-        self.controller.prefetches.mark_blocking(prefetch.number)
-
     def terminate(self, prefetch: Prefetch) -> None:
         """Wait no longer: what has landed on every rank is put in the tree, here and now."""
         self.apply_prefetch(self.controller.terminate(prefetch.number))
@@ -523,156 +519,3 @@ class TierTransfers:
         """What storage holds is no longer known."""
         for node in reversed(list(self.tiers.tree.walk())):  # children first, so that stored stays closed upwards
             self.tiers.membership.clear_storage_index(node)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Preparation:
-    """One request's."""
-
-    prefetch: Prefetch | None = None
-    load: LoadBack | None = None
-    num_loaded_pages: int = 0
-    has_given_up: bool = False
-    is_counted: bool = False
-    num_steps_since_miss: int = 0
-    num_retries: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class PrefetchQueue:
-    """What is moved closer for requests that wait: from storage to the host first, then from the host to the device.
-
-    Calls and their order decide everything.
-
-    Attributes:
-        transfers: moves the pages.
-        policy: when to stop a prefetch, and what is worth a load.
-    """
-
-    transfers: TierTransfers
-    policy: HiCachePolicy
-    _by_rid: dict[str, _Preparation] = field(default_factory=dict, init=False)
-
-    def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
-        """A request has come that will match ``token_ids``: begin to read from storage what no nearer tier has."""
-        prefetch = self._begin_prefetch(token_ids, namespace or DEFAULT_NAMESPACE)
-        if prefetch is not None:
-            self._by_rid[rid] = _Preparation(prefetch=prefetch)
-
-    def _begin_prefetch(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> Prefetch | None:
-        """Begin to read what no nearer tier has; None where that is not worth it."""
-        tiers, transfers, packed = self.transfers.tiers, self.transfers, pack_tokens(token_ids)
-        path = tiers.match_path(packed, namespace.seed())
-        if not transfers.reads.should_prefetch(packed, path):
-            return None
-        # What is read can only hang below a prefix that is on the host.
-        transfers.writes.write_path(path[: tiers.num_on_device(path)])
-        return transfers.reads.start(packed, namespace, path)
-
-    def is_done(
-        self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None, *, is_next: bool = True
-    ) -> bool:
-        """Say whether a request need not wait for pages, and begin to bring them closer. Ask at every step.
-
-        Args:
-            rid, token_ids, namespace: as given to ``expect``; a request that was not given to it waits for loads alone.
-            is_next: this request is the next to run. Under ``best_effort`` it does not wait for storage from here on,
-                under ``timeout`` its time runs. One that is not the next asks storage again after a miss.
-        """
-        preparation, namespace = self._by_rid.setdefault(rid, _Preparation()), namespace or DEFAULT_NAMESPACE
-        if self.policy.write == "write_through_selective" and not preparation.is_counted:
-            preparation.is_counted = True
-            path = self.transfers.tiers.match_path(pack_tokens(token_ids), namespace.seed())
-            self.transfers.writes.on_hit(path)
-        if not is_next:
-            self._retry_after_miss(preparation, token_ids, namespace)
-        prefetch, load = preparation.prefetch, preparation.load
-        if prefetch is not None and prefetch.num_read is None:
-            if not is_next:
-                return False
-            if self.policy.prefetch != "best_effort":
-                self.transfers.reads.mark_blocking(prefetch)
-                return False
-            self.transfers.reads.terminate(prefetch)
-        if load is not None:
-            if not (load.is_settled or load.by_layer):
-                return False
-            preparation.has_given_up = preparation.has_given_up or load.has_failed
-        by_layer = is_next and self.policy.load == "by_layer"
-        return preparation.has_given_up or not self._must_wait_for_load(
-            preparation, token_ids, namespace, by_layer=by_layer
-        )
-
-    def _retry_after_miss(
-        self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace
-    ) -> None:
-        """Ask storage again for a request whose prefetch brought nothing, once in ``prefetch_retry_steps`` calls."""
-        policy, missed = self.policy, preparation.prefetch
-        if missed is None or missed.num_read != 0 or preparation.num_retries >= policy.prefetch_max_retries:
-            return
-        preparation.num_steps_since_miss += 1
-        if not policy.prefetch_retry_steps or preparation.num_steps_since_miss < policy.prefetch_retry_steps:
-            return
-        preparation.num_steps_since_miss = 0
-        preparation.num_retries += 1
-        preparation.prefetch = self._begin_prefetch(token_ids, namespace) or missed
-
-    def prefetched_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Which tokens of which waiting requests storage has, as (rid, (first, end)): they are read and not computed.
-
-        What is on its way counts once all ranks have agreed that they have room for it, and what has landed until the
-        request runs. An empty span says that storage was asked, and had nothing.
-        """
-        page_size = self.transfers.tiers.tree.page_size
-        for rid, preparation in self._by_rid.items():
-            prefetch = preparation.prefetch
-            if prefetch is not None:
-                num_pages = prefetch.num_reserved if prefetch.num_read is None else prefetch.num_read
-                yield rid, (prefetch.first_page * page_size, (prefetch.first_page + num_pages) * page_size)
-
-    def cancel(self, rid: str) -> None:
-        """A request is gone before it ran: nothing is brought closer for it any more."""
-        preparation = self._by_rid.pop(rid, _Preparation())
-        if preparation.prefetch is not None and preparation.prefetch.num_read is None:
-            self.transfers.reads.terminate(preparation.prefetch)
-
-    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
-        """A request begins to run: count and return where its prompt was found."""
-        preparation = self._by_rid.get(rid, _Preparation())
-        num_read_pages = preparation.prefetch.num_read or 0 if preparation.prefetch is not None else 0
-        page_size = self.transfers.tiers.tree.page_size
-        cached = self.transfers.stats.record_admission(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            loaded_tokens=preparation.num_loaded_pages * page_size,
-            read_tokens=num_read_pages * page_size,
-        )
-        self.cancel(rid)
-        return cached
-
-    def _must_wait_for_load(
-        self, preparation: _Preparation, token_ids: Sequence[int], namespace: PrefixNamespace, *, by_layer: bool
-    ) -> bool:
-        """Begin to load what part of the prompt is on the host alone, or wait for room.
-
-        False when nothing is to do, and with ``by_layer`` when all of it is on its way.
-        """
-        tiers, loads = self.transfers.tiers, self.transfers.loads
-        path = tiers.match_path(pack_tokens(token_ids), namespace.seed())
-        num_pages = sum(node.num_pages for node in path[tiers.num_on_device(path) :])
-        # A request loads no more pages than its prompt has: two that evict each other's pages come to an end.
-        num_left = len(token_ids) // tiers.tree.page_size - preparation.num_loaded_pages
-        if min(num_pages, num_left) < self.policy.load_threshold_pages:
-            return False
-        if loads.budget_pages < self.policy.load_threshold_pages:
-            # Loads that are under way will give room back; otherwise nobody will.
-            preparation.has_given_up = loads.is_idle
-            return not preparation.has_given_up
-        load = loads.start(path, num_left, by_layer=by_layer)
-        if load is None:
-            # Who holds the device's pages will give them back, and without them the request could not run either.
-            preparation.has_given_up = not tiers.device.used_tokens
-            return not preparation.has_given_up
-        preparation.load = load
-        preparation.num_loaded_pages += load.num_pages
-        return not by_layer or load.num_pages < min(num_pages, num_left)

@@ -26,9 +26,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace, hash_pages
-from scheduler_components.hicache import PageStore
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.replay_messages import END_SEQ
+from scheduler_components.ports import PageStore
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.faulty_network import Fault, FaultyNetwork

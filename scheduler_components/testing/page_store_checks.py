@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from scheduler_components.hicache import PageStore, ZeroCopyPageStore
+from scheduler_components.ports import PageStore, ZeroCopyPageStore
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 

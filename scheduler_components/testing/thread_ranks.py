@@ -9,7 +9,10 @@ from threading import Condition
 from typing import TypeVar
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import ParallelGroups, SyncCall, SyncTimeoutError, elementwise_min, world_rank_groups
+from scheduler_components.agreement import ParallelGroups, elementwise_min
+from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.rank_groups import world_rank_groups
+from scheduler_components.values import SyncCall
 
 __all__ = ["ThreadSyncHub", "run_ranks"]
 

@@ -22,8 +22,8 @@ from scheduler_components.control_requests import (  # noqa: E402
     LoadWeights,
     RollBackWeights,
 )
-from scheduler_components.hicache import InProcessGroups  # noqa: E402
 from scheduler_components.quiesce import QuiesceController  # noqa: E402
+from scheduler_components.testing.in_process_groups import InProcessGroups  # noqa: E402
 from scheduler_components.torch_weight_updater import TorchWeightStore  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # the engine's own

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components.hicache import HiCachePolicy, InProcessGroups, Proposal
-from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController
+from scheduler_components.agreement import Proposal
+from scheduler_components.hicache import HiCachePolicy
+from scheduler_components.hicache.controller import HiCacheController
+from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.page_operations import (
     BackupDone,
     BackupOutcome,
@@ -21,6 +23,7 @@ from scheduler_components.page_operations import (
     WriteOutcome,
 )
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.testing.in_process_groups import InProcessGroups
 
 DIGESTS = bytes(range(32)) * 2
 

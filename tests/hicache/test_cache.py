@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, SettingsDivergenceError, Tier
+from scheduler_components.errors import SettingsDivergenceError
+from scheduler_components.events import Tier
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
 from scheduler_components.testing.thread_ranks import ThreadSyncHub

@@ -9,14 +9,8 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import CacheIntegrityError
-from scheduler_components.hicache import (
-    HiCachePolicy,
-    HiCacheStepper,
-    HiRadixCache,
-    HostPool,
-    PageShape,
-    ParallelGroups,
-)
+from scheduler_components.agreement import ParallelGroups
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, HostPool
 from scheduler_components.page_operations import (
     CopyToDevice,
     CopyToHost,
@@ -26,6 +20,7 @@ from scheduler_components.page_operations import (
     LoadBackDone,
     WriteDone,
 )
+from scheduler_components.page_shape import PageShape
 
 PAGE_SIZE = 2
 

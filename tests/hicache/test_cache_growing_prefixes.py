@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from scheduler_components import OutOfPagesError
 from scheduler_components.cache import RadixCache, RadixNode
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
+from scheduler_components.events import Tier
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache
 from scheduler_components.page_operations import (
     BackupDone,
     CopyToDevice,

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler_components.hicache import (
-    AgreedValues,
-    HiCachePolicy,
-    HiCacheStepper,
-    HiRadixCache,
-    ParallelGroups,
-    Proposal,
-    Tier,
-    TierDivergenceError,
-)
+from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal
+from scheduler_components.errors import TierDivergenceError
+from scheduler_components.events import Tier
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
 from scheduler_components.page_operations import (
     BackupDone,
     CancelPrefetch,

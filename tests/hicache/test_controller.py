@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import CacheIntegrityError, ConfigError
-from scheduler_components.hicache import AgreedValues, HiCachePolicy, InProcessGroups, Proposal
-from scheduler_components.hicache.controller import MAX_ACTIVE_PREFETCHES, AckQueue, ActivePrefetches, HiCacheController
+from scheduler_components.agreement import AgreedValues, Proposal
+from scheduler_components.hicache import HiCachePolicy
+from scheduler_components.hicache.ack_queue import AckQueue
+from scheduler_components.hicache.controller import HiCacheController
+from scheduler_components.hicache.prefetch import MAX_ACTIVE_PREFETCHES, ActivePrefetches
 from scheduler_components.page_operations import (
     CancelPrefetch,
     Decision,
@@ -27,6 +30,7 @@ from scheduler_components.page_operations import (
     ReadFromStorage,
 )
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.testing.in_process_groups import InProcessGroups
 
 
 @st.composite

@@ -17,7 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.hicache import CheckedPageStore, FilePageStore, StorageError, open_file_page_store
+from scheduler_components.errors import StorageError
+from scheduler_components.hicache import CheckedPageStore, FilePageStore, open_file_page_store
 from scheduler_components.hicache.storage import FRAME_BYTES
 from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 
@@ -210,7 +211,7 @@ def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
 def test_a_forked_child_leaves_its_parents_store_alone(tmp_path: Path) -> None:
     script = """
 import os, sys
-from scheduler_components.hicache import StorageError
+from scheduler_components.errors import StorageError
 from scheduler_components.hicache import open_file_page_store
 
 store = open_file_page_store(sys.argv[1], capacity_bytes=1 << 30)

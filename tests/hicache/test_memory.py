@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.hicache import CheckedPageStore, HostPool, MemoryPageStore, PageShape, SimulatedDeviceMemory
+from scheduler_components.hicache import CheckedPageStore, HostPool, MemoryPageStore, SimulatedDeviceMemory
+from scheduler_components.page_shape import PageShape
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=5)
 NUM_PAGES = 6

@@ -20,12 +20,11 @@ from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import (
     CheckedPageStore,
     MooncakeAddress,
-    MooncakePageStore,
-    PageStore,
-    ZeroCopyPageStore,
     open_deadline_page_store,
     open_mooncake_page_store,
 )
+from scheduler_components.hicache.mooncake_storage import MooncakePageStore
+from scheduler_components.ports import PageStore, ZeroCopyPageStore
 from scheduler_components.testing import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
 from scheduler_components.testing.interfaces import PAGE_BYTES, page_of
 

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, InProcessGroups
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache
 from scheduler_components.page_operations import (
     CancelPrefetch,
     CopyToDevice,
@@ -35,6 +35,7 @@ from scheduler_components.page_operations import (
     ReadFromStorage,
 )
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_components.testing.in_process_groups import InProcessGroups
 
 PAGE_SIZE, NUM_PAGES = 512, 6
 FOR_EVER = 10_000

@@ -18,12 +18,9 @@ from scheduler_components.hicache import (
     HostPool,
     KeySpace,
     MemoryPageStore,
-    PageBytes,
-    PageShape,
     Placement,
     SimulatedDeviceMemory,
     ThreadPageMover,
-    ZeroCopyPageStore,
     open_file_page_store,
 )
 from scheduler_components.hicache.storage_backend import ZeroCopyBackend
@@ -35,6 +32,8 @@ from scheduler_components.page_operations import (
     ReadFromStorage,
     WriteToStorage,
 )
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import PageBytes, ZeroCopyPageStore
 from scheduler_components.testing import IN_PLACE_STORE_CHECKS
 
 SHAPE = PageShape(num_layers=2, layer_page_bytes=32)

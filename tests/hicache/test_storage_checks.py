@@ -10,11 +10,11 @@ import pytest
 from scheduler_components.hicache import (
     CheckedPageStore,
     MemoryPageStore,
-    PageStore,
-    StorageStats,
     open_deadline_page_store,
     open_file_page_store,
 )
+from scheduler_components.hicache.storage import StorageStats
+from scheduler_components.ports import PageStore
 from scheduler_components.testing import PAGE_STORE_CHECKS
 from scheduler_components.testing.interfaces import MAX_BYTES, PAGE_BYTES, page_of
 

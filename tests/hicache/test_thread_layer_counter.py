@@ -10,20 +10,18 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import ParallelState
+from scheduler_components.errors import LoadBackError
 from scheduler_components.hicache import (
-    CopyEvent,
-    HostLayerView,
     HostPool,
     KeySpace,
-    LoadBackError,
-    NullCopyEvent,
-    PageShape,
     Placement,
     SimulatedDeviceMemory,
     ThreadLayerDoneCounter,
     ThreadPageMover,
 )
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, IoEvent, LoadBackDone, WriteDone
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
 
 
 class StreamedEnd:

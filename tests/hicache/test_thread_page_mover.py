@@ -19,6 +19,9 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import CacheIntegrityError, ParallelState
+from scheduler_components.agreement import ParallelGroups
+from scheduler_components.errors import StorageError
+from scheduler_components.events import Tier
 from scheduler_components.hicache import (
     CheckedPageStore,
     HiCachePolicy,
@@ -27,15 +30,9 @@ from scheduler_components.hicache import (
     HostPool,
     KeySpace,
     MemoryPageStore,
-    PageBytes,
-    PageShape,
-    PageStore,
-    ParallelGroups,
     Placement,
     SimulatedDeviceMemory,
-    StorageError,
     ThreadPageMover,
-    Tier,
     open_file_page_store,
 )
 from scheduler_components.page_operations import (
@@ -52,6 +49,8 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.reference.engine.rank.hicache_tiers import SimulatedKvPages
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)

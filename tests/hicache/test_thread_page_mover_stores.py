@@ -15,8 +15,6 @@ from scheduler_components.hicache import (
     HostPool,
     KeySpace,
     MemoryPageStore,
-    PageBytes,
-    PageShape,
     Placement,
     SimulatedDeviceMemory,
     ThreadPageMover,
@@ -30,6 +28,8 @@ from scheduler_components.page_operations import (
     ReadFromStorage,
     WriteToStorage,
 )
+from scheduler_components.page_shape import PageShape
+from scheduler_components.ports import PageBytes
 
 SHAPE = PageShape(num_layers=1, layer_page_bytes=16)
 NUM_PAGES = 96

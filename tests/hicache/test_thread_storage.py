@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from scheduler_components.hicache import (
-    CheckedPageStore,
-    MemoryPageStore,
-    StorageError,
-    StorageStallError,
-    open_deadline_page_store,
-)
+from scheduler_components.errors import StorageError, StorageStallError
+from scheduler_components.hicache import CheckedPageStore, MemoryPageStore, open_deadline_page_store
 from scheduler_components.hicache.storage import unframe_page
 
 PAGE_BYTES = 8
@@ -140,7 +135,7 @@ def test_a_write_that_waited_behind_a_stalled_one_is_never_done() -> None:
 
 NEVER = """
 from threading import Event
-from scheduler_components.hicache import StorageStallError
+from scheduler_components.errors import StorageStallError
 from scheduler_components.hicache import open_deadline_page_store
 
 class Never:

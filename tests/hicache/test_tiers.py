@@ -12,8 +12,8 @@ from scheduler_components import CacheIntegrityError
 from scheduler_components.cache import DEFAULT_NAMESPACE, RadixNode
 from scheduler_components.cache.block_hash import pack_tokens
 from scheduler_components.events import Tier
-from scheduler_components.hicache import NullPageHook
 from scheduler_components.hicache.tiers import TierTree
+from scheduler_components.ports import NullPageHook
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 

@@ -13,15 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.hicache import (
-    DeviceMemory,
-    HostLayout,
-    HostPool,
-    PageShape,
-    SimulatedDeviceMemory,
-    TorchDeviceMemory,
-)
+from scheduler_components.hicache import HostPool, SimulatedDeviceMemory, TorchDeviceMemory
 from scheduler_components.hicache.memory import merged_runs
+from scheduler_components.page_shape import HostLayout, PageShape
+from scheduler_components.ports import DeviceMemory
 
 NUM_PAGES = 8
 SIZES = {"num_layers": 3, "num_pages": NUM_PAGES, "page_size": 4, "kv_heads": 2, "head_dim": 6}

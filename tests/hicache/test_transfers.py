@@ -11,8 +11,10 @@ import pytest
 from scheduler_components import CacheIntegrityError
 from scheduler_components.cache import DEFAULT_NAMESPACE
 from scheduler_components.cache.block_hash import DIGEST_BYTES, pack_tokens, page_digests
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, Tier
-from scheduler_components.hicache.controller import ActivePrefetches, HiCacheController
+from scheduler_components.events import Tier
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache
+from scheduler_components.hicache.controller import HiCacheController
+from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.page_operations import (

@@ -16,15 +16,10 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import (
-    ParallelGroups,
-    Proposal,
-    RankGroups,
-    SyncDivergenceError,
-    SyncTimeoutError,
-    open_torch_groups,
-    world_rank_groups,
-)
+from scheduler_components.agreement import ParallelGroups, Proposal
+from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
+from scheduler_components.rank_groups import RankGroups, world_rank_groups
+from scheduler_components.torch_sync import open_torch_groups
 
 ODD_RANK = 2
 World = Sequence[RankGroups]

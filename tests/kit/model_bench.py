@@ -11,20 +11,18 @@ from typing import Any
 import torch
 
 from scheduler_components import CacheIntegrityError, EventBatch, FinishReason, ParallelState, TierStats
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.events import TIER_MEDIUM
+from scheduler_components.events import TIER_MEDIUM, Tier
 from scheduler_components.hicache import (
     HiCachePolicy,
     HiCacheStepper,
     HiRadixCache,
     HostPool,
     KeySpace,
-    PageStore,
-    ParallelGroups,
     Placement,
     ThreadPageMover,
-    Tier,
     TorchDeviceMemory,
 )
 from scheduler_components.page_operations import (
@@ -45,7 +43,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter
+from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter, PageStore
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.config import SchedulerConfig

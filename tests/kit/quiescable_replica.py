@@ -8,9 +8,10 @@ from typing import cast
 
 import msgspec
 
+from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.control_requests import ControlReply, ControlRequest
-from scheduler_components.hicache import AgreedValues, InProcessGroups, Proposal
 from scheduler_components.quiesce import QuiesceController
+from scheduler_components.testing.in_process_groups import InProcessGroups
 
 RANKS = (0, 1, 2, 3)
 HOPS = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}

@@ -17,17 +17,17 @@ PAGE_SIZE = 4  # of ``reference_scheduler``
 def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
     """A host tier of 200 pages behind the device of ``Reference``; closed after the test."""
     pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
-    from scheduler_components.hicache import (
+    from scheduler_components.agreement import ParallelGroups  # fmt: skip
+    from scheduler_components.hicache import (  # fmt: skip
         HiCacheStepper,
         HiRadixCache,
         HostPool,
         KeySpace,
-        PageShape,
-        ParallelGroups,
         Placement,
         SimulatedDeviceMemory,
         ThreadPageMover,
-    )  # fmt: skip
+    )
+    from scheduler_components.page_shape import PageShape  # fmt: skip
     from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
 
     opened: list[HiCacheTiers] = []

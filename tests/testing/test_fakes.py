@@ -20,7 +20,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
     SchedulerStats,
 )
-from scheduler_components.hicache import ParallelGroups
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.testing import (
     FakeClock,
     FakePool,

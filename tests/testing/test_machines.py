@@ -25,9 +25,10 @@ from observability.kv_stream import (
 )
 from scheduler_components import BlockStored, KVCacheEvent
 from scheduler_components.cache import RadixCache
-from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore, open_file_page_store
+from scheduler_components.hicache import MemoryPageStore, open_file_page_store
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.kv_events.replay_messages import END_SEQ, encode_plain_request
+from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
 from scheduler_components.testing.interfaces import MAX_BYTES, FollowerCore, page_of
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scheduler_components.hicache import MemoryPageStore, PageBytes, PageStore
+from scheduler_components.hicache import MemoryPageStore
+from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.testing import ConformanceError, interfaces
 from scheduler_components.testing import page_store_checks as checks
 

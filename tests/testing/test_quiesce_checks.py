@@ -9,9 +9,9 @@ import pytest
 from kit.reference_scheduler import ReferenceScheduler
 
 from scheduler_components import KvEventSink, OutputSink
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.events import MediumGroup
-from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
 from scheduler_components.reference.device.weights import SimulatedWeights

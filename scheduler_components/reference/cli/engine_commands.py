@@ -14,9 +14,10 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import ConfigError, StartError
-from scheduler_components.hicache import HiCachePolicy, HostLayout, LoadBackMode, PrefetchPolicy, WritePolicy
+from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load import check_load_endpoint
+from scheduler_components.page_shape import HostLayout
 from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
 from scheduler_components.reference.cli.session import SessionConfig, run_session
 from scheduler_components.reference.device.model_spec import ModelDtype, ModelSpec, TokenSpec

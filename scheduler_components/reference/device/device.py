@@ -16,7 +16,7 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.dp_attn import BatchShape
-from scheduler_components.hicache import LayerDoneCounter, NullLayerDoneCounter
+from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.validators import check_number, number_validator
 

@@ -19,17 +19,11 @@ from typing import Literal, Protocol, TypeAlias
 import attrs
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError, ParallelState
+from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.cache import PagePool, RadixNode
 from scheduler_components.cache.block_hash import DIGEST_BYTES
-from scheduler_components.hicache import (
-    AgreedValues,
-    HiCachePolicy,
-    HiRadixCache,
-    InProcessGroups,
-    Proposal,
-    Tier,
-    world_rank_groups,
-)
+from scheduler_components.events import Tier
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache
 from scheduler_components.page_operations import (
     BackupDone,
     CancelPrefetch,
@@ -48,6 +42,8 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_components.rank_groups import world_rank_groups
+from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.validators import integer_validator
 
 __all__ = [

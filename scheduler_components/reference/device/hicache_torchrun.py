@@ -27,15 +27,9 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import (
-    FilePageStore,
-    HiCachePolicy,
-    HiCacheStepper,
-    open_file_page_store,
-    open_torch_groups,
-    world_rank_groups,
-)
+from scheduler_components.hicache import FilePageStore, HiCachePolicy, HiCacheStepper, open_file_page_store
 from scheduler_components.ports import NullInputSource
+from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.device.hicache_sim import (
     FaultRates,
     SimulatedWorkload,
@@ -46,6 +40,7 @@ from scheduler_components.reference.device.hicache_sim import (
 )
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.sync_input_relay import SyncGroupRelay
+from scheduler_components.torch_sync import open_torch_groups
 from scheduler_components.values import ForwardMode, InputKind, InputMessage
 
 __all__ = [

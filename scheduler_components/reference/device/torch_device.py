@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from scheduler_components.hicache import LayerDoneCounter, NullLayerDoneCounter
+from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledChunk
 from scheduler_components.reference.device.torch_attention import KvLayers, PagedBatch, pack_batch
 from scheduler_components.reference.device.torch_sampling import SamplingDraw, choose_tokens, token_logprobs

@@ -13,12 +13,12 @@ import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState
 from scheduler_components.dp_attn import PrefillDelayer
-from scheduler_components.hicache import HiCachePolicy, HostLayout, MooncakeAddress
+from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
-from scheduler_components.page_shape import check_layout
+from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout
 from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
-from scheduler_components.validators import integer_validator, number_validator
+from scheduler_components.validators import choice_validator, integer_validator, number_validator
 
 __all__ = [
     "DEFAULT_HOST",
@@ -59,20 +59,6 @@ _STORAGE_CHECKSUMS = ("frame", "sidecar", "none")
 def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
         raise ConfigError(attribute.name, value, "is not a share", "give a number from 0 to 1")
-
-
-def _check_kind(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in _STORAGE_KINDS:
-        raise ConfigError(attribute.name, value, "is not a storage", f"give one of {', '.join(_STORAGE_KINDS)}")
-
-
-def _check_checksum(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in _STORAGE_CHECKSUMS:
-        raise ConfigError(attribute.name, value, "is no way to check", f"give one of {', '.join(_STORAGE_CHECKSUMS)}")
-
-
-def _check_layout(_: object, attribute: attrs.Attribute[str], value: str) -> None:
-    check_layout(attribute.name, value)
 
 
 @attrs.frozen(kw_only=True)
@@ -181,13 +167,13 @@ class HiCacheConfig:
     """
 
     host_tokens: int = attrs.field(validator=integer_validator())
-    host_layout: HostLayout = attrs.field(default="page_first", validator=_check_layout)
-    storage: StorageKind = attrs.field(default="none", validator=_check_kind)
+    host_layout: HostLayout = attrs.field(default="page_first", validator=choice_validator(*HOST_LAYOUTS))
+    storage: StorageKind = attrs.field(default="none", validator=choice_validator(*_STORAGE_KINDS))
     storage_path: str = ""
     storage_bytes: int = attrs.field(default=1 << 30, validator=integer_validator())
     # A step never waits for storage; a request may, and recomputes some thousand tokens in that time.
     storage_deadline_s: float = attrs.field(default=2.0, validator=number_validator())
-    storage_checksum: StorageChecksum = attrs.field(default="frame", validator=_check_checksum)
+    storage_checksum: StorageChecksum = attrs.field(default="frame", validator=choice_validator(*_STORAGE_CHECKSUMS))
     mooncake_master: str = MOONCAKE_MASTER
     mooncake_metadata: str = MOONCAKE_METADATA
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)

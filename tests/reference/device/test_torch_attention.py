@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from kit.model_bench import PROMPTS, BenchTiers, LateMover, ModelBench, Tiers, open_threads
 
-from scheduler_components.hicache import CopyEvent, HiCachePolicy, MemoryPageStore, ThreadPageMover
+from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, ThreadPageMover
 from scheduler_components.page_operations import CopyToDevice, Instruction, IoEvent, LoadBackDone
+from scheduler_components.ports import CopyEvent
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
 from scheduler_components.testing import ConformanceError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_components.hicache import ParallelGroups
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, NullWeightStore, WeightStore
 from scheduler_components.quiesce import QuiesceController, QuiesceStepper
 from scheduler_components.quiesce_state import QuiesceState

@@ -14,25 +14,21 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import (
-    STORED_LAYOUT,
     ZERO_COPY_LAYOUT,
     HiCacheStepper,
     HiRadixCache,
     HostPool,
     KeySpace,
-    LayerDoneCounter,
-    NullPageHook,
-    PageHook,
-    PageShape,
-    ParallelGroups,
     Placement,
     SimulatedDeviceMemory,
     ThreadLayerDoneCounter,
     ThreadPageMover,
-    ZeroCopyPageStore,
 )
+from scheduler_components.page_shape import STORED_LAYOUT, PageShape
+from scheduler_components.ports import LayerDoneCounter, NullPageHook, PageHook, ZeroCopyPageStore
 from scheduler_components.reference.device.device import NUM_SIMULATED_LAYERS
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
 

@@ -22,7 +22,7 @@ from scheduler_components import (
     ParallelState,
 )
 from scheduler_components.cache import RadixCache
-from scheduler_components.hicache import Tier
+from scheduler_components.events import Tier
 from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,

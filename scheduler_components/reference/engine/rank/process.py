@@ -14,8 +14,8 @@ from pathlib import Path
 import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.dp_attn import DpBatchSync, dp_rank_groups
-from scheduler_components.hicache import ParallelGroups, world_rank_groups
 from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
@@ -24,6 +24,7 @@ from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metr
 from scheduler_components.ports import NullProfiler, Profiler
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, RankHeartbeat, RankReady

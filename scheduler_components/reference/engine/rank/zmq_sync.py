@@ -16,7 +16,9 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from scheduler_components.hicache import ParallelGroups, SyncCall, SyncTimeoutError, elementwise_min
+from scheduler_components.agreement import ParallelGroups, elementwise_min
+from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.values import SyncCall
 from scheduler_components.zmq_input_relay import StopRequestedError, WaitForSocket
 
 __all__ = [

@@ -20,16 +20,10 @@ pytest.importorskip("torch", reason="needs torch: pip install scheduler-componen
 import torch
 
 from scheduler_components import ConfigError, FinishReason, ParallelState
-from scheduler_components.hicache import (
-    CopyEvent,
-    HiCachePolicy,
-    HostLayerView,
-    HostLayout,
-    LayerDoneCounter,
-    LoadBackMode,
-    ParallelGroups,
-    TorchDeviceMemory,
-)
+from scheduler_components.agreement import ParallelGroups
+from scheduler_components.hicache import HiCachePolicy, LoadBackMode, TorchDeviceMemory
+from scheduler_components.page_shape import HostLayout
+from scheduler_components.ports import CopyEvent, HostLayerView, LayerDoneCounter
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig, StorageChecksum

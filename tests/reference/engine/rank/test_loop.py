@@ -21,8 +21,8 @@ from scheduler_components import (
     ParallelState,
     SchedulerStats,
 )
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import LockstepError
-from scheduler_components.hicache import ParallelGroups
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState

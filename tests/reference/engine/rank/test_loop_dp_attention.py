@@ -21,11 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, ParallelState
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, PrefillIntent, dp_rank_groups
-from scheduler_components.hicache import ParallelGroups, RankGroups, SyncTimeoutError
+from scheduler_components.errors import SyncTimeoutError
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.rank_groups import RankGroups
 from scheduler_components.reference.cli.engine_commands import EngineOptions, HiCacheOptions, engine_config
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits

@@ -14,13 +14,9 @@ import pytest
 import zmq
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import (
-    ParallelGroups,
-    Proposal,
-    SyncDivergenceError,
-    SyncTimeoutError,
-    world_rank_groups,
-)
+from scheduler_components.agreement import ParallelGroups, Proposal
+from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
+from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.engine.rank.zmq_sync import open_zmq_groups
 from scheduler_components.zmq_input_relay import StopRequestedError
 

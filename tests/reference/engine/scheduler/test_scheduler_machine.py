@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.control_requests import (
     BeginWeightUpdate,
     CheckWeights,
@@ -27,7 +28,6 @@ from scheduler_components.control_requests import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.hicache import ParallelGroups
 from scheduler_components.quiesce_state import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.model_spec import TokenSpec

@@ -9,17 +9,17 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import ParallelState, SchedulerStats
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.hicache import (
     HiCacheStepper,
     HiRadixCache,
     HostPool,
     KeySpace,
-    PageShape,
-    ParallelGroups,
     Placement,
     SimulatedDeviceMemory,
     ThreadPageMover,
 )
+from scheduler_components.page_shape import PageShape
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
