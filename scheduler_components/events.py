@@ -1,13 +1,13 @@
-"""The KV-cache events: what a cache says about its blocks.
+"""KV-cache events: what a cache reports about its blocks.
 
-The three structs here are the only declaration of the wire's fields: names, types, order and defaults. Everything
-else is made from them when it is imported: positions in arrays, names in maps, readers and writers (``codec``), and
-what folding reads (``base``). A new field is one line at the end of a struct, and golden vectors.
+The three structs here are the only declaration of the wire's fields: names, types, order and defaults. All other code
+derives positions, names, readers and writers from them at import (``codec``, ``snapshot``). A new field is one line at
+the end of a struct, plus golden vectors.
 
-An event is frozen and holds tuples: once it is handed to a publisher, it cannot change. Names and order are those of
-``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x) for the first seven fields of ``BlockStored``, so that code
-written for that module works here. ``extra_keys`` and ``group_idx`` follow in vLLM's order, then SGLang's
-``cache_salt`` and ``session_id``, then what vLLM 0.32 and 0.33 added. The order is fixed: released readers read arrays
+An event is frozen and holds tuples: a publisher can rely on it after ``publish``. The first seven fields of
+``BlockStored`` have the names and the order of ``sglang.srt.disaggregation.kv_events`` (SGLang 0.5.x), so code written
+for that module works here. ``extra_keys`` and ``group_idx`` follow in vLLM's order, then SGLang's ``cache_salt`` and
+``session_id``, then the fields that vLLM 0.32 and 0.33 added. The order is fixed, because released readers read arrays
 by position.
 """
 
@@ -51,7 +51,7 @@ MEDIUM_GPU = "GPU"
 
 
 class Tier(IntEnum):
-    """Where a block lies; nearest first. Media are the finer names that events give."""
+    """The memory tier of a block, nearest first. An event's medium names it more finely."""
 
     DEVICE = 0
     HOST = 1
@@ -59,7 +59,7 @@ class Tier(IntEnum):
 
 
 TIER_MEDIUM: dict[Tier, str | None] = {Tier.DEVICE: None, Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
-"""The medium that this kit's own caches give in events of each tier."""
+"""The medium that this kit's own caches name in events of each tier."""
 
 _TIERS: dict[str | None, Tier] = {
     None: Tier.DEVICE,
@@ -75,7 +75,7 @@ _TIERS: dict[str | None, Tier] = {
 
 
 def medium_tier(medium: str | None) -> Tier | None:
-    """Return the tier of an event's medium; None for a medium that the field does not know."""
+    """Return the tier of an event's medium, or None for a medium that the field does not know."""
     return _TIERS.get(medium)
 
 
@@ -87,7 +87,7 @@ ExtraKey: TypeAlias = str | int | tuple[str | int, ...]
 
 
 def _freeze(struct: msgspec.Struct, *names: str) -> None:
-    """Lists given by a caller become tuples, so that a later append cannot reach the wire."""
+    """Replace lists by tuples, so that the caller cannot change the event later."""
     for name in names:
         value = getattr(struct, name)
         if isinstance(value, list):
@@ -109,15 +109,15 @@ class BlockStored(KVCacheEvent, frozen=True):
         lora_id: adapter number, None for the base model.
         medium: ``GPU`` (or None), ``CPU``, ``CPU_PINNED``, ``DISK``, ``EXTERNAL``, ``STORAGE``, ``FS`` or ``OBJ``.
         lora_name: adapter name (vLLM).
-        extra_keys: what else went into the hashes, one entry per block (vLLM: multimodal hashes, salts).
+        extra_keys: other inputs of the hashes, one entry per block (vLLM: multimodal hashes, salts).
         group_idx: KV-cache group of a hybrid model (vLLM).
         cache_salt: isolates tenants that share a prefix (SGLang).
-        session_id: the session that the blocks belong to (SGLang, vLLM).
-        kv_cache_spec_kind: what the group attends to, such as ``full_attention`` or ``sliding_window`` (vLLM).
-        kv_cache_spec_sliding_window: tokens of the window (vLLM).
-        locality: ``LOCAL`` or ``REMOTE``, seen from the publisher; a remote block is not this worker's (vLLM).
+        session_id: the session of the blocks (SGLang, vLLM).
+        kv_cache_spec_kind: the group's kind of attention, such as ``full_attention`` or ``sliding_window`` (vLLM).
+        kv_cache_spec_sliding_window: size of the sliding window in tokens (vLLM).
+        locality: ``LOCAL`` or ``REMOTE`` as seen by the publisher; a remote block belongs to another worker (vLLM).
         ownership: which of several tiers on one medium holds the blocks (vLLM).
-        lookahead_token_ids: what follows the blocks, for drafting (vLLM).
+        lookahead_token_ids: tokens that follow the blocks, for drafting (vLLM).
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -138,7 +138,7 @@ class BlockStored(KVCacheEvent, frozen=True):
     lookahead_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        # The common case first: this runs for every event on the scheduler's thread.
+        # The common case comes first, because this runs for every event on the scheduler's thread.
         are_frozen = type(self.block_hashes) is tuple and type(self.token_ids) is tuple
         if are_frozen and self.extra_keys is None and self.lookahead_token_ids is None:
             return
@@ -160,32 +160,32 @@ class BlockRemoved(KVCacheEvent, frozen=True):
 
 
 class AllBlocksCleared(KVCacheEvent, frozen=True):
-    """Every block of this rank is gone, on every medium."""
+    """This rank holds no block any more, on any medium."""
 
 
 WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-"""The events that go on the wire. A reader reports any other event of a peer as an error."""
+"""The events of the wire. A reader reports any other event of a peer as an error."""
 
 WIRE_EVENTS: tuple[type[WireEvent], ...] = (BlockStored, BlockRemoved, AllBlocksCleared)
 
 VLLM_NIL_FIELDS = frozenset({"medium", "lora_name"})
-"""vLLM's typed decoder asks for these in every event that has them: its flavour of the map dialect writes them as nil
-where the other maps leave them out."""
+"""vLLM's typed decoder requires these fields. The ``vllm`` dialect writes them as nil where other maps omit them."""
 
 UNFOLDED_FIELDS = frozenset({"token_ids", "extra_keys", "lookahead_token_ids"})
-"""Most of an event's bytes, and nothing that decides which blocks stand: folding does not read them."""
+"""Fields that do not affect which blocks are cached. They are most of an event's bytes, so folding does not read them.
+"""
 
 
 if TYPE_CHECKING:
-    _BatchEvent: TypeAlias = KVCacheEvent  # a publisher may be given any event; it refuses others by name
+    _BatchEvent: TypeAlias = KVCacheEvent  # a publisher accepts any event, and refuses unknown ones by name
 else:
-    _BatchEvent = WireEvent  # what ``msgspec.msgpack.Decoder(KVEventBatch)`` reads
+    _BatchEvent = WireEvent  # the type that ``msgspec.msgpack.Decoder(KVEventBatch)`` reads
 
 
 class ValidatedEvents(tuple[KVCacheEvent, ...]):
-    """Events whose values are known to be sound, since they were made by a cache that checks what enters it.
+    """Events whose values are valid, because the cache that recorded them validates its inputs.
 
-    An encoder looks at every value of other events before it writes them, and not at these.
+    An encoder checks every value of other events before it writes them. It skips the check for these.
     """
 
     __slots__ = ()
@@ -220,56 +220,55 @@ _DEVICE: MediumGroup = (MEDIUM_GPU, None)
 
 
 def medium_group(medium: str | None, group_idx: int | None = None) -> MediumGroup:
-    """Return the place that an event speaks of; a medium of None is the device's, and of ``""`` nobody's."""
+    """Return the medium and group of an event. A medium of None is the device; a medium of ``""`` is an unknown one."""
     if medium is None:
         return _DEVICE if group_idx is None else (MEDIUM_GPU, group_idx)
     return medium, group_idx
 
 
 BlockLocation: TypeAlias = tuple[str, int | None, str | None, str | None]
-"""A place, ``REMOTE`` or None, and which of several tiers there holds the block: all by which events tell blocks apart.
-"""
+"""Medium, group, ``REMOTE`` or None, and owner: the four properties by which events distinguish equal hashes."""
 
 REMOTE = "REMOTE"
-"""The locality of blocks that are not this worker's; any other means that they are."""
+"""The locality of blocks of another worker. Any other locality means this worker."""
 
 LOCAL_GPU: BlockLocation = (MEDIUM_GPU, None, None, None)
-"""The device, where nothing more is said."""
+"""The location of an event that names no medium, group, locality or owner."""
 
 
 def block_location(
     medium: str | None, group_idx: int | None, locality: str | None, ownership: str | None
 ) -> BlockLocation:
-    """Return the location that an event speaks of."""
+    """Return the location of an event's blocks."""
     if medium is None and group_idx is None and locality is None and ownership is None:
         return LOCAL_GPU
     return MEDIUM_GPU if medium is None else medium, group_idx, REMOTE if locality == REMOTE else None, ownership
 
 
 FULL_ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-"""What ``kv_cache_spec_kind`` says of groups that hold every block of a prefix: a router asks for these."""
+"""Values of ``kv_cache_spec_kind`` for groups that keep every block of a prefix. Routers need these groups."""
 
 
 def signed_block_hash(block_hash: object) -> int:
-    """Return any engine's block hash as the wire of this kit has it: its low 64 bits, as a signed integer.
+    """Return an engine's block hash as this kit's wire carries it: the low 64 bits as a signed integer.
 
     Args:
-        block_hash: an integer of any size and sign, or bytes, big-endian. vLLM has both; the smg gateway folds bytes
-            to their last 8, too.
+        block_hash: an integer of any size and sign, or bytes, big-endian. vLLM uses both; the smg gateway also folds
+            bytes to their last 8.
 
     Raises:
-        TypeError: it is neither, or there are no bytes.
+        TypeError: the value is neither an integer nor bytes, or the bytes are empty.
     """
     if isinstance(block_hash, bytes) and block_hash:
         block_hash = int.from_bytes(block_hash[-8:], "big")
     if not isinstance(block_hash, int) or isinstance(block_hash, bool):
-        raise TypeError(f"a hash is {type(block_hash).__name__}, not an integer")
+        raise TypeError(f"a block hash is an integer or bytes, not {type(block_hash).__name__}")
     low = block_hash & 0xFFFF_FFFF_FFFF_FFFF
     return low - 2**64 if low >= 2**63 else low
 
 
 def true_runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where neighbours are all true, of the blocks of an event say: first, and one after the last."""
+    """Yield (first, stop) for each run of consecutive true flags."""
     first = None
     for index, flag in enumerate((*flags, False)):
         if flag and first is None:

@@ -1,10 +1,10 @@
-"""One holder per file: the lock that the system keeps on an open file (``flock``), free as soon as its holder dies.
+"""FileLock: an exclusive lock on an open file (``flock``), which the system releases when its holder dies.
 
-The package ``filelock`` keeps the open file to itself and polls while it waits; here the locked file is often the
-data itself (a page in shared memory, a ledger), and some lock files leave with their holder.
+The package ``filelock`` does not fit: it hides the open file and polls while it waits. Here the locked file is often
+the data itself (a page in shared memory, an allocation log), and some lock files are removed with their holder.
 
-Linux and other systems with ``flock``; local file systems and NFS 4. The lock belongs to the open file: two
-``FileLock`` objects of one process exclude each other, two threads with one object do not.
+Works on Linux and other systems with ``flock``, on local file systems and NFS 4. The lock belongs to the open file: two
+``FileLock`` objects of one process exclude each other; two threads that share one object do not.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from scheduler_components.fork_hook import register_for_fork
 
 __all__ = ["FileLock", "open_file_lock", "acquire_file_lock"]
 
-_CLOSED = -1  # no file: the system refuses it, where the old number could be somebody else's file by now
+_CLOSED = -1  # the system refuses -1, while the old descriptor may belong to another file by now
 
 
 class FileLock:
-    """An open file and its lock. Made by ``open_file_lock`` (not held yet) or ``acquire_file_lock`` (held).
+    """An open file and its lock. ``open_file_lock`` returns it unlocked, ``acquire_file_lock`` locked.
 
-    In a forked child it is closed at once: a lock ends with its owner, not with the owner's last child.
+    A forked child closes its copy immediately, so the lock ends with its owner and not with the owner's last child.
 
     Attributes:
-        path: of the file.
-        descriptor: of the open file, for reading and writing; -1 once it is closed.
+        path: the file's path.
+        descriptor: the open file, for reading and writing; -1 after it is closed.
     """
 
     __slots__ = ("__weakref__", "descriptor", "path")
@@ -42,17 +42,17 @@ class FileLock:
 
     @property
     def is_open(self) -> bool:
-        """False once it is closed, and in a forked child."""
+        """False after ``close``, and in a forked child."""
         return self.descriptor != _CLOSED
 
     def acquire(self, *, wait: bool) -> None:
-        """Take the lock, if necessary after its holder.
+        """Acquire the lock.
 
         Args:
-            wait: for the holder to let go, without a limit.
+            wait: wait without a limit until the holder releases it.
 
         Raises:
-            BlockingIOError: not ``wait``, and somebody else holds it.
+            BlockingIOError: ``wait`` is False and another process or object holds the lock.
             OSError: the file is closed, or its file system has no locks.
         """
         if not self.is_open:
@@ -60,13 +60,13 @@ class FileLock:
         fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def release(self) -> None:
-        """Let go of the lock; the file stays open."""
+        """Release the lock; the file stays open."""
         if self.is_open:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock within a ``with`` block; waits for it. Raises OSError as ``acquire`` does."""
+        """Wait for the lock and hold it within a ``with`` block. Raises OSError as ``acquire`` does."""
         self.acquire(wait=True)
         try:
             yield
@@ -74,37 +74,37 @@ class FileLock:
             self.release()
 
     def remove(self) -> None:
-        """Remove the file of a lock that is held, then close it. Whoever waits for it makes a file of their own."""
+        """Remove the file of a held lock, then close it. A process that waits for the lock creates a new file."""
         if self.is_open:
-            with suppress(FileNotFoundError):  # whoever cleaned the directory removed it too
+            with suppress(FileNotFoundError):  # another process has cleaned the directory
                 self.path.unlink()
             self.close()
 
     def close(self) -> None:
-        """Close the file, and with it let go of the lock. Safe to call twice."""
+        """Close the file and thereby release the lock. Safe to call twice."""
         if self.is_open:
             os.close(self.descriptor)
             self.descriptor = _CLOSED
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: close its copy of the file. The owner keeps the lock."""
+        """Close the child's copy of the file. The owner keeps the lock."""
         self.close()
 
 
 def open_file_lock(path: Path) -> FileLock:
-    """Open the file at ``path``, or make it, empty and for its owner alone; the lock is not taken yet.
+    """Open the file at ``path`` without locking it. Create it if it is absent: empty, accessible to its owner only.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link.
+        OSError: the file cannot be opened, or is a symbolic link.
     """
     return FileLock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
 def acquire_file_lock(path: Path) -> FileLock:
-    """Open the file at ``path``, or make it, and take its lock at once.
+    """Open or create the file at ``path`` and acquire its lock without waiting.
 
     Raises:
-        BlockingIOError: somebody else holds it.
+        BlockingIOError: another process or object holds the lock.
         OSError: the file cannot be opened, is a symbolic link, or its file system has no locks.
     """
     while True:
@@ -116,7 +116,7 @@ def acquire_file_lock(path: Path) -> FileLock:
         except OSError:
             lock.close()
             raise
-        lock.close()  # its holder removed it between our opening and our locking: a lock on it excludes nobody
+        lock.close()  # its holder removed the file after it was opened here: a lock on it excludes no other process
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

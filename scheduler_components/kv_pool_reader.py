@@ -1,4 +1,4 @@
-"""KvPoolReader: what the KV pool holds, together with the place of the stream that tells of it."""
+"""KvPoolReader: read the blocks of the KV pool together with the matching position of the event stream."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["KvPoolReader"]
 
 @dataclass(slots=True, kw_only=True)
 class KvPoolReader:
-    """Reads the pool between two steps, so that whoever follows the stream can compare without anybody waiting.
+    """Read the pool between two steps, so that a reader of the stream can verify its view.
 
-    Everything that the pool did so far is in batches up to the reading's number, and nothing that it does later.
+    The batches up to the snapshot's sequence number describe every change of the pool before the read, and no change
+    after it.
 
     Attributes:
-        publisher: of the events; what is recorded and what is pending goes out first.
-        blocks: reads the pool, usually the cache.
+        publisher: publishes the events that are recorded or pending before the read.
+        blocks: reads the pool; usually the cache.
     """
 
     publisher: SchedulerKvEventsPublisher
     blocks: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
 
     def read(self) -> KvPoolSnapshot:
-        """Read it all, on the scheduler's thread and outside of a step. Costs what the blocks's walk costs.
+        """Return the blocks of the pool. Call it on the scheduler's thread, between steps.
 
-        The number is None where batches are still on their way to the socket: ask again then.
+        The cost is that of ``held_blocks``. The sequence number is None while batches wait to be sent: read again then.
         """
-        self.publisher.publish_kv_events()
-        self.publisher.idle()
+        self.publisher.flush()
         stats = self.publisher.stats()
         sequence = None if stats.batches_pending else stats.last_sequence
         return KvPoolSnapshot(self.blocks.held_blocks(), sequence, self.publisher.parallel.kv_stream_index)

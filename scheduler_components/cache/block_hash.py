@@ -1,11 +1,11 @@
-"""Page hashes and namespaces: one number on every rank for a page of tokens with everything before it.
+"""Page hashes and namespaces: one hash per page that covers its tokens and every token before it, equal on all ranks.
 
-SGLang's chain (``get_hash_str`` and ``hash_str_to_int64``, 0.5.x): a page's digest is SHA-256 over the parent page's
-whole 32-byte digest (nothing at the root) and then each token as u32 little-endian. The block hash of events is the
-digest's first 8 bytes, big-endian, signed.
+The hash chain is SGLang's (``get_hash_str`` and ``hash_str_to_int64``, 0.5.x): a page's digest is SHA-256 of the parent
+page's 32-byte digest (empty at the root) and then each token as u32 little-endian. The block hash in events is the
+first 8 bytes of the digest, big-endian and signed.
 
-Tokens travel here "packed": the u32 little-endian bytes that the chain hashes anyway. Comparing prefixes is then one
-memory comparison, and a page key is a slice.
+Tokens are passed "packed": as the u32 little-endian bytes that the chain hashes. Two prefixes then compare with one
+memory comparison, and the key of a page is a slice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """
     ids: Sequence[int] = token_ids
     if isinstance(token_ids, bytes | bytearray | memoryview):
-        ids = list(token_ids)  # array() would take a bytes-like object as raw memory instead of as a sequence of ids
+        ids = list(token_ids)  # array() would read bytes as raw memory, not as a sequence of ids
     elif isinstance(token_ids, array) and token_ids.typecode != "I":
         ids = token_ids.tolist()  # SGLang's array("q"): array() reads a list faster than another array
     try:
@@ -74,15 +74,15 @@ def unpack_tokens(packed: bytes | bytearray) -> tuple[int, ...]:
 
 
 def page_digests(packed: bytes | bytearray, page_size: int, prior: bytes) -> bytes:
-    """Hash the whole pages of packed tokens; a partial last page is left out.
+    """Hash the whole pages of packed tokens. A partial last page is omitted.
 
     Args:
-        packed: tokens as ``pack_tokens`` gives them.
+        packed: tokens as ``pack_tokens`` returns them.
         page_size: tokens per page.
         prior: digest of the page before the first one, or the namespace's seed at the root of a prefix.
 
     Returns:
-        The pages' 32-byte digests, one after the other.
+        The concatenated 32-byte digests of the pages.
     """
     page_bytes = page_size * TOKEN_BYTES
     whole = memoryview(packed)[: len(packed) // page_bytes * page_bytes]
@@ -96,7 +96,7 @@ def block_hashes_of(digests: bytes | bytearray) -> tuple[int, ...]:
 
 
 def block_hash_array(digests: bytes | bytearray) -> array[int]:
-    """Return what ``block_hashes_of`` does in 8 bytes per hash: the first 8 of each digest, and no loop over pages."""
+    """Return the hashes of ``block_hashes_of`` as an ``array("q")``, without a loop over the pages."""
     hashes = array("q")
     hashes.frombytes(memoryview(digests).cast("q")[:: DIGEST_BYTES // 8].tobytes())
     if sys.byteorder == "little":
@@ -108,7 +108,7 @@ def hash_pages(token_ids: Sequence[int], page_size: int, prior: bytes = b"") -> 
     """Return the block hashes of a prefix's whole pages, in order.
 
     Args:
-        token_ids: the tokens; a partial last page is left out.
+        token_ids: the tokens; a partial last page is omitted.
         page_size: tokens per page.
         prior: digest of the parent page, or ``PrefixNamespace.seed()`` for a prefix in a namespace.
 
@@ -121,13 +121,13 @@ def hash_pages(token_ids: Sequence[int], page_size: int, prior: bytes = b"") -> 
 
 
 class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What else than its tokens identifies a prefix. Prefixes of different namespaces never share a page or a hash.
+    """The properties besides its tokens that identify a prefix. Two namespaces never share a page or a hash.
 
     Attributes:
         lora_id, lora_name: the adapter that computed the pages; None for the base model.
-        cache_salt: isolates tenants that send the same tokens.
-        extra_key: anything else that the pages depend on (a multimodal digest, a model variant).
-        session_id: who stored the pages. It is in events and is no part of the identity.
+        cache_salt: isolates tenants that send equal tokens.
+        extra_key: any other property that the pages depend on (a multimodal digest, a model variant).
+        session_id: the session that stored the pages. Events carry it; it is not part of the identity.
     """
 
     lora_id: int | None = None
@@ -137,11 +137,12 @@ class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     session_id: str | None = None
 
     def seed(self) -> bytes:
-        """Return what the hash chain starts from. It is empty for the plain namespace, whose hashes are then SGLang's.
+        """Return the input of the first page's hash. It is empty for the default namespace, whose hashes equal
+        SGLang's.
 
-        Otherwise SHA-256 over the msgpack array ``[lora_id, lora_name, cache_salt, extra_key]``, padded with zero
-        bytes to one more than a multiple of four. Pages hash whole u32 tokens, a multiple of four, so a seed's
-        input can never be a page's.
+        Otherwise it is SHA-256 of the msgpack array ``[lora_id, lora_name, cache_salt, extra_key]``, padded with zero
+        bytes to one more than a multiple of four. A page hashes whole u32 tokens, which is a multiple of four bytes, so
+        the input of a seed never equals that of a page.
 
         Raises:
             ConfigError: a part cannot be encoded: an integer beyond 64 bits, or text with lone surrogates.

@@ -1,4 +1,4 @@
-"""The order in which the nodes of one tier are evicted."""
+"""LruList: the order in which the nodes of one tier are evicted."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ def _device_locks(node: RadixNode) -> int:
 
 
 class LruList:
-    """The nodes of one tier that may be evicted from it, least recently used first. Each tier has one of its own.
+    """The nodes of one tier that may be evicted from it, least recently used first. Each tier has its own list.
 
-    A path is touched from its deepest node up, so descendants always stand before their ancestors and the oldest node
-    is a leaf. ``lock`` and ``unlock`` count the device's locks; a lower tier counts its own, and takes nodes out
-    (``discard``) and in (``touch``).
+    A path is touched from its deepest node up, so descendants always precede their ancestors and the oldest node is a
+    leaf. ``lock`` and ``unlock`` count the device's locks. A lower tier counts its own, and removes nodes (``discard``)
+    and adds them (``touch``).
+
+    Attributes:
+        num_pages: pages of all nodes in the list.
     """
 
     __slots__ = ("_nodes", "_uses", "num_pages")
 
     def __init__(self) -> None:
-        self._nodes: OrderedDict[RadixNode, int] = OrderedDict()  # node -> the use that put it where it stands
+        self._nodes: OrderedDict[RadixNode, int] = OrderedDict()  # node -> number of its last use
         self._uses = 0
-        self.num_pages = 0  # pages of all nodes in the order
+        self.num_pages = 0
 
     def __iter__(self) -> Iterator[RadixNode]:
         return iter(self._nodes)
@@ -37,7 +40,7 @@ class LruList:
         return node in self._nodes
 
     def touch(self, path_up: Iterable[RadixNode]) -> None:
-        """Make the unlocked nodes of a path the most recently used; nodes that are new here come in.
+        """Make the unlocked nodes of a path the most recently used. Add nodes that are not in the list.
 
         Args:
             path_up: from the deepest node up.
@@ -53,17 +56,17 @@ class LruList:
                 nodes[node] = self._uses
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """A node was cut in two and is now ``lower``. If it was here, so is the upper part, as just used."""
+        """Add the upper part of a node that was cut in two, as just used, if the lower part is in the list."""
         if lower in self._nodes:
             self._uses += 1
-            self._nodes[upper] = self._uses  # its pages are counted already
+            self._nodes[upper] = self._uses  # its pages are already counted
 
     def were_used_together(self, upper: RadixNode, lower: RadixNode) -> bool:
-        """Say whether no other node stands between a node and its child: one use put both here, or neither is here."""
+        """Return True if the same use put a node and its child here, or if neither is here."""
         return self._nodes.get(upper) == self._nodes.get(lower)
 
     def joined(self, upper: RadixNode) -> None:
-        """A node's run is about to go to its only child, of which the same is true here: its pages stay counted."""
+        """Remove a node whose run moves to its only child. Its pages stay counted, because the child is here, too."""
         if upper in self._nodes:
             del self._nodes[upper]
 
@@ -76,7 +79,7 @@ class LruList:
             node.lock_count += 1
 
     def unlock(self, path_up: Iterable[RadixNode]) -> None:
-        """Count one holder less on every node of a path. What nobody holds any more becomes the most recently used."""
+        """Count one holder less on every node of a path. Unlocked nodes become the most recently used."""
         self._uses += 1
         for node in path_up:
             node.lock_count -= 1
@@ -85,26 +88,26 @@ class LruList:
                 self.num_pages += node.num_pages
 
     def pop_oldest(self) -> RadixNode:
-        """Remove and return the least recently used node: a leaf."""
+        """Remove and return the least recently used node, which is a leaf."""
         node, _ = self._nodes.popitem(last=False)
         self.num_pages -= node.num_pages
         return node
 
     def put_oldest(self, node: RadixNode) -> None:
-        """Take in what is left of the node that ``pop_oldest`` returned, as the next one to go."""
+        """Add the remaining part of the node that ``pop_oldest`` returned, as the next one to evict."""
         self._uses += 1
         self._nodes[node] = self._uses
         self._nodes.move_to_end(node, last=False)
         self.num_pages += node.num_pages
 
     def discard(self, node: RadixNode) -> None:
-        """Take a node out of the order, if it is there."""
+        """Remove a node, if it is in the list."""
         if node in self._nodes:
             del self._nodes[node]
             self.num_pages -= node.num_pages
 
     def clear(self) -> None:
-        """Forget every node; none may be locked."""
+        """Remove every node. None may be locked."""
         self._nodes.clear()
         self.num_pages = 0
 
@@ -112,11 +115,11 @@ class LruList:
         """Check the order, and the locks of its nodes.
 
         Args:
-            evictable: the nodes that the tier could evict if nobody held them.
-            locks_of: holders of a node on this tier; the device's by default.
+            evictable: the nodes that the tier could evict if no request held them.
+            locks_of: returns the holders of a node on this tier; by default the device's.
 
         Raises:
-            CacheIntegrityError: with the count or the node that does not fit.
+            CacheIntegrityError: with the count or the node that is wrong.
         """
         on_tier = set(evictable)
         unlocked = {node for node in on_tier if not locks_of(node)}
@@ -128,7 +131,7 @@ class LruList:
         seen: set[RadixNode] = set()
         for node in self._nodes:
             if not seen.issuperset(on_tier.intersection(node.children.values())):
-                raise CacheIntegrityError(f"{node} stands before a child of its own in the eviction order")
+                raise CacheIntegrityError(f"{node} precedes one of its children in the eviction order")
             seen.add(node)
         for node in on_tier:
             locked_below = sum(map(locks_of, node.children.values()))

@@ -1,8 +1,9 @@
-"""The pages of a KV pool: which are free, which a request holds, which the prefix tree holds.
+"""PagePool: the pages of a KV pool, each free, held by a request, or cached by the prefix tree.
 
-Pages travel in lists, and mostly they are runs: 40, 41, 42 and so on. With one token per page a prompt has ten thousand
-of them, so a run is looked at and moved in one go. What is no run is halved until its parts are, or are so short that
-page by page is quicker. Pages that come back are handed out in the same order again, so runs stay runs.
+Pages are passed in arrays, and mostly form runs: 40, 41, 42 and so on. With one token per page, a prompt has ten
+thousand of them, so the pool checks and moves a run as a whole. It halves other arrays until the parts are runs, or so
+short that moving single pages is faster. Pages are allocated again in the order in which they were freed, so runs stay
+runs.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ _FREE, _HELD, _CACHED = 0, 1, 2
 _STATE_NAMES = ("free", "held by a request", "cached")
 
 _SHORT = 128
-"""Pages that are moved one by one where they are no run: a look at a run takes as long as a dozen of pages."""
+"""Below this number of pages, moving them one by one is faster: checking for a run costs as much as a dozen pages."""
 
 
 class PagePool:
-    """Page indices ``0 .. num_pages - 1``, each free, held by a request, or cached by the tree.
+    """The page indices ``0 .. num_pages - 1``, each free, held by a request, or cached by the tree.
 
-    Allocation is last-in first-out, so ranks that make the same calls get the same pages. A call that names a wrong
-    page changes nothing.
+    Allocation is last-in first-out, so ranks that make equal calls get equal pages. A call that raises changes nothing.
 
     Args:
         num_pages: pages in the pool.
@@ -41,14 +41,14 @@ class PagePool:
         check_integer("num_pages", num_pages)
         self.num_pages = num_pages
         numbers = array("I", range(num_pages))
-        self._numbers = numbers.tobytes()  # what a run is compared with
+        self._numbers = numbers.tobytes()  # bytes that a run is compared with
         self._free = numbers[::-1]
         self._states = bytearray(num_pages)
         self._num_cached = 0
 
     @property
     def num_free(self) -> int:
-        """Pages that ``allocate`` can hand out."""
+        """Pages that ``allocate`` can return."""
         return len(self._free)
 
     @property
@@ -62,15 +62,15 @@ class PagePool:
         return self.num_pages - len(self._free) - self._num_cached
 
     def free_pages(self) -> array[int]:
-        """Return the free list as it is, as a copy: for checks, not for steps."""
+        """Return a copy of the free list. Use it in checks, not in steps."""
         return self._free[:]
 
     def allocate(self, num_pages: int) -> array[int]:
-        """Hand out free pages to a request, as an ``array("I")``.
+        """Move free pages to a request and return them as an ``array("I")``.
 
         Raises:
             ConfigError: ``num_pages`` is negative.
-            OutOfPagesError: fewer pages are free; nothing is handed out.
+            OutOfPagesError: fewer pages are free; nothing has changed.
         """
         if num_pages < 0:
             raise ConfigError("num_pages", num_pages, "is negative", "ask for 0 or more pages")
@@ -84,7 +84,7 @@ class PagePool:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take back pages that a request holds.
+        """Free pages that a request holds.
 
         Raises:
             CacheIntegrityError: a page is not held by a request (freed twice, or cached), or is named twice.
@@ -100,7 +100,7 @@ class PagePool:
         self._num_cached += len(self._move(pages, _HELD, _CACHED))
 
     def free_cached(self, pages: Sequence[int]) -> None:
-        """Take back pages from the tree.
+        """Free pages that the tree holds.
 
         Raises:
             CacheIntegrityError: a page is not cached, or is named twice.
@@ -110,22 +110,22 @@ class PagePool:
         self._free += moved[::-1]
 
     def as_array(self, pages: Sequence[int]) -> array[int]:
-        """Return pages as an ``array("I")``, which every call here takes without a copy.
+        """Return pages as an ``array("I")``, which every method here accepts without a copy.
 
         Raises:
-            CacheIntegrityError: one is negative or beyond 32 bits, and so is no page of this pool.
+            CacheIntegrityError: a page is negative or beyond 32 bits, so it is not in this pool.
         """
         if isinstance(pages, array) and pages.typecode == "I":
             return pages
         try:
-            # array() would take bytes as raw memory instead of as a sequence of numbers.
+            # array() would read bytes as raw memory, not as a sequence of numbers.
             return array("I", list(pages) if isinstance(pages, bytes | bytearray) else pages)
         except OverflowError as error:
             wrong = next(page for page in pages if not 0 <= page < self.num_pages)
             raise CacheIntegrityError(f"page {wrong} is not one of 0 to {self.num_pages - 1}") from error
 
     def check_held(self, pages: Sequence[int]) -> None:
-        """Check that a request may give these pages away.
+        """Check that a request holds these pages.
 
         Raises:
             CacheIntegrityError: a page is not held by a request, or is named twice.
@@ -133,10 +133,13 @@ class PagePool:
         self._expect(pages, _HELD)
 
     def check(self, cached: Sequence[int]) -> None:
-        """Check that every page is in one place, ``cached`` being the pages that the tree holds.
+        """Check that every page is in exactly one state.
+
+        Args:
+            cached: the pages that the tree holds.
 
         Raises:
-            CacheIntegrityError: with the count that does not add up.
+            CacheIntegrityError: with the counts that differ.
         """
         self._expect(cached, _CACHED)
         free, held, in_tree = (self._states.count(state) for state in (_FREE, _HELD, _CACHED))
@@ -148,17 +151,17 @@ class PagePool:
         self._expect(self._free, _FREE)
 
     def _move(self, pages: Sequence[int], old: int, new: int) -> array[int]:
-        """Move pages from one state to another, and return them; where one is not in ``old``, nothing changes."""
+        """Move pages from one state to another and return them. If a page is not in state ``old``, nothing changes."""
         moving = self.as_array(pages)
         num_moved = self._move_from_start(moving, old, new)
-        if num_moved < len(moving):  # a page that is named twice is no longer in ``old`` the second time
+        if num_moved < len(moving):  # the second occurrence of a page is no longer in ``old``
             for page in moving[:num_moved]:
                 self._states[page] = old
             self._expect(moving, old)
         return moving
 
     def _move_from_start(self, pages: array[int], old: int, new: int) -> int:
-        """Move pages up to the first that is not in ``old``; returns how many."""
+        """Move pages up to the first one that is not in ``old``. Return how many were moved."""
         num_pages = len(pages)
         if not num_pages:
             return 0
@@ -178,7 +181,7 @@ class PagePool:
                 if states[page] != old:
                     return num_moved
                 states[page] = new
-        except IndexError:  # beyond the pool
+        except IndexError:
             return num_moved
         return num_pages
 

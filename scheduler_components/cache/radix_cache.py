@@ -1,4 +1,4 @@
-"""The prefix cache: pages of a KV pool, shared by the requests whose tokens begin alike."""
+"""RadixCache: the prefix cache. Requests whose tokens begin alike share pages of the KV pool."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfP
 from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group
 from scheduler_components.validators import check_integer
 
-__all__ = ["LowerTiers", "PrefixMatch", "RadixCache"]
+__all__ = ["LowerTiers", "NullLowerTiers", "PrefixMatch", "RadixCache"]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
     """The cached part of a prompt.
 
     Attributes:
-        num_tokens: tokens covered, whole pages only.
-        page_array: the tree's page indices that hold them, in order, as an ``array("I")``.
-        node: where the prefix ends. ``lock`` it before the next call that may evict (``allocate``, ``evict``), or
-            the pages may go to somebody else.
+        num_tokens: covered tokens, in whole pages.
+        page_array: the tree's page indices for them, in order, as an ``array("I")``.
+        node: the end of the prefix. ``lock`` it before the next call that may evict (``allocate``, ``evict``);
+            otherwise the cache may give the pages to another request.
     """
 
     num_tokens: int
@@ -37,59 +37,57 @@ class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """``page_array`` as a tuple, made anew each time: 0.1 ms for the ten thousand of a prompt at page size 1."""
+        """``page_array`` as a new tuple. It takes 0.1 ms for the ten thousand pages of a prompt at page size 1."""
         return tuple(self.page_array)
 
 
 class LowerTiers(Protocol):
-    """What lies below the device: it keeps nodes in the tree that the device gives up. The cache tells it of changes.
+    """The tiers below the device, which keep nodes in the tree after the device evicts them. The cache notifies them.
 
     Attributes:
-        num_pages: pages that the lower tiers hold at most; more than 0 makes the tree hash every page.
+        num_pages: maximum pages in the lower tiers; if it is above 0, the tree hashes every page.
     """
 
     @property
     def num_pages(self) -> int: ...
 
     def media_of(self, node: RadixNode) -> tuple[str | None, ...]:
-        """Return the media that a node is on, as events name them; None is the device."""
+        """Return the media that hold a node, as events name them; None is the device."""
         ...
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """A node was cut in two and is now ``lower``."""
+        """Handle the split of a node, which is now ``lower``."""
         ...
 
     def join(self, upper: RadixNode, lower: RadixNode) -> bool:
-        """``lower`` is to take in the run of ``upper``; do so, or return False where they are not alike."""
+        """Merge the records of ``upper`` into those of ``lower``, or return False if the two differ."""
         ...
 
     def on_computed(self, node: RadixNode) -> None:
-        """The device has pages of this node now that a request computed."""
+        """Handle that the device has pages of this node that a request computed."""
         ...
 
     def on_evicted(self, node: RadixNode) -> bool:
-        """The device has given up this node; return whether a lower tier keeps it in the tree."""
+        """Handle that the device has evicted this node. Return True if a lower tier keeps it in the tree."""
         ...
 
 
 class NullLowerTiers:
-    """The device is all there is."""
+    """The lower tiers of a cache that has only the device."""
 
     num_pages = 0
     media_of = staticmethod(device_medium)
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """Nothing to cut."""
+        pass
 
     def join(self, upper: RadixNode, lower: RadixNode) -> bool:  # noqa: ARG002 - the port's
-        """Nothing to tell them apart."""
         return True
 
     def on_computed(self, node: RadixNode) -> None:
-        """Nothing to do."""
+        pass
 
     def on_evicted(self, node: RadixNode) -> bool:  # noqa: ARG002 - the port's
-        """What leaves the device leaves the tree."""
         return False
 
 
@@ -98,20 +96,21 @@ _NO_PAGES = array("I")
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class RadixCache:
-    """A radix cache over a pool of KV pages; a ``KvEventSource``, ``PoolSource`` and ``HeldBlocksSource``.
+    """A radix cache over a pool of KV pages: a ``KvEventSource``, ``PoolSource`` and ``HeldBlocksSource``.
 
-    A page is free, held by a request (``allocate``), or cached by the tree (``insert``); the tree's pages are evicted
-    least recently used first, except those that a request has locked. Everything is decided by the order of calls,
-    never by a clock: ranks that make the same calls hold the same pages and record the same events. Not thread-safe.
+    A page is free, held by a request (``allocate``), or cached by the tree (``insert``). The cache evicts the tree's
+    pages least recently used first, except those that a request has locked. Only the order of calls decides, never a
+    clock: ranks that make equal calls hold equal pages and record equal events. Not thread-safe.
 
     Args:
-        record: keep events for ``take_events``. False costs no hashing; give ``ParallelState.owns_kv_stream``.
+        record: keep events for ``take_events``. Without it the cache hashes nothing; give
+            ``ParallelState.owns_kv_stream``.
 
     Attributes:
         page_size: tokens per page.
-        capacity_tokens: size of the KV pool; rounded down to whole pages.
+        capacity_tokens: size of the KV pool, rounded down to whole pages.
         lower: the tiers below the device; a hierarchical cache gives its own.
-        tree, pool, lru, recorder: the parts, for a cache that is built on this one. Requests do without them.
+        tree, pool, lru, recorder: the parts, for a cache that is built on this one. Schedulers do not use them.
 
     Raises:
         ConfigError: the page size is below 1, or the capacity below one page.
@@ -136,7 +135,7 @@ class RadixCache:
         self.tree = RadixTree(self.page_size, hashed=record or self.lower.num_pages > 0)
         self.pool = PagePool(num_pages)
         self.lru = LruList()
-        # Two whole turnovers of all pools: beyond that, telling the present content is shorter than the backlog.
+        # Beyond two turnovers of all pools, the present content is shorter than the backlog.
         max_pending_blocks = 2 * (num_pages + self.lower.num_pages)
         self.recorder = (
             EventRecorder(self.tree, max_pending_blocks, self.lower.media_of) if record else NullEventRecorder()
@@ -144,12 +143,12 @@ class RadixCache:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that can be allocated without evicting."""
+        """Tokens that can be allocated without eviction."""
         return self.pool.num_free * self.page_size
 
     @property
     def evictable_tokens(self) -> int:
-        """Cached tokens that nobody has locked."""
+        """Cached tokens that no request has locked."""
         return self.lru.num_pages * self.page_size
 
     @property
@@ -159,13 +158,13 @@ class RadixCache:
 
     @property
     def num_event_collapses(self) -> int:
-        """How often nobody took the events for so long that the backlog was replaced by the present content."""
+        """How often the present content replaced the event backlog, because the events were not taken for too long."""
         return self.recorder.num_collapses
 
     def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
         """Find the longest cached prefix, in whole pages, and mark it as the most recently used.
 
-        An ``array("I")`` as ``token_ids`` is the quickest; any sequence of integers does.
+        Any sequence of integers is valid as ``token_ids``; an ``array("I")`` is the fastest.
 
         Raises:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
@@ -181,25 +180,25 @@ class RadixCache:
         """Cache a computed prefix and take over its pages.
 
         Args:
-            token_ids: the tokens; a partial last page is left out and stays the caller's.
-            pages: one page index for each whole page of ``token_ids``: what ``match_prefix`` gave for the part that
-                was cached, then pages that ``allocate`` gave.
-            namespace: what else the pages depend on.
+            token_ids: the tokens; a partial last page is omitted and stays the caller's.
+            pages: one page index for each whole page of ``token_ids``: first those that ``match_prefix`` returned for
+                the cached part, then those that ``allocate`` returned.
+            namespace: the other properties that the pages depend on.
 
         Returns:
-            The tree's own pages for the prefix. Where another request cached the same page first, that one is named
-            and the caller's is freed: use the returned pages from here on.
+            The tree's own pages for the prefix. If another request has already cached a page, the result names that
+            page and the caller's page is freed: use the returned pages from here on.
 
         Raises:
             ConfigError: ``pages`` is not one per whole page, a token id does not fit u32, or the namespace cannot be
                 encoded.
-            CacheIntegrityError: a page that the tree would take over or free is not held by a request.
-                After any error nothing has changed.
+            CacheIntegrityError: no request holds a page that the tree would take over or free. After any error nothing
+                has changed.
         """
         return self.match_from_path(self.insert_path(token_ids, pages, namespace or DEFAULT_NAMESPACE))
 
     def lock(self, node: RadixNode) -> None:
-        """Keep the whole prefix that ends in ``node`` from eviction, once more. Locking no prefix (no match) is fine.
+        """Protect the whole prefix that ends in ``node`` from eviction, once more. Locking the empty prefix is valid.
 
         Raises:
             CacheIntegrityError: the node is no longer in the tree, or no longer on the device; nothing has changed.
@@ -210,7 +209,7 @@ class RadixCache:
         self.lru.lock(path)
 
     def unlock(self, node: RadixNode) -> None:
-        """Give back one ``lock`` of ``node``.
+        """Release one ``lock`` of ``node``.
 
         Raises:
             CacheIntegrityError: the node is not locked; nothing has changed.
@@ -219,23 +218,24 @@ class RadixCache:
         if path and not node.lock_count:
             raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
         self.lru.unlock(path)
-        if len(node.children) == 1:  # perhaps the holder has locked a longer prefix, and nobody ends here any more
+        if len(node.children) == 1:  # the holder may have locked a longer prefix, so none ends here
             [child] = node.children.values()
             self.mark_joinable(child)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Hand out pages to a request, evicting the least recently used ones as needed.
+        """Allocate pages to a request. Evict the least recently used ones if necessary.
 
         Raises:
             ConfigError: ``num_pages`` is negative.
-            OutOfPagesError: free and evictable pages together are fewer; nothing was evicted.
+            OutOfPagesError: fewer pages are free and evictable; nothing was evicted.
         """
         return self.allocate_array(num_pages).tolist()
 
     def allocate_array(self, num_pages: int) -> array[int]:
-        """Do what ``allocate`` does; the pages come as an ``array("I")``, like ``PrefixMatch.page_array``.
+        """Allocate like ``allocate``, but return an ``array("I")``, like ``PrefixMatch.page_array``.
 
-        At page size 1 a list of a prompt's pages takes longer to make than all that the cache does for the prompt.
+        At page size 1, building the list of a prompt's pages takes longer than all other work of the cache for that
+        prompt.
         """
         lacking = num_pages - self.pool.num_free
         if lacking > self.lru.num_pages:
@@ -244,18 +244,18 @@ class RadixCache:
         return self.pool.allocate(num_pages)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take back pages that ``allocate`` gave and ``insert`` did not take over.
+        """Free pages that ``allocate`` returned and ``insert`` did not take over.
 
         Raises:
-            CacheIntegrityError: a page is free already, is cached, or is named twice; nothing has changed.
+            CacheIntegrityError: a page is already free, is cached, or is named twice; nothing has changed.
         """
         self.pool.free(pages)
 
     def evict(self, num_pages: int) -> int:
-        """Free the least recently used unlocked pages, a prefix's deepest first.
+        """Free the least recently used unlocked pages, the deepest of a prefix first.
 
         Returns:
-            Pages freed: exactly ``num_pages``, or all that are evictable when those are fewer.
+            Freed pages: exactly ``num_pages``, or all evictable pages if they are fewer.
         """
         self._join_runs()
         goal = min(num_pages, self.lru.num_pages)
@@ -265,11 +265,11 @@ class RadixCache:
             if leaf.num_pages > goal - freed:
                 self.lru.put_oldest(self.split(leaf, leaf.num_pages - (goal - freed)))
             freed += leaf.num_pages
-            self._give_up(leaf)
+            self._evict_node(leaf)
         return freed
 
     def clear(self) -> None:
-        """Forget every prefix. Pages that requests hold stay theirs.
+        """Remove every prefix. Requests keep the pages that they hold.
 
         Raises:
             CacheIntegrityError: a request still locks a prefix; nothing has changed.
@@ -286,25 +286,28 @@ class RadixCache:
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them; always empty without ``record``.
 
-        Call it every step. What is kept for a caller who does not is bounded: see ``EventRecorder``.
+        Call it every step. ``EventRecorder`` bounds the events that wait.
         """
         return self.recorder.take_events()
 
     def block_hashes(self) -> Iterator[int]:
-        """The hash of every cached page, parents before children. Walks the tree: for checks, not for steps."""
+        """Iterate over the hashes of all cached pages, parents before children. Use it in checks, not in steps."""
         return self.tree.block_hashes()
 
     def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
-        """Every cached page, as ``HeldBlocksSource`` asks: all on the device. 2 ms for 36,000 pages in 6,000 nodes."""
+        """Return the hashes of all cached pages, as ``HeldBlocksSource`` declares. All are on the device.
+
+        Takes 2 ms for 36,000 pages in 6,000 nodes.
+        """
         if not self.tree.hashed:
             return {medium_group(None): array("q", self.block_hashes())}
         return {medium_group(None): block_hash_array(b"".join(node.digests for node in self.tree.walk()))}
 
     def check_integrity(self) -> None:
-        """Check tree, pool and eviction order against each other. Walks everything: for tests and doctors.
+        """Check tree, pool and eviction order against each other. Walks everything: for tests and diagnosis.
 
         Raises:
-            CacheIntegrityError: with the arithmetic that failed.
+            CacheIntegrityError: with the counts that differ.
         """
         self.tree.check()
         on_device = [node for node in self.tree.walk() if node.pages]
@@ -321,59 +324,61 @@ class RadixCache:
     # --- for a cache that is built on this one ---
 
     def split_path(self, descent: PathMatch) -> list[RadixNode]:
-        """Return the path of a descent, its last node cut to end where the match does; touch the path next."""
+        """Return the path of a match, with its last node cut at the end of the match. Touch the path next."""
         path = descent.path
         if path and descent.cut < path[-1].num_pages:
             path[-1] = self.split(path[-1], descent.cut)
         return path
 
     def split(self, node: RadixNode, cut: int) -> RadixNode:
-        """Cut a node after ``cut`` pages; returns the upper part."""
+        """Cut a node after ``cut`` pages. Return the upper part."""
         upper = self.tree.split(node, cut)
         self.lru.split(upper, node)
         self.lower.split(upper, node)
         return upper
 
     def mark_joinable(self, node: RadixNode) -> None:
-        """The holders of a node, or what is under way for it, have changed: look whether it fits its parent now.
+        """Check at the next join whether a node fits its parent. Call it when the node's holders or its transfers have
+        changed.
 
-        Only while it is locked: what nobody holds may have been used at another time than its parent.
+        Only a locked node qualifies: an unlocked one may have been used at another time than its parent.
         """
         if node.lock_count:
             self.tree.joinable[node] = None
 
     def attach(self, node: RadixNode, pages: Sequence[int]) -> None:
-        """Give pages that a request or a transfer holds to a node that is not on the device; touch its path next."""
+        """Give a node that is not on the device the pages of a request or a transfer. Touch its path next."""
         self.pool.move_to_cache(pages)
         self._put(node, array("I", pages))
 
     def detach(self, node: RadixNode) -> None:
-        """Take a node off the device whose pages do not hold what they should; free them.
+        """Remove a node from the device because its pages have the wrong content, and free the pages.
 
         Raises:
-            CacheIntegrityError: a request has locked it, or what is below it is on the device; nothing has changed.
+            CacheIntegrityError: a request has locked the node, or a descendant is on the device; nothing has changed.
         """
         if node.lock_count or any(child.pages for child in node.children.values()):
             raise CacheIntegrityError(f"{node} is in use, but its pages do not hold what they should")
         self.lru.discard(node)
-        self._give_up(node)
+        self._evict_node(node)
 
-    def _give_up(self, node: RadixNode) -> None:
-        """The device has a node no longer, which is out of its order: a lower tier keeps it, or nobody does."""
+    def _evict_node(self, node: RadixNode) -> None:
+        """Evict a node that has left the eviction order from the device. A lower tier keeps it, or it leaves the tree.
+        """
         self.pool.free_cached(node.pages)
         self.recorder.record_removed(node)
         if not self.lower.on_evicted(node):
             self.tree.remove(node)
 
     def _put(self, node: RadixNode, pages: array[int]) -> None:
-        """Give a node pages that the pool counts as cached."""
+        """Set a node's pages, which the pool counts as cached."""
         node.pages = pages
         self.recorder.record_stored(node)
 
     def insert_path(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace
     ) -> list[RadixNode]:
-        """Do what ``insert`` does; returns the nodes of the prefix, from the root on, all on the device."""
+        """Insert like ``insert``. Return the nodes of the prefix from the root on, all of them on the device."""
         packed = pack_tokens(token_ids)
         if len(pages) != len(token_ids) // self.page_size:
             hint = f"give {len(token_ids) // self.page_size} for {len(token_ids)} tokens"
@@ -387,12 +392,12 @@ class RadixCache:
         else:
             duplicates = array("I", [page for page, own in zip(duplicates, cached, strict=True) if page != own])
             self.pool.check_held(duplicates + fresh)
-        self.pool.move_to_cache(fresh)  # or raises; from here on nothing can fail
+        self.pool.move_to_cache(fresh)  # may raise; the rest cannot fail
 
         path, known = self.split_path(descent), descent.num_pages
         self.pool.free(duplicates)
         if len(cached) < known:
-            self._take_over(path, given, len(cached))
+            self._fill_path(path, given, len(cached))
         if known < len(given):
             page_bytes = self.tree.page_bytes
             tail = packed[known * page_bytes : len(given) * page_bytes]
@@ -418,8 +423,8 @@ class RadixCache:
                 self.lru.joined(upper)
                 self.tree.join(node)
 
-    def _take_over(self, path: list[RadixNode], pages: array[int], first_page: int) -> None:
-        """Give pages, from ``first_page`` on, to the nodes of a path that are on lower tiers alone."""
+    def _fill_path(self, path: list[RadixNode], pages: array[int], first_page: int) -> None:
+        """Give pages, from ``first_page`` on, to those nodes of a path that only lower tiers hold."""
         end = 0
         for node in path:
             end += node.num_pages

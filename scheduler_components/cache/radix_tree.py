@@ -1,4 +1,4 @@
-"""The radix tree of prefixes at page granularity, and the order in which its nodes are evicted.
+"""RadixTree: cached prefixes at page granularity.
 
 **Pages.** A page is ``page_size`` consecutive tokens. Keys and values are computed, cached, moved and hashed by whole
 pages; a partial last page is never in the tree. A page's hash covers everything before it, so one hash names one
@@ -6,32 +6,32 @@ prefix.
 
 **Nodes.** A node holds a run of consecutive pages. Its parent finds it by the first page of its run. No two children of
 a node begin with the same page, so a prefix has one place in the tree and a block hash occurs at most once. All
-namespaces share one root: below it, a child's key begins with the namespace's seed. A run lies in three flat buffers
-(packed tokens, page indices, digests), so a page needs no object of its own.
+namespaces share one root: below it, a child's key begins with the namespace's seed. A run is stored in three flat
+buffers (packed tokens, page indices, digests), so a page needs no object of its own.
 
-**Splits.** A prefix may end inside a run. The node is then cut in two: the new *upper* part takes the node's place, and
-the node itself becomes the lower part. Whoever holds the node still holds the same prefix. No page moves and nothing
-changes for readers of events.
+**Splits.** A prefix may end inside a run. The tree then cuts the node in two: the new *upper* part takes the node's
+place, and the node itself becomes the lower part. A holder of the node still holds the same prefix. No page moves, and
+readers of events see no change.
 
-**Joins.** A prefix that grows page by page would be a chain of short runs, and every walk would cost its length. So a
-run is joined with the one above it when nothing tells the two apart: the upper one has no other child, the same holders
-have both, and both were used together. The lower node stays, so whoever holds it holds the same prefix; nobody holds
-the end of the upper one, for a holder there would be counted on it alone. Joins wait for the next call that may evict,
-until which a node that nobody has locked yet may be kept.
+**Joins.** A prefix that grows page by page would become a chain of short runs, and every walk would cost the chain's
+length. So the tree joins a run with its parent's when nothing distinguishes the two: the parent has no other child,
+both have the same holders, and both were used together. The lower node stays, so its holders hold the same prefix. The
+parent has no holder of its own, because such a holder would be counted on the parent alone. Joins wait for the next
+call that may evict; until then a caller may keep a node that it has not locked yet.
 
 **Locks.** A lock keeps a whole prefix: it is counted on the node where the prefix ends and on all nodes above it. So a
-node's count is at least the sum of its children's counts, and an unlocked node has no locked node below it. A split
-gives both parts the same count.
+node's count is at least the sum of its children's counts, and an unlocked node has no locked descendant. A split gives
+both parts the same count.
 
-**Eviction.** The unlocked nodes stand in one order, least recently used first. A path is touched from its deepest node
-up, so a node always stands before its ancestors, and the first of the order is a leaf: eviction never searches. Time is
-the order of calls and never a clock, so ranks that make the same calls evict the same pages.
+**Eviction.** The unlocked nodes are in one order (``LruList``), least recently used first. A path is touched from its
+deepest node up, so a node always precedes its ancestors and the first node is a leaf: eviction never searches. Time is
+the order of calls and never a clock, so ranks that make equal calls evict equal pages.
 
-**Tiers.** ``RadixNode.pages`` and ``lock_count`` are the device's. In a hierarchical cache a node may be without pages.
-What lower tiers know of a node they keep themselves, so a tree without tiers pays nothing for them.
+**Tiers.** ``RadixNode.pages`` and ``lock_count`` describe the device. In a hierarchical cache a node may have no pages
+there. Lower tiers keep their own facts about a node, so a tree without tiers has no cost for them.
 
-The invariant, which ``RadixTree.check`` and ``LruList.check`` test: every node hangs below its parent under its
-first page; tokens, pages and digests are as long as ``num_pages`` says; digests chain from the parent's; and the order
+The invariant, which ``RadixTree.check`` and ``LruList.check`` verify: every node is below its parent under its first
+page; the lengths of tokens, pages and digests agree with ``num_pages``; digests continue the parent's; and the order
 holds exactly the unlocked nodes, each before its ancestors.
 """
 
@@ -61,18 +61,18 @@ def _no_pages() -> array[int]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
-    """A run of pages. Plain data: the tree and the cache write to it.
+    """A run of pages. Plain data that the tree and the cache modify.
 
     Attributes:
         parent: None for the root and for a node that has left the tree.
         key: the bytes under which the parent finds this node.
         tokens: packed tokens of the run.
         num_pages: pages in the run.
-        pages: device page indices, one per page; empty where the run is not on the device (hierarchical cache only).
+        pages: device page indices, one per page; empty if the run is not on the device (hierarchical cache only).
         digests: 32 bytes per page; empty in a tree that does not hash.
         namespace: of the whole prefix.
-        lock_count: holders of this node's device pages, or of those of a node below it.
-        num_hits: requests that found it, where a policy counts them (hierarchical cache only).
+        lock_count: holders of this node's device pages, or of those of a descendant.
+        num_hits: requests that matched it, if a policy counts them (hierarchical cache only).
         children: by the first page of their runs.
     """
 
@@ -92,12 +92,12 @@ class RadixNode:
 
 
 class PathMatch(NamedTuple):
-    """How far a prefix was found in the tree.
+    """The part of a prefix that the tree contains.
 
     Attributes:
         path: nodes below the root, in order.
-        num_pages: pages found.
-        cut: pages found of the last node; less than it holds where the prefix leaves it midway.
+        num_pages: matched pages.
+        cut: matched pages of the last node; fewer than it holds if the prefix leaves it midway.
     """
 
     path: list[RadixNode]
@@ -110,10 +110,10 @@ class RadixTree:
 
     Args:
         page_size: tokens per page.
-        hashed: keep every page's digest, from which events and storage keys are made.
+        hashed: keep every page's digest, for events and storage keys.
 
     Attributes:
-        joinable: nodes that may be joined with their parents by now; a set in order of entry.
+        joinable: nodes that may be joined with their parents; an ordered set.
     """
 
     __slots__ = ("hashed", "joinable", "page_bytes", "page_size", "root")
@@ -126,7 +126,7 @@ class RadixTree:
         self.joinable: dict[RadixNode, None] = {}
 
     def find(self, packed: bytes, seed: bytes) -> PathMatch:
-        """Follow packed tokens from the root as far as whole pages are there. Changes nothing."""
+        """Match packed tokens from the root, in whole pages. Changes nothing."""
         page_bytes = self.page_bytes
         end = len(packed) - len(packed) % page_bytes
         path: list[RadixNode] = []
@@ -141,7 +141,7 @@ class RadixTree:
         return PathMatch(path, offset // page_bytes, path[-1].num_pages if path else 0)
 
     def _common_pages(self, node: RadixNode, packed: bytes, offset: int) -> int:
-        """Pages that a node's run shares with the tokens at ``offset``, by bisection: the first is known to."""
+        """Return how many pages a node's run shares with the tokens at ``offset``, at least 1. Uses bisection."""
         page_bytes = self.page_bytes
         same, differs = 1, min(node.num_pages, (len(packed) - offset) // page_bytes) + 1
         while differs - same > 1:
@@ -154,7 +154,7 @@ class RadixTree:
         return same
 
     def append(self, parent: RadixNode, packed: bytes, pages: array[int], namespace: PrefixNamespace) -> RadixNode:
-        """Hang a new run of whole pages below ``parent``, which must have no child that begins with its first page.
+        """Add a new run of whole pages below ``parent``, which must have no child that begins with the same page.
 
         ``pages`` is empty for a run that is not on the device.
         """
@@ -176,10 +176,10 @@ class RadixTree:
         return node
 
     def split(self, node: RadixNode, cut: int) -> RadixNode:
-        """Cut a run after ``cut`` pages and return the new upper part; ``node`` stays the end of its prefix.
+        """Cut a run after ``cut`` pages and return the new upper part. ``node`` stays the end of its prefix.
 
-        Whoever holds ``node`` holds the same prefix as before. Costs what the lower part's bytes cost to move. Tell
-        whatever keeps facts of nodes, the eviction order first.
+        The cost is moving the bytes of the lower part. The caller must update the eviction order first, then all other
+        records of nodes.
         """
         assert node.parent is not None
         upper = RadixNode(
@@ -194,7 +194,7 @@ class RadixTree:
             num_hits=node.num_hits,
         )
         node.tokens = _take_tail(upper.tokens, cut * self.page_bytes)
-        node.pages = upper.pages[cut:]  # empty in both parts where the run is not on the device
+        node.pages = upper.pages[cut:]  # empty in both parts if the run is not on the device
         del upper.pages[cut:]
         node.digests = _take_tail(upper.digests, cut * DIGEST_BYTES)
         node.num_pages -= cut
@@ -205,7 +205,7 @@ class RadixTree:
         return upper
 
     def can_join(self, node: RadixNode) -> bool:
-        """Say whether nothing that the tree knows tells a node on the device from its parent."""
+        """Return True if the tree has no reason to keep a node on the device apart from its parent."""
         upper = node.parent
         return (
             upper is not None
@@ -216,9 +216,9 @@ class RadixTree:
         )
 
     def join(self, node: RadixNode) -> None:
-        """Put the run of a node's parent before its own, and take the parent out: what undoes a ``split``.
+        """Prepend the run of a node's parent to its own and remove the parent. This undoes ``split``.
 
-        Costs what the node's own bytes cost to move. Tell whatever keeps facts of nodes, before.
+        The cost is moving the node's own bytes. The caller must update all other records of nodes before.
         """
         upper = node.parent
         assert upper is not None
@@ -234,14 +234,14 @@ class RadixTree:
         upper.children = {}
 
     def remove(self, leaf: RadixNode) -> None:
-        """Take a leaf out of the tree."""
+        """Remove a leaf from the tree."""
         assert leaf.parent is not None
         assert not leaf.children
         del leaf.parent.children[leaf.key]
         leaf.parent = None
 
     def clear(self) -> None:
-        """Take every node out of the tree. Whoever still holds one and locks it gets an error."""
+        """Remove every node. Locking a removed node raises an error."""
         for node in list(self.walk()):
             node.parent = None
             node.children.clear()
@@ -252,7 +252,7 @@ class RadixTree:
         """Return the nodes from ``node`` up to the child of the root.
 
         Raises:
-            CacheIntegrityError: the node is not in this tree: it was evicted or cleared, or is another tree's.
+            CacheIntegrityError: the node is not in this tree: it was evicted or cleared, or belongs to another tree.
         """
         path = []
         while node.parent is not None:
@@ -263,7 +263,7 @@ class RadixTree:
         return path
 
     def walk(self) -> Iterator[RadixNode]:
-        """Every node below the root, parents before children."""
+        """Iterate over the nodes below the root, parents before children."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -271,7 +271,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def block_hashes(self) -> Iterator[int]:
-        """The hash of every page, parents before children; computed on the way in a tree that does not hash."""
+        """Iterate over the hashes of all pages, parents before children. Computes them in a tree that does not hash."""
         stack = [(node, node.namespace.seed()) for node in self.root.children.values()]
         while stack:
             node, prior = stack.pop()
@@ -284,7 +284,7 @@ class RadixTree:
         """Check parents, keys, runs and digests.
 
         Raises:
-            CacheIntegrityError: naming the node and what does not fit.
+            CacheIntegrityError: with the node and the property that is wrong.
         """
         for node in self.walk():
             for problem in self._problems(node):

@@ -1,4 +1,4 @@
-"""KvMetrics of a load snapshot."""
+"""Convert a load snapshot to KvMetrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["kv_metrics_of_load"]
 
 
 def kv_metrics_of_load(load: LoadSnapshot) -> KvMetrics:
-    """Put a load snapshot in slots and blocks.
+    """Return a load snapshot in request slots and KV blocks.
 
-    A page in use counts whole, however many of its tokens are. Tokens beyond the last whole page of the pool are no
-    block, so that never more blocks are in use than there are.
+    A partly used page counts as one active block. Tokens after the last whole page of the pool are no block, so the
+    active blocks never exceed the total.
     """
     page_size = max(1, load.page_size)
     total_blocks = load.max_total_num_tokens // page_size

@@ -36,7 +36,7 @@ def test_a_parent_before_its_child_is_told() -> None:
     order = LruList()
     order.touch([parent])
     order.touch([child])
-    with pytest.raises(CacheIntegrityError, match="stands before a child"):
+    with pytest.raises(CacheIntegrityError, match="precedes one of its children"):
         order.check([parent, child])
 
 
@@ -78,7 +78,7 @@ def test_a_parent_with_fewer_locks_than_its_children_is_told() -> None:
     order = LruList()
     order.touch([child, parent])
     order.lock([child])
-    with pytest.raises(CacheIntegrityError, match="stands before a child"):
+    with pytest.raises(CacheIntegrityError, match="precedes one of its children"):
         order.check([parent, child])
     order.lock([child, parent])
     with pytest.raises(CacheIntegrityError, match="1 locks, its children 2"):

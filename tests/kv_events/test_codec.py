@@ -236,7 +236,7 @@ def test_sglangs_event_with_metadata_may_have_none(rest: list[object]) -> None:
             ["BlockStored", [5], "AAAA", [1], 1, None],
             "Expected `int | bytes | null`, got `str` - at `$.parent_block_hash`",
         ),
-        (["BlockRemoved", [b""]], "a hash is bytes, not an integer"),
+        (["BlockRemoved", [b""]], "a block hash is an integer or bytes, not bytes"),
     ],
 )
 def test_a_bad_event_is_reported_by_what_is_wrong_with_it(event: object, reason: str) -> None:
