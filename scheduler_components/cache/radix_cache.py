@@ -363,8 +363,7 @@ class RadixCache:
         self._evict_node(node)
 
     def _evict_node(self, node: RadixNode) -> None:
-        """Evict a node that has left the eviction order from the device. A lower tier keeps it, or it leaves the tree.
-        """
+        """Remove a node from the device. A lower tier keeps it, or it leaves the tree."""
         self.pool.free_cached(node.pages)
         self.recorder.record_removed(node)
         if not self.lower.on_evicted(node):

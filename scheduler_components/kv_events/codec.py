@@ -1,15 +1,17 @@
-"""Batches to bytes and back, in every dialect. Sources: SGLang 0.5.23 and vLLM 0.33, as measured (ARCHITECTURE.md).
+"""BatchEncoder and BatchDecoder: batches to bytes and back, in every dialect.
 
 A payload is msgpack ``[ts, [event, ...], rank]``. An event is an array (``["BlockStored", hashes, parent, ...]``,
-trailing None left out) or a map (``{"type": "BlockStored", "block_hashes": ..., ...}``, None left out). The ``vllm``
-flavour of the map writes the nil fields that vLLM's typed decoder asks for.
+without trailing None) or a map (``{"type": "BlockStored", "block_hashes": ..., ...}``, without None). The ``vllm``
+variant of the map writes the nil fields that vLLM's typed decoder requires. The forms are those of SGLang 0.5.23 and
+vLLM 0.33, as measured (ARCHITECTURE.md).
 
-The fields come from the structs in ``events``; writers and readers of both dialects are made from them here, once.
+The fields come from the structs in ``events``; this module derives the readers of both dialects from them, ``dialects``
+the writers.
 
-Writing takes a batch whole. An event that readers would refuse, or take for another one, is refused by name; it alone.
-Reading takes the common case in one typed decode, and everything else event by event, so that a bad or unknown event
-costs itself and never its batch.
-Reading is more forgiving than writing: hashes may be unsigned or bytes, unknown fields and positions are skipped.
+The encoder refuses an event that readers would refuse or misread, by name, and encodes the others. The decoder reads
+the common case in one typed decode, and everything else event by event, so a bad or unknown event costs only itself and
+not its batch. The decoder is more tolerant than the encoder: hashes may be unsigned or bytes, and it skips unknown
+fields and positions.
 """
 
 from __future__ import annotations
@@ -74,17 +76,19 @@ __all__ = [
 ]
 
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
-"""The largest payload a reader takes: 8,192 tokens are 40 KB, so this is two orders above any honest batch."""
+"""The largest payload that a reader accepts. 8,192 tokens take 40 KB, so regular batches are two orders of magnitude
+smaller.
+"""
 
 _MAX_EVENTS = MAX_PAYLOAD_BYTES // 18
-"""The smallest event takes 18 bytes; a longer list would cost a reader many times its bytes before it fails."""
+"""The smallest event takes 18 bytes. A longer list would cost a reader many times its bytes before it fails."""
 
 _MAX_BAD_EVENTS = 1_000
-"""A batch with more of them is bad itself: to report each would cost a reader a thousand times its bytes."""
+"""A batch with more bad events is bad itself, because reporting each would cost a reader a thousand times its bytes."""
 
 ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-_NOT_SOUND = (DecodeError, *_DECODE_ERRORS)
+_INVALID = (DecodeError, *_DECODE_ERRORS)
 
 _INT64_LIMIT = 1 << 63
 
@@ -97,60 +101,63 @@ DIALECTS = (*DIALECT_WRITERS, "native")
 
 
 def batch_rank(batch: Any) -> int | None:
-    """Return the rank that a batch names, this kit's or an engine's; None lets the publisher stamp its own.
+    """Return the rank of a batch of this kit or of an engine; None lets the publisher stamp its own.
 
     Raises:
-        AttributeError: it is no batch of events.
+        AttributeError: the object is no batch of events.
     """
     try:
         return batch.attn_dp_rank  # type: ignore[no-any-return]
     except AttributeError:
-        return batch.data_parallel_rank  # type: ignore[no-any-return]  # as vLLM names it
+        return batch.data_parallel_rank  # type: ignore[no-any-return]  # vLLM's name
 
 
 class RefusedEvent(msgspec.Struct, frozen=True):
-    """An event that was left out of its batch, and why."""
+    """An event that was omitted from its batch, and the reason."""
 
     name: str
     reason: str
 
 
 class BatchEncoder:
-    """Encodes batches in one dialect; keeps a reusable msgspec encoder, so one encoder serves one thread at a time.
+    """Encode batches in one dialect. An encoder reuses its buffer, so it serves one thread at a time.
 
     Args:
-        dialect: ``"array"`` (smallest, quickest, read by every measured consumer), ``"map"``, ``"vllm"`` (maps with
-            the nil fields that vLLM's typed decoder asks for), or ``"native"``: events of an engine's own classes are
-            written as that engine writes them, and so are ``msgspec.Raw`` events; this kit's as ``"vllm"``.
+        dialect: ``"array"`` (smallest and fastest, read by every measured consumer), ``"map"``, ``"vllm"`` (maps with
+            the nil fields that vLLM's typed decoder requires), or ``"native"``: events of an engine's own classes are
+            written as that engine writes them, ``msgspec.Raw`` events unchanged, and this kit's events as in
+            ``"vllm"``.
 
     Raises:
         ConfigError: unknown dialect.
     """
 
-    __slots__ = ("_encode", "_lowering")
+    __slots__ = ("_encode", "_writer")
 
     def __init__(self, dialect: str = "array") -> None:
         if dialect not in DIALECTS:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lowering: DialectWriter | NativeDialectWriter = (
+        self._writer: DialectWriter | NativeDialectWriter = (
             NATIVE_WRITER if dialect == "native" else DIALECT_WRITERS[dialect]
         )
 
     def encode(self, batch: EventBatch, rank: int) -> bytes:
-        """Encode ``[ts, events, rank]``; ``rank`` is used where the batch carries none.
+        """Encode ``[ts, events, rank]``. ``rank`` is used if the batch carries none.
 
         Raises:
-            TypeError, ValueError, OverflowError: some event cannot be encoded, or has a value that readers refuse;
-                see ``encode_valid``.
+            TypeError, ValueError, OverflowError: an event cannot be encoded, or has a value that readers refuse; see
+                ``encode_valid``.
         """
         events: Sequence[KVCacheEvent] = batch.events
         if type(events) is ValidatedEvents and len(events) != 1:
-            return self._write(batch, self._lowering.trusted(events), rank)
+            return self._write(batch, self._writer.trusted(events), rank)
         return self._write(batch, self._rows(events)[0], rank)
 
     def encode_with_changes(self, batch: EventBatch, rank: int) -> tuple[bytes, BlockChanges | None]:
-        """The same, and what the batch changes, for the stream that keeps it; None where that is left to a reader.
+        """Encode a batch, and return its changes of the cached blocks as well.
+
+        The changes are None if the stream must decode them from the payload.
 
         Raises:
             TypeError, ValueError, OverflowError: as ``encode``.
@@ -158,24 +165,24 @@ class BatchEncoder:
         events: Sequence[KVCacheEvent] = batch.events
         rows, changes = self._rows(events)
         if changes is None and len(events) == 1:
-            changes = self._lowering.change_of(events[0])
+            changes = self._writer.change_of(events[0])
         return self._write(batch, rows, rank), changes
 
     def _rows(self, events: Sequence[KVCacheEvent]) -> tuple[Sequence[Any], BlockChanges | None]:
-        lowering = self._lowering
-        told: tuple[Sequence[Any], BlockChanges | None] | None
-        is_checked = type(events) is ValidatedEvents
+        writer = self._writer
+        written: tuple[Sequence[Any], BlockChanges | None] | None
+        are_validated = type(events) is ValidatedEvents
         try:
             if len(events) == 1:
-                row = lowering.trusted_one(events[0]) if is_checked else lowering.checked_one(events[0])
-                told = None if row is None else ((row,), None)
+                row = writer.trusted_one(events[0]) if are_validated else writer.checked_one(events[0])
+                written = None if row is None else ((row,), None)
             else:
-                told = lowering.told(events) if is_checked else lowering.checked(events)
+                written = writer.told(events) if are_validated else writer.checked(events)
         except PackError:
-            told = None
-        if told is None:
-            told = lowering.trusted([lowering.sound(event) for event in events]), None
-        return told
+            written = None
+        if written is None:
+            written = writer.trusted([writer.sound(event) for event in events]), None
+        return written
 
     def _write(self, batch: EventBatch, rows: Sequence[Any], rank: int) -> bytes:
         owner = batch_rank(batch)
@@ -191,12 +198,14 @@ class BatchEncoder:
     def encode_valid(
         self, batch: EventBatch, rank: int
     ) -> tuple[bytes | None, tuple[KVCacheEvent, ...], list[RefusedEvent]]:
-        """Encode what can be encoded: (payload or None when nothing is left, events in it, events refused)."""
+        """Encode the valid events of a batch. Return the payload (None without events), its events, and the refused
+        events.
+        """
         sound: list[KVCacheEvent] = []
         refused: list[RefusedEvent] = []
         for event in batch.events:
             try:
-                checked = self._lowering.sound(event)
+                checked = self._writer.sound(event)
                 self.encode_event(checked)
             except ENCODE_ERRORS as error:
                 refused.append(RefusedEvent(type(event).__name__, str(error)))
@@ -204,20 +213,20 @@ class BatchEncoder:
                 sound.append(checked)
         if not sound:
             return None, (), refused
-        kept = EventBatch(ts=_sound_time(batch.ts), events=ValidatedEvents(sound), attn_dp_rank=batch_rank(batch))
+        kept = EventBatch(ts=_valid_time(batch.ts), events=ValidatedEvents(sound), attn_dp_rank=batch_rank(batch))
         return self.encode(kept, rank), kept.events, refused
 
     def encode_event(self, event: KVCacheEvent) -> bytes:
-        """Encode one event alone, as it stands inside a batch. Its values are not looked at.
+        """Encode one event as it is encoded inside a batch, without checking its values.
 
         Raises:
-            TypeError, ValueError, OverflowError: it cannot be encoded.
+            TypeError, ValueError, OverflowError: the event cannot be encoded.
         """
-        return self._encode(self._lowering.trusted_one(event))
+        return self._encode(self._writer.trusted_one(event))
 
 
-def _sound_time(ts: object) -> float:
-    """``ts`` where it is a finite number, else 0: readers drop a batch without a finite time."""
+def _valid_time(ts: object) -> float:
+    """Return ``ts`` if it is a finite number, else 0, because readers drop a batch without a finite time."""
     return float(ts) if isinstance(ts, int | float) and abs(ts) < _INT64_LIMIT else 0.0
 
 
@@ -234,7 +243,7 @@ def slice_stored_event(event: BlockStored, first: int, stop: int) -> BlockStored
 
 
 def slice_event(event: KVCacheEvent, first: int, stop: int) -> KVCacheEvent:
-    """Return the event of the blocks ``first`` to ``stop - 1`` of ``event``; of an engine's event, its bytes."""
+    """Return the event of the blocks ``first`` to ``stop - 1`` of ``event``; for an engine's event, its bytes."""
     if isinstance(event, BlockStored):
         return slice_stored_event(event, first, stop)
     if isinstance(event, BlockRemoved):
@@ -243,9 +252,9 @@ def slice_event(event: KVCacheEvent, first: int, stop: int) -> KVCacheEvent:
 
 
 def split_events(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ...], tuple[KVCacheEvent, ...]] | None:
-    """Cut ``events`` in two runs, to be applied one after the other; None for one block or less.
+    """Cut ``events`` into two parts to be applied one after the other; None for one block or less.
 
-    For batches that are too large for a reader. A single event is cut between its blocks.
+    Used for batches that are too large for a reader. A single event is cut between its blocks.
     """
     if len(events) > 1:
         middle = len(events) // 2
@@ -257,16 +266,18 @@ def split_events(events: Sequence[KVCacheEvent]) -> tuple[tuple[KVCacheEvent, ..
 
 
 _MAX_SHARED_BYTES = 256 * 1024
-"""What every part of a cut event repeats (its names and salts): beyond this, the parts add up to many times it."""
+"""Maximum bytes that every part of a cut event repeats (names and salts). Above it, the parts would add up to a
+multiple of the event.
+"""
 
 _LARGEST_EVENT_BYTES = MAX_PAYLOAD_BYTES - 64
-"""It must still fit when it goes out beside the AllBlocksCleared of a base."""
+"""Maximum size of an event, so that it still fits into a snapshot chunk after AllBlocksCleared."""
 
 
 def oversize_reason(events: Sequence[KVCacheEvent], encoder: BatchEncoder) -> str | None:
-    """Say why ``events``, too large for one payload, cannot go out in parts that readers take; None where they can."""
+    """Return why too large ``events`` cannot be sent in parts that readers accept; None if they can."""
     if len(events) > 1:
-        return None  # each half is asked again
+        return None  # the caller checks each half again
     event, num_blocks = events[0], len(summarize_event(events[0]).block_hashes)
     least = len(encoder.encode_event(slice_event(event, 0, 1) if num_blocks > 1 else event))
     if least > _LARGEST_EVENT_BYTES:
@@ -288,22 +299,23 @@ _PEERS_TYPES: dict[str, Any] = {
     "block_size": Annotated[int, msgspec.Meta(ge=0)],
     "extra_keys": tuple[tuple[Any, ...] | None, ...] | None,
 }
-"""Peers write hashes as signed or unsigned integers, or as bytes; a size of 0 where they tell no tokens; any keys."""
+"""Peers write hashes as signed or unsigned integers, or as bytes; a block size of 0 without tokens; any extra keys."""
 
 
 class BlockStoredRawTokens(BlockStored, frozen=True, tag=BlockStored.__name__):
-    """A stored event whose tokens were counted and not read: ``token_ids`` is the list's msgpack as it came."""
+    """A stored event whose tokens were counted but not decoded: ``token_ids`` is the list's msgpack as received."""
 
     token_ids: msgspec.Raw  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """All that it holds is frozen."""
+        """Skip the conversion of lists: all fields are immutable."""
 
 
 def _reader(kind: type[WireEvent], *, decode_tokens: bool = True) -> Any:
-    """The fields of ``kind`` read by name, in the same order: msgspec reads an array-like struct from arrays only.
+    """Return a map struct with the fields of ``kind``, in the same order. msgspec reads array-like structs only from
+    arrays.
 
-    A field that may be None may be missing: peers leave it out.
+    A field that may be None may be missing, because peers omit it.
     """
     hints = get_type_hints(kind, include_extras=True) | _PEERS_TYPES
     if not decode_tokens:
@@ -323,14 +335,14 @@ _STORED: dict[type, type[BlockStored]] = {_READERS[BlockStored]: BlockStored, _U
 
 
 def _event_of(read: Any) -> WireEvent:
-    """The event of what a reader read. Both events with blocks begin with their hashes."""
+    """Return the event of a decoded reader struct. Both events with blocks begin with their hashes."""
     stored = _STORED.get(type(read))
     if stored is not None:
         values: tuple[Any, ...] = astuple(read)
         hashes, parent = _signed(values[0]), values[1]
         if parent is not None:
             parent = _signed_hash(parent)
-        if hashes is values[0] and parent is values[1]:  # as a rule; nothing is copied then
+        if hashes is values[0] and parent is values[1]:  # the common case, which copies nothing
             return stored(*values)
         return stored(hashes, parent, *values[2:])
     if type(read) is _READERS[BlockRemoved]:
@@ -347,7 +359,7 @@ def _signed_hash(value: object) -> int:
 
 
 def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
-    """Signed 64-bit integers, whatever the peer sent. Whether all are so already is asked at once: most are."""
+    """Return the hashes as signed 64-bit integers. One check covers the common case, in which all already are."""
     try:
         are_signed = type(hashes) is tuple and (not hashes or max(hashes) < _INT64_LIMIT)
     except TypeError:
@@ -356,10 +368,10 @@ def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
 
 
 def decode_event(raw: bytes) -> WireEvent:
-    """Read one event of either dialect, and forgive what peers are known to vary.
+    """Decode one event of either dialect, with the variations that peers are known to send.
 
     Raises:
-        DecodeError: not one of the three, or a field of it is wrong.
+        DecodeError: an unknown event, or an invalid field.
     """
     tag, fields = event_fields(raw)
     kind = _BY_TAG.get(tag)
@@ -370,7 +382,7 @@ def decode_event(raw: bytes) -> WireEvent:
     if not isinstance(fields.get("block_hashes"), list):
         raise DecodeError("block_hashes is not an array")
     try:
-        # bytes are native to msgpack: without being told so, msgspec takes a string for base64
+        # msgpack has bytes; without builtin_types, msgspec would read a string as base64
         event = _event_of(msgspec.convert(_known_fields(kind, fields), _READERS[kind], builtin_types=(bytes,)))
     except (msgspec.ValidationError, RecursionError) as error:
         raise DecodeError(str(error)) from error
@@ -397,14 +409,14 @@ def first_unread(events):
 """,
     {"full_attention_kinds": FULL_ATTENTION_KINDS},
 )
-"""Return the first stored event with tokens that are not those of its blocks, or None.
+"""Return the first stored event whose tokens do not fill its blocks, or None.
 
-An engine's event may tell no tokens, or those of blocks that a sliding window has passed, too.
+An engine's event may omit its tokens, or include those of blocks that a sliding window has passed.
 """
 
 
 def _first_with_other_tokens(events: Iterable[WireEvent]) -> BlockStoredRawTokens | None:
-    """The same where tokens were not read: their list says how many they are."""
+    """Return the first event of that kind if tokens were not decoded: the header of their list gives their number."""
     for event in events:
         if type(event) is BlockStoredRawTokens:
             listed = memoryview(event.token_ids)
@@ -416,7 +428,7 @@ def _first_with_other_tokens(events: Iterable[WireEvent]) -> BlockStoredRawToken
             elif first == 0xDD:
                 count = int.from_bytes(listed[1:5], "big")
             else:
-                return event  # no list
+                return event  # not a list
             if (
                 count != len(event.block_hashes) * event.block_size
                 and count
@@ -427,7 +439,7 @@ def _first_with_other_tokens(events: Iterable[WireEvent]) -> BlockStoredRawToken
 
 
 def _known_fields(kind: type[WireEvent], fields: dict[str, Any]) -> dict[str, Any]:
-    """What the event has of the fields; an option of a type that no option has is taken as missing."""
+    """Return the event's fields that this kit knows. An option of a type that no option has counts as missing."""
     known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
     for name in OPTIONS[kind]:
         if not isinstance(known.get(name), str | int | list | None):
@@ -439,15 +451,15 @@ def _known_fields(kind: type[WireEvent], fields: dict[str, Any]) -> dict[str, An
 
 
 class DecodedBatch(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A batch as a reader sees it.
+    """A batch as a reader receives it.
 
-    Array-like, so that a sound payload is decoded straight into what is returned. No payload can fill ``errors``.
+    It is array-like, so a valid payload is decoded directly into it. No payload can set ``errors``.
 
     Attributes:
-        ts: seconds since the epoch, as the publisher stamped it.
-        events: the sound ones, in order; hashes are signed 64-bit integers whatever the peer sent.
-        attn_dp_rank: the stream's index, None when the peer sent nil.
-        errors: one per event that was left out.
+        ts: seconds since 1970, as the publisher stamped it.
+        events: the valid events, in order; hashes are signed 64-bit integers whatever the peer sent.
+        attn_dp_rank: the stream's index, None if the peer sent nil.
+        errors: one error for each omitted event.
     """
 
     ts: float
@@ -463,13 +475,13 @@ def _batch_reader(name: str, events: Any) -> Any:
 
 
 class _UnreadTokensBatch(DecodedBatch, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The same without tokens."""
+    """A batch whose tokens are not decoded."""
 
     events: tuple[BlockStoredRawTokens | BlockRemoved | AllBlocksCleared, ...]
 
 
 def _maps_reader(name: str, stored: Any) -> Callable[[bytes], DecodedBatch]:
-    """Reads a batch of maps in one typed decode: what today's SGLang and vLLM send."""
+    """Return a function that reads a batch of maps in one typed decode: what present SGLang and vLLM send."""
     kinds = (stored, _READERS[BlockRemoved], _READERS[AllBlocksCleared])
     read_batch = _batch_reader(name, list[reduce(or_, kinds)])  # type: ignore[misc]
 
@@ -482,7 +494,7 @@ def _maps_reader(name: str, stored: Any) -> Callable[[bytes], DecodedBatch]:
 
 _WholeRead = Callable[[bytes], DecodedBatch]
 _WholeReaders = tuple[tuple[_WholeRead, _WholeRead], Callable[[Iterable[WireEvent]], BlockStored | None]]
-"""What reads a payload of arrays at once, and one of maps; what gives an event that must be looked at alone."""
+"""The typed readers of arrays and of maps, and the function that finds an event to decode alone."""
 
 _WITH_TOKENS: _WholeReaders = (
     (msgspec.msgpack.Decoder(DecodedBatch).decode, _maps_reader("MapBatch", _READERS[BlockStored])),
@@ -496,14 +508,13 @@ _read_raw = _batch_reader("RawBatch", Annotated[list[msgspec.Raw], msgspec.Meta(
 
 
 class BatchDecoder:
-    """Decodes payloads of every dialect from peers that are not trusted.
+    """Decode payloads of every dialect from untrusted peers.
 
     Args:
         max_payload_bytes: larger payloads are refused unread.
-        decode_tokens: False for who needs none: stored events come as ``BlockStoredRawTokens``, save in batches that
-            must be read event by event, and large ones in a fifth of the time. The tokens are counted, and not looked
-            at:
-            an event that readers of tokens drop for a bad one is taken. All else is checked as ever.
+        decode_tokens: False returns stored events as ``BlockStoredRawTokens`` and decodes large ones in a fifth of the
+            time. Tokens are counted but not checked, so an event with an invalid token is accepted. Batches that must
+            be decoded event by event have tokens all the same.
     """
 
     __slots__ = ("_decode_whole", "_first_mismatch", "_max_payload_bytes", "_readers")
@@ -511,43 +522,43 @@ class BatchDecoder:
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES, *, decode_tokens: bool = True) -> None:
         self._max_payload_bytes = max_payload_bytes
         self._readers, self._first_mismatch = _WITH_TOKENS if decode_tokens else _WITHOUT_TOKENS
-        # A stream is of one dialect: which one, its first batch tells.
+        # A stream has one dialect; the first batch shows which.
         self._decode_whole = self._readers[0]
 
     def decode(self, payload: bytes) -> DecodedBatch:
-        """Decode one payload; bad events are reported in ``errors``, each alone.
+        """Decode one payload. ``errors`` reports each bad event.
 
         Raises:
-            DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large, or
-                more than a thousand bad events.
+            DecodeError: the batch itself is unreadable: not ``[ts, events, rank]``, no finite time, too large, or more
+                than a thousand bad events.
         """
         batch = self.decode_typed(payload)
         return self.decode_each_event(payload) if batch is None else batch
 
     def decode_typed(self, payload: bytes) -> DecodedBatch | None:
-        """Decode one payload whose events are all as today's writers write them; None where each counts alone.
+        """Decode one payload in one typed decode; None if it must be decoded event by event.
 
         Raises:
-            DecodeError: it is too large.
+            DecodeError: the payload is too large.
         """
         if len(payload) > self._max_payload_bytes:
             raise DecodeError(f"payload of {len(payload)} bytes is over the limit of {self._max_payload_bytes}")
         batch: DecodedBatch | None
         try:
             batch = self._decode_whole(payload)
-        except _NOT_SOUND:
-            batch = self._decode_otherwise(payload)
+        except _INVALID:
+            batch = self._decode_other_dialect(payload)
         if batch is None or not math.isfinite(batch.ts) or self._first_mismatch(batch.events) is not None:
             return None
         return batch
 
-    def _decode_otherwise(self, payload: bytes) -> DecodedBatch | None:
-        """The stream may be of the other dialect, which is tried first from then on; None where it is of neither."""
+    def _decode_other_dialect(self, payload: bytes) -> DecodedBatch | None:
+        """Try the other dialect, and try it first from now on if it fits; None if neither fits."""
         arrays, maps = self._readers
         other = maps if self._decode_whole is arrays else arrays
         try:
             batch = other(payload)
-        except _NOT_SOUND:
+        except _INVALID:
             return None
         self._decode_whole = other
         return batch
@@ -567,7 +578,7 @@ class BatchDecoder:
             try:
                 events.append(decode_event(bytes(raw)))
             except DecodeError as error:
-                errors.append(DecodeError(error.reason))  # a new one, for that one holds its frames
+                errors.append(DecodeError(error.reason))  # a new error, because the raised one holds its frames
                 if len(errors) > _MAX_BAD_EVENTS:
                     raise DecodeError(f"more than {_MAX_BAD_EVENTS} bad events, such as: {error.reason}") from None
         return DecodedBatch(batch.ts, tuple(events), batch.attn_dp_rank, tuple(errors))

@@ -1,6 +1,6 @@
-"""What an operator types after ``--kv-events-config``: checked whole, in one place, before any socket opens.
+"""KVEventsConfig: the JSON after ``--kv-events-config``, validated completely before any socket opens.
 
-``KVEventsConfig`` is the only spelling of the publisher's settings: names, defaults, ranges and meaning.
+``KVEventsConfig`` is the only declaration of the publisher's settings: names, defaults, ranges and meaning.
 """
 
 from __future__ import annotations
@@ -49,51 +49,52 @@ _TYPE_NAMES = {
 
 
 def spelling_hint(name: str, known: tuple[str, ...]) -> str:
-    """Return what to write for a misspelt ``name``, as the hint of a ConfigError."""
+    """Return the hint of a ConfigError for a misspelt ``name``."""
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else "give one of " + ", ".join(known)
 
 
 class KVEventsConfig(BaseModel):
-    """Settings of KV-event publishing; the first seven are those of SGLang's module, names and defaults alike.
+    """Settings of KV-event publishing. The first seven have the names and defaults of SGLang's module.
 
-    Nothing is coerced: ``"5557"`` is no integer, and neither is ``true``. Endpoints have the three shapes of
+    Values are not coerced: ``"5557"`` is no integer, and neither is ``true``. Endpoints have the three forms of
     ``Endpoint`` for every publisher; a third-party publisher that needs another address takes it in ``options``.
 
     Attributes:
         publisher: ``null`` (none), ``zmq``, or the name of a registered publisher. Publishing sends prompt token ids
-            over the network, so nobody gets it without asking: the default is ``null``. Other settings without this
-            one publish nothing, as in SGLang, and a warning says so.
-        endpoint: base address of the PUB sockets; stream i is at port + i. 5557 is where consumers look by default.
-        replay_endpoint: base address of the replay ROUTER sockets, which always bind. No port is claimed unasked.
-        buffer_steps: batches kept for replay: minutes of a busy scheduler. 0 keeps none, which replay does not allow.
-        hwm: batches that libzmq may hold for one slow subscriber before it drops them; 100,000 as in the seed.
+            over the network, so the default is ``null``. Other settings without this one publish nothing, as in SGLang,
+            and log a warning.
+        endpoint: base address of the PUB sockets; stream i is at port + i. Consumers expect 5557 by default.
+        replay_endpoint: base address of the replay ROUTER sockets, which always bind. None opens no port.
+        buffer_steps: batches kept for replay: minutes of a busy scheduler. 0 keeps none and excludes replay.
+        hwm: batches that libzmq queues for one slow subscriber before it drops them; 100,000 as in SGLang's seed.
         max_queue_size: accepted batches that may wait to be sent; 100,000 as in the seed.
-        topic: first frame of every message; empty as in the seed: a reader that was told of no topic hears it.
-        dialect: ``array`` (the smallest form, which all measured readers take), ``map`` or ``vllm``.
-        bind: whether the PUB sockets listen. None follows the host: wildcards, ipc and inproc bind, others connect.
-        replay_framing: ``seed`` (all measured readers take it) or ``topic`` (as SGLang and vLLM answer today).
-        seq_base: ``zero`` (as in the seed): plain consumers ignore a publisher that was started again until it has
-            passed its old number. ``clock`` starts at wall-clock microseconds, with AllBlocksCleared: plain consumers
-            see the restart, and numbers take 9 bytes. It starts above every earlier life for as long as the clock is
-            not set back; with ``seq_floor_file``, also then.
-        seq_floor_file: for ``clock`` alone: a small file that must survive restarts, where the stream keeps a floor
-            for the numbers of its next life; stream i > 0 adds ``_dp{i}``. Without it nothing outlives the process.
-        load_endpoint: base address of the load gauge's PUB sockets. No port is claimed unasked.
-        buffer_bytes: bytes that batches kept for replay may take, whatever their number: 256 MiB holds 10,000
-            batches of some 5,000 tokens each, and is small beside a scheduler process.
-        send_mode: who sends where ``idle()`` is not called, as in vLLM and SGLang. ``background``: the publisher's
-            thread, and ``publish()`` what the thread has not taken in 4 ms: some 2 us in the scheduler's step, 1 to
-            4 ms until delivery. ``inline``: ``publish()`` before it returns: 40 to 300 us in the step, 0.15 ms until
-            delivery. Users of an engine wait for its steps, and routers can wait some milliseconds.
-        auth: ``none`` (everybody who reaches an address reads it, as in the seed) or ``required``: CURVE, and only
-            clients whose key is allowed. SECURITY.md says how.
-        secret_key_file: the publisher's key pair, made by ``scheduler-components keygen``; for ``required`` alone.
-        client_keys_dir: directory of the allowed clients' public keys, read at start; for ``required`` alone.
+        topic: first frame of every message; empty as in the seed, so that a reader without a topic receives it.
+        dialect: ``array`` (the smallest form, which all measured readers accept), ``map`` or ``vllm``.
+        bind: whether the PUB sockets bind. None decides by the host: wildcards, ipc and inproc bind, others connect.
+        replay_framing: ``seed`` (all measured readers accept it) or ``topic`` (as SGLang and vLLM answer at present).
+        seq_base: ``zero`` (as in the seed): after a restart, plain consumers ignore the publisher until its numbers
+            pass the old ones. ``clock`` starts at wall-clock microseconds, with AllBlocksCleared: plain consumers see
+            the restart, and numbers take 9 bytes. It starts above every earlier epoch as long as the clock is not set
+            back; with ``seq_floor_file``, also then.
+        seq_floor_file: only for ``clock``: a small file that must survive restarts, in which the stream keeps a lower
+            bound for the numbers of its next epoch; stream i > 0 adds ``_dp{i}``. None keeps no file.
+        load_endpoint: base address of the load gauge's PUB sockets. None opens no port.
+        buffer_bytes: maximum bytes of the batches kept for replay: 256 MiB holds 10,000 batches of some 5,000 tokens
+            each, which is small compared with a scheduler process.
+        send_mode: who sends if ``idle()`` is not called, as in vLLM and SGLang. ``background``: the publisher's thread,
+            and ``publish()`` what the thread has not sent in 4 ms. It costs some 2 us in the scheduler's step, and
+            delivery takes 1 to 4 ms. ``inline``: ``publish()`` before it returns. It costs 40 to 300 us in the step,
+            and delivery takes 0.15 ms. The default favours the step, because an engine's users wait for it while
+            routers can wait some milliseconds.
+        auth: ``none`` (anyone who reaches an address can read it, as in the seed) or ``required``: CURVE, and only
+            clients whose key is allowed. See SECURITY.md.
+        secret_key_file: the publisher's key pair, created by ``scheduler-components keygen``; only for ``required``.
+        client_keys_dir: directory of the allowed clients' public keys, read at start; only for ``required``.
         options: further keyword arguments of a third-party publisher; the kit's own take none.
 
     Raises:
-        ConfigError: naming the setting, the value, what is wrong and what to write.
+        ConfigError: with the setting, the value, the problem and a hint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -126,23 +127,23 @@ class KVEventsConfig(BaseModel):
 
     @classmethod
     def from_cli(cls, text: str) -> KVEventsConfig:
-        """Read the JSON object that follows ``--kv-events-config``.
+        """Parse the JSON object that follows ``--kv-events-config``.
 
         Raises:
-            ConfigError: not JSON, not an object, a key twice, an unknown key, or a bad value.
+            ConfigError: not JSON, not an object, a repeated key, an unknown key, or an invalid value.
         """
         return cls(**parse_json_object(text, field="kv_events_config", example=_EXAMPLE))
 
     @classmethod
     def read(cls, config: str | KVEventsConfig) -> KVEventsConfig:
-        """Return ``config``, read first where it is text; see ``from_cli``."""
+        """Return ``config``, parsed by ``from_cli`` if it is text."""
         return config if isinstance(config, KVEventsConfig) else cls.from_cli(config)
 
     def changed(self, **settings: Any) -> KVEventsConfig:
-        """Return this configuration with other ``settings``, checked anew; those that are ``msgspec.UNSET`` stay.
+        """Return this configuration with other ``settings``, validated again. Settings that are ``msgspec.UNSET`` stay.
 
         Raises:
-            ConfigError: what comes of it is not right.
+            ConfigError: the new configuration is invalid.
         """
         present = dict(self)
         changes = {name: value for name, value in settings.items() if value is not UNSET}
@@ -152,7 +153,7 @@ class KVEventsConfig(BaseModel):
         return self if is_same else KVEventsConfig(**(present | changes))
 
     def sglang_arguments(self) -> dict[str, Any]:
-        """Return what SGLang's factory passes to a publisher, beside the rank, by name."""
+        """Return the keyword arguments that SGLang's factory passes to a publisher in addition to the rank."""
         return {
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
@@ -173,16 +174,16 @@ class KVEventsConfig(BaseModel):
         try:
             self.topic.encode()
         except UnicodeEncodeError:
-            raise ConfigError("topic", self.topic, "has no UTF-8 form", "take out the lone surrogate") from None
+            raise ConfigError("topic", self.topic, "cannot be encoded as UTF-8", "remove the lone surrogate") from None
         if "\0" in self.topic:
-            raise ConfigError("topic", self.topic, "holds a NUL, where readers in C end it", "take it out")
+            raise ConfigError("topic", self.topic, "contains a NUL, which ends it for readers in C", "remove it")
         self._check_floor()
         if self.replay_endpoint is not None and self.buffer_steps == 0:
-            raise ConfigError(
-                "buffer_steps", 0, "leaves the replay endpoint nothing to answer with", "keep at least 1 batch"
-            )
+            raise ConfigError("buffer_steps", 0, "keeps no batches for the replay endpoint", "keep at least 1 batch")
         if self.options and self.publisher in ("null", "zmq"):
-            raise ConfigError("options", self.options, f"go to no publisher {self.publisher!r}", "take them out")
+            raise ConfigError(
+                "options", self.options, f"are not accepted by the publisher {self.publisher!r}", "remove them"
+            )
         plan = self.port_plan(1)
         plan.events.resolve_bind(self.bind)
         self._check_auth(plan)
@@ -193,25 +194,27 @@ class KVEventsConfig(BaseModel):
         if name is None:
             return
         if self.seq_base != "clock":
-            raise ConfigError("seq_floor_file", name, f"is not used by seq_base {self.seq_base!r}", 'say "clock" there')
+            raise ConfigError(
+                "seq_floor_file", name, f"is not used with seq_base {self.seq_base!r}", 'give seq_base "clock"'
+            )
         if "\0" in name or not name.isprintable() or not Path(name).name:
-            raise ConfigError("seq_floor_file", name, "is not the path of a file", "give one, or take it out")
+            raise ConfigError("seq_floor_file", name, "is not the path of a file", "give one, or remove it")
 
     def _check_auth(self, plan: PortPlan) -> None:
-        """Keys and ``auth`` come together, so that nobody relies on a protection that is not there."""
+        """Require keys and ``auth`` together, so that no operator relies on a protection that is not active."""
         for field in ("secret_key_file", "client_keys_dir"):
             path = getattr(self, field)
             if self.auth == "required" and not path:
                 raise ConfigError(field, path, 'is missing, and auth is "required"', "give its path")
             if self.auth == "none" and path is not None:
-                raise ConfigError("auth", "none", f"leaves {field} without use", 'give "required", or take that out')
+                raise ConfigError("auth", "none", f"does not use {field}", f'give "required", or remove {field}')
         endpoints = (("endpoint", plan.events), ("replay_endpoint", plan.replay))
         for field, endpoint in endpoints if self.auth == "required" else ():
             if endpoint is not None and endpoint.transport == "inproc":
                 raise ConfigError(field, str(endpoint), "has no keys, and auth is required", "give tcp or ipc")
 
     def port_plan(self, stream_count: int) -> PortPlan:
-        """Give every stream its endpoints.
+        """Return the endpoints of all streams.
 
         Raises:
             ConfigError: a range passes port 65535, or two ranges overlap.
@@ -229,10 +232,10 @@ def _optional_endpoint(field: str, text: str | None) -> Endpoint | None:
 
 
 def parse_json_object(text: str, *, field: str, example: str) -> dict[str, Any]:
-    """Read the JSON object that a person wrote as the setting ``field``; ``example`` is one that would do.
+    """Parse the JSON object that a user wrote as the setting ``field``. ``example`` is a valid one, for the hint.
 
     Raises:
-        ConfigError: not JSON, not an object, or a key twice.
+        ConfigError: not JSON, not an object, or a repeated key.
     """
     hint = f"give a JSON object, such as {example}"
     try:
@@ -247,7 +250,7 @@ def parse_json_object(text: str, *, field: str, example: str) -> dict[str, Any]:
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON keeps the last of two equal keys; here the second is a mistake that would otherwise stay hidden."""
+    """Reject a repeated key. JSON would silently keep the last of two equal keys."""
     settings: dict[str, Any] = {}
     for key, value in pairs:
         if key in settings:
@@ -257,7 +260,7 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _config_error(details: ErrorDetails) -> ConfigError:
-    """Say in one sentence of this kit's what pydantic found first."""
+    """Convert the first error of pydantic to a ConfigError."""
     raised = details.get("ctx", {}).get("error")
     if isinstance(raised, ConfigError):
         return raised

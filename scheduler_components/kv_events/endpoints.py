@@ -1,12 +1,10 @@
-"""Where sockets listen and dial: one address (``Endpoint``), all of an engine (``PortPlan``), one stream's as its
-publisher bound it (``ListeningStream``) and as a reader dials it (``StreamAddress``). Each is parsed and checked once,
-and
-is a value from then on.
+"""Addresses of sockets: one (``Endpoint``), all of an engine (``PortPlan``), those of a stream as its publisher bound
+them (``ListeningStream``) and as a reader connects to them (``StreamAddress``).
 
-An endpoint text is looked at here and nowhere else; whoever holds an :class:`Endpoint` asks it (``is_wildcard``,
-``is_ipv6``) and never searches the text. What is accepted is what libzmq 4.3 takes, minus what it takes by mistake:
-it binds port 70000 as 4464, reads ``": 5"`` as port 5, and binds an unbracketed ``tcp://:::5557``, in which nobody
-else can tell host from port.
+Each is parsed and validated once and is immutable afterwards. Only this module parses endpoint texts; other code uses
+the properties of an :class:`Endpoint` (``is_wildcard``, ``is_ipv6``) and never searches the text. It accepts what
+libzmq 4.3 accepts, except what libzmq accepts by mistake: it binds port 70000 as 4464, reads ``": 5"`` as port 5, and
+binds an unbracketed ``tcp://:::5557``, in which no other parser can separate host and port.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ __all__ = [
 MAX_PORT = 65_535
 
 _MAX_IPC_PATH_BYTES = 107
-"""``sun_path`` of Linux holds 108 bytes, the last of which is NUL."""
+"""Linux's ``sun_path`` has 108 bytes, including the final NUL."""
 
 _MAX_INPROC_NAME_BYTES = 245
-"""pyzmq reads a bound address back into 255 bytes, ``inproc://`` and NUL included."""
+"""pyzmq reads a bound address back into 255 bytes, including ``inproc://`` and NUL."""
 
 _SHAPES = "tcp://host:port, ipc://path or inproc://name"
 _DIGITS_AND_DOTS = re.compile(r"[0-9.]+")
@@ -44,7 +42,7 @@ _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
 
 def _ip(host: str) -> IPv4Address | IPv6Address | None:
-    """The host as an address; None for names and ``*``."""
+    """Return the host as an address; None for names and ``*``."""
     try:
         return ip_address(host)
     except ValueError:
@@ -52,12 +50,12 @@ def _ip(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """``::ffff:127.0.0.1`` as ``127.0.0.1``: Python before 3.13 does not look through the mapping by itself."""
+    """Return ``::ffff:127.0.0.1`` as ``127.0.0.1``, because Python before 3.13 does not resolve the mapping."""
     return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
 
 
 def _plain_host(host: str) -> str:
-    """Take the brackets off an IPv6 address and shorten it, so that equal hosts have equal texts."""
+    """Remove the brackets of an IPv6 address and shorten it, so that equal hosts have equal texts."""
     bracketed = host.startswith("[") and host.endswith("]")
     address = _ip(host[1:-1] if bracketed else host)
     return str(address) if isinstance(address, IPv6Address) else host
@@ -65,13 +63,13 @@ def _plain_host(host: str) -> str:
 
 @attrs.frozen(kw_only=True)
 class Endpoint:
-    """One ZeroMQ address; ``str()`` of it is what libzmq takes.
+    """One ZeroMQ address. ``str()`` returns the text for libzmq.
 
     Attributes:
         transport: ``tcp``, ``ipc`` or ``inproc``.
-        host: tcp only. ``*``, an IPv4 or IPv6 address (kept without brackets), a host name, or the name of a
-            network interface, which libzmq binds by its address.
-        port: tcp only; 0 lets the system choose (``*`` in a text means the same).
+        host: tcp only. ``*``, an IPv4 or IPv6 address (without brackets), a host name, or the name of a network
+            interface, which libzmq binds by its address.
+        port: tcp only; 0 lets the system choose a port (``*`` in a text means the same).
         path: ipc: a file's path, or ``@name`` for Linux's abstract namespace; inproc: a name.
 
     Raises:
@@ -115,21 +113,21 @@ class Endpoint:
         if not self.path or self.path in ("*", "@"):
             raise self._error("has no path", f"write {self.transport}:// and a path that subscribers know")
         if self.path != self.path.strip() or not self.path.isprintable():
-            raise self._error("has white space at an end, or control characters", "take them out")
+            raise self._error("starts or ends with white space, or contains control characters", "remove them")
         limit = _MAX_IPC_PATH_BYTES if self.transport == "ipc" else _MAX_INPROC_NAME_BYTES
         length = len(self.path.encode())
         if length > limit:
-            raise self._error(f"has a path of {length} bytes, of which the system takes {limit}", "give a shorter path")
+            raise self._error(f"has a path of {length} bytes, the system accepts {limit}", "give a shorter path")
 
     def _error(self, problem: str, hint: str) -> ConfigError:
         return ConfigError("endpoint", str(self), problem, hint)
 
     @classmethod
     def parse(cls, text: str, *, field: str = "endpoint") -> Endpoint:
-        """Parse the address that a person wrote as the setting ``field``.
+        """Parse the address that a user wrote as the setting ``field``.
 
         Raises:
-            ConfigError: naming ``field``, the text, what is wrong with it and what to write.
+            ConfigError: with ``field``, the text, the problem and a hint.
         """
         try:
             return cls._from_text(text)
@@ -139,7 +137,7 @@ class Endpoint:
     @classmethod
     def _from_text(cls, text: str) -> Endpoint:
         if not isinstance(text, str):
-            raise ConfigError("endpoint", text, "is not a text", f"write {_SHAPES}")
+            raise ConfigError("endpoint", text, "is not a string", f"write {_SHAPES}")
         transport, separator, address = text.partition("://")
         if not separator:
             raise ConfigError("endpoint", text, "has no transport", f"write {_SHAPES}")
@@ -170,13 +168,13 @@ class Endpoint:
         return host, int(port)
 
     def offset(self, rank: int, *, field: str = "endpoint") -> Endpoint:
-        """Give the address of stream ``rank``: port + rank for tcp, the suffix ``_dp{rank}`` for ipc and inproc.
+        """Return the address of stream ``rank``: port + rank for tcp, the suffix ``_dp{rank}`` for ipc and inproc.
 
-        Rank 0 has the address itself, as in SGLang's ``offset_endpoint_port``. Port 0 stays 0: the system gives
-        every rank a port of its own.
+        Rank 0 has the unchanged address, as in SGLang's ``offset_endpoint_port``. Port 0 stays 0: the system gives
+        every rank its own port.
 
         Raises:
-            ConfigError: naming ``field``; the rank is negative, or the port or path does not reach that far.
+            ConfigError: with ``field``: the rank is negative, or the port or path becomes invalid.
         """
         if type(rank) is not int or rank < 0:
             raise ConfigError(field, str(self), f"cannot be offset by rank {rank!r}", "give a rank of at least 0")
@@ -194,31 +192,24 @@ class Endpoint:
             raise ConfigError(field, str(self), problem, hint) from None
 
     def with_host(self, host: str) -> Endpoint:
-        """Put ``host`` in the place of the present one: how a reader dials what is advertised with a wildcard.
+        """Return this endpoint with another host. A reader uses it to connect to an address that is advertised with a
+        wildcard.
 
         Args:
-            host: as in a URL or without brackets.
+            host: with or without the brackets of a URL.
 
         Raises:
-            ConfigError: ``host`` is not one, or this is not a tcp endpoint.
+            ConfigError: ``host`` is invalid, or this is not a tcp endpoint.
         """
         return attrs.evolve(self, host=host)
 
-    def with_port(self, port: int) -> Endpoint:
-        """Put ``port`` in the place of the present one: how a port that the system chose is reported.
-
-        Raises:
-            ConfigError: ``port`` is out of range, or this is not a tcp endpoint.
-        """
-        return attrs.evolve(self, port=port)
-
     def resolve_bind(self, bind: bool | None, *, field: str = "endpoint") -> bool:
-        """Say whether a PUB socket binds here; ``bind`` is what the operator says, None for the default.
+        """Return whether a PUB socket binds here. ``bind`` is the operator's setting, None for the default.
 
-        The default of SGLang and vLLM: wildcards, ipc and inproc bind, a concrete host is dialled.
+        The default is that of SGLang and vLLM: wildcards, ipc and inproc bind; a concrete host is connected to.
 
         Raises:
-            ConfigError: it would dial, and there is nobody to dial at a wildcard or at port 0.
+            ConfigError: the socket would connect to a wildcard or to port 0.
         """
         binds = self.binds if bind is None else bind
         if not binds and self.is_wildcard:
@@ -231,7 +222,7 @@ class Endpoint:
 
     @property
     def binds(self) -> bool:
-        """True where a PUB socket binds by default: wildcards, ipc and inproc."""
+        """True if a PUB socket binds by default: wildcards, ipc and inproc."""
         return self.transport != "tcp" or self.is_wildcard
 
     @property
@@ -242,12 +233,12 @@ class Endpoint:
 
     @property
     def is_ipv6(self) -> bool:
-        """True for an IPv6 address, which needs a socket with IPv6 on. ``*`` is not one."""
+        """True for an IPv6 address, which needs a socket with IPv6 enabled. ``*`` is not one."""
         return isinstance(_ip(self.host), IPv6Address)
 
     @property
     def is_loopback(self) -> bool:
-        """True where no other machine can reach: loopback addresses, ``localhost``, ipc and inproc."""
+        """True if no other machine can connect: loopback addresses, ``localhost``, ipc and inproc."""
         if self.transport != "tcp" or self.host.lower() == "localhost":
             return True
         address = _ip(self.host)
@@ -255,7 +246,7 @@ class Endpoint:
 
     @property
     def advertised_host(self) -> str:
-        """The host as ``/server_info`` writes it: wildcards bare, a concrete IPv6 address in brackets."""
+        """The host as ``/server_info`` writes it: a wildcard unchanged, a concrete IPv6 address in brackets."""
         return f"[{self.host}]" if self.is_ipv6 and not self.is_wildcard else self.host
 
     def __str__(self) -> str:
@@ -265,26 +256,26 @@ class Endpoint:
 
 
 def _named(events: Endpoint, replay: Endpoint | None, load: Endpoint | None) -> list[tuple[str, Endpoint]]:
-    """The endpoints that there are, each with its setting's name in ``KVEventsConfig``."""
+    """Return the endpoints that are not None, each with its setting's name in ``KVEventsConfig``."""
     named = [("endpoint", events), ("replay_endpoint", replay), ("load_endpoint", load)]
     return [(field, endpoint) for field, endpoint in named if endpoint is not None]
 
 
-# Every port of one engine: the plan that publishers bind by and ``/server_info`` advertises.
+# The ports of one engine, which publishers bind and ``/server_info`` advertises.
 
 
 @attrs.frozen(kw_only=True)
 class PortPlan:
-    """The event, replay and load endpoints of all streams of an engine; refused as a whole when they do not fit.
+    """The event, replay and load endpoints of all streams of an engine, validated together.
 
-    Stream ``i`` has each base endpoint offset by ``i``. tcp ranges may not share a port whatever their hosts are:
-    ``0.0.0.0``, a name and an address can mean one interface, and a plan that is right on one machine and wrong on
-    the next is no plan. Port 0 takes part in no overlap, for the system hands out each port once.
+    Stream ``i`` has each base endpoint offset by ``i``. Two tcp ranges may not share a port, whatever their hosts are:
+    ``0.0.0.0``, a name and an address can mean one interface, and a plan must be valid on every machine. Port 0 never
+    overlaps, because the system assigns each port once.
 
     Attributes:
         events: base of the PUB sockets.
         replay: base of the replay ROUTER sockets; None without replay.
-        load: base of the load gauge's PUB sockets; None without it.
+        load: base of the load gauge's PUB sockets; None without a gauge.
         stream_count: number of streams (``ParallelState.kv_stream_count``).
 
     Raises:
@@ -321,15 +312,15 @@ class PortPlan:
         raise ConfigError(other_field, str(other), f"overlaps {field}={str(base)!r} with {streams}", hint)
 
     def event_endpoint(self, index: int) -> Endpoint:
-        """Give the PUB endpoint of stream ``index``, 0 to ``stream_count - 1``; ConfigError outside."""
+        """Return the PUB endpoint of stream ``index``, from 0 to ``stream_count - 1``; ConfigError otherwise."""
         return self._at(index, self.events)
 
     def replay_endpoint(self, index: int) -> Endpoint | None:
-        """Give the replay endpoint of stream ``index``; None without replay."""
+        """Return the replay endpoint of stream ``index``; None without replay."""
         return None if self.replay is None else self._at(index, self.replay)
 
     def load_endpoint(self, index: int) -> Endpoint | None:
-        """Give the load gauge's endpoint of stream ``index``; None without it."""
+        """Return the load gauge's endpoint of stream ``index``; None without a gauge."""
         return None if self.load is None else self._at(index, self.load)
 
     def _at(self, index: int, base: Endpoint) -> Endpoint:
@@ -340,18 +331,18 @@ class PortPlan:
 
 @attrs.frozen(kw_only=True)
 class ListeningStream:
-    """Where the sockets of one stream are, once they are open: ports are those that the system gave.
+    """The addresses of one stream's open sockets, with the ports that the system chose.
 
-    A process that opens publishers makes one of each and hands it to whoever answers ``/server_info``.
+    A process that opens publishers creates one per stream and passes it to the server of ``/server_info``.
 
     Attributes:
         rank: number of the stream (``ParallelState.kv_stream_index``).
-        events: where its PUB socket is.
-        replay: where its replay ROUTER is; None without replay.
-        load: where its load gauge is; None without it.
+        events: address of its PUB socket.
+        replay: address of its replay ROUTER; None without replay.
+        load: address of its load gauge; None without a gauge.
 
     Raises:
-        ConfigError: not tcp, so no reader on another machine could dial it, or a port that is still 0.
+        ConfigError: an address is not tcp, so a reader on another machine could not connect, or has port 0.
     """
 
     rank: int
@@ -367,10 +358,11 @@ class ListeningStream:
 
     @classmethod
     def parse(cls, rank: int, events: str, *, replay: str | None = None, load: str | None = None) -> ListeningStream:
-        """Read what open publishers say: ``endpoint`` and ``replay_endpoint`` of one, ``endpoint`` of its load sink.
+        """Parse the addresses of open publishers: ``endpoint`` and ``replay_endpoint`` of one, ``endpoint`` of its load
+        sink.
 
         Raises:
-            ConfigError: one of them is not an address, or not tcp.
+            ConfigError: a text is not an address, or not tcp.
         """
         return cls(
             rank=rank,
@@ -380,10 +372,10 @@ class ListeningStream:
         )
 
     def with_host(self, host: str) -> ListeningStream:
-        """Put a node's own address in the place of wildcards, for readers that reached another node.
+        """Replace wildcards by a node's own address, for readers that reached another node.
 
         Raises:
-            ConfigError: ``host`` is not one.
+            ConfigError: ``host`` is invalid.
         """
         events, replay, load = (
             each.with_host(host) if each is not None and each.is_wildcard else each
@@ -395,13 +387,14 @@ class ListeningStream:
 
 @attrs.frozen(kw_only=True)
 class StreamAddress:
-    """One stream: where its live batches, its replay and its load gauge are.
+    """The addresses of one stream's live batches, replay and load gauge, as a reader connects to them.
 
-    ``rank`` is its number in views and tables; to follow several workers at once, give each stream one of its own.
-    ``block_size`` is what the worker advertises, in tokens; None when it does not.
+    Attributes:
+        rank: the stream's number in views and tables; to follow several workers, give each stream its own.
+        block_size: tokens per block as the worker advertises it; None if it does not.
 
     Raises:
-        ConfigError: an endpoint that cannot be dialled: a wildcard, port 0, or inproc.
+        ConfigError: a reader cannot connect to an endpoint: a wildcard, port 0, or inproc.
     """
 
     rank: int
@@ -415,5 +408,8 @@ class StreamAddress:
         for field, endpoint in _named(self.events, self.replay, self.load):
             if endpoint.transport == "inproc" or endpoint.is_wildcard or endpoint.port == 0:
                 raise ConfigError(
-                    field, str(endpoint), "cannot be dialled", "give the host and port on which the publisher listens"
+                    field,
+                    str(endpoint),
+                    "cannot be dialled",
+                    "give the host and port on which the publisher listens",
                 )

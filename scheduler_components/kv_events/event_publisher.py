@@ -1,4 +1,4 @@
-"""The base class of publishers that are written for SGLang's registry."""
+"""EventPublisher: the base class of publishers written for SGLang's registry, and its null object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EventPublisher", "NullEventPublisher"]
 
 
 class EventPublisher(ABC):
-    """Base class kept for publishers written for SGLang's module; the kit itself asks for the ``KvEventSink`` port.
+    """Base class of SGLang's module. The kit's own components need only the ``KvEventSink`` port.
 
     Args:
         attn_dp_rank: the stream's index, stamped on batches that carry no rank.
@@ -26,21 +26,21 @@ class EventPublisher(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Send what is pending and let go of every resource."""
+        """Send the pending batches and release all resources."""
 
-    def idle(self) -> None:  # noqa: B027 - an optional hook: a publisher that never defers has nothing to do
-        """Encode and send what is pending; called where the scheduler waits for its device."""
+    def idle(self) -> None:  # noqa: B027 - optional: a publisher that sends in publish() needs none
+        """Encode and send the pending batches. Called where the scheduler waits for its device."""
 
     def stats(self) -> PublisherStats:
-        """Counters since the publisher was opened; all zero for a publisher that keeps none."""
+        """Return the counters since the publisher was opened; all zero for a publisher without counters."""
         return PublisherStats()
 
 
 class NullEventPublisher(EventPublisher):
-    """Publishes nothing: the sink of a rank that owns no stream, so that no caller ever asks ``if enabled``."""
+    """Publish nothing: the sink of a rank that owns no stream."""
 
     def publish(self, events: EventBatch) -> None:
-        """Forget the batch."""
+        pass
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        pass

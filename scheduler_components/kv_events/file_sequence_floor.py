@@ -1,11 +1,11 @@
-"""A floor under a stream's numbers that survives its process, whatever the wall clock does.
+"""SequenceFloor: a lower bound of a stream's numbers that survives its process, whatever the wall clock does.
 
-A plain consumer drops what is numbered at or below the last number that it saw. So a new life of a stream must start
-above every number of every earlier life. The wall clock alone promises that only for as long as nobody sets it back. A
-small file does: it holds the lowest number that no life can have used.
+A plain consumer drops batches whose number is at or below the last number that it saw. So a new epoch of a stream must
+start above every number of every earlier epoch. The wall clock alone ensures that only while it is not set back. A
+small file ensures it always: it holds the lowest number that no epoch can have used.
 
-A life reserves numbers before it uses them: the file always says more than what was sent, also after a kill. It is
-written at the start, at the close, and once per two thousand million batches, never per batch.
+A publisher reserves numbers before it uses them, so the file is always ahead of the sent batches, also after a kill.
+The publisher writes it at the start, at the close, and once per two billion batches, never per batch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ __all__ = ["SequenceFloor", "open_sequence_floor"]
 _log = logging.getLogger(__name__)
 
 _RESERVED = 1 << 32
-"""Numbers reserved at once. A life that is killed wastes them: as much as 72 minutes of the clock in microseconds."""
+"""Numbers reserved together. An epoch that is killed wastes them: as many as 72 minutes of the clock in microseconds.
+"""
 
 _RETRY_AFTER = 1 << 20
-"""Numbers until the next try after a reservation that could not be written."""
+"""Numbers until the next attempt after a reservation failed."""
 
 _HIGHEST = 1 << 62
-"""Readers take numbers below 2^63; no clock comes near."""
+"""Readers accept numbers below 2^63, which no clock approaches."""
 
 _MAX_FILE_BYTES = 32
 
 
 class SequenceFloor:
-    """The floor of one stream, for one life; made by ``open_sequence_floor``, closed by whoever sends the numbers."""
+    """The floor of one stream in one epoch. ``open_sequence_floor`` opens it; the sender of the numbers closes it."""
 
     __slots__ = ("_lock", "_path", "_renew_at", "first")
 
@@ -45,7 +46,7 @@ class SequenceFloor:
         self.first = first
 
     def reserve_above(self, next_sequence: int) -> None:
-        """Reserve more when ``next_sequence`` comes near the end of what is reserved; cheap, and never raises."""
+        """Reserve more numbers when ``next_sequence`` approaches the end of the reservation. Cheap; never raises."""
         if next_sequence < self._renew_at or self._path is None:
             return
         try:
@@ -56,25 +57,26 @@ class SequenceFloor:
             _log.error("cannot reserve sequence numbers in %s: %s", self._path, error)
 
     def close(self, next_sequence: int) -> None:
-        """Give back what was reserved and not used, and let go of the file. Safe to call twice; never raises."""
+        """Return unused numbers and close the file. Safe to call twice; never raises."""
         if self._path is None or self._lock is None or not self._lock.is_open:
             return
         try:
             _write(self._path, next_sequence)
-        except OSError as error:  # what is reserved there stays reserved: the next life starts higher than it must
-            _log.warning("cannot give sequence numbers back to %s: %s", self._path, error)
+        except OSError as error:  # the numbers stay reserved: the next epoch starts higher than necessary
+            _log.warning("cannot return sequence numbers to %s: %s", self._path, error)
         self._lock.remove()
 
 
 def open_sequence_floor(path: Path | None, *, wanted: int) -> SequenceFloor:
-    """Choose the first number of a life: ``wanted``, or above all that earlier lives with the same file have used.
+    """Choose the first number of an epoch: ``wanted``, or the next above all that earlier epochs with this file have
+    used.
 
     Args:
-        path: the file, made where it is not there; None keeps no floor: ``wanted`` it is.
+        path: the file, created if it is absent; None keeps no floor and returns ``wanted``.
         wanted: for example the wall clock in microseconds.
 
     Raises:
-        StartError: the file is another publisher's, holds no number, or cannot be written.
+        StartError: another publisher uses the file, it holds no number, or it cannot be written.
     """
     if path is None:
         return SequenceFloor(None, None, wanted)
@@ -82,7 +84,7 @@ def open_sequence_floor(path: Path | None, *, wanted: int) -> SequenceFloor:
         lock = acquire_file_lock(path.with_name(f"{path.name}.lock"))
     except BlockingIOError as error:
         raise StartError(
-            str(path), "another publisher numbers by it", "give each publisher a file of its own"
+            str(path), "another publisher uses this sequence floor", "give each publisher its own file"
         ) from error
     except OSError as error:
         raise _unusable(path, error) from error
@@ -110,13 +112,13 @@ def _read(path: Path) -> int:
     except FileNotFoundError:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_FILE_BYTES and int(text) < _HIGHEST):
-        hint = "give another file, or write there a number above all that were ever sent"
+        hint = "give another file, or write a number into it that is above all numbers ever sent"
         raise StartError(str(path), "holds no sequence number", hint)
     return int(text)
 
 
 def _write(path: Path, number: int) -> None:
-    """Replace the file as a whole: whoever is killed meanwhile leaves the old number or the new one."""
+    """Replace the file atomically: a kill leaves either the old number or the new one."""
     new = path.with_name(f"{path.name}.new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

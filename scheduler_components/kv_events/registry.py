@@ -1,7 +1,7 @@
-"""Publishers by name, and the one call that opens a rank's publisher.
+"""EventPublisherFactory: publishers by name; ``open_event_publisher`` opens the publisher of a rank.
 
-A configuration goes this way once: it is read and checked whole (``config``), its ports are planned (``endpoints``),
-and the opener of its publisher gets it as it is. Nothing here knows a setting of the ZMQ publisher.
+``config`` validates the whole configuration, ``endpoints`` plans its ports, and the publisher's opener gets it
+unchanged. This module knows no setting of the ZMQ publisher.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["ENTRY_POINT_GROUP", "EventPublisherFactory", "PublisherConstructor",
 _log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "scheduler_components.event_publishers"
-"""Packages name their publishers here: ``mine = "my_package.publisher:MyPublisher"``."""
+"""Entry-point group in which packages offer publishers: ``mine = "my_package.publisher:MyPublisher"``."""
 
 
 class PublisherConstructor(Protocol):
-    """A publisher's class, or a function that makes one; it offsets its endpoints by the rank itself."""
+    """A publisher's class, or a function that returns a publisher. It offsets its endpoints by the rank itself."""
 
     def __call__(self, *, attn_dp_rank: int, **settings: Any) -> EventPublisher: ...
 
@@ -39,7 +39,7 @@ OpenPublisher: TypeAlias = Callable[[KVEventsConfig, int], EventPublisher]
 def _open_null_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:
     given = sorted(config.model_fields_set)
     if given and "publisher" not in given:
-        # SGLang starts so too, and publishes nothing: no error, but somebody meant something by it.
+        # SGLang also starts and publishes nothing. That is no error, but probably not the intention.
         text = 'kv_events_config gives %s and no publisher, so no KV events are published: add "publisher": "zmq"'
         _log.warning(text, ", ".join(given))
     return NullEventPublisher(attn_dp_rank)
@@ -52,12 +52,12 @@ def _open_zmq_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPubli
 
 
 def _opener_of(constructor: PublisherConstructor) -> OpenPublisher:
-    """Call a constructor as SGLang's factory does, with the configuration's options added."""
+    """Return an opener that calls a constructor as SGLang's factory does, with the configuration's options added."""
 
     def open_publisher(config: KVEventsConfig, attn_dp_rank: int) -> EventPublisher:
         if config.auth != "none":
             problem = f"is not known to reach the publisher {config.publisher!r}"
-            raise ConfigError("auth", config.auth, problem, "take it out, and protect that publisher in its options")
+            raise ConfigError("auth", config.auth, problem, "remove it, and protect that publisher by its options")
         arguments = config.sglang_arguments() | config.options
         _check_signature(config, constructor, arguments)
         return constructor(attn_dp_rank=attn_dp_rank, **arguments)
@@ -66,9 +66,9 @@ def _opener_of(constructor: PublisherConstructor) -> OpenPublisher:
 
 
 class EventPublisherFactory:
-    """Publishers by name: the kit's ``null`` and ``zmq``, what is registered, and what installed packages offer.
+    """Publishers by name: the kit's ``null`` and ``zmq``, registered ones, and those that installed packages offer.
 
-    A subclass starts with a copy of its parent's publishers, and what is registered on it stays on it.
+    A subclass starts with a copy of its parent's publishers. Names registered on it do not affect the parent.
     """
 
     _openers: ClassVar[dict[str, OpenPublisher]] = {"null": _open_null_publisher, "zmq": _open_zmq_publisher}
@@ -79,13 +79,13 @@ class EventPublisherFactory:
 
     @classmethod
     def register_publisher(cls, name: str, ctor: PublisherConstructor) -> None:
-        """Make ``ctor`` the publisher ``name``.
+        """Register ``ctor`` as the publisher ``name``.
 
         It is called as ``ctor(attn_dp_rank=..., endpoint=..., replay_endpoint=..., buffer_steps=..., hwm=...,
-        max_queue_size=..., topic=..., **options)``, the endpoints as configured, not yet offset.
+        max_queue_size=..., topic=..., **options)``, with the endpoints as configured, not yet offset.
 
         Raises:
-            PublisherNameTakenError: the name is in use. It is a KeyError too, as in SGLang's registry.
+            PublisherNameTakenError: the name is in use. It is also a KeyError, as in SGLang's registry.
         """
         if name in cls._openers:
             raise PublisherNameTakenError(name)
@@ -93,27 +93,27 @@ class EventPublisherFactory:
 
     @classmethod
     def create(cls, config: str | KVEventsConfig | None, attn_dp_rank: int = 0) -> EventPublisher:
-        """Open the publisher of stream ``attn_dp_rank``; the null publisher when nothing is configured.
+        """Open the publisher of stream ``attn_dp_rank``, or the null publisher without a configuration.
 
-        ``open_event_publisher`` also asks whether this rank should publish at all: prefer it.
+        Prefer ``open_event_publisher``, which also decides whether this rank publishes at all.
 
         Raises:
-            ConfigError: the configuration is not right, or no port is left for this stream.
-            StartError: the machine refused an address.
+            ConfigError: the configuration is invalid, or no port is left for this stream.
+            StartError: the system refused an address.
         """
         if not config:
             return NullEventPublisher(attn_dp_rank)
         settings = KVEventsConfig.read(config)
         check_integer("attn_dp_rank", attn_dp_rank, "is not a rank", at_least=0)
-        settings.port_plan(attn_dp_rank + 1)  # so many streams there are at least
+        settings.port_plan(attn_dp_rank + 1)  # there are at least this many streams
         return cls.find(settings.publisher)(settings, attn_dp_rank)
 
     @classmethod
     def find(cls, name: str) -> OpenPublisher:
-        """Return what opens the publisher ``name``, loaded first where an installed package offers it.
+        """Return the opener of the publisher ``name``. Load it first if an installed package offers it.
 
         Raises:
-            ConfigError: nobody offers the name, or the package that does is broken.
+            ConfigError: no package offers the name, or the offered object cannot be loaded.
         """
         if name in cls._openers:
             return cls._openers[name]
@@ -121,9 +121,7 @@ class EventPublisherFactory:
         values = {offer.value: offer for offer in offers if offer.name == name}
         if not values:
             known = (*cls._openers, *sorted(offers.names))
-            raise ConfigError(
-                "publisher", name, "is not a publisher that this process knows", spelling_hint(name, known)
-            )
+            raise ConfigError("publisher", name, "is not a known publisher", spelling_hint(name, known))
         if len(values) > 1:
             raise ConfigError("publisher", name, f"is offered by {' and '.join(sorted(values))}", "uninstall one")
         return cls._openers.setdefault(name, _opener_of(_load(*values.values())))
@@ -142,10 +140,10 @@ def _load(offer: EntryPoint) -> PublisherConstructor:
 
 
 def _check_signature(settings: KVEventsConfig, constructor: PublisherConstructor, arguments: dict[str, Any]) -> None:
-    """Refuse options that the publisher does not take before it is called; a TypeError from inside it stays its own."""
+    """Reject options that the constructor does not accept. A TypeError of its body stays unchanged."""
     try:
         signature = inspect.signature(constructor)
-    except ValueError:  # written in C, without a signature: the call itself will fail
+    except ValueError:  # a constructor written in C without a signature: the call itself raises
         return
     try:
         signature.bind(attn_dp_rank=0, **arguments)
@@ -160,19 +158,19 @@ def open_event_publisher(
     parallel: ParallelState,
     factory: type[EventPublisherFactory] = EventPublisherFactory,
 ) -> EventPublisher:
-    """Open the publisher of this rank's KV stream, or the null publisher where it owns none.
+    """Open the publisher of this rank's KV stream, or the null publisher if the rank owns none.
 
-    The configuration is checked in full on every rank, for all streams of the engine, before anything opens: a bad
-    one fails everywhere alike and leaves nothing behind.
+    Every rank validates the whole configuration, for all streams of the engine, before it opens anything. An invalid
+    configuration fails on all ranks alike and leaves no socket open.
 
     Args:
-        config: what the operator typed; None or "" publishes nothing.
+        config: the operator's configuration; None or "" publishes nothing.
         parallel: decides whether this rank publishes, and as which stream.
-        factory: where publishers are looked up by name.
+        factory: looks up publishers by name.
 
     Raises:
-        ConfigError: the configuration is not right for this engine.
-        StartError: the machine refused an address.
+        ConfigError: the configuration is invalid for this engine.
+        StartError: the system refused an address.
     """
     if not config:
         return NullEventPublisher(parallel.kv_stream_index)

@@ -1,4 +1,8 @@
-"""Replay sessions: the open answers of one stream. Pure: no socket, no clock."""
+"""ReplaySessions: the open answers to replay requests, one per client. Pure: no socket, no clock.
+
+Each session is a generator of messages. The edge asks for one message at a time and reports which clients can take no
+more.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,12 @@ __all__ = ["REPLAY_FRAMINGS", "ReplaySessions"]
 
 REPLAY_FRAMINGS = ("seed", "topic")
 
-# Answers to replay requests, without sockets: one cursor per client, served one after the other, each a generator.
 
 NumberedPayload = tuple[bytes, bytes]
 """Sequence and payload of one message of an answer."""
 
 ReplyMessages = Generator[NumberedPayload | None, None, None]
-"""An answer's messages; None where preparing the next one goes on."""
+"""The messages of an answer; None while the next one is being prepared."""
 
 _END: NumberedPayload = (END_SEQ, b"")
 
@@ -36,27 +39,30 @@ def _numbered(sequence: int, payload: bytes) -> NumberedPayload:
     return sequence.to_bytes(8, "big"), payload
 
 
-def _bare_end() -> ReplyMessages:
+def _end_marker_alone() -> ReplyMessages:
     yield _END
 
 
 _STUCK_AFTER_S = 2.0
-"""A client that takes less than ``_PROGRESS`` in this time gives way to one who waits. A pause of 1.5 s is usual."""
+"""A client that takes less than ``_PROGRESS`` in this time is stuck, and yields to a waiting one. A pause of 1.5 s is
+common.
+"""
 
 _PROGRESS = 64
-"""ReplyMessages, or 16 KiB parts of large ones: what libzmq queues for one client anyway."""
+"""Messages, or 16 KiB parts of large ones, that end being stuck: libzmq queues about this many for one client anyway.
+"""
 
 _BYTES_PER_PROGRESS = 16 * 1024
 
 _MAX_WAITING = 1_024
-"""Requests that wait for a place; each costs some hundred bytes."""
+"""Maximum requests that wait for a session; each takes some hundred bytes."""
 
 
-class _Cursor:
-    """One client's answer: the message to send next (None while it is being prepared), and the rest of them.
+class _Session:
+    """One client's answer: the message to send next (None while it is being prepared) and the generator of the others.
 
-    ``full_since_s`` is when the client began to take nothing more, None while it takes what it is given; ``num_taken``
-    is its progress since then.
+    ``full_since_s`` is the time since which the client takes nothing, None while it accepts messages. ``num_taken`` is
+    its progress since then.
     """
 
     __slots__ = ("full_since_s", "is_plain", "message", "messages", "num_taken")
@@ -69,7 +75,7 @@ class _Cursor:
         self.num_taken = 0
 
     def take(self) -> None:
-        """The client took the message: go on to the next. StopIteration when that was the last."""
+        """Go on to the next message after the client took one. Raises StopIteration after the last."""
         if self.full_since_s is not None and self.message is not None:
             self.num_taken += 1 + len(self.message[1]) // _BYTES_PER_PROGRESS
             if self.num_taken >= _PROGRESS:
@@ -77,38 +83,39 @@ class _Cursor:
         self.message = next(self.messages)
 
     def full(self, now_s: float) -> None:
-        """The client took nothing just now."""
+        """Note that the client took nothing."""
         if self.full_since_s is None:
             self.full_since_s, self.num_taken = now_s, 0
 
     def is_stuck(self, now_s: float) -> bool:
-        """True when the client has hardly taken anything for a while."""
+        """True if the client has taken almost nothing for a while."""
         return self.full_since_s is not None and now_s - self.full_since_s >= _STUCK_AFTER_S
 
 
 class ReplaySessions:
     """All open answers of one stream.
 
-    An answer covers what had been sent when it was asked for; later batches reach the client live. A plain client
-    whose start has left the window gets the folded base first, as ordinary batches numbered below the window, so
-    that it ends with the whole state. Where these are too few numbers for messages that readers take, it gets the
-    window alone: it sees the gap, and may ask from 0.
+    An answer covers the batches that had been sent when it was requested; the client receives later ones live. A plain
+    client whose start has left the replay buffer gets the folded snapshot first, as ordinary batches numbered below the
+    buffer, so that it ends with the whole state. If these numbers are too few for messages that readers accept, it gets
+    only the buffer: it sees the gap, and may request from 0.
 
-    Beyond ``max_clients`` a request waits for its turn. An open client that is stuck gives way to it: it gets no end
-    marker, for a plain client would take that as "this is all". Nor does a request that has no place to wait.
+    Above ``max_clients`` a request waits for its turn. A stuck client yields to it and gets no end marker, because a
+    plain client would read the marker as the complete answer. A request that cannot even wait gets no end marker
+    either.
 
     Args:
-        stream: answered from.
-        encoder: of the stream's dialect, for parts of runs in the base.
+        stream: the stream to answer from.
+        encoder: of the stream's dialect, for parts of runs in the snapshot.
         rank: stamped on folded batches.
-        framing: ``"seed"`` (every measured consumer reads it) or ``"topic"`` (SGLang's and vLLM's of today).
+        framing: ``"seed"`` (every measured consumer reads it) or ``"topic"`` (SGLang's and vLLM's present framing).
         topic: the topic frame of the ``topic`` framing.
-        max_clients: open answers at once.
+        max_clients: maximum open answers.
 
     Attributes:
-        upstream: what every META says of it, see there; None unless a relay says more.
-        num_served, num_batches, num_refused, num_truncated: answers ended, batches in them, requests that were
-            malformed or had no place to wait, and answers cut before their end.
+        upstream: value of ``ReplayMeta.upstream`` in every META; None unless a relay sets it.
+        num_served, num_batches, num_refused, num_truncated: completed answers, batches in them, requests that were
+            malformed or could not wait, and answers cut before their end.
 
     Raises:
         ConfigError: unknown framing.
@@ -149,7 +156,7 @@ class ReplaySessions:
         self._prefix: tuple[bytes, ...] = (b"", topic) if framing == "topic" else (b"",)
         self._end_prefix: tuple[bytes, ...] = (b"", b"") if framing == "topic" else (b"",)
         self._max_clients = max_clients
-        self._sessions: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._waiting: OrderedDict[bytes, ReplayRequest] = OrderedDict()
         self._pinning: set[bytes] = set()
         self.upstream: str | None = None
@@ -160,13 +167,14 @@ class ReplaySessions:
 
     @property
     def clients(self) -> tuple[bytes, ...]:
-        """Clients with an unfinished answer, the longest waiting first."""
+        """Clients with an unfinished answer, the least recently served first."""
         return tuple(self._sessions)
 
     def receive(self, frames: Sequence[bytes]) -> None:
-        """Take one request as the ROUTER received it. Anything malformed is answered with a bare end marker.
+        """Receive one request as frames of the ROUTER. Answer a malformed one with a bare end marker.
 
-        A client that asks again before its answer is done starts over: its earlier answer would be stale.
+        A client that requests again before its answer is complete starts over, because its earlier answer would be
+        stale.
         """
         client = frames[0]
         try:
@@ -176,31 +184,31 @@ class ReplaySessions:
         except DecodeError:
             self.num_refused += 1
             self.drop(client)
-            self._sessions[client] = _Cursor(_bare_end(), is_plain=True)
+            self._sessions[client] = _Session(_end_marker_alone(), is_plain=True)
             return
         self._forget(client)
         if client in self._waiting or len(self._waiting) < _MAX_WAITING:
-            self._waiting[client] = request  # one that waits already keeps its turn
+            self._waiting[client] = request  # a client that already waits keeps its turn
             self._admit()
         else:
             self.num_refused += 1
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait for a session."""
         return len(self._waiting)
 
     def can_progress(self, now_s: float) -> bool:
-        """True while an open client is not stuck, or another waits for the place of one that is."""
+        """True while some open client is not stuck, or a request waits for the place of a stuck one."""
         return bool(self._waiting) or not all(cursor.is_stuck(now_s) for cursor in self._sessions.values())
 
     def _admit(self) -> None:
-        """Open answers of those who wait, while there are places."""
+        """Open sessions for waiting requests while there is room."""
         while self._waiting and len(self._sessions) < self._max_clients:
             client, request = self._waiting.popitem(last=False)
             is_plain = request.verb is None
             messages = self._plain(client, request.start) if is_plain else self._extended(client, request)
-            self._sessions[client] = _Cursor(messages, is_plain=is_plain)
+            self._sessions[client] = _Session(messages, is_plain=is_plain)
 
     def _plain(self, client: bytes, start: int) -> ReplyMessages:
         stream = self._stream
@@ -208,7 +216,7 @@ class ReplaySessions:
         sequence = start if stream.has_folded else max(start, stream.first)
         while sequence < stop:
             if sequence < stream.first:
-                # Also when a slow client is overtaken by the window: the base it gets then makes up for the gap.
+                # The replay buffer may also overtake a slow client: the snapshot then fills its gap.
                 yield from self._folded(client, sequence)
                 sequence = stream.first
                 continue
@@ -217,11 +225,11 @@ class ReplaySessions:
         yield _END
 
     def _folded(self, client: bytes, start: int) -> ReplyMessages:
-        """The base as batches numbered up to ``first - 1``, at most ``first - start`` of them.
+        """Yield the snapshot as batches numbered up to ``first - 1``, at most ``first - start`` of them.
 
-        None at all where it does not fit into so many: then the numbers have a gap, which says so.
+        Yield nothing if it does not fit into so many: the client then sees a gap in the numbers.
         """
-        yield from self._caught_up()
+        yield from self._wait_for_folding()
         with self._pinned(client):
             first = self._stream.first
             chunks: list[SnapshotChunk] = []
@@ -235,16 +243,18 @@ class ReplaySessions:
                 return
             start = first - len(chunks)
             for number in range(start, first):
-                # Let go of one by one: to free a large plan at once would show in the scheduler's step.
+                # Chunks are freed one by one: freeing a large plan in one go would show in the scheduler's step.
                 yield from self._chunk(number, chunks.pop(0), clear=number == start)
 
-    def _caught_up(self) -> ReplyMessages:
-        """Wait until what was held up by the last client is folded: to pin the base now would hold it up at once."""
+    def _wait_for_folding(self) -> ReplyMessages:
+        """Wait until the backlog of the last pin is folded: pinning the snapshot again now would continue to hold it
+        up.
+        """
         while self._stream.is_over_limit and not self._stream.pins:
             yield None
 
     def _snapshot(self) -> Generator[NumberedPayload | None, None, int]:
-        """The base as chunks numbered 0 and up; returns how many."""
+        """Yield the snapshot as chunks numbered 0 and up. Return their number."""
         num_chunks = 0
         for planned in self._stream.plan_snapshot():
             if planned is None:
@@ -261,7 +271,7 @@ class ReplaySessions:
 
     @contextmanager
     def _pinned(self, client: bytes) -> Iterator[None]:
-        """Keep the base as it is, and with it the window's start, while ``client`` gets it."""
+        """Keep the snapshot and the start of the replay buffer unchanged while ``client`` receives them."""
         self._stream.pins += 1
         self._pinning.add(client)
         try:
@@ -272,19 +282,19 @@ class ReplaySessions:
 
     def _extended(self, client: bytes, request: ReplayRequest) -> ReplyMessages:
         stream = self._stream
-        in_window = request.epoch == stream.epoch and stream.first <= request.start <= stream.next_sequence
-        start = request.start if in_window else stream.first
+        is_in_buffer = request.epoch == stream.epoch and stream.first <= request.start <= stream.next_sequence
+        start = request.start if is_in_buffer else stream.first
         if request.verb is ReplayVerb.STATUS:
             yield self._meta(request, ReplayMetaKind.STATUS, start)
             return
-        gets_base = request.verb is ReplayVerb.SNAPSHOT or not in_window
-        if gets_base:
-            yield from self._caught_up()
-        # Made now: by the time that a slow client has taken the last batch, the window may have passed it.
+        gets_snapshot = request.verb is ReplayVerb.SNAPSHOT or not is_in_buffer
+        if gets_snapshot:
+            yield from self._wait_for_folding()
+        # Created now: the replay buffer may have passed this position when a slow client has taken the last batch.
         stop = stream.next_sequence
         end = self._meta(request, ReplayMetaKind.END, stop)
         num_chunks = None
-        if gets_base:
+        if gets_snapshot:
             with self._pinned(client):
                 start = stream.first
                 yield self._meta(request, ReplayMetaKind.BEGIN, start, snap=True)
@@ -292,7 +302,8 @@ class ReplaySessions:
         yield self._meta(request, ReplayMetaKind.BEGIN, start, chunks=num_chunks)
         for sequence in range(start, stop):
             if sequence < stream.first:
-                # Overtaken by the window: without the closing META the client knows that it must ask again.
+                # The replay buffer has overtaken the client. Without the closing META it knows that it must request
+                # again.
                 self.num_truncated += 1
                 yield _END
                 return
@@ -311,14 +322,16 @@ class ReplaySessions:
         return END_SEQ, meta.encode()
 
     def message(self, client: bytes) -> tuple[bytes, ...] | None:
-        """The next message for ``client``, all frames, the same one until ``sent``; None while it is being prepared."""
+        """Return the next message for ``client`` with all frames, the same one until ``on_sent``; None while it is
+        being prepared.
+        """
         message = self._sessions[client].message
         if message is None:
             return None
         return (client, *(self._end_prefix if message[0] == END_SEQ else self._prefix), *message)
 
     def on_sent(self, client: bytes) -> bool:
-        """Go on after the last message went out, or to prepare it further; True when the answer is done."""
+        """Advance after the message was sent, or prepare it further. Return True when the answer is complete."""
         cursor = self._sessions[client]
         if cursor.message is not None and cursor.message[0] != END_SEQ:
             self.num_batches += 1
@@ -332,7 +345,7 @@ class ReplaySessions:
         return False
 
     def on_full(self, client: bytes, now_s: float) -> None:
-        """``client`` can take no message now. When it has been stuck for a while, it gives way to one who waits."""
+        """Note that ``client`` can take no message now. Drop it if it is stuck and a request waits."""
         cursor = self._sessions[client]
         cursor.full(now_s)
         if cursor.is_stuck(now_s) and self._waiting:
@@ -340,15 +353,16 @@ class ReplaySessions:
             self.drop(client)
 
     def end_all(self) -> None:
-        """Let every open answer end with a bare end marker now: the publisher is closing. Who waits gets nothing."""
+        """End every open answer with a bare end marker, because the publisher closes. Waiting requests get nothing."""
         self._waiting.clear()
         for client in self.clients:
             self._cut(client)
 
     def cancel_pinned(self) -> None:
-        """Cut the answers that keep the base from folding: their clients take too long, and must ask again.
+        """Cut the answers that keep the snapshot from folding: their clients are too slow and must request again.
 
-        An extended client is told by a bare end marker. To a plain one that would say that this was all.
+        An extended client gets a bare end marker. A plain client gets none, because it would read it as the complete
+        answer.
         """
         for client in tuple(self._pinning):
             if self._sessions[client].is_plain:
@@ -359,22 +373,22 @@ class ReplaySessions:
 
     def _cut(self, client: bytes) -> None:
         self._forget(client)
-        self._sessions[client] = _Cursor(_bare_end(), is_plain=True)
+        self._sessions[client] = _Session(_end_marker_alone(), is_plain=True)
         self.num_truncated += 1
 
     def drop(self, client: bytes) -> None:
-        """Forget a client that is gone."""
+        """Forget a client that has disconnected."""
         self._waiting.pop(client, None)
         self._forget(client)
         self._admit()
 
     def _forget(self, client: bytes) -> None:
-        """Close its answer without opening another."""
+        """Close a client's session without opening another."""
         cursor = self._sessions.pop(client, None)
         if cursor is not None:
             cursor.messages.close()
 
     def rotate(self, client: bytes) -> None:
-        """Put ``client`` last: it was served, or cannot take more now."""
+        """Move ``client`` to the end: it was served, or can take no more now."""
         if client in self._sessions:
             self._sessions.move_to_end(client)

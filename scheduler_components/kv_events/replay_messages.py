@@ -1,10 +1,10 @@
-"""The wire messages of replay: requests of 8 bytes and of 37 bytes, and the META in answers.
+"""The wire messages of replay: plain and extended requests, and the META in extended answers.
 
-Plain (SGLang, vLLM): ``[b"", start]`` asks for everything from ``start``; every answer ends with the end marker, a
-message whose sequence is -1.
+Plain (SGLang, vLLM): the frames ``[b"", start]`` request everything from ``start``, 8 bytes. Every answer ends with the
+end marker, a message whose sequence is -1.
 
-Extended (this kit): ``start 8 + "KVX1" + verb 1 + token 8 + epoch 16``. A publisher without the extension reads it
-as one huge number and answers a bare end marker. So a request is also the probe for the extension, and it is harmless.
+Extended (this kit): ``start 8 + "KVX1" + verb 1 + token 8 + epoch 16``, 37 bytes. A publisher without the extension
+reads the request as one huge number and answers with a bare end marker. So a request safely probes for the extension.
 Extended answers carry a msgpack META in the payload of messages whose sequence is -1.
 """
 
@@ -35,18 +35,18 @@ _U64 = 1 << 64
 
 
 class ReplayVerb(enum.IntEnum):
-    """What an extended request asks for."""
+    """The kind of an extended request."""
 
     STATUS = 1
-    """Where the stream stands: one META."""
+    """Request the position of the stream: one META."""
     SYNC = 2
-    """Everything from ``start`` if epoch and window allow, else a snapshot."""
+    """Request everything from ``start`` if epoch and replay buffer allow it, otherwise a snapshot."""
     SNAPSHOT = 3
-    """The base and the window, whatever the client has."""
+    """Request the snapshot and the replay buffer, whatever the client has."""
 
 
 class ReplayMetaKind(enum.StrEnum):
-    """What a META says."""
+    """The kind of a META."""
 
     STATUS = "status"
     BEGIN = "begin"
@@ -54,21 +54,21 @@ class ReplayMetaKind(enum.StrEnum):
 
 
 class ReplayMeta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a publisher says about its stream, in answer to an extended request.
+    """The position of a publisher's stream, in an answer to an extended request.
 
     Attributes:
-        token: the request's token: an answer to another question is not taken for this one.
-        epoch: the publisher's life.
-        first: oldest number that its window holds; what is older is in the base.
-        next: the number that its next batch will get.
-        kind: ``begin`` opens a snapshot (``snap`` true: its chunks follow, numbered 0 and up) or a run of batches
-            (``snap`` false: they follow from ``start``); ``end`` closes the answer.
+        token: the request's token, by which a client recognises the answer to its own request.
+        epoch: the publisher's epoch.
+        first: oldest sequence in the replay buffer; the snapshot contains everything older.
+        next: the sequence that the next batch will get.
+        kind: ``begin`` opens a snapshot (``snap`` is true: its chunks follow, numbered 0 and up) or a run of batches
+            (``snap`` is false: they follow from ``start``); ``end`` closes the answer.
         snap: see ``kind``.
-        start: the number that the digest stands before.
+        start: the sequence before which the digest was taken.
         chain: the digest of everything below ``start``.
-        chunks: how many chunks of the base went before; said where batches begin after a snapshot, None elsewhere.
-        upstream: said by a relay while it does not know all of what it publishes: how far it does (a reader's
-            ``StreamState``, such as ``partial``). None where the stream is its publisher's own cache, or known whole.
+        chunks: number of snapshot chunks already sent; set where the batches begin after a snapshot, otherwise None.
+        upstream: set by a relay that does not know all of its own sources: the relay's ``StreamState``, such as
+            ``partial``. None if the stream is complete, or is the publisher's own cache.
     """
 
     token: bytes
@@ -87,10 +87,10 @@ class ReplayMeta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def decode(cls, payload: bytes) -> ReplayMeta:
-        """Read a META from a peer.
+        """Decode a META of a peer.
 
         Raises:
-            DecodeError: not one, or its numbers contradict each other.
+            DecodeError: the payload is no META, or its numbers contradict each other.
         """
         try:
             meta = _decode_meta(payload)
@@ -107,7 +107,7 @@ _decode_meta = msgspec.msgpack.Decoder(ReplayMeta).decode
 
 
 class ReplayRequest(msgspec.Struct, frozen=True):
-    """A parsed replay request; ``verb`` is None for a plain one."""
+    """A parsed replay request. ``verb`` is None for a plain one."""
 
     start: int
     verb: ReplayVerb | None = None
@@ -115,14 +115,14 @@ class ReplayRequest(msgspec.Struct, frozen=True):
     epoch: bytes = bytes(EPOCH_BYTES)
 
     def encode(self) -> bytes:
-        """The frame that follows the empty delimiter."""
+        """Return the frame that follows the empty delimiter."""
         if self.verb is None:
             return encode_plain_request(self.start)
         return encode_plain_request(self.start) + MAGIC + bytes([self.verb]) + self.token + self.epoch
 
     @classmethod
     def parse(cls, frame: bytes) -> ReplayRequest:
-        """Read a request from a client.
+        """Parse a request of a client.
 
         Raises:
             DecodeError: a wrong length, an unknown magic or an unknown verb.
@@ -139,5 +139,5 @@ class ReplayRequest(msgspec.Struct, frozen=True):
 
 
 def encode_plain_request(start: int) -> bytes:
-    """The frame that asks any publisher for everything from ``start``."""
+    """Return the request that any publisher answers with everything from ``start``."""
     return start.to_bytes(_PLAIN_BYTES, "big")

@@ -1,4 +1,6 @@
-"""The stream of one publisher: numbers, digest, window and base. Pure: no socket, no clock."""
+"""EventStream: sequence numbers, digest, replay buffer and snapshot of one publisher's stream. Pure: no socket, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -17,74 +19,73 @@ from scheduler_components.kv_events.stream_digest import digest_after, initial_d
 
 __all__ = ["EventStream", "SnapshotChunk"]
 
-# The theory of the stream.
+# The theory of delivery.
 #
-# A stream is one publisher's life of one KV cache's events: a sequence of batches. A reader that applies all of them
-# in order knows which blocks the cache holds. The publisher must be able to bring any reader there at any time: one
-# that starts late, one that lost messages, one that missed a restart. It must do so within bounded memory, and within
-# microseconds per batch, since it works on the scheduler's thread.
+# A stream is the sequence of event batches of one publisher in one epoch. A reader that applies all of them in order
+# knows which blocks the cache holds. The publisher must be able to bring any reader to that state at any time: a reader
+# that starts late, that lost messages, or that missed a restart. It must do so in bounded memory and within
+# microseconds per batch, because it runs on the scheduler's thread.
 #
-# Numbers. Batch n is sent with the sequence number n. Numbers go up by one, without a gap. A batch is encoded before
-# it takes its number, so a batch that cannot be encoded takes none. A reader that sees a gap has lost something.
+# Sequence. Batch n is sent with the sequence number n. Numbers increase by one, without a gap. A batch is encoded
+# before it takes its number, so a batch that cannot be encoded takes none. A reader that sees a gap has lost a batch.
 #
-# Epoch. Each life of a publisher has 16 random bytes. Numbers of two lives cannot be compared; a reader that sees
+# Epoch. Each run of a publisher has 16 random bytes. Numbers of two epochs cannot be compared. A reader that sees
 # another epoch starts over.
 #
 # Digest. digest(epoch) = BLAKE2b-64(epoch); digest after batch n = BLAKE2b-64(digest, n, CRC-32(payload)). Two sides
-# with
-# the same epoch, number and digest have read the same bytes. So a reader that asks for what follows number n can prove
-# that what it has is a prefix of this stream and not of a similar one. The digest finds accidents, not attackers.
+# with the same epoch, number and digest have read the same bytes. So a reader that requests the batches after number n
+# can prove that it has a prefix of this stream and not of a similar one. The digest finds accidents, not attackers.
 #
-# Window and base. The last batches are kept as they were sent: the window, bounded in batches and in bytes. What
-# leaves the window is folded into the base: the set of blocks that stand after all batches before the window.
+# Replay buffer and snapshot. The replay buffer keeps the last batches as they were sent, bounded in batches and in
+# bytes. A batch that leaves the buffer is folded into the snapshot: the set of blocks that are cached after all batches
+# before the buffer.
 #
-# Invariant: base + window = the state of the whole stream. That is, for every reader R:
+# Invariant: snapshot + replay buffer = the state of the whole stream. That is, for every reader R:
 #
-#     R applies AllBlocksCleared, then the base, then the window   ==>   R is where a reader of all batches is.
+#     R applies AllBlocksCleared, then the snapshot, then the buffer   ==>   R has the state of a reader of all batches.
 #
-# Folding is therefore the only way out of the window; nothing is dropped.
+# Folding is therefore the only way out of the buffer; no batch is dropped. ``snapshot.py`` has the rules of folding. A
+# run of blocks of which only a part is cached is cut into segments when it is sent.
 #
-# ``base.py`` has the rules of folding. A run of blocks of which a part stands is cut into segments when it is sent.
+# Pins. A snapshot that is being sent must not change, so a replay pins it: nothing is folded and the buffer grows. When
+# the buffer has twice its bounds, the publisher cuts the replays that pin the snapshot; their readers request again.
 #
-# Pins. A base that is being sent must not change, so a replay of it pins it: nothing is folded and the window grows.
-# When the window has grown to twice its bounds, the publisher cuts the replays that pin it; these readers ask again.
-#
-# Folding is bounded per drain, so that a window that has grown is folded over many steps and not in one.
+# Each drain folds a bounded number of batches, so a buffer that has grown is folded over many steps and not in one.
 
 _FOLDS_PER_DRAIN = 8
-"""Batches folded in one drain, besides as many as came in it: more would show in the scheduler's step."""
+"""Batches folded in one drain in addition to those that it added. More would show in the scheduler's step."""
 
 _CHUNK_BYTES = 256 * 1024
-"""Size at which a chunk of the base is full: large enough to amortise a send, small enough for one drain."""
+"""Size of a full snapshot chunk: large enough to amortise a send, small enough for one drain."""
 
 _MAX_CHUNK_BYTES = 2 * 1024 * 1024
-"""Where there are fewer numbers than chunks, several become one message; half of what readers take, never more."""
+"""Maximum size of joined chunks, if a request has fewer numbers than chunks: half of what readers accept."""
 
 
 _SEGMENTS_PER_STEP = 500
-"""Segments planned between two looks at anything else, or ``_CHUNK_BYTES`` of them: about half a millisecond."""
+"""Segments planned before the plan yields, or ``_CHUNK_BYTES`` of them: about half a millisecond."""
 
 
 SnapshotChunk: TypeAlias = list[msgspec.Raw | RunSegment[msgspec.Raw]]
-"""Events of the base for one message: whole ones, and those that are to be cut."""
+"""Events of the snapshot for one message: whole ones, and segments that remain to be cut."""
 
 
 class EventStream:
-    """One publisher's life of one stream.
+    """One publisher's stream in one epoch.
 
     Args:
-        epoch: 16 random bytes, new in every life.
-        max_steps: batches kept in the window; 0 keeps neither window nor base: there is no replay.
-        max_bytes: payload bytes kept in the window; the newest batch stays even when it alone is larger.
-        first_sequence: number that the first batch gets.
+        epoch: 16 random bytes, new in every run of the publisher.
+        max_steps: batches kept in the replay buffer; 0 keeps neither buffer nor snapshot, so there is no replay.
+        max_bytes: payload bytes kept in the replay buffer; the newest batch stays even if it alone is larger.
+        first_sequence: number of the first batch.
 
     Attributes:
-        first: the oldest number in the window.
+        first: the oldest number in the replay buffer.
         next_sequence: the number that the next batch will get.
         digest: the digest after the last batch.
-        buffered_bytes: payload bytes in the window.
-        has_folded: whether anything has left the window yet; before that, the base is empty by definition.
-        pins: open snapshots of the base; while there are any, nothing is folded and the window grows.
+        buffered_bytes: payload bytes in the replay buffer.
+        has_folded: True once a batch has left the replay buffer; before that, the snapshot is empty.
+        pins: replays that send the snapshot; while there are any, nothing is folded and the buffer grows.
     """
 
     __slots__ = (
@@ -108,7 +109,7 @@ class EventStream:
         self.epoch = epoch
         self._max_steps = max_steps
         self._max_bytes = max_bytes
-        # Two queues of plain bytes: neither the garbage collector nor a growing table ever walks the window.
+        # Queues of plain bytes: neither the garbage collector nor a growing table ever walks the buffer.
         self._replay_buffer: deque[bytes] = deque()
         self._replay_digests: deque[bytes] = deque()
         self._replay_changes: deque[BlockChanges | None] = deque()
@@ -120,7 +121,7 @@ class EventStream:
         self.pins = 0
 
     def __len__(self) -> int:
-        """Batches in the window."""
+        """Batches in the replay buffer."""
         return len(self._replay_buffer)
 
     @property
@@ -129,13 +130,13 @@ class EventStream:
 
     @property
     def num_snapshot_bytes(self) -> int:
-        """Bytes of the payloads of which a block stands; of those that are half gone, of what stands."""
+        """Bytes that the snapshot keeps: of payloads of which at least one block is cached."""
         return self._snapshot.num_bytes
 
     def append(self, payload: bytes, changes: BlockChanges | None = None) -> int:
-        """Give ``payload`` the next sequence number and keep it; returns the number.
+        """Give ``payload`` the next sequence number, keep it, and return the number.
 
-        ``changes`` is what its encoder has told; without it, the payload is read when it leaves the window.
+        ``changes`` comes from its encoder. Without it, the payload is decoded when it leaves the replay buffer.
         """
         sequence = self.next_sequence
         self.next_sequence = sequence + 1
@@ -151,7 +152,7 @@ class EventStream:
         return sequence
 
     def fold_oldest(self) -> None:
-        """Fold a bounded number of batches that the window has no room for; call it once per drain, sent or not."""
+        """Fold a bounded number of batches that exceed the replay buffer's bounds. Call it once per drain."""
         most = self._num_unfolded + _FOLDS_PER_DRAIN
         self._num_unfolded = 0
         while most and self.is_over_limit and not self.pins:
@@ -165,40 +166,42 @@ class EventStream:
 
     @property
     def is_over_limit(self) -> bool:
-        """True while there is more in the window than it has room for: it was pinned, and folds now."""
+        """True while the replay buffer exceeds its bounds, because it was pinned or has not been folded yet."""
         num = len(self._replay_buffer)
         return num > self._max_steps or (self.buffered_bytes > self._max_bytes and num > 1)
 
     @property
     def has_stuck_pins(self) -> bool:
-        """True when pinned snapshots have let the window grow to twice its bounds: they must be cut."""
+        """True if pins have let the replay buffer grow to twice its bounds, so that their replays must be cut."""
         num = len(self._replay_buffer)
         is_over_twice = num > 2 * self._max_steps or (self.buffered_bytes > 2 * self._max_bytes and num > 1)
         return bool(self.pins) and is_over_twice
 
     def payload(self, sequence: int) -> bytes:
-        """The payload numbered ``sequence``, from ``first`` to ``next_sequence - 1``.
+        """Return the payload of batch ``sequence``, from ``first`` to ``next_sequence - 1``.
 
         Raises:
-            LookupError: it is not in the window.
+            LookupError: the batch is not in the replay buffer.
         """
         return self._replay_buffer[self._index(sequence)]
 
     def digest_before(self, sequence: int) -> bytes:
-        """The digest of everything below ``sequence``, from ``first`` to ``next_sequence``."""
+        """Return the digest of all batches below ``sequence``, from ``first`` to ``next_sequence``."""
         return self.digest if sequence == self.next_sequence else self._replay_digests[self._index(sequence)]
 
     def _index(self, sequence: int) -> int:
         if not self.first <= sequence < self.next_sequence:
-            raise LookupError(f"batch {sequence} is not in the window of {self.first} to {self.next_sequence - 1}")
+            raise LookupError(
+                f"batch {sequence} is not in the replay buffer of {self.first} to {self.next_sequence - 1}"
+            )
         return sequence - self.first
 
     def plan_snapshot(self, *, max_chunks: int | None = None) -> Iterator[list[SnapshotChunk] | None]:
-        """Cut the base into chunks of a size to send; yields None while it goes on, and at last the chunks.
+        """Cut the snapshot into chunks that can be sent. Yield None while planning continues, then yield the chunks.
 
-        The base must not change from the first step until the last chunk is encoded: the caller holds ``pins``.
-        There is at least one chunk, save where ``max_chunks`` are too few for messages that readers take: then there
-        is none.
+        The snapshot must not change from the first step until the last chunk is encoded: the caller holds ``pins``.
+        There is at least one chunk, unless ``max_chunks`` are too few for messages that readers accept: then there is
+        none.
         """
         chunks: list[SnapshotChunk] = [[]]
         sizes = [0]
@@ -225,9 +228,9 @@ class EventStream:
     def encode_chunk(
         self, chunk: SnapshotChunk, encoder: BatchEncoder, rank: int, *, clear: bool
     ) -> Iterator[bytes | None]:
-        """Write a chunk of the base as the payload of a batch; ``clear`` puts AllBlocksCleared first.
+        """Encode a chunk of the snapshot as the payload of a batch; ``clear`` puts AllBlocksCleared first.
 
-        Yields None while it goes on, after each ``_CHUNK_BYTES`` that were looked at, and at last the payload.
+        Yield None after each ``_CHUNK_BYTES`` that were read, then yield the payload.
         """
         events = [msgspec.Raw(encoder.encode_event(AllBlocksCleared()))] if clear else []
         num_read = 0
@@ -238,12 +241,12 @@ class EventStream:
             event = each.run.event if isinstance(each, RunSegment) else each
             num_read += len(event)
             events.append(slice_raw_event(event, each.first, each.stop) if isinstance(each, RunSegment) else event)
-        # The time of a folded batch is 0: what it says happened at many times.
+        # A folded batch has the time 0, because its events happened at many times.
         yield msgspec.msgpack.encode((0.0, events, rank))
 
 
 def _joined(chunks: list[SnapshotChunk], sizes: list[int]) -> list[SnapshotChunk]:
-    """Neighbouring chunks as one, up to the largest size of a message."""
+    """Join neighbouring chunks up to the maximum size of a message."""
     joined: list[SnapshotChunk] = []
     room = 0
     for chunk, size in zip(chunks, sizes, strict=True):

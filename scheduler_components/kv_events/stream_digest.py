@@ -1,4 +1,4 @@
-"""The running digest of a stream, which the publisher and its readers both compute."""
+"""The running digest of a stream, which the publisher and its readers compute. ``stream.py`` explains its purpose."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ STREAM_DIGEST_BYTES = 8
 
 
 def initial_digest(epoch: bytes) -> bytes:
-    """The digest before the first batch of an epoch."""
+    """Return the digest before the first batch of an epoch."""
     return blake2b(epoch, digest_size=STREAM_DIGEST_BYTES).digest()
 
 
 def digest_after(digest: bytes, sequence: int, payload: bytes) -> bytes:
-    """The digest after one more batch: 8 bytes of BLAKE2b over digest, sequence (8 bytes) and CRC-32 of the payload
+    """Return the digest after one more batch: BLAKE2b-64 of the digest, the sequence (8 bytes) and the payload's CRC-32
     (4).
 
-    It proves that two sides have read the same, not who wrote it. A checksum is enough for that, and of a payload of
-    40 KB it costs a sixth of what hashing all of it does.
+    The digest finds accidents, not attackers, so a checksum of the payload is enough. For a payload of 40 KB it costs a
+    sixth of hashing all bytes.
     """
     return blake2b(
         digest + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=STREAM_DIGEST_BYTES

@@ -1,7 +1,7 @@
-"""CURVE keys: their files made, read and checked; who may connect to a stream; what a subscriber presents.
+"""CURVE keys: create, read and check key files, admit clients to a stream, and authenticate a subscriber.
 
-The files are ZeroMQ certificates, which ``zmq.auth``, CZMQ and others read: ``NAME.key_secret`` holds both keys of a
-pair and stays where it was made, ``NAME.key`` holds the public one and is handed out.
+The files are ZeroMQ certificates, which ``zmq.auth``, CZMQ and others read. ``NAME.key_secret`` holds both keys of a
+pair and stays where it was created. ``NAME.key`` holds the public key and is distributed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SECRET_SUFFIX = ".key_secret"  # noqa: S105 - a suffix, no password
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _KEY_TEXT = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
-"""A key of 32 bytes in Z85, the text that libzmq takes."""
+"""A 32-byte key in Z85, the text form that libzmq accepts."""
 
 _MAX_KEY_FILE_BYTES = 64 * 1024
 _MAKE_KEYS = "give a file that 'scheduler-components keygen' made"
@@ -47,21 +47,21 @@ _MAKE_KEYS = "give a file that 'scheduler-components keygen' made"
 
 @attrs.frozen
 class CurveKeyPair:
-    """Both keys of one party, as Z85 text of 40 bytes; the secret one is not shown in logs."""
+    """Both keys of one party, as Z85 text of 40 bytes. ``repr`` omits the secret one."""
 
     public: bytes
     secret: bytes = attrs.field(repr=False)
 
 
 def write_key_pair(directory: Path, name: str) -> tuple[Path, Path]:
-    """Make a new pair and return the public file and the secret one, which its owner alone may read.
+    """Create a key pair. Return the public file and the secret file, which only its owner can read.
 
     Args:
-        directory: made, private, where it is not there.
+        directory: created with private permissions if it is absent.
         name: of the party, for example ``"router-1"``.
 
     Raises:
-        ConfigError: the name does not fit a file, or has keys already: they are never overwritten.
+        ConfigError: the name is not a valid file name, or already has keys, which are never overwritten.
         StartError: the system refused to write.
     """
     if not _NAME.fullmatch(name):
@@ -95,8 +95,8 @@ def read_key_pair(path: str | Path, *, field: str) -> CurveKeyPair:
     """Read a secret file.
 
     Raises:
-        ConfigError: naming the setting ``field``: it cannot be read, others may read or replace it, or it holds no
-            pair.
+        ConfigError: with the setting ``field``: the file cannot be read, other users can read or replace it, or it
+            holds no pair.
     """
     public, secret = _read(path, field=field, is_secret=True)
     if secret is None:
@@ -110,7 +110,7 @@ def read_public_key(path: str | Path, *, field: str) -> bytes:
     """Read the public key of another party, as Z85 text.
 
     Raises:
-        ConfigError: naming the setting ``field``: it cannot be read, or it holds no key.
+        ConfigError: with the setting ``field``: the file cannot be read, or it holds no key.
     """
     public, secret = _read(path, field=field, is_secret=False)
     if secret is not None:
@@ -121,14 +121,14 @@ def read_public_key(path: str | Path, *, field: str) -> bytes:
 
 def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, bytes | None]:
     try:
-        found = os.stat(path)  # noqa: PTH116 - a text from a person may hold a NUL, which the except below names
+        found = os.stat(path)  # noqa: PTH116 - a user's text may contain a NUL, which the except below reports
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_KEY_FILE_BYTES:
             raise ConfigError(field, str(path), "is not a key file", _MAKE_KEYS)
         if is_secret and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(field, str(path), "may be read by others than its owner", "run chmod 600 on it")
+            raise ConfigError(field, str(path), "can be read by other users", "run chmod 600 on it")
         if is_secret:
-            _refuse_what_others_write(path, found, field=field)
-            _refuse_what_others_write(Path(path).resolve().parent, field=field, may_be_sticky=True)
+            _refuse_writable_by_others(path, found, field=field)
+            _refuse_writable_by_others(Path(path).resolve().parent, field=field, may_be_sticky=True)
         public, secret = zmq.auth.load_certificate(path)
     except OSError as error:
         raise ConfigError(field, str(path), f"cannot be read ({error.strerror})", _MAKE_KEYS) from error
@@ -137,48 +137,49 @@ def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, byte
     except (ValueError, IndexError) as error:
         raise ConfigError(field, str(path), "holds no public key", _MAKE_KEYS) from error
     if not _is_key(public):
-        raise ConfigError(field, str(path), "holds no sound public key", _MAKE_KEYS)
+        raise ConfigError(field, str(path), "holds no valid public key", _MAKE_KEYS)
     return public, secret
 
 
-def _refuse_what_others_write(
+def _refuse_writable_by_others(
     path: str | Path, found: os.stat_result | None = None, *, field: str, may_be_sticky: bool = False
 ) -> None:
-    """Whoever can write there is let in, or takes the stream's part. The system's administrator can do so anyway.
+    """Refuse a path that other users can write to: they could admit themselves, or impersonate the stream. Root always
+    can.
 
-    In a sticky directory nobody can replace the file of another; but anybody can add one.
+    In a sticky directory no user can replace another user's file, but every user can add one.
     """
     found = found or os.stat(path)  # noqa: PTH116 - as in _read
     if found.st_uid not in (0, os.geteuid()):
         hint = "give it to the user that this process runs as"
-        raise ConfigError(field, str(path), f"belongs to another user ({found.st_uid}), who may write to it", hint)
+        raise ConfigError(field, str(path), f"belongs to another user ({found.st_uid}), who can write to it", hint)
     is_sticky = may_be_sticky and found.st_mode & stat.S_ISVTX
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
-        raise ConfigError(field, str(path), "may be written to by others than its owner", "run chmod go-w on it")
+        raise ConfigError(field, str(path), "can be written by other users", "run chmod go-w on it")
 
 
 def _is_key(text: bytes) -> bool:
     if not _KEY_TEXT.fullmatch(text):
         return False
     try:
-        zmq.curve_public(text)  # the one function of libzmq that decodes a key and says when it cannot
+        zmq.curve_public(text)  # the only function of libzmq that decodes a key and reports an invalid one
     except zmq.ZMQError:
         return False
     return True
 
 
-# Who may connect to a stream: CURVE encryption, and an allow-list of client keys.
+# Admission to a stream: CURVE encryption and an allow-list of client keys.
 #
-# libzmq asks one handler per context (ZAP, its RFC 27) about every handshake. The handler is pyzmq's
-# ``ThreadAuthenticator``; it answers from a set of keys that was read and checked before any socket opened.
+# libzmq sends every handshake to one handler per context (ZAP, its RFC 27). The handler is pyzmq's
+# ``ThreadAuthenticator``. It decides by a set of keys that was read and checked before any socket opened.
 
 _DOMAIN = "scheduler-components"
-"""libzmq refuses everybody on a socket with a ZAP domain when no handler answers: the stream fails closed."""
+"""libzmq refuses every client of a socket with a ZAP domain if no handler answers, so the stream fails closed."""
 
 
 @attrs.frozen(kw_only=True)
 class CurveServerKeys:
-    """The publisher's half: its own keys, and the clients that it lets in.
+    """The publisher's own keys, and those of the clients that it admits.
 
     Attributes:
         keys: of the publisher.
@@ -193,30 +194,33 @@ class CurveServerKeys:
         """Read and check all key files.
 
         Raises:
-            ConfigError: one of them cannot be used, the directory holds no key, or others may add or change one.
+            ConfigError: a file cannot be used, the directory holds no key, or other users can add or change one.
         """
         keys = read_key_pair(secret_key_file, field="secret_key_file")
         return cls(keys=keys, allowed=_read_allowed(client_keys_dir, field="client_keys_dir"))
 
     @classmethod
     def of(cls, config: KVEventsConfig) -> CurveServerKeys | None:
-        """Return what a configuration asks for, with its key files read; None where everybody may connect.
+        """Read the key files of a configuration; None if every client may connect.
 
         Raises:
             ConfigError: see ``read``.
         """
         if config.secret_key_file is None or config.client_keys_dir is None:
-            return None  # the configuration has refused one without the other
+            return None  # the configuration rejects one without the other
         return cls.read(config.secret_key_file, config.client_keys_dir)
 
     def start_authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Start to answer for ``context``, before any of its sockets binds; ``stop()`` it before the context ends."""
+        """Start the handler of ``context`` before any of its sockets binds. Call ``stop()`` on it before the context
+        ends.
+        """
         gate = ThreadAuthenticator(context)
         gate.configure_curve_callback(_DOMAIN, self)
         try:
             gate.start()
         except RuntimeError:
-            # No thread is left: what it would have closed is closed here, or the context would wait for it without end.
+            # No thread is available. Close the pipe that the thread would have closed; the context would wait for it
+            # forever.
             half_open = gate.thread.pipe
             gate.stop()
             half_open.close()
@@ -224,11 +228,11 @@ class CurveServerKeys:
         return gate
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator asks whether this client may connect."""
+        """Return whether a client may connect. Called by the authenticator."""
         return domain == _DOMAIN and key in self.allowed
 
     def apply_server_keys(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket``, not yet bound, refuse every peer without CURVE and an allowed key."""
+        """Make ``socket``, before it binds, refuse every peer without CURVE and an allowed key."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -237,10 +241,10 @@ class CurveServerKeys:
 
 def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
     try:
-        _refuse_what_others_write(directory, field=field)
+        _refuse_writable_by_others(directory, field=field)
         files = sorted(Path(directory).glob(f"*{PUBLIC_SUFFIX}"))
         for file in files:
-            _refuse_what_others_write(file, field=field)
+            _refuse_writable_by_others(file, field=field)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -248,13 +252,13 @@ def _read_allowed(directory: str, *, field: str) -> frozenset[bytes]:
         raise ConfigError(field, directory, f"cannot be read ({error})", hint) from error
     if not files:
         hint = f"put the public key ({PUBLIC_SUFFIX} file) of each client there"
-        raise ConfigError(field, directory, "holds no key: nobody could connect", hint)
+        raise ConfigError(field, directory, "holds no key, so no client could connect", hint)
     return frozenset(read_public_key(file, field=field) for file in files)
 
 
 @attrs.frozen(kw_only=True)
 class CurveClientKeys:
-    """The subscriber's half: its own keys, and the publisher that it insists on.
+    """A subscriber's own keys, and the key of the only publisher that it accepts.
 
     Attributes:
         keys: of the subscriber; the public one must be among the publisher's clients.
@@ -269,7 +273,7 @@ class CurveClientKeys:
         """Read and check both files.
 
         Raises:
-            ConfigError: one of them cannot be used.
+            ConfigError: a file cannot be used.
         """
         return cls(
             keys=read_key_pair(secret_key_file, field="secret_key_file"),
@@ -278,7 +282,7 @@ class CurveClientKeys:
 
 
 def apply_curve_client_keys(socket: zmq.Socket[bytes], keys: CurveClientKeys) -> None:
-    """Make ``socket`` (SUB or DEALER, not yet connected) use CURVE, with the publisher of ``keys`` alone."""
+    """Make ``socket`` (SUB or DEALER, not yet connected) use CURVE and accept only the publisher of ``keys``."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.publisher)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.keys.secret)

@@ -1,4 +1,4 @@
-"""Opening the publisher's two sockets: locks of ipc paths, options, keys, counters of peers."""
+"""Open the publisher's two sockets: locks of ipc paths, socket options, keys, and counters of peers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
     "open_stream_sockets",
 ]
 
-# One publisher per ipc path: libzmq alone would unlink whatever is there, a living publisher's socket included.
+# One publisher per ipc path. libzmq alone would unlink any file there, including the socket of a running publisher.
 
 
 class IpcPathLock:
-    """A lock file beside an ipc path, held for as long as the path is bound; made by ``lock_ipc_path``."""
+    """A lock file next to an ipc path, held while the path is bound. Opened by ``lock_ipc_path``."""
 
     __slots__ = ("_lock", "_path")
 
@@ -42,9 +42,9 @@ class IpcPathLock:
         self._lock = lock
 
     def release(self) -> None:
-        """Remove the socket's file, which libzmq leaves there, and unlock. Safe to call twice.
+        """Remove the socket's file, which libzmq leaves, and unlock. Safe to call twice.
 
-        Call it when the socket is closed, down to libzmq's own thread. In a forked child it does nothing.
+        Call it after the socket is closed, including in libzmq's own thread. In a forked child it does nothing.
         """
         if self._lock.is_open:
             with suppress(FileNotFoundError):
@@ -53,12 +53,12 @@ class IpcPathLock:
 
 
 def lock_ipc_path(path: str) -> IpcPathLock | None:
-    """Take ``path`` for this process; None in Linux's abstract namespace, which has a lock of its own.
+    """Lock ``path`` for this process; None in Linux's abstract namespace, which has its own lock.
 
-    What a dead process left there is left to libzmq, which replaces it.
+    libzmq replaces the socket of a dead process.
 
     Raises:
-        StartError: another publisher or process has the path, or it is not a socket's.
+        StartError: another publisher or process uses the path, or the file there is not a socket.
     """
     if path.startswith("@"):
         return None
@@ -79,18 +79,18 @@ def lock_ipc_path(path: str) -> IpcPathLock | None:
 
 def _taken(path: str) -> StartError:
     return StartError(
-        f"ipc://{path}", "another publisher is bound there", "stop that one, or give each publisher a path of its own"
+        f"ipc://{path}", "another publisher is bound there", "stop that one, or give each publisher its own path"
     )
 
 
 def _refuse_unless_stale(path: str) -> None:
-    """Also publishers that take no lock are not to be unlinked, nor are a person's files."""
+    """Refuse the path of a publisher without a lock, and of a file that is not a socket."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise StartError(f"ipc://{path}", "is there and is not a socket", "give a path of its own")
+        raise StartError(f"ipc://{path}", "exists and is not a socket", "give another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -98,14 +98,14 @@ def _refuse_unless_stale(path: str) -> None:
         except (ConnectionRefusedError, FileNotFoundError):
             return
         except BlockingIOError:
-            pass  # somebody listens, and is busy
+            pass  # a busy process listens
         except OSError as error:
             hint = "remove it, or give another path"
-            raise StartError(f"ipc://{path}", f"cannot be asked who listens ({error.strerror})", hint) from error
+            raise StartError(f"ipc://{path}", f"cannot be probed for a listener ({error.strerror})", hint) from error
     raise _taken(path)
 
 
-# Counting the peers of a socket from libzmq's own reports of handshakes.
+# Count the peers of a socket by libzmq's reports of handshakes.
 
 _REPORTS_PER_COUNT = 16
 _WATCHED = (
@@ -117,14 +117,15 @@ _WATCHED = (
 
 
 class PeerCounter:
-    """Counts completed and refused handshakes of one socket; made by ``open_peer_counter``, used by its owner.
+    """Count completed and refused handshakes of one socket. Opened by ``open_peer_counter``, used by the socket's
+    owner.
 
-    libzmq tells a PUB socket's owner nothing else about its subscribers: not what they subscribe to, nor what was
-    dropped for them.
+    libzmq reports nothing else about the subscribers of a PUB socket: neither their subscriptions nor their lost
+    messages.
 
     Attributes:
         num_connected: handshakes completed since the socket was opened.
-        num_refused: handshakes that failed: no key, a wrong key, or no ZeroMQ peer at all.
+        num_refused: failed handshakes: no key, a wrong key, or a peer that is not ZeroMQ.
     """
 
     __slots__ = ("_monitor", "num_connected", "num_refused")
@@ -135,11 +136,11 @@ class PeerCounter:
 
     @property
     def wakeup_fd(self) -> int:
-        """Becomes readable when a peer came."""
+        """File descriptor that becomes readable when a peer connects."""
         return int(self._monitor.getsockopt(zmq.FD))
 
     def poll_events(self) -> bool:
-        """Take a bounded number of reports; True while there may be more."""
+        """Receive a bounded number of reports. Return True while there may be more."""
         for _ in range(_REPORTS_PER_COUNT):
             if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return False
@@ -155,15 +156,15 @@ class PeerCounter:
 
 
 def open_peer_counter(socket: zmq.Socket[bytes]) -> PeerCounter:
-    """Begin to count the peers of ``socket``."""
+    """Start to count the peers of ``socket``."""
     address = f"inproc://peers-{id(socket)}"
     socket.monitor(address, _WATCHED)
     monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-    # libzmq's own thread would wait, with all traffic, for room in a queue that is bounded.
+    # With a bounded queue, libzmq's own thread would stop all traffic while the queue is full.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.connect(address)
     counter = PeerCounter(monitor)
-    # libzmq wakes a reader only once it has looked and found nothing.
+    # libzmq wakes a reader only after the reader has polled and found nothing.
     counter.poll_events()
     return counter
 
@@ -172,28 +173,28 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 _MAX_INCOMING_BYTES = 1024
-"""Subscriptions and replay requests are tens of bytes; anything larger is not a peer of ours."""
+"""Subscriptions and replay requests have tens of bytes. A larger message comes from another kind of peer."""
 
 _HANDSHAKE_MS = 2_000
-"""A client that does not finish its handshake must not hold a connection for libzmq's default of 30 s."""
+"""A client that does not complete its handshake must not occupy a connection for libzmq's default of 30 s."""
 
 _REPLAY_HWM = 64
-"""Answers queued for one replay client; a reader that never reads costs at most this many batches."""
+"""Answers queued for one replay client: a reader that never reads costs at most this many batches."""
 
 _REQUEST_HWM = 16
-"""Requests queued of one replay client, who needs one."""
+"""Requests queued of one replay client, which needs one."""
 
 
 class StreamSockets(NamedTuple):
-    """The open sockets of one stream, and where they really are.
+    """The open sockets of one stream and their actual addresses.
 
     Attributes:
         pub: the PUB socket of live batches.
         replay: the ROUTER of replays, None without replay.
         endpoint: where ``pub`` listens or connects, with the port that the system chose.
         replay_endpoint: where ``replay`` listens.
-        peers: what counts the peers of ``pub``, and of ``replay`` where there is one; none for inproc.
-        release: lets go of everything; waits for what closed sockets linger for. Safe to call twice.
+        peers: the peer counters of ``pub`` and of ``replay``; None without a socket, and for inproc.
+        release: closes everything and waits until closed sockets have lingered. Safe to call twice.
     """
 
     pub: Socket
@@ -213,19 +214,19 @@ def open_stream_sockets(
     access: CurveServerKeys | None = None,
     inproc_context: Context | None = None,
 ) -> StreamSockets:
-    """Open a stream's PUB socket, and its replay ROUTER, which always binds because clients come to it.
+    """Open a stream's PUB socket and its replay ROUTER, which always binds.
 
     Args:
-        events_at: where PUB is.
-        replay_at: where ROUTER is, None for no replay.
+        events_at: address of PUB.
+        replay_at: address of ROUTER, None for no replay.
         hwm: batches queued for one slow subscriber.
         bind: whether PUB binds.
-        access: who may connect; None for everybody.
-        inproc_context: where inproc peers are, by default pyzmq's ``Context.instance()``. Every other transport gets
-            a context of its own, which nobody else's ``destroy()`` reaches.
+        access: the clients that may connect; None for all.
+        inproc_context: the context of inproc peers, by default pyzmq's ``Context.instance()``. Every other transport
+            gets its own context, which the ``destroy()`` of other code does not reach.
 
     Raises:
-        StartError: an address is in use or not one of this machine; nothing stays open.
+        StartError: an address is in use or does not belong to this machine; nothing stays open.
     """
     with ExitStack() as undo:
         for endpoint, binds in ((events_at, bind), (replay_at, True)):
@@ -234,15 +235,15 @@ def open_stream_sockets(
                 undo.callback(lock.release)
         try:
             own: Context = zmq.Context()
-            # Waits for what its sockets linger for; libzmq has removed its ipc files then.
+            # Waits until its sockets have lingered; by then libzmq has removed its ipc files.
             undo.callback(own.term)
             if access is not None:
                 undo.callback(access.start_authenticator(own).stop)
-            opening = _Opening(own, inproc_context, access, undo)
+            opening = _SocketOpener(own, inproc_context, access, undo)
             pub, pub_peers = opening.open(zmq.PUB, events_at, {zmq.SNDHWM: hwm}, bind=bind)
             replay, replay_peers = opening.open_replay(replay_at)
         except (zmq.ZMQError, OSError, RuntimeError) as error:
-            hint = "raise the limits of open files and threads, or stop what uses them up"
+            hint = "raise the limits of open files and threads, or stop the processes that use them"
             raise StartError(str(events_at), f"cannot open sockets ({error})", hint) from error
         return StreamSockets(
             pub=pub,
@@ -254,8 +255,8 @@ def open_stream_sockets(
         )
 
 
-class _Opening(NamedTuple):
-    """What all sockets of one stream are opened with."""
+class _SocketOpener(NamedTuple):
+    """The arguments that all sockets of one stream share."""
 
     own: Context
     inproc: Context | None
@@ -265,7 +266,7 @@ class _Opening(NamedTuple):
     def open_replay(self, endpoint: Endpoint | None) -> tuple[Socket | None, PeerCounter | None]:
         if endpoint is None:
             return None, None
-        # Without MANDATORY a send to a client that is gone, or whose queue is full, vanishes without an error.
+        # Without MANDATORY, a message to a client that is gone, or whose queue is full, is lost without an error.
         options = {zmq.SNDHWM: _REPLAY_HWM, zmq.RCVHWM: _REQUEST_HWM, zmq.ROUTER_MANDATORY: 1}
         return self.open(zmq.ROUTER, endpoint, options, bind=True)
 

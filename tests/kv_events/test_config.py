@@ -72,7 +72,7 @@ def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
         ({"dialect": None}, "dialect", "give a string"),
         ({"replay_framing": "topics"}, "replay_framing", "did you mean 'topic'?"),
         ({"seq_base": "time"}, "seq_base", "give one of zero, clock"),
-        ({"seq_floor_file": "floor"}, "seq_floor_file", "is not used by seq_base 'zero'"),
+        ({"seq_floor_file": "floor"}, "seq_floor_file", "is not used with seq_base 'zero'"),
         ({"seq_base": "clock", "seq_floor_file": ""}, "seq_floor_file", "is not the path of a file"),
         ({"seq_base": "clock", "seq_floor_file": "/"}, "seq_floor_file", "is not the path of a file"),
         ({"seq_base": "clock", "seq_floor_file": "a\0b"}, "seq_floor_file", "is not the path of a file"),
@@ -108,8 +108,8 @@ def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
         ({"topic": "\ud800"}, "topic", "UTF-8"),
         ({"topic": "kv\0"}, "topic", "holds a NUL"),
         ({"options": []}, "options", "give an object"),
-        ({"options": {"brokers": 3}}, "options", "take them out"),
-        ({"publisher": "zmq", "options": {"brokers": 3}}, "options", "take them out"),
+        ({"options": {"brokers": 3}}, "options", "remove them"),
+        ({"publisher": "zmq", "options": {"brokers": 3}}, "options", "remove them"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_hint(given_settings: dict[str, Any], field: str, said: str) -> None:

@@ -91,7 +91,7 @@ def test_a_file_without_a_number_is_refused_and_kept(tmp_path: Path, content: by
 
 def test_one_file_serves_one_publisher(tmp_path: Path) -> None:
     first = open_sequence_floor(tmp_path / "floor", wanted=5)
-    with pytest.raises(StartError, match="another publisher numbers by it"):
+    with pytest.raises(StartError, match="another publisher uses this sequence floor"):
         open_sequence_floor(tmp_path / "floor", wanted=5)
     first.close(6)
 

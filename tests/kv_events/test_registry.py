@@ -112,7 +112,7 @@ def test_a_name_is_registered_once(factory: type[EventPublisherFactory], name: s
 
 def test_what_one_registry_learns_no_other_knows(factory: type[EventPublisherFactory]) -> None:
     factory.register_publisher("mine", SeedStylePublisher)
-    with pytest.raises(ConfigError, match="not a publisher that this process knows"):
+    with pytest.raises(ConfigError, match="not a known publisher"):
         EventPublisherFactory.create('{"publisher": "mine"}')
 
 

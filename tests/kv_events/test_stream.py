@@ -65,7 +65,7 @@ def test_what_has_left_the_window_or_not_come_yet_is_an_error(sequence: int) -> 
         stream.append(b"\x93\xcb" + bytes(8) + b"\x90\x00")
         stream.fold_oldest()
     assert (stream.first, stream.next_sequence) == (4, 8)
-    with pytest.raises(LookupError, match=f"batch {sequence} is not in the window of 4 to 7"):
+    with pytest.raises(LookupError, match=f"batch {sequence} is not in the replay buffer of 4 to 7"):
         stream.payload(sequence)
 
 

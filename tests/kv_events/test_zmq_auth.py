@@ -118,7 +118,7 @@ def _make_fifo_like(paths: dict[str, Path]) -> None:
         (
             lambda p: (p["clients"] / "b.key").write_text('public-key = "short"'),
             "client_keys_dir",
-            "no sound public key",
+            "no valid public key",
         ),
         (
             lambda p: (p["clients"] / "b.key").write_text(p["client_secret"].read_text()),
@@ -176,8 +176,8 @@ def test_a_path_that_is_none_is_a_config_error(path: str) -> None:
         ({"auth": "required"}, "secret_key_file", "is missing"),
         ({"auth": "required", "secret_key_file": "a"}, "client_keys_dir", "is missing"),
         ({"auth": "required", "secret_key_file": "", "client_keys_dir": "b"}, "secret_key_file", "is missing"),
-        ({"secret_key_file": "a"}, "auth", "leaves secret_key_file without use"),
-        ({"client_keys_dir": "a"}, "auth", "leaves client_keys_dir without use"),
+        ({"secret_key_file": "a"}, "auth", "does not use secret_key_file"),
+        ({"client_keys_dir": "a"}, "auth", "does not use client_keys_dir"),
         (
             {"auth": "required", "secret_key_file": "a", "client_keys_dir": "b", "endpoint": "inproc://x"},
             "endpoint",
