@@ -1,6 +1,6 @@
-"""The device: computes one batch at a time. Its port, its batch, and a simulated one with a stated cost.
+"""Compute one batch at a time: the port of a device, its batch, and a simulated device with a stated cost.
 
-The device stands below the engine: of a request it reads what ``DeviceRequest`` says, and knows no scheduler.
+This module is below the scheduler. A device reads the members of ``DeviceRequest`` and knows no scheduler.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 
 
 NUM_SIMULATED_LAYERS = 2
-"""Layers of a simulated device: more than one, so that their order can be seen."""
+"""Layers of a simulated device. More than one, so that tests see their order."""
 
 
 class DeviceRequest(Protocol):
-    """What a device reads of a request."""
+    """The members of a request that a device reads."""
 
     @property
     def rid(self) -> str:
@@ -48,29 +48,29 @@ class DeviceRequest(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The prompt, then what was generated; u32."""
+        """The prompt, then the generated tokens; u32."""
         ...
 
     @property
     def pages(self) -> Sequence[int]:
-        """KV pages of the positions from 0 on, as many as the batch needs."""
+        """KV pages of positions 0 and up, as many as the batch needs."""
         ...
 
     @property
     def sampling(self) -> SamplingParams:
-        """How its next token is chosen."""
+        """How to choose the next token."""
         ...
 
 
 RequestT_co = TypeVar("RequestT_co", bound=DeviceRequest, covariant=True)
-"""The scheduler's own class of requests, which comes back to it with each result."""
+"""The scheduler's own request class. Each result returns the request."""
 
 
 class ScheduledChunk(msgspec.Struct, Generic[RequestT_co], frozen=True):
-    """Positions ``start`` to ``end`` of one request, to go through the device in this step.
+    """Positions ``start`` to ``end`` of one request, which the device computes in this step.
 
     Attributes:
-        request: whose tokens they are; ``request.pages`` covers ``end`` positions.
+        request: the request; ``request.pages`` covers ``end`` positions.
         start, end: half-open range of positions in ``request.token_ids``.
         is_prefill: False for the one new position of a decode.
     """
@@ -86,14 +86,14 @@ class ScheduledChunk(msgspec.Struct, Generic[RequestT_co], frozen=True):
 
 
 class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
-    """What one forward pass computes: decodes and prefill chunks, mixed, in order of arrival.
+    """The decodes and prefill chunks of one forward pass, mixed, in order of arrival.
 
     Attributes:
         works: at most one entry per request.
-        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
-        num_context_tokens: positions whose KV is read: the sum of all ``end``.
-        num_admitted, num_retracted: requests that got and lost their pages while the batch was made.
-        replicas: under DP attention, the shapes of all replicas' batches, this one's among them; none otherwise.
+        num_prefill_tokens, num_decode_tokens: computed positions, by kind.
+        num_context_tokens: positions whose KV is read, the sum of all ``end``.
+        num_admitted, num_retracted: requests that got and lost their pages while the batch was built.
+        replicas: under DP attention, the shapes of all replicas' batches, including this one; otherwise empty.
     """
 
     works: tuple[ScheduledChunk[RequestT_co], ...] = ()
@@ -106,18 +106,18 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
 
     @property
     def has_work(self) -> bool:
-        """The device takes this step: something is computed, here or in another replica."""
+        """Whether the device runs this step, because this or another replica computes something."""
         return bool(self.works) or any(shape.num_tokens for shape in self.replicas)
 
 
 class DeviceOutput(msgspec.Struct, frozen=True):
-    """What one forward pass gave.
+    """The result of one forward pass.
 
     Attributes:
-        token_ids: the next token of each work of the batch, in order. The token after a chunk that does not reach the
-            end of its request's tokens means nothing.
-        errors: why a work has no result, in one sentence, by its place in the batch; its token means nothing.
-        logprobs: of the tokens whose request asked for them, by place in the batch.
+        token_ids: the next token per chunk of the batch, in order. Ignore the token of a chunk that does not reach the
+            end of its request's tokens.
+        errors: one sentence per failed chunk, by its index in the batch. Ignore the token of a failed chunk.
+        logprobs: per chunk whose request asked for them, by its index in the batch.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -126,48 +126,48 @@ class DeviceOutput(msgspec.Struct, frozen=True):
 
 
 class Device(Protocol):
-    """Computes one batch at a time.
+    """Compute one batch at a time.
 
-    Launch and wait are two calls, so that the scheduler's thread can encode and send its events while the device
+    Launch and wait are separate calls, so that the scheduler's thread encodes and sends its events while the device
     computes.
     """
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
-        """Start computing ``batch``; returns at once."""
+        """Start computing ``batch`` and return immediately."""
         ...
 
     def wait(self) -> DeviceOutput:
-        """Block until the launched batch is done, and return what came out.
+        """Wait for the launched batch and return its output.
 
-        What is raised fails the whole batch; what concerns one request alone belongs into ``DeviceOutput.errors``.
+        An exception fails the whole batch. The error of a single request belongs in ``DeviceOutput.errors``.
         """
         ...
 
 
 class LayerwiseDevice(Device, Protocol):
-    """A device that waits for pages which are on their way, layer by layer."""
+    """A device that waits, layer by layer, for pages that are still being copied to it."""
 
     layer_counter: LayerDoneCounter
-    """Begun when a batch is launched, and waited at before each layer."""
+    """The device starts it when it launches a batch, and waits on it before each layer."""
 
 
 @attrs.frozen(kw_only=True)
 class CostModel:
-    """Seconds that a forward pass takes.
+    """The duration of a forward pass.
 
-    The defaults are round first-principle numbers of an 8-billion-parameter model in 16 bits on one 80 GB
-    accelerator (3.3 TB/s, 400 TFLOP/s of matrix products):
+    The defaults are round first-principle numbers for an 8-billion-parameter model in 16 bits on one 80 GB
+    accelerator (3.3 TB/s, 400 TFLOP/s of matrix products).
 
     Attributes:
-        base_ms: reading 16 GB of weights once, whatever the batch: 5 ms.
+        base_ms: reads 16 GB of weights once per batch of any size: 5 ms.
         prefill_us_per_token: 16 GFLOP per token: 40 us.
-        decode_us_per_request: sampling and launch overhead of one more sequence: 20 us.
-        context_us_per_1k_tokens: reading 131 KB of KV for each position attended to: 40 us per thousand.
-        eager_ms: under DP attention, launching 300 kernels one by one where a replica's batch fits no captured graph,
-            10 us each: 3 ms.
+        decode_us_per_request: sampling and launch overhead per sequence: 20 us.
+        context_us_per_1k_tokens: reads 131 KB of KV per attended position: 40 us per thousand.
+        eager_ms: under DP attention, launches 300 kernels one by one, 10 us each, where a replica's batch fits no
+            captured graph: 3 ms.
 
-    Under DP attention all replicas' tokens go through the experts together, padded to the longest batch, and nobody
-    goes on before all have come: a step takes as long as the longest of its batches, in every replica.
+    Under DP attention the tokens of all replicas pass through the experts together, padded to the longest batch. Every
+    replica waits for all others, so a step takes as long as its longest batch in every replica.
     """
 
     base_ms: float = attrs.field(default=5.0, validator=number_validator("is not a cost", or_zero=True))
@@ -180,7 +180,7 @@ class CostModel:
     eager_ms: float = attrs.field(default=3.0, validator=number_validator("is not a cost", or_zero=True))
 
     def batch_s(self, batch: ScheduledBatch[DeviceRequest]) -> float:
-        """Seconds for ``batch`` at speed 1."""
+        """Return the seconds that ``batch`` takes at speed 1."""
         if batch.replicas:
             is_eager = not all(shape.can_run_graph for shape in batch.replicas)
             return max(map(self._shape_s, batch.replicas)) + is_eager * self.eager_ms * 1e-3
@@ -197,12 +197,12 @@ class CostModel:
 
 @attrs.frozen(kw_only=True)
 class SimulatedModel:
-    """Which tokens come out: a hash of seed, request id and position, so all ranks and a test find the same.
+    """Generate each token as a hash of seed, request id and position, so that all ranks and a test agree on it.
 
     Attributes:
-        vocab_size: ids are below it.
-        seed: another seed gives another text.
-        eos_token_id: emitted now and then when given, otherwise never on purpose.
+        vocab_size: token ids are smaller.
+        seed: a different seed gives different text.
+        eos_token_id: the end-of-sequence token that the model emits from time to time; None for none.
         mean_output_tokens: mean distance between end-of-sequence tokens.
     """
 
@@ -218,7 +218,7 @@ class SimulatedModel:
             raise ConfigError("mean_output_tokens", self.mean_output_tokens, "is not a length", "give at least 1")
 
     def next_token(self, rid: str, position: int) -> int:
-        """The token at ``position`` of request ``rid`` (0 is the first token of its prompt)."""
+        """Return the token at ``position`` of request ``rid``; position 0 is the first token of its prompt."""
         draw = crc32(f"{self.seed}/{position}/{rid}".encode())
         if self.eos_token_id is not None and draw % self.mean_output_tokens == 0:
             return self.eos_token_id
@@ -227,14 +227,14 @@ class SimulatedModel:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedDevice:
-    """Takes the time of ``CostModel`` and answers with the tokens of ``SimulatedModel``, of which it is certain.
+    """Take the time of ``CostModel`` and return the tokens of ``SimulatedModel``, each with probability 1.
 
     Attributes:
-        model: the tokens.
-        cost: the time.
-        speed: divides the time; 2.0 is a device twice as fast.
-        clock, sleep: monotonic seconds and how to let them pass.
-        layer_counter: where it waits for pages that are on their way, before each of its ``NUM_SIMULATED_LAYERS``.
+        model: generates the tokens.
+        cost: the duration of a forward pass.
+        speed: divides the duration; 2.0 is a device twice as fast.
+        clock, sleep: monotonic seconds, and a call that waits for some.
+        layer_counter: the device waits on it before each of its ``NUM_SIMULATED_LAYERS`` layers.
 
     Raises:
         ConfigError: ``speed`` is not a finite number above 0.

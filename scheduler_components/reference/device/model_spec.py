@@ -1,4 +1,4 @@
-"""What is known of a model before any process loads it: made by ``torch_model.inspect_model``, sent to every rank."""
+"""Describe a model before any process loads it. ``torch_model.inspect_model`` makes the spec; every rank receives it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ITEM_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}
 
 @attrs.frozen(kw_only=True)
 class KvShape:
-    """Keys and values of one position.
+    """The keys and values of one position.
 
     Attributes:
-        num_layers: of the model.
-        kv_heads: heads of keys and values in each layer, of the whole model.
-        head_dim: numbers per head.
+        num_layers: layers of the model.
+        kv_heads: KV heads per layer of the whole model.
+        head_dim: elements per head.
     """
 
     num_layers: int
@@ -28,18 +28,18 @@ class KvShape:
 
     @property
     def num_elements(self) -> int:
-        """Keys and values, of all layers."""
+        """Elements of keys and values in all layers."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim
 
 
 @attrs.frozen(kw_only=True)
 class TokenSpec:
-    """Which tokens, and how many, the model takes.
+    """The tokens that the model accepts.
 
     Attributes:
-        vocab_size: ids are below it; by default all that are u32.
-        context_tokens: positions that it was made for; None for any number.
-        eos_token_ids: any of them ends an answer, unless its request ignores them.
+        vocab_size: token ids are smaller; by default every u32.
+        context_tokens: the model's maximum positions; None for no limit.
+        eos_token_ids: each of them ends an answer unless its request ignores them.
     """
 
     vocab_size: int = 2**32
@@ -52,14 +52,15 @@ class ModelSpec:
     """A model that transformers loads and that can be paged.
 
     Attributes:
-        path: a folder with ``config.json`` and ``*.safetensors``, or a ``.gguf`` file; absolute.
-        dtype: of weights, keys and values.
+        path: absolute path of a folder with ``config.json`` and ``*.safetensors``, or of a ``.gguf`` file.
+        dtype: type of weights, keys and values.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         kv: keys and values of one position.
-        tokens: what goes in and comes out.
-        weight_bytes: of the loaded model, in ``dtype``.
-        max_tp_size: each divisor of it is a size of attention-TP: among so many ranks the layers can be cut.
-        identity: a digest of configuration and weights: pages of one identity, layout and dtype mean the same.
+        tokens: the accepted tokens.
+        weight_bytes: size of the loaded model in ``dtype``.
+        max_tp_size: the layers can be sharded over any number of attention-TP ranks that divides this number.
+        identity: a digest of configuration and weights. Pages of equal identity, layout and dtype are
+            interchangeable.
     """
 
     path: str
@@ -73,5 +74,5 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one position, in all layers."""
+        """Bytes of the keys and values of one position in all layers."""
         return self.kv.num_elements * _ITEM_BYTES[self.dtype]

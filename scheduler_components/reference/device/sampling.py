@@ -1,6 +1,6 @@
-"""How a request's next token is chosen from the model's logits, as values: what travels with a request, and back.
+"""Sampling parameters of a request, and the log probabilities of its answer, as values.
 
-Imports no model: ``torch_sampling`` chooses.
+``torch_sampling`` samples; this module imports no model.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ __all__ = [
 ]
 
 MAX_TOP_LOGPROBS = 20
-"""Alternatives per token, as OpenAI's API bounds them."""
+"""The most alternatives per token, as in OpenAI's API."""
 
 _MAX_SEED = 2**63 - 1
-_GREEDY_BELOW = 1e-5  # as in vLLM: nothing but the best token is left, and the logits would grow out of their type
+_GREEDY_BELOW = 1e-5  # as in vLLM: only the best token remains, and the divided logits would overflow
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False):
-    """How the next token is chosen. The default is greedy: the most probable one.
+    """How to choose the next token. The default is greedy.
 
-    The draw for a position depends on ``seed`` and the position alone, not on the batch nor on how often the request
-    was retracted. So equal requests with equal seeds get equal tokens, on every rank.
+    The draw for a position depends on ``seed`` and the position, not on the batch or on retractions. Equal requests
+    with equal seeds therefore get equal tokens on every rank.
 
     Attributes:
-        temperature: divides the logits; 0, and what is next to it, is greedy: then all but ``logprobs`` has no effect.
-        top_p: the most probable tokens that together have this share are kept; 1 keeps all.
-        top_k: so many most probable tokens are kept; 0 keeps all.
-        min_p: tokens of at least this share of the most probable one's probability are kept; 0 keeps all.
-        seed: of the draws, 0 to 2**63 - 1; None lets the front choose, and a scheduler without one take the request id.
-        logprobs: None for none; otherwise each token comes with its log probability and those of so many most probable
-            tokens, 0 to ``MAX_TOP_LOGPROBS``. They are the model's own, before temperature and cuts.
+        temperature: divides the logits. 0 (or less than 1e-5) is greedy; then only ``logprobs`` has an effect.
+        top_p: keep the most probable tokens up to this total probability; 1 keeps all.
+        top_k: keep this many of the most probable tokens; 0 keeps all.
+        min_p: keep tokens with at least this fraction of the highest probability; 0 keeps all.
+        seed: seed of the draws, 0 to 2**63 - 1. For None the frontend chooses one; a scheduler without a frontend uses
+            the request id.
+        logprobs: None for none. Otherwise each token comes with its log probability and those of this many most
+            probable tokens, 0 to ``MAX_TOP_LOGPROBS``. They are the model's, before temperature and filters.
 
     Raises:
-        ConfigError: naming the value that cannot work.
+        ConfigError: a value is out of range; the error names it.
     """
 
     temperature: float = 0.0
@@ -66,20 +67,20 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
             check_integer("logprobs", self.logprobs, "is not a number of tokens", at_least=0)
             if self.logprobs > MAX_TOP_LOGPROBS:
                 hint = f"ask for at most {MAX_TOP_LOGPROBS}"
-                raise ConfigError("logprobs", self.logprobs, "is more than are told per token", hint)
+                raise ConfigError("logprobs", self.logprobs, "is above the limit per token", hint)
 
     @property
     def is_greedy(self) -> bool:
-        """No draw decides."""
+        """Whether the most probable token is chosen without a draw."""
         return self.temperature < _GREEDY_BELOW
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """How probable a generated token was to the model.
+    """The log probabilities at one generated token.
 
     Attributes:
-        logprob: natural logarithm of its probability.
-        top: token and logarithm of the most probable ones, in descending order.
+        logprob: natural logarithm of the token's probability.
+        top: (token, log probability) of the most probable tokens, in descending order.
     """
 
     logprob: float
@@ -100,9 +101,9 @@ class SamplingLimits(msgspec.Struct, frozen=True, gc=False):
     """When a request ends.
 
     Attributes:
-        max_new_tokens: tokens to generate at most, 1 or more.
-        stop_token_ids: any of them, once generated, ends the request; it is part of the output.
-        ignore_eos: the model's own end-of-sequence token does not end the request (``stop_token_ids`` still do).
+        max_new_tokens: the most tokens to generate, 1 or more.
+        stop_token_ids: generating one of them ends the request; the token is part of the output.
+        ignore_eos: the model's end-of-sequence token does not end the request; ``stop_token_ids`` still do.
 
     Raises:
         ConfigError: ``max_new_tokens`` below 1.

@@ -1,20 +1,19 @@
-"""Attention of a packed batch over a paged KV pool, as transformers' models call it.
+"""Compute the attention of a packed batch over a paged KV pool, as transformers' models call it.
 
-transformers' models ask a registered function for their attention and hand it whatever else ``forward`` was given. So
-each of them runs over this pool without a line of its own: ``model(input_ids, position_ids=..., paged=batch)``.
+transformers' models call a registered function for their attention and pass it the extra arguments of ``forward``.
+Any of its models therefore runs over this pool without a change: ``model(input_ids, position_ids=..., paged=batch)``.
 
-A batch is packed: one row per computed position, of all requests one after another, decodes first. Nothing is padded
-outside of attention. In each layer
+A batch is packed: one row per computed position, request after request, decodes first. Only attention pads. Each layer
 
-1. the rows' keys and values go to their slots in the pool, then
-2. each decode reads its pages, all decodes of like length together; and each prefill chunk reads the pages before it
-   and itself, causally.
+1. writes the keys and values of the rows to their slots in the pool, then
+2. lets each decode read its pages (decodes of similar length share a call) and each prefill chunk read the pages
+   before it and itself, causally.
 
-The order makes a prefix hit what it is: pages before ``start`` are read and never computed.
+Because of this order a prefix hit costs no computation: a request reads the pages before ``start``.
 
-Invariant: the pool holds numbers, never NaN or infinity, also where nobody has written. Positions behind a request's
-end are masked, which weighs them with 0, and 0 times NaN is NaN. So the pool begins as zeros, and what a failed work
-wrote is wiped (``PagedBatch.zero_rows``).
+Invariant: the pool holds finite numbers only, also in slots that were never written. The mask weighs positions behind
+the end of a request with 0, and 0 times NaN is NaN. The pool therefore starts as zeros, and ``PagedBatch.zero_rows``
+overwrites the rows of a failed request.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ PAGED_ATTENTION = "scheduler_components_paged"
 """The name of ``paged_attention`` in transformers' registry."""
 
 _ALIKE_PAGES = 16
-"""Decodes of up to so many pages share one call, however their lengths differ; beyond, of up to twice as many."""
+"""Decodes of up to this many pages share one call. Longer ones share it with decodes of up to twice their pages."""
 
 _CHANGES_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "sinks")
-"""Arguments by which a model asks for another attention than this one computes."""
+"""Arguments by which a model asks for attention other than full causal attention."""
 
 
 class AttentionBackend(Protocol):
-    """What computes attention, layer by layer, in one forward."""
+    """Compute the attention of one forward pass, layer by layer."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -64,7 +63,7 @@ class AttentionBackend(Protocol):
             layer: number of the layer.
             query: ``[rows, heads, head_dim]``.
             key, value: ``[rows, kv_heads, head_dim]``.
-            scaling: of the scores; None for one over the root of ``head_dim``.
+            scaling: factor of the scores; None for ``head_dim ** -0.5``.
 
         Returns:
             ``[rows, heads, head_dim]``.
@@ -83,19 +82,19 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' attention modules call: ``[1, heads, rows, head_dim]`` in, ``[1, rows, heads, head_dim]`` out.
+    """Map ``[1, heads, rows, head_dim]`` to ``[1, rows, heads, head_dim]``. transformers' attention modules call it.
 
     Raises:
-        ConfigError: the model asks for an attention that is not computed here.
+        ConfigError: the model asks for attention other than full causal attention.
     """
     hint = "serve a model with full causal attention"
     for name in _CHANGES_ATTENTION:
         if kwargs.get(name) is not None:
-            raise ConfigError("model", name, "is an attention that cannot be paged here", hint)
+            raise ConfigError("model", name, "is an attention argument that paged attention does not support", hint)
     if not module.is_causal:
         raise ConfigError("model", "attention to later tokens", "cannot be paged", hint)
     if paged is None:
-        raise ConfigError("model", "its attention", "is not handed what its forward was given", hint)
+        raise ConfigError("model", "its attention", "does not receive the arguments of its forward", hint)
     rows = paged.attend(
         module.layer_idx,  # type: ignore[arg-type]  # an int on every attention module of transformers
         query[0].transpose(0, 1),
@@ -107,12 +106,12 @@ def paged_attention(
 
 
 def register_paged_attention() -> None:
-    """Let models be loaded with ``attn_implementation=PAGED_ATTENTION``; once is enough, more does no harm."""
+    """Let transformers load models with ``attn_implementation=PAGED_ATTENTION``. Idempotent."""
     AttentionInterface.register(PAGED_ATTENTION, paged_attention)
 
 
 class KvLayers(Protocol):
-    """A KV pool: per layer one tensor of keys and one of values, ``[num_pages, page_size, kv_heads, head_dim]``."""
+    """A KV pool: a tensor of keys and one of values per layer, ``[num_pages, page_size, kv_heads, head_dim]``."""
 
     @property
     def keys(self) -> Sequence[torch.Tensor]: ...
@@ -122,7 +121,7 @@ class KvLayers(Protocol):
 
 
 class RowSpan(Protocol):
-    """Positions ``start`` to ``end`` of one request, on its pages: ``ScheduledChunk`` and its request as one."""
+    """Positions ``start`` to ``end`` of one request with the request's pages."""
 
     @property
     def start(self) -> int: ...
@@ -136,12 +135,12 @@ class RowSpan(Protocol):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DecodeGroup:
-    """Decodes of like length, which share one call.
+    """Decodes of similar length, which share one call.
 
     Attributes:
-        first_row, end_row: their rows in the batch, one each.
-        block_table: their pages, all in one line: ``[decodes * pages]``; short ones are filled up with page 0.
-        mask: what is added to the scores: ``[decodes, 1, 1, positions]``, minus infinity behind each one's end.
+        first_row, end_row: range of their rows in the batch, one row per decode.
+        block_table: their pages, flattened: ``[decodes * pages]``. Page 0 pads the shorter ones.
+        mask: added to the scores: ``[decodes, 1, 1, positions]``, minus infinity behind the end of each decode.
     """
 
     first_row: int
@@ -152,12 +151,12 @@ class DecodeGroup:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PrefillChunk:
-    """One request's new positions.
+    """The new positions of one request.
 
     Attributes:
-        first_row, end_row: their rows in the batch.
-        pages: that hold all positions up to the chunk's end.
-        mask: what is added to the scores, ``[rows, positions]``; None where nothing comes before the chunk.
+        first_row, end_row: range of their rows in the batch.
+        pages: pages of all positions up to the end of the chunk.
+        mask: added to the scores, ``[rows, positions]``; None for a chunk at the start of its request.
     """
 
     first_row: int
@@ -168,12 +167,12 @@ class PrefillChunk:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PagedBatch:
-    """``AttentionBackend`` over a pool, for one forward. Made by ``pack_batch``.
+    """The ``AttentionBackend`` of one forward pass over a pool. ``pack_batch`` makes it.
 
     Attributes:
-        pool: the layers.
-        slots: where each row's key and value go: page times page size plus offset.
-        decodes, prefills: who attends to what.
+        pool: the KV layers.
+        slots: slot of the key and value of each row: page times page size plus offset.
+        decodes, prefills: the rows and the pages that they read.
     """
 
     pool: KvLayers
@@ -197,7 +196,7 @@ class PagedBatch:
         return out
 
     def zero_rows(self, first_row: int, end_row: int) -> None:
-        """Overwrite what these rows wrote, in every layer, by zeros."""
+        """Overwrite the slots of these rows with zeros in every layer."""
         slots = self.slots[first_row:end_row]
         for layer in (*self.pool.keys, *self.pool.values):
             layer.flatten(0, 1).index_fill_(0, slots, 0.0)
@@ -206,7 +205,7 @@ class PagedBatch:
 def _decode(
     group: DecodeGroup, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """``[decodes, heads, head_dim]``. The heads that share a key go as rows of one head: no key is repeated."""
+    """Return ``[decodes, heads, head_dim]``. Query heads that share a KV head become rows, so no key is repeated."""
     num_decodes, num_heads, head_dim = query.shape
     kv_heads = keys.shape[2]
 
@@ -227,7 +226,7 @@ def _prefill(
     pool: tuple[torch.Tensor, torch.Tensor],
     scaling: float | None,
 ) -> torch.Tensor:
-    """``[rows, heads, head_dim]``. Keys of the chunk itself need not come back from the pool."""
+    """Return ``[rows, heads, head_dim]``. Without a prefix, the keys of the chunk are not read back from the pool."""
     if chunk.mask is not None:
         num_positions = chunk.mask.shape[1]
         key, value = (each.index_select(0, chunk.pages).flatten(0, 1)[:num_positions] for each in pool)
@@ -244,15 +243,15 @@ def _prefill(
 
 
 def pack_batch(pool: KvLayers, decodes: Sequence[RowSpan], prefills: Sequence[RowSpan]) -> tuple[PagedBatch, list[int]]:
-    """Lay a batch out: decodes, sorted by length, then prefills as given.
+    """Pack a batch: decodes, sorted by length, then prefills in the given order.
 
     Args:
-        pool: where keys and values are.
+        pool: the KV layers.
         decodes: spans of one position.
         prefills: spans of any length.
 
     Returns:
-        The batch, and the order of the decodes' rows: at row ``i`` stands ``decodes[order[i]]``.
+        The batch, and the order of the decodes: row ``i`` is ``decodes[order[i]]``.
     """
     page_size, device = pool.keys[0].shape[1], pool.keys[0].device
     order = sorted(range(len(decodes)), key=lambda place: decodes[place].end)
@@ -281,7 +280,7 @@ def _num_pages(span: RowSpan, page_size: int) -> int:
 
 
 def _groups(decodes: Sequence[RowSpan], pool: KvLayers) -> list[DecodeGroup]:
-    """Cut decodes, shortest first, where one has more pages than twice those of the first of its group."""
+    """Group decodes, shortest first. A decode with over twice the pages of its group's first starts a new group."""
     page_size = pool.keys[0].shape[1]
     groups: list[DecodeGroup] = []
     first = 0

@@ -1,4 +1,4 @@
-"""``TorchDevice``: a transformers model behind the ``Device`` port, over a paged KV pool of torch tensors."""
+"""Run a transformers model behind the ``Device`` port, over a paged KV pool of torch tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scheduler_components.reference.device.torch_sampling import SamplingDraw, c
 
 __all__ = ["TorchDevice"]
 
-_NO_NUMBERS = "the model gave logits that are not numbers (NaN or infinite); look at its weights and dtype"
+_NO_NUMBERS = "the model returned logits that are not finite (NaN or infinity); check its weights and dtype"
 
 
 class _Span:
-    """A ``RowSpan`` of a work."""
+    """The ``RowSpan`` of a scheduled chunk."""
 
     __slots__ = ("end", "pages", "start")
 
@@ -29,7 +29,7 @@ class _Span:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _LayerWaitingAttention:
-    """``AttentionBackend`` that wait before each layer for pages that are still on their way."""
+    """An ``AttentionBackend`` that waits before each layer for pages that are still being copied to the device."""
 
     paged: PagedBatch
     layer_counter: LayerDoneCounter
@@ -46,11 +46,11 @@ class _Forward:
     """One batch on the device.
 
     Attributes:
-        works: in the order of their rows.
-        places: of the works, in the scheduler's batch.
-        paged: the batch as attention sees it.
-        first_rows: of each work, and behind them the number of rows.
-        logits: of each work's last row; ``[works, vocabulary]``.
+        works: the chunks in the order of their rows.
+        places: index of each chunk in the scheduler's batch.
+        paged: the packed batch for attention.
+        first_rows: first row of each chunk, then the number of rows.
+        logits: logits of each chunk's last row; ``[works, vocabulary]``.
     """
 
     works: Sequence[ScheduledChunk[DeviceRequest]]
@@ -62,21 +62,22 @@ class _Forward:
 
 @dataclass(slots=True, kw_only=True)
 class TorchDevice:
-    """Computes batches with ``model``, whose keys and values live in ``pool``.
+    """Compute batches with ``model`` and keep their keys and values in ``pool``.
 
-    Chunks of prompts and decodes go through the model in one forward, one row per position. What stands in the pages
-    before a work's ``start`` is read and not computed: a cached prefix, earlier chunks, the earlier tokens of a decode.
+    Prompt chunks and decodes share one forward pass with one row per position. A chunk reads the pages before its
+    ``start`` (a cached prefix, earlier chunks, earlier tokens of a decode) and does not compute them.
 
-    Logits are computed for each work's last position alone. A work whose logits are not numbers fails by itself, and
-    what it wrote is wiped. That holds for a chunk within a prompt too, whose last row has read all that came before.
+    The device computes logits for the last position of each chunk only. A chunk with logits that are not finite fails
+    alone, and the device overwrites its rows with zeros. This includes a chunk inside a prompt, because its last row
+    has read everything before it.
 
-    On a CPU nothing computes beside this thread: ``launch`` keeps the batch and ``wait`` computes it, so that events go
-    out first. On CUDA ``launch`` queues the kernels, and ``wait`` reads what they gave.
+    On a CPU ``launch`` keeps the batch and ``wait`` computes it on the same thread, so that events are sent first. On
+    CUDA ``launch`` queues the kernels and ``wait`` reads their results.
 
     Attributes:
         model: loaded with ``torch_attention.PAGED_ATTENTION``, in evaluation mode.
-        pool: as many layers as the model has, on its device, of its dtype, of zeros at first.
-        layer_counter: where it waits for pages that come from the host, layer by layer.
+        pool: KV layers of the model, on its device and of its dtype, initially zeros.
+        layer_counter: the device waits on it, layer by layer, for pages from the host.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -92,10 +93,10 @@ class TorchDevice:
             self._forward = self._compute(batch)
 
     def wait(self) -> DeviceOutput:
-        """Return what came out of the batch.
+        """Return the output of the launched batch.
 
         Raises:
-            RuntimeError: of torch, such as memory that ran out.
+            RuntimeError: torch failed, for example because memory ran out.
         """
         if not self._batch.works:
             return DeviceOutput()

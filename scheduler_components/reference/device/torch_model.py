@@ -1,8 +1,8 @@
-"""Models of transformers: what is checked before a process loads one, and the loading.
+"""Check and load a transformers model.
 
-``inspect_model`` reads configuration and headers alone and builds the model without weights. It finds out what no list
-of model types would: whether each layer's attention goes through transformers' interface, and with which shapes. So
-what cannot be served costs one sentence and no process.
+``inspect_model`` reads configuration and file headers and builds the model without weights. It finds out whether the
+attention of every layer goes through transformers' interface, and with which shapes; no list of model types could say
+that. A model that cannot be served is therefore refused in one sentence before any process loads it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _INDEX = "model.safetensors.index.json"
 _SERVABLE = "serve a model with full causal attention in each layer"
 _PROBED_ROWS = 3
 _CHECKED_TOKENS = (5, 3)  # two requests in one batch
-_MOST_DIFFERENCE = 0.1  # of two ways to the same logits, as norms; bfloat16 differs by a hundredth, another mask by all
-_SAMPLES, _SAMPLE_BYTES = 16, 65_536  # of each file, for the identity: whoever trains a model changes all of it
+_MAX_DIFFERENCE = 0.1  # relative norm of the difference; rounding in bfloat16 causes 0.01, a wrong mask about 1
+_SAMPLES, _SAMPLE_BYTES = 16, 65_536  # per file, for the identity: training changes all of a file
 _DIGEST_BYTES = 16
 
 
 def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: str = "cpu") -> ModelSpec:
-    """Find out whether a model can be served, without loading its weights.
+    """Describe a model that can be served, without loading its weights.
 
     Args:
         path: a folder with ``config.json`` and ``*.safetensors``, or a ``.gguf`` file.
-        dtype: of weights, keys and values.
+        dtype: type of weights, keys and values.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        ConfigError: it cannot; in one sentence, why.
+        ConfigError: the model cannot be served; the error gives the reason.
     """
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, "is not a type to compute in", f"give one of {', '.join(_DTYPES)}")
@@ -65,12 +65,12 @@ def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: st
         model = _without_weights(place, config)
         kv = _probe(place, model, config)
         weight_bytes = sum(each.numel() for each in model.parameters()) * _DTYPES[dtype].itemsize
-        units = _cut_units(place, model, config, kv)
+        units = _max_shards(place, model, config, kv)
         eos_token_ids = _eos_token_ids(place, config)
     text = config.get_text_config()
     context_tokens = getattr(text, "max_position_embeddings", None)
     if not isinstance(context_tokens, int):
-        raise _refusal(place, "does not say how many positions it takes", "give its config max_position_embeddings")
+        raise _refusal(place, "does not state its maximum positions", "give its config max_position_embeddings")
     return ModelSpec(
         path=str(place),
         dtype=dtype,
@@ -84,10 +84,10 @@ def inspect_model(path: str | Path, *, dtype: ModelDtype = "float32", device: st
 
 
 def load_model(spec: ModelSpec) -> PreTrainedModel:
-    """Load a model that was inspected, to run over pages, in evaluation mode on its device.
+    """Load an inspected model with paged attention, in evaluation mode, on its device.
 
     Raises:
-        ConfigError: weights are missing, of other shapes, or cannot be read.
+        ConfigError: weights are missing, have other shapes, or cannot be read.
     """
     place = Path(spec.path)
     register_paged_attention()
@@ -103,7 +103,7 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
             )
         except Exception as error:
             raise _refusal(place, f"cannot be loaded ({_first_line(error)})", _WHAT_LOADS) from error
-    model, report = loaded  # its type says the model alone
+    model, report = loaded  # the annotation of from_pretrained omits the report
     lacking = sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"])))
     if lacking:
         problem = f"lacks {len(lacking)} of its weights, or has them in other shapes ({lacking[0]} first)"
@@ -120,10 +120,10 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
 
 @torch.inference_mode()
 def _compare_with_own_attention(place: Path, model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Compute two short texts over pages and by the model's own attention: whatever it masks or counts otherwise shows.
+    """Compare the logits of two short texts with those of the model's own attention, to detect masks it adds.
 
     Raises:
-        ConfigError: the logits differ, or are not numbers.
+        ConfigError: the logits differ or are not finite.
     """
     tokens = [[(7 * at + 3) % spec.tokens.vocab_size for at in range(length)] for length in _CHECKED_TOKENS]
     shape = (len(tokens), max(_CHECKED_TOKENS), spec.kv.kv_heads, spec.kv.head_dim)
@@ -142,15 +142,15 @@ def _compare_with_own_attention(place: Path, model: PreTrainedModel, spec: Model
     own = torch.cat(rows).float()
     difference = float((paged.float() - own).norm() / own.norm())
     if math.isnan(difference):
-        raise _refusal(place, "gives logits that are not numbers", "look at its weights and the dtype")
-    if difference > _MOST_DIFFERENCE:
+        raise _refusal(place, "returns logits that are not finite", "check its weights and the dtype")
+    if difference > _MAX_DIFFERENCE:
         problem = f"cannot be paged: its logits differ by {difference:.0%} from those of its own attention"
         raise _refusal(place, problem, _SERVABLE)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Layers:
-    """A ``KvLayers`` for a moment."""
+    """A small temporary ``KvLayers``."""
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
@@ -170,15 +170,15 @@ def _refusal(place: Path, problem: str, hint: str) -> ConfigError:
 
 
 def _first_line(error: Exception) -> str:
-    """What a library says, as a part of one sentence."""
+    """Return the first line of a library's error as part of a sentence."""
     return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and from warning of what is checked here.
+    """Silence transformers' progress bars and the warnings about what this module checks itself.
 
-    It draws one for GGUF files all the same; the thread that would watch this bar for ever is not begun.
+    transformers still draws a bar for GGUF files. Without a monitor interval, tqdm starts no thread for that bar.
     """
     verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     watched_s, tqdm.monitor_interval = tqdm.monitor_interval, 0
@@ -206,7 +206,7 @@ def _check_device(device: str) -> None:
 
 
 def _weight_files(place: Path) -> list[Path]:
-    """Return the files with weights, in order; look at what can be seen without reading them."""
+    """Return the weight files in order, after checking their headers."""
     if not place.exists():
         raise _refusal(place, "is not there", _WHAT_LOADS)
     if place.is_file():
@@ -231,7 +231,7 @@ def _indexed(place: Path) -> list[str]:
 
 
 def _check_safetensors(place: Path, name: str) -> None:
-    """The header is whole, and the file as long as it says."""
+    """Check that the header is complete and that the file has the length that it states."""
     if not (place / name).is_file():
         raise _refusal(place, f"lacks {name}, which its index names", "copy it again")
     try:
@@ -242,7 +242,7 @@ def _check_safetensors(place: Path, name: str) -> None:
 
 
 def _source(place: Path) -> dict[str, str]:
-    """The arguments by which transformers finds the model."""
+    """Return the arguments by which transformers finds the model."""
     if place.is_dir():
         return {"pretrained_model_name_or_path": str(place)}
     return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
@@ -257,7 +257,7 @@ def _config(place: Path) -> PretrainedConfig:
 
 
 def _without_weights(place: Path, config: PretrainedConfig) -> PreTrainedModel:
-    """In bfloat16, which all operators know without weights too, and whose results are not looked at."""
+    """Build the model on the meta device, in bfloat16, which all its operators support."""
     register_paged_attention()
     try:
         with torch.device("meta"):
@@ -275,7 +275,7 @@ def _without_weights(place: Path, config: PretrainedConfig) -> PreTrainedModel:
 
 @dataclass(slots=True)
 class _ShapeProbe:
-    """``AttentionBackend`` that notes who asks, with which shape of a key."""
+    """An ``AttentionBackend`` that records the layers that call it and the shapes of their keys."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -288,13 +288,13 @@ class _ShapeProbe:
         scaling: float | None,  # noqa: ARG002 - the port's
     ) -> torch.Tensor:
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-            raise ConfigError("model", "keys and values", "differ in width", "serve a model whose heads are alike")
+            raise ConfigError("model", "keys and values", "differ in width", "serve a model with equal head sizes")
         self.shapes[layer] = (key.shape[1], key.shape[2])
         return torch.empty_like(query)
 
 
 def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvShape:
-    """Run the model without weights, and see what reaches attention."""
+    """Run the model without weights and return the KV shape that reaches attention."""
     probe = _ShapeProbe()
     rows = torch.zeros((1, _PROBED_ROWS), dtype=torch.int64, device="meta")
     try:
@@ -308,7 +308,7 @@ def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvS
     if kinds:
         raise _refusal(place, f"cannot be paged: it has layers of {', '.join(sorted(kinds))}", _SERVABLE)
     if sorted(probe.shapes) != list(range(text.num_hidden_layers)):
-        problem = f"cannot be paged: {len(probe.shapes)} of its {text.num_hidden_layers} layers ask for attention"
+        problem = f"cannot be paged: {len(probe.shapes)} of its {text.num_hidden_layers} layers call attention"
         raise _refusal(place, problem, _SERVABLE)
     if len(set(probe.shapes.values())) != 1:
         raise _refusal(place, "cannot be paged: its layers have keys of different shapes", _SERVABLE)
@@ -316,35 +316,35 @@ def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvS
     return KvShape(num_layers=text.num_hidden_layers, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def _cut_units(place: Path, model: PreTrainedModel, config: PretrainedConfig, kv: KvShape) -> int:
-    """Cut the model without weights as far as its plan allows, and see whether attention gets a part of the heads."""
+def _max_shards(place: Path, model: PreTrainedModel, config: PretrainedConfig, kv: KvShape) -> int:
+    """Return the most ranks over which the model can be sharded, after trying it without weights."""
     units = max_tp_size(model, kv)
     if units == 1:
         return 1
     shard_model(model, ShapeOnlyTensorParallelGroup(size=units))
     try:
         part = _probe(place, model, config)
-    except ConfigError:  # its modules know the number of heads: it is served whole
+    except ConfigError:  # the modules have a fixed number of heads, so the model cannot be sharded
         return 1
     return units if part.kv_heads * units == kv.kv_heads else 1
 
 
 def _eos_token_ids(place: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """As ``generate`` finds them: what the folder says of generation, or else the model's configuration."""
+    """Return the end-of-sequence tokens as ``generate`` finds them: generation config first, then model config."""
     found: Any = config.get_text_config().eos_token_id
     if (place / "generation_config.json").is_file():
         try:
             found = GenerationConfig.from_pretrained(place, local_files_only=True).eos_token_id
         except (OSError, ValueError) as error:
             problem = f"has a generation_config.json that cannot be read ({_first_line(error)})"
-            raise _refusal(place, problem, "repair it, or take it away") from error
+            raise _refusal(place, problem, "repair it or delete it") from error
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 
 def _identity(config: PretrainedConfig, files: list[Path]) -> str:
-    """A digest of the configuration, and of each file's size and parts from all over it."""
+    """Return a digest of the configuration and of each file's size and evenly spaced samples."""
     digest = blake2b(digest_size=_DIGEST_BYTES)
     facts = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())

@@ -1,4 +1,4 @@
-"""The next token of each row of logits: greedy, or drawn after transformers' own cuts."""
+"""Sample the next token of each row of logits: greedy, or a draw after transformers' own filters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["SamplingDraw", "choose_tokens", "token_logprobs", "uniform_sample"]
 
 
 class SamplingDraw(msgspec.Struct, frozen=True, gc=False):
-    """One row's choice: how, and what its draw depends on.
+    """The sampling of one row.
 
     Attributes:
-        sampling: how.
-        rid: the seed where ``sampling`` has none.
-        position: of the token that is chosen.
+        sampling: the sampling parameters.
+        rid: the seed if ``sampling`` has none.
+        position: position of the sampled token.
     """
 
     sampling: SamplingParams
@@ -36,7 +36,7 @@ class SamplingDraw(msgspec.Struct, frozen=True, gc=False):
 
 
 def uniform_sample(draw: SamplingDraw) -> float:
-    """A number from 0 up to 1, the same for the same seed and position on every machine."""
+    """Return a number from 0 up to 1 that depends on seed and position only, on every machine."""
     seed = draw.rid if draw.sampling.seed is None else draw.sampling.seed
     digest = blake2b(f"{seed}/{draw.position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -50,7 +50,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> tuple[
         draws: one per row.
 
     Returns:
-        The tokens, and the rows whose logits are not numbers; their tokens mean nothing.
+        The tokens, and the rows with logits that are not finite. Ignore the tokens of these rows.
     """
     best, tokens = logits.max(dim=-1)  # NaN wins a maximum
     broken = (~best.isfinite()).nonzero().flatten().tolist()
@@ -64,11 +64,11 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> tuple[
 
 
 def _draw(logits: torch.Tensor, cut: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:
-    """SamplingDraw one token per row: where the running sum of probabilities passes the row's number."""
+    """Draw one token per row: the token at which the running sum of probabilities passes the row's number."""
     candidates = None
-    if 0 < cut.top_k < logits.shape[-1]:  # the other cuts then sort few tokens instead of all
+    if 0 < cut.top_k < logits.shape[-1]:  # the other filters then sort few tokens instead of all
         logits, candidates = logits.topk(cut.top_k)
-    kept = _warpers(cut)(None, logits)  # type: ignore[arg-type]  # these look at no tokens
+    kept = _warpers(cut)(None, logits)  # type: ignore[arg-type]  # these warpers do not read tokens
     sums = kept.softmax(dim=-1).double().cumsum(dim=-1)
     points = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None] * sums[:, -1:]
     places = torch.searchsorted(sums, points, right=True).clamp_(max=sums.shape[-1] - 1)
@@ -76,7 +76,7 @@ def _draw(logits: torch.Tensor, cut: SamplingParams, uniforms: Sequence[float]) 
 
 
 def _warpers(cut: SamplingParams) -> LogitsProcessorList:
-    """In the order in which transformers' ``generate`` applies them."""
+    """Return the warpers in the order in which transformers' ``generate`` applies them."""
     warpers = LogitsProcessorList()
     if cut.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(cut.temperature)))
@@ -90,7 +90,7 @@ def _warpers(cut: SamplingParams) -> LogitsProcessorList:
 
 
 def token_logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """What the model thought of ``token`` and of the ``num_top`` most probable ones; ``logits`` is one row."""
+    """Return the log probabilities of ``token`` and of the ``num_top`` most probable tokens in one row of logits."""
     logprobs = logits.float().log_softmax(dim=-1)
     top = logprobs.topk(min(num_top, logprobs.shape[-1]))
     return TokenLogprobs(float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -1,15 +1,15 @@
-"""Attention-TP: ranks that each hold a part of every layer, and add up what their parts give.
+"""Tensor parallelism of attention and MLP: every rank holds a shard of each layer, and the ranks add their sums.
 
-Which tensors are cut, and how, is each model's own plan in transformers: ``colwise`` layers keep some of their outputs
-(heads, or numbers between the two halves of an MLP), and the ``rowwise`` layer behind them takes just these and gives
-sums that lack the other ranks' share. So there are two sums per layer of the model, and nothing else is exchanged:
-embedding, norms and the head over the vocabulary are whole on each rank, which therefore has the same logits.
+The model's own plan in transformers says which tensors are sharded. A ``colwise`` layer keeps some of its outputs
+(heads, or inner elements of an MLP). The ``rowwise`` layer behind it reads these outputs and returns partial sums, so
+each layer of the model needs two all-reduces. Embedding, norms and the vocabulary head are replicated, and therefore
+every rank has the same logits.
 
-Every rank reads the whole model and keeps its part. A plan that asks for more than these two cuts is not followed:
-such a model is served whole (``max_tp_size`` is 1).
+Every rank reads the whole model and keeps its shard. A model whose plan asks for anything else is not sharded
+(``max_tp_size`` is 1).
 
-The sums of all ranks are bitwise the same, since gloo and NCCL add up each number once and give it to all. They differ
-from those of one rank in the order of additions: so tokens do where two are as good as equal.
+The sums of all ranks are bitwise equal, because gloo and NCCL reduce each element once and distribute the result. They
+differ from the sums of a single rank in the order of additions, so two tokens of nearly equal probability may swap.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ __all__ = [
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _CUT_DIMENSION = {_COLUMNS: 0, _ROWS: 1}
-"""Of a layer's weight, ``[outputs, inputs]``."""
+"""Sharded dimension of a layer's weight, ``[outputs, inputs]``."""
 
 _WHOLE = frozenset({"replicated_with_grad_allreduce"})
 _WHOLE_OUTSIDE_LAYERS = frozenset({"embedding_rowwise", "colwise_gather_output"})
-"""Plans that end in the whole output on each rank: to compute it there gives the same."""
+"""Styles whose output is whole on each rank, so that a replicated layer computes the same."""
 
-_TIMEOUT_S = 120.0  # for a rank that computes its part of a long chunk on a core that others use
+_TIMEOUT_S = 120.0  # a rank may compute its shard of a long chunk on a core that other processes use
 
 
 class TensorParallelGroup(Protocol):
-    """The ranks among which layers are cut, of one thread."""
+    """The ranks over which layers are sharded. Used by one thread."""
 
     @property
     def rank(self) -> int:
-        """This one, from 0."""
+        """This rank within the group, from 0."""
         ...
 
     @property
     def size(self) -> int: ...
 
     def all_reduce(self, partial: torch.Tensor) -> None:
-        """Replace ``partial`` by its sum over all ranks, which come with the same shapes in the same order.
+        """Replace ``partial`` by its sum over all ranks. All ranks pass equal shapes in equal order.
 
         Raises:
-            RuntimeError: a rank did not come, or has gone.
+            RuntimeError: a rank did not join in time or has exited.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the other ranks; safe to call twice."""
+        """Leave the group. Idempotent."""
         ...
 
 
@@ -81,7 +81,7 @@ class _Wait(Protocol):
 
 
 class _ProcessGroup(Protocol):
-    """What is used of torch's groups, whose stubs have no members."""
+    """The used members of torch's process groups, whose stubs declare none."""
 
     def allreduce(self, tensors: list[torch.Tensor]) -> _Wait: ...
 
@@ -92,33 +92,31 @@ class NullTensorParallelGroup:
     rank, size = 0, 1
 
     def all_reduce(self, partial: torch.Tensor) -> None:
-        """The part is the whole."""
+        """Leave ``partial`` as it is."""
 
-    def close(self) -> None:
-        """There is nobody to let go of."""
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class ShapeOnlyTensorParallelGroup:
-    """The first of ranks that do not exist: to see what becomes of a model that is cut, without computing."""
+    """Rank 0 of a group without other ranks, to shard a model without weights."""
 
     size: int
     rank: int = 0
 
     def all_reduce(self, partial: torch.Tensor) -> None:
-        """The sum has the same shape."""
+        """Leave ``partial`` as it is."""
 
-    def close(self) -> None:
-        """There is nobody to let go of."""
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class TorchTensorParallelGroup:
-    """``TensorParallelGroup`` over gloo or NCCL, without the process's default group, which belongs to whoever made it.
+    """A ``TensorParallelGroup`` over gloo or NCCL. It does not touch the default group of the process.
 
     Attributes:
-        rank, size: this rank among those of its group.
-        group: of these ranks alone, made by ``open_tensor_parallel_group``; None once it is closed.
+        rank, size: this rank and the number of ranks.
+        group: the process group of these ranks, from ``open_tensor_parallel_group``; None once closed.
     """
 
     rank: int
@@ -127,7 +125,7 @@ class TorchTensorParallelGroup:
 
     def all_reduce(self, partial: torch.Tensor) -> None:
         if self.group is None:
-            raise RuntimeError("the ranks of the model are let go of")
+            raise RuntimeError("the tensor-parallel group is closed")
         self.group.allreduce([partial]).wait()
 
     def close(self) -> None:
@@ -137,16 +135,16 @@ class TorchTensorParallelGroup:
 def open_tensor_parallel_group(
     meeting: Path, *, rank: int, size: int, on_cuda: bool = False, timeout_s: float = _TIMEOUT_S
 ) -> TorchTensorParallelGroup:
-    """Meet the other ranks, all of which are on this machine: gloo's connections are on loopback.
+    """Join the other ranks. All ranks are on this machine: gloo connects over loopback.
 
     Args:
-        meeting: a file that all ranks can write to, and that nobody has used before.
-        rank, size: this rank among those that meet.
-        on_cuda: sums are on CUDA devices, one per rank, and go over NCCL. That was not run: there was no such device.
-        timeout_s: longest wait for them, here and in each sum.
+        meeting: a new file that all ranks can write.
+        rank, size: this rank and the number of ranks.
+        on_cuda: reduce over NCCL, one CUDA device per rank. This path has not been run for lack of a device.
+        timeout_s: longest wait for the other ranks, here and in each sum.
 
     Raises:
-        StartError: not all ranks came.
+        StartError: not all ranks joined in time.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -160,7 +158,7 @@ def open_tensor_parallel_group(
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
-    # torch's stubs leave these out, and only the options name the interface to listen on.
+    # torch's stubs omit these members, and only the options select the interface to listen on.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -170,18 +168,18 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
-    nccl: Any = dist.ProcessGroupNCCL  # builds of torch for CPUs have none
+    nccl: Any = dist.ProcessGroupNCCL  # missing from CPU builds of torch
     group: _ProcessGroup = nccl(store, rank, size, timeout)
     return group
 
 
 class RowParallelLinear(torch.nn.Module):
-    """A linear layer that has some of its inputs, and adds its sums up with the ranks that have the others.
+    """A linear layer over a shard of its inputs, which adds its partial sums to those of the other ranks.
 
     Args:
         weight: ``[outputs, own inputs]``.
-        bias: of the whole layer, added once; None for none.
-        ranks: that have the other inputs.
+        bias: bias of the whole layer, added once; None for none.
+        ranks: the ranks that hold the other inputs.
     """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, ranks: TensorParallelGroup) -> None:
@@ -189,18 +187,18 @@ class RowParallelLinear(torch.nn.Module):
         self.weight, self.bias, self._ranks = weight, bias, ranks
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``[..., own inputs]`` in, ``[..., outputs]`` out."""
+        """Map ``[..., own inputs]`` to ``[..., outputs]``."""
         sums = linear(inputs, self.weight)
         self._ranks.all_reduce(sums)
         return sums if self.bias is None else sums + self.bias
 
 
 def max_tp_size(model: PreTrainedModel, kv: KvShape) -> int:
-    """Return the most ranks that the model can be cut among: each divisor of it can be had, 1 is no cut.
+    """Return the most ranks over which the model can be sharded. Every divisor of it works; 1 means not at all.
 
     Args:
-        model: whole; its weights are not looked at.
-        kv: of the whole model.
+        model: the whole model; its weights are not read.
+        kv: KV shape of the whole model.
     """
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     units = gcd(kv.kv_heads, heads) if isinstance(heads, int) else 1
@@ -217,14 +215,14 @@ def max_tp_size(model: PreTrainedModel, kv: KvShape) -> int:
 
 
 def shard_model(model: PreTrainedModel, ranks: TensorParallelGroup) -> TensorShards:
-    """Keep of each layer this rank's part; return which part that is, for updates of the weights.
+    """Keep this rank's shard of each layer, and return the description of the shards for weight updates.
 
     Args:
-        model: whole; changed in place.
-        ranks: of which ``size`` divides ``max_tp_size``.
+        model: the whole model; changed in place.
+        ranks: the ranks; their number divides ``max_tp_size``.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the number of ranks does not divide it.
     """
     if ranks.size == 1:
         return TensorShards()
@@ -259,12 +257,12 @@ def _part(
 
 
 def _parameter(part: torch.Tensor) -> torch.nn.Parameter:
-    """A copy of its own, so that the whole tensor can go."""
+    """Copy a shard, so that the whole tensor can be freed."""
     return torch.nn.Parameter(part.detach().clone(), requires_grad=False)
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, str, bool]]:
-    """Each module that the model's plan names: its name, itself, its style, and whether it is in a layer."""
+    """Yield each module of the model's plan: its name, the module, its style, and whether it is in a layer."""
     plan: dict[str, str] = model.tp_plan or {}
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,6 +1,4 @@
-"""The weights of a model folder or GGUF file as parts of an update: read by the serving process, for ranks that serve
-the same model with others.
-"""
+"""Read the weights of a model folder or GGUF file for an update of the running ranks. The serving process reads them."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ __all__ = ["ModelTensors", "read_weights"]
 
 
 class ModelTensors(Mapping[str, bytes]):
-    """The tensors of a module as bytes, row by row; each is copied when it is asked for.
+    """The tensors of a module as row-major bytes. A lookup copies one tensor.
 
     Args:
-        tensors: by name of the state dict; of several names for one tensor the first stays.
-        identity: of the model that they are of.
+        tensors: tensors by state-dict name. Of several names for one tensor, the first is kept.
+        identity: identity of the model.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], identity: str) -> None:
@@ -45,14 +43,14 @@ class ModelTensors(Mapping[str, bytes]):
 
 
 def read_weights(path: str | Path, served: ModelSpec) -> ModelTensors:
-    """Load all weights of a model, in the dtype that is served.
+    """Load all weights of a model in the dtype of the served model.
 
     Args:
-        path: a folder or file, as ``inspect_model`` takes it.
-        served: the model that is to compute with them.
+        path: a folder or file that ``inspect_model`` accepts.
+        served: the model that will compute with the weights.
 
     Raises:
-        ConfigError: it cannot be loaded, or its weights do not fit what is served.
+        ConfigError: the model cannot be loaded, or its weights do not fit the served model.
     """
     found = inspect_model(path, dtype=served.dtype)
     if attrs.evolve(found, path=served.path, device=served.device, identity=served.identity) != served:

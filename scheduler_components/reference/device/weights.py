@@ -1,4 +1,4 @@
-"""Weights and memory of a simulated device: what an update changes, and what a release gives back."""
+"""Weights and memory of a simulated device, for weight updates and memory release."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["SimulatedMemory", "SimulatedWeights"]
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedWeights:
-    """A ``WeightStore`` whose weights are the seed of a ``SimulatedModel``: other parts give other tokens.
+    """A ``WeightStore`` whose weights are the seed of a ``SimulatedModel``, so that new weights give new tokens.
 
     Attributes:
-        device: its model is replaced.
+        device: a commit replaces its model.
     """
 
     device: SimulatedDevice
@@ -29,10 +29,10 @@ class SimulatedWeights:
         self._parts.clear()
 
     def load(self, name: str, content: bytes) -> None:
-        """Take one part.
+        """Load one tensor.
 
         Raises:
-            ConfigError: it came before, or is empty.
+            ConfigError: the tensor was loaded before or is empty.
         """
         self._parts.add(name, content)
 
@@ -49,12 +49,12 @@ class SimulatedWeights:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedMemory:
-    """A ``MemoryOccupation`` that counts bytes, of a device that others use too.
+    """A ``MemoryOccupation`` that counts the bytes of a shared device.
 
     Attributes:
-        device: loses its model's seed with its weights.
-        free_bytes: of the device, without what is held here.
-        held_bytes: by tag.
+        device: its model loses its seed when the weights are discarded.
+        free_bytes: free memory of the device.
+        held_bytes: held memory by tag.
     """
 
     device: SimulatedDevice
@@ -70,10 +70,10 @@ class SimulatedMemory:
             self.device.model = SimulatedModel(vocab_size=self.device.model.vocab_size)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Take regions again.
+        """Allocate regions again.
 
         Raises:
-            ConfigError: somebody else has the memory now.
+            ConfigError: another process uses the memory now.
         """
         wanted = sum(self.held_bytes[tag] for tag in set(tags) & self._released)
         if wanted > self.free_bytes:

@@ -238,7 +238,7 @@ def test_weights_that_are_no_numbers_are_not_served(model_folder: Path, tmp_path
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"].fill_(torch.nan)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="logits that are not numbers"):
+    with pytest.raises(ConfigError, match="logits that are not finite"):
         load_model(inspect_model(folder))
 
 
