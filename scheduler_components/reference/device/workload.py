@@ -1,21 +1,21 @@
-"""What is sent to an engine: generated chats, the same for the same seed, and recorded traces in Mooncake's format.
+"""Workloads: generated chats, which follow from a seed, and recorded traces in Mooncake's format.
 
-Of the chats, what is drawn, and why:
+The distributions of the generated chats:
 
-- System prompt: one of ``num_system_prompts``, chosen by a Zipf law (weight 1/k), of a third of
-  ``max_system_prompt_tokens`` to all of it: a few assistants take most of the traffic.
-- Chats start by a Poisson process of ``chats_per_s``.
-- Turns per chat: geometric with mean ``mean_turns``, at most 8. Each turn's prompt is everything before it, the real
-  outputs included, plus the new message: this is where a prefix cache is of most use.
-- Message and answer lengths: log-normal around their means (sigma 0.6), as chat traffic is: many short, few long.
+- System prompt: one of ``num_system_prompts``, by a Zipf law (weight 1/k), with one third to all of
+  ``max_system_prompt_tokens``, because a few assistants cause most of the traffic.
+- Start of the chats: a Poisson process of ``chats_per_s``.
+- Turns per chat: geometric with mean ``mean_turns``, at most 8. The prompt of a turn contains all earlier messages and
+  real outputs, plus the new message. This is the case that prefix caches are made for.
+- Message and answer lengths: log-normal around their means (sigma 0.6), as in real chats: many short, few long.
 - Think time between an answer and the next message: exponential with mean ``mean_think_s``.
 
-Token ids are drawn below ``vocab_size``: prompts that do not share a system prompt differ from their first token on.
+Token ids are below ``vocab_size``. Prompts with different system prompts differ from their first token.
 
-A line of a trace is ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``; each
-hash id stands for 512 prompt tokens, equal ids for equal tokens, and the last block may be partial. Such traces are
-published with Mooncake (``conversation_trace.jsonl`` and others of its FAST'25 release). The text of the prompts is not
-in them: tokens are made from the hash ids, so that prompts share prefixes exactly where the recorded ones did.
+A line of a trace is ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``. A hash
+id identifies 512 prompt tokens; equal ids mean equal tokens, and the last block may be partial. Mooncake publishes such
+traces with its FAST'25 release (``conversation_trace.jsonl`` and others). They do not contain the prompts, so the
+tokens are derived from the hash ids. Prompts share prefixes exactly where the recorded prompts did.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ __all__ = [
 
 _LENGTH_SIGMA = 0.6
 _MAX_TURNS = 8
-_LONGEST_FACTOR = 4  # the tail is cut, so that the longest chat of the defaults stays below 5,000 tokens
+_MAX_LENGTH_FACTOR = 4  # cuts the tail, so that the longest chat of the defaults stays below 5,000 tokens
 
 TRACE_BLOCK_TOKENS = 512
-"""Prompt tokens that one hash id stands for."""
+"""Prompt tokens per hash id."""
 
 ARRIVAL_QUANTUM_S = 3.0
-"""Recorded arrivals are rounded to about this; requests of one timestamp arrived somewhere within it."""
+"""Approximate rounding of recorded arrivals. Requests of one timestamp arrived within this time."""
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before the first line
-_MAX_LINE_BYTES = 1 << 20  # a prompt of ten million tokens; a file without line breaks is not read into memory
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
+_MAX_LINE_BYTES = 1 << 20  # a prompt of ten million tokens; keeps a file without line breaks out of memory
 
 _TOKEN_BYTES = 4
-_KEPT_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent conversations
+_CACHED_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent conversations
 _TOKEN_MASK = int.from_bytes(
     b"\xff\x7f\x00\x00" * TRACE_BLOCK_TOKENS, "little"
 )  # token ids below 32,768 fit any vocabulary
@@ -73,17 +73,17 @@ _TOKEN_MASK = int.from_bytes(
 
 @attrs.frozen(kw_only=True)
 class WorkloadConfig:
-    """Sizes of the generated workload; the text at the top of this file says what each distribution is.
+    """Sizes of the generated workload. The module docstring describes the distributions.
 
     Raises:
-        ConfigError: for a value that is not above 0, or a mean of less than one turn.
+        ConfigError: a value is not positive, or the mean is less than one turn.
     """
 
     num_requests: int = attrs.field(default=300, validator=integer_validator("is not a count"))
     seed: int = 0
     num_system_prompts: int = attrs.field(default=6, validator=integer_validator("is not a count"))
-    # A third of what eight scheduler processes take on two cores: near that, requests wait for a core and not for the
-    # device, and the engine looks slow.
+    # A third of what eight scheduler processes can serve on two cores. Near that limit requests wait for a core
+    # instead of the device.
     chats_per_s: float = attrs.field(default=5.0, validator=number_validator("is not a positive number"))
     mean_turns: float = attrs.field(default=3.0, validator=number_validator("is not a positive number"))
     mean_message_tokens: float = attrs.field(default=60.0, validator=number_validator("is not a positive number"))
@@ -99,7 +99,7 @@ class WorkloadConfig:
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """One message of a person and how much is answered.
+    """One message of a user and the length of its answer.
 
     Attributes:
         think_s: pause after the previous answer; 0 for the first turn.
@@ -114,7 +114,7 @@ class Turn:
 
 @attrs.frozen(kw_only=True)
 class Chat:
-    """One conversation: it starts ``start_s`` after the workload's start with ``system_ids`` as its prefix."""
+    """One conversation. It starts ``start_s`` after the workload does, with ``system_ids`` as its prefix."""
 
     chat_id: str
     start_s: float
@@ -123,8 +123,8 @@ class Chat:
 
 
 def generate_chats(config: WorkloadConfig) -> Iterator[Chat]:
-    """Yield chats in order of their start until their turns come to exactly ``num_requests``."""
-    random = Random(config.seed)  # noqa: S311  a workload wants to be repeatable, not secret
+    """Yield chats in order of their start, with exactly ``num_requests`` turns in all."""
+    random = Random(config.seed)  # noqa: S311  a workload is repeatable, not secret
     systems = [_system_prompt(config, number) for number in range(config.num_system_prompts)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
     left, start_s, number = config.num_requests, 0.0, 0
@@ -163,9 +163,9 @@ def _draw_turn(random: Random, config: WorkloadConfig, place: int) -> Turn:
 
 
 def _draw_length(random: Random, mean: float) -> int:
-    """Log-normal with the given mean, at least 1."""
+    """Draw from a log-normal distribution with the given mean; at least 1."""
     length = random.lognormvariate(math.log(mean) - _LENGTH_SIGMA**2 / 2, _LENGTH_SIGMA)
-    return max(1, min(round(length), math.ceil(_LONGEST_FACTOR * mean)))
+    return max(1, min(round(length), math.ceil(_MAX_LENGTH_FACTOR * mean)))
 
 
 def _draw_tokens(random: Random, config: WorkloadConfig, count: int) -> tuple[int, ...]:
@@ -188,10 +188,10 @@ class TraceRequest:
     """One recorded request.
 
     Attributes:
-        index: its place in the trace, from 0.
-        arrival_s: seconds after the trace's start.
+        index: number of the request in the trace, from 0.
+        arrival_s: seconds after the start of the trace.
         input_length, output_length: tokens.
-        hash_ids: one per block of ``TRACE_BLOCK_TOKENS`` prompt tokens, the last perhaps partial.
+        hash_ids: one per block of ``TRACE_BLOCK_TOKENS`` prompt tokens; the last block may be partial.
     """
 
     index: int
@@ -202,17 +202,17 @@ class TraceRequest:
 
     @property
     def conversation(self) -> str:
-        """Equal for requests that share more than their first block, the system prompt."""
+        """An id shared by requests with a common second block. The first block is the system prompt."""
         return str(self.hash_ids[min(1, len(self.hash_ids) - 1)])
 
 
 @attrs.frozen(kw_only=True)
 class TraceSummary:
-    """What a trace asks for.
+    """The size of a trace.
 
     Attributes:
-        num_requests: requests in it.
-        duration_s: from its start to the last arrival.
+        num_requests: requests in the trace.
+        duration_s: seconds from the start to the last arrival.
     """
 
     num_requests: int
@@ -220,10 +220,10 @@ class TraceSummary:
 
 
 def check_trace(path: Path, *, limit: int | None = None) -> TraceSummary:
-    """Read the first ``limit`` requests of a trace file, and check each line; holds one line in memory.
+    """Check the lines of the first ``limit`` requests of a trace file. Keep one line in memory.
 
     Raises:
-        ConfigError: the file cannot be read twice, has no requests, or a line of it is wrong (it is named).
+        ConfigError: the file cannot be read twice, has no requests, or has a wrong line; the error names the line.
     """
     _check_readable(path)
     num_requests, last_s = 0, 0.0
@@ -236,10 +236,10 @@ def check_trace(path: Path, *, limit: int | None = None) -> TraceSummary:
 
 
 def open_trace(path: Path, *, limit: int | None = None) -> Iterator[TraceRequest]:
-    """Stream the first ``limit`` requests of a trace file, arrivals spread; holds the requests of one timestamp.
+    """Stream the first ``limit`` requests of a trace file with spread arrivals. Keep one timestamp in memory.
 
     Raises:
-        ConfigError: at once when the file cannot be read, and while streaming when a line is wrong (it is named).
+        ConfigError: the file cannot be read (immediately), or a line is wrong (while streaming; the error names it).
     """
     _check_readable(path)
     return _stream(path, limit)
@@ -248,7 +248,7 @@ def open_trace(path: Path, *, limit: int | None = None) -> Iterator[TraceRequest
 def _check_readable(path: Path) -> None:
     hint = "give a readable file of Mooncake's JSON lines"
     try:
-        if path.exists() and not path.is_dir() and not path.is_file():  # opening a pipe could wait for ever
+        if path.exists() and not path.is_dir() and not path.is_file():  # opening a pipe could block
             raise ConfigError("trace", str(path), "is not a regular file; it is read twice", hint)
         with path.open("rb"):
             pass
@@ -257,7 +257,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines; one that is too long comes in pieces, of which the first is refused."""
+    """Yield lines. A line that is too long comes in pieces, and the parser refuses the first piece."""
     while line := file.readline(_MAX_LINE_BYTES + 1):
         yield line
 
@@ -268,10 +268,10 @@ def _stream(path: Path, limit: int | None) -> Iterator[TraceRequest]:
 
 
 def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[TraceRequest]:
-    """Parse and check each line; blank lines are skipped, and a byte order mark before the first.
+    """Parse and check each line. Skip blank lines and a byte order mark.
 
     Raises:
-        ConfigError: naming the line, for what is not such a request or goes back in time.
+        ConfigError: a line is not a request, or its timestamp goes back; the error names the line.
     """
     decoder = msgspec.json.Decoder(_Line)
     index, latest_ms = 0, 0.0
@@ -311,9 +311,9 @@ def _line_error(name: str, number: int, problem: str) -> ConfigError:
 def spread_arrivals(
     requests: Iterable[TraceRequest], *, quantum_s: float = ARRIVAL_QUANTUM_S
 ) -> Iterator[TraceRequest]:
-    """Spread requests of one timestamp evenly over the quantum that follows it, or up to the next timestamp.
+    """Spread the requests of one timestamp evenly over the following quantum, or up to the next timestamp.
 
-    Order is kept and no request arrives before it was recorded. A trace without rounding passes unchanged.
+    The order stays, and no request arrives before its timestamp. A trace without rounding does not change.
     """
     groups = (list(group) for _, group in groupby(requests, key=_arrival_s))
     for group, following in pairwise(chain(groups, [[]])):
@@ -331,12 +331,12 @@ def _spread(group: list[TraceRequest], over_s: float) -> Iterator[TraceRequest]:
 
 
 def prompt_tokens(request: TraceRequest) -> bytes:
-    """The request's prompt: ``input_length`` token ids below 32,768, packed as four little-endian bytes each."""
+    """Return the prompt: ``input_length`` token ids below 32,768, four little-endian bytes each."""
     blocks = b"".join(_block_tokens(hash_id) for hash_id in request.hash_ids)
     return blocks[: request.input_length * _TOKEN_BYTES]
 
 
-@lru_cache(maxsize=_KEPT_BLOCKS)
+@lru_cache(maxsize=_CACHED_BLOCKS)
 def _block_tokens(hash_id: int) -> bytes:
     size = TRACE_BLOCK_TOKENS * _TOKEN_BYTES
     random_bits = int.from_bytes(hashlib.shake_128(str(hash_id).encode()).digest(size), "little")

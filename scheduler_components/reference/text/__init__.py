@@ -1,1 +1,1 @@
-"""Text: tokens of a prompt, text of an output. In the serving process, never in a rank's."""
+"""Tokenize prompts and detokenize outputs. Only the serving process imports this package, no rank does."""

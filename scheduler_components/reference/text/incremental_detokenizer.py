@@ -1,12 +1,12 @@
-"""The text of an output while its tokens come: whole characters, up to the first stop string. Pure.
+"""Turn streamed tokens into text: whole characters, up to the first stop string. Pure.
 
-Two things hold text back. A character may need several tokens, so what ends in U+FFFD waits for more. And what may be
-the beginning of a stop string waits until it is one or is not. The rules:
+Two kinds of text must wait. A character may need several tokens, so text that ends in U+FFFD waits for more tokens. Text
+that may begin a stop string waits until it does or does not. The rules:
 
-- Pieces put together are the text of all tokens, up to the stop string, however the tokens came.
-- A few tokens are decoded together with those before them, since some tokenizers write a space between two words and
+- The joined pieces equal the text of all tokens up to the stop string, for any split of the tokens.
+- Tokens are decoded together with the tokens before them, because some tokenizers write a space between two words and
   none before the first.
-- The stop string whose end comes first ends the text; of two that end together, the longer one.
+- The stop string that ends first ends the text. If two end together, the longer one does.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ __all__ = ["IncrementalDetokenizer"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LATE_TOKENS = 3
-"""A character has four bytes at most, so what three tokens more have not completed is none."""
+"""A character has at most four bytes. Bytes that three more tokens do not complete are no character."""
 
 _UNWRITTEN_TOKENS = 64
-"""So many special tokens are decoded again with those that follow; waiting for a word that is never written costs."""
+"""The most tokens without text, such as special tokens, that are decoded again with later ones. Bounds the cost."""
 
 
 @dataclass(slots=True, kw_only=True)
 class IncrementalDetokenizer:
-    """Takes tokens, gives text.
+    """Convert the tokens of one output to text.
 
     Attributes:
-        codec: of the model.
-        stops: strings that end the text; none of them is empty.
-        include_stop_str: the string that ended the text is part of it.
-        matched: the stop string that was found; None while there is none.
+        codec: the model's tokenizer.
+        stops: non-empty strings that end the text.
+        include_stop_str: whether the text includes the stop string.
+        matched: the stop string that ended the text; None before.
     """
 
     codec: TextTokenizer
     stops: tuple[str, ...] = ()
     include_stop_str: bool = False
     matched: str | None = None
-    _token_ids: list[int] = field(default_factory=list, repr=False)  # those read last, then those that wait
+    _token_ids: list[int] = field(default_factory=list, repr=False)  # the last decoded tokens, then the waiting ones
     _num_read: int = field(default=0, repr=False)
-    _held: str = field(default="", repr=False)  # may be the beginning of a stop string
+    _held: str = field(default="", repr=False)  # possible beginning of a stop string
 
     def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """Return the text that is certain with these tokens. Nothing comes after a stop string.
+        """Return the text that these tokens make certain; nothing after a stop string.
 
         Args:
-            token_ids: the next ones.
-            is_last: nothing follows, so nothing is held back.
+            token_ids: the next tokens.
+            is_last: no tokens follow, so return all text.
         """
         if self.matched is not None:
             return ""
@@ -69,7 +69,7 @@ class IncrementalDetokenizer:
         return text[len(before) :]
 
     def _certain(self, *, is_last: bool) -> tuple[int, str]:
-        """How many of the tokens make whole characters, and their text; those behind them may begin one."""
+        """Return how many tokens form whole characters, and their text. Later tokens may begin a character."""
         for num_certain in range(len(self._token_ids), self._num_read, -1):
             text = self.codec.decode(self._token_ids[:num_certain])
             num_late = len(self._token_ids) - num_certain
@@ -89,7 +89,7 @@ class IncrementalDetokenizer:
         return held[:sure]
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of ``text`` with which a stop string begins."""
+        """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
         longest = min(len(text), max(map(len, self.stops)) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self.stops):

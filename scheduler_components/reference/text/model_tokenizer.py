@@ -1,7 +1,7 @@
-"""The codec of a real model: its own tokenizer and chat template, as transformers loads them.
+"""Tokenize for a real model with its own tokenizer and chat template, as transformers loads them.
 
-The library's tokenizer is called without the layers around it: those set options before each call, which two threads
-must not do at once.
+The code calls the fast tokenizer directly. The transformers layers around it set options before each call and are
+therefore not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["ModelTokenizer", "open_model_tokenizer"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelTokenizer:
-    """A ``TextTokenizer`` of a model. Made by ``open_model_tokenizer``.
+    """The ``TextTokenizer`` of a model. ``open_model_tokenizer`` makes it.
 
     Attributes:
-        tokenizer: text to tokens and back.
-        templates: has the chat template.
-        vocab_size, context_tokens: of the model; a tokenizer may know fewer tokens.
+        tokenizer: converts text to tokens and back.
+        templates: provides the chat template.
+        vocab_size, context_tokens: the model's; the tokenizer may know fewer tokens.
     """
 
     tokenizer: Tokenizer
@@ -49,8 +49,8 @@ class ModelTokenizer:
             text = self.templates.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             problem = f"do not fit the model's chat template ({_first_line(error)})"
-            raise ConfigError("messages", [each.role for each in messages], problem, "send others") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids  # the template writes them
+            raise ConfigError("messages", [each.role for each in messages], problem, "send other messages") from error
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids  # the template adds them
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -67,10 +67,10 @@ def open_model_tokenizer(path: str | Path, *, vocab_size: int, context_tokens: i
 
     Args:
         path: the model's folder or ``.gguf`` file.
-        vocab_size, context_tokens: of the model.
+        vocab_size, context_tokens: the model's.
 
     Raises:
-        ConfigError: there is none, or it is none of the library ``tokenizers``.
+        ConfigError: the model has no tokenizer, or one that the library ``tokenizers`` does not implement.
     """
     place = Path(path).absolute()
     folder, file = (place.parent, {"gguf_file": place.name}) if place.is_file() else (place, {})
@@ -78,12 +78,12 @@ def open_model_tokenizer(path: str | Path, *, vocab_size: int, context_tokens: i
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **file)
     except Exception as error:
         problem = f"has no tokenizer that can be read ({_first_line(error)})"
-        raise ConfigError("model", str(place), problem, "put its tokenizer.json beside the weights") from error
+        raise ConfigError("model", str(place), problem, "put its tokenizer.json next to the weights") from error
     if not isinstance(loaded, PreTrainedTokenizerFast):
         problem = f"has a tokenizer of the kind {type(loaded).__name__}"
         raise ConfigError("model", str(place), problem, "give it a tokenizer.json")
     tokenizer = loaded.backend_tokenizer
-    tokenizer.no_truncation()  # some tokenizers come with a length of their own, and cut without a word
+    tokenizer.no_truncation()  # some tokenizers are configured to truncate silently
     tokenizer.no_padding()
     return ModelTokenizer(tokenizer=tokenizer, templates=loaded, vocab_size=vocab_size, context_tokens=context_tokens)
 

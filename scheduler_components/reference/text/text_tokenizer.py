@@ -1,4 +1,4 @@
-"""The port of a model's text: what turns it into tokens and back. Used in the serving process, never by a rank."""
+"""The port of a model's tokenizer. The serving process uses it; ranks do not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message of a conversation.
 
     Attributes:
-        role: ``system``, ``user`` or ``assistant``; a chat template may know others.
-        content: its text.
+        role: ``system``, ``user``, ``assistant``, or another role that the chat template knows.
+        content: text of the message.
     """
 
     role: str
@@ -26,34 +26,34 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class TextTokenizer(Protocol):
-    """Text to tokens and back, as one model has it. May be called by several threads at once."""
+    """Convert text to tokens and back for one model. Thread-safe."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Token ids are smaller."""
         ...
 
     @property
     def context_tokens(self) -> int | None:
-        """The most positions that the model was made for; None where that is no matter of the model."""
+        """The model's maximum positions; None for no limit."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, with those that the model wants before each prompt."""
+        """Return the tokens of a prompt, including the special tokens that the model expects before a prompt."""
         ...
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the tokens of a conversation, up to where the model's next answer begins.
+        """Return the tokens of a conversation up to the beginning of the model's next answer.
 
         Raises:
-            ConfigError: the model has no chat template, or the template does not take these messages.
+            ConfigError: the model has no chat template, or the template rejects these messages.
         """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens. Bytes that are no character yet become U+FFFD."""
+        """Return the text of tokens without special tokens. Incomplete characters become U+FFFD."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Return how one token is written, special tokens too."""
+        """Return the text of one token, also of a special token."""
         ...

@@ -1,7 +1,7 @@
-"""A codec of words, for a device that invents its tokens: every token is a word that can be read, and read back.
+"""A tokenizer of words for the simulated device, which invents its tokens.
 
-A token's word spells its number in syllables, so that text which came out goes in again as the same tokens, and the
-next turn of a chat finds its prefix in the cache. Any other word of a text becomes the token that its hash says.
+The word of a token spells its number in syllables. Generated text therefore encodes to the same tokens, and the next
+turn of a chat finds its prefix in the cache. Any other word becomes the token of its hash.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LONGEST_WORD = 12  # characters of six syllables: five spell 3.3 billion ids, a
 
 @attrs.frozen(kw_only=True)
 class WordTokenizer:
-    """A ``TextTokenizer`` without a vocabulary: all 2**32 ids have a word, each with the space before it.
+    """A ``TextTokenizer`` without a vocabulary: each of the 2**32 ids has a word, preceded by a space.
 
     Attributes:
-        hashed_ids: unknown words become ids below it.
+        hashed_ids: unknown words become smaller ids.
     """
 
     hashed_ids: int = attrs.field(default=32_000, validator=integer_validator())
@@ -60,7 +60,7 @@ class WordTokenizer:
 
 
 def _spell(token: int) -> str:
-    """Bijective numeration: each number has one word, and each word of syllables one number."""
+    """Spell a number by bijective numeration: each number has one word, and each word of syllables one number."""
     syllables, rest = [], token + 1
     while rest:
         rest, digit = divmod(rest - 1, _BASE)
@@ -69,7 +69,7 @@ def _spell(token: int) -> str:
 
 
 def _read(word: str) -> int | None:
-    """Inverse of ``_spell``; None for a word that spells no token."""
+    """Return the number that ``_spell`` spells so; None for any other word."""
     if len(word) % 2 or len(word) > _LONGEST_WORD:
         return None
     value = 0
