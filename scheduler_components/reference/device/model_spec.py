@@ -1,4 +1,4 @@
-"""Describe a model before any process loads it. ``torch_model.inspect_model`` makes the spec; every rank receives it."""
+"""Describe a model before any process loads it. ``torch_model.inspect_model`` makes the spec for every rank."""
 
 from __future__ import annotations
 

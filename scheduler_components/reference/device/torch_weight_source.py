@@ -1,4 +1,4 @@
-"""Read the weights of a model folder or GGUF file for an update of the running ranks. The serving process reads them."""
+"""Read the weights of a model folder or GGUF file, in the serving process, to update the running ranks."""
 
 from __future__ import annotations
 

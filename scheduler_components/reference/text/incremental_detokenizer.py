@@ -1,6 +1,7 @@
 """Turn streamed tokens into text: whole characters, up to the first stop string. Pure.
 
-Two kinds of text must wait. A character may need several tokens, so text that ends in U+FFFD waits for more tokens. Text
+Two kinds of text must wait. A character may need several tokens, so text that ends in U+FFFD waits for more tokens.
+Text
 that may begin a stop string waits until it does or does not. The rules:
 
 - The joined pieces equal the text of all tokens up to the stop string, for any split of the tokens.
