@@ -40,7 +40,7 @@ help:
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
 	@echo "make docs    build the documentation into site/, strictly;  make docs-serve  show it on loopback"
-	@echo "make generated   write what comes from the code: metrics table, specification, dashboard"
+	@echo "make generated   write the pages that come from the code: metrics table, code map, specification, benchmark results, dashboard"
 	@echo "make clean   remove the environment and caches"
 
 demo: $(VENV)/.engine
@@ -92,7 +92,9 @@ docs-serve: $(VENV)/.dev
 
 generated: $(VENV)/.dev
 	$(BIN)/python docs/make_metrics_table.py
+	$(BIN)/python docs/make_code_map.py
 	$(BIN)/python docs/make_spec.py
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m observability.grafana.dashboard
 
 clean:

@@ -1,8 +1,7 @@
-"""Writes the tables of README.md and benchmarks/README.md from one run: ``python -m benchmarks.tables``.
+"""Write the tables of ``docs/benchmark-results.md`` from one run: ``python -m benchmarks.tables``.
 
-The run is ``benchmarks/results.json``, which ``make bench BENCH_ARGS='--json benchmarks/results.json'`` writes. So no
-figure in a document is of another day than the one beside it, and none can be left out: a goal that is missed needs
-its reason in ``REASONS``.
+The run is ``benchmarks/results.json``, which ``make bench BENCH_ARGS='--json benchmarks/results.json'`` writes. All
+figures of the page come from that run. A missed goal needs a reason in ``REASONS``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from benchmarks.report import JsonReport, JsonRow, number_text, read_json
 __all__ = ["headline", "missed_goals", "results", "unexplained", "with_tables"]
 
 RESULTS = Path(__file__).with_name("results.json")
-PAGES = (Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "README.md")
+PAGE = Path(__file__).parents[1] / "docs" / "benchmark-results.md"
 
 HEADLINE = (
     ("publish", "publish() p50, 64 events, idle() called"),
@@ -33,20 +32,20 @@ HEADLINE = (
     ("view", "deepest prefix of 128 blocks, 256 ranks of one depth"),
     ("relay", "added delay p50, 2,000 batches/s of 1 block"),
 )
-"""Rows of README.md: section, and the beginning of what was measured."""
+"""Selected rows: section, and the first words of the row."""
 
 
 def results(report: JsonReport) -> str:
-    """Every row, one table a section, and what it was measured on."""
-    told = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    tables = [f"Of one run ({told}):"]
+    """Return every row, one table per section, and the facts of the machine."""
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    tables = [f"Of one run ({machine}):"]
     for section, rows in groupby(report.rows, lambda row: row.section):
         tables.append(f"#### {section}\n\n" + _table(rows))
     return "\n\n".join(tables)
 
 
 def headline(report: JsonReport) -> str:
-    """The rows that a person asks for first."""
+    """Return the table of the selected rows."""
     found = [
         next(row for row in report.rows if row.section == section and row.what.startswith(what))
         for section, what in HEADLINE
@@ -57,7 +56,7 @@ def headline(report: JsonReport) -> str:
 
 
 def missed_goals(report: JsonReport) -> str:
-    """Each reason, and below it the rows that it explains."""
+    """Return each reason with the rows that it explains."""
     lines = []
     for pattern, reason in REASONS:
         rows = [row for row in _missed(report) if re.match(pattern, _name(row))]
@@ -68,7 +67,7 @@ def missed_goals(report: JsonReport) -> str:
 
 
 def unexplained(report: JsonReport) -> list[str]:
-    """Goals that were missed and have no reason, or several."""
+    """Return the missed goals that do not have exactly one reason."""
     return [
         _name(row)
         for row in _missed(report)
@@ -77,7 +76,7 @@ def unexplained(report: JsonReport) -> list[str]:
 
 
 def with_tables(page: str, report: JsonReport) -> str:
-    """``page`` with what stands between its marks (``<!-- results -->`` to ``<!-- /results -->``) written anew."""
+    """Return ``page`` with new text between its marks (``<!-- results -->`` to ``<!-- /results -->``)."""
     for mark, write in {"results": results, "headline": headline, "missed": missed_goals}.items():
         pattern = rf"(?s)(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
         if re.search(pattern, page):
@@ -128,8 +127,7 @@ def _beside(row: JsonRow, name: str, samples: Sequence[float | None]) -> str:
 
 def main() -> None:
     report = read_json(RESULTS.read_bytes())
-    for page in PAGES:
-        page.write_text(with_tables(page.read_text(), report))
+    PAGE.write_text(with_tables(PAGE.read_text(), report))
     for name in unexplained(report):
         print(f"missed, without a reason of its own in benchmarks/missed_goals.py: {name}")
 
