@@ -1,6 +1,6 @@
-"""Write ``docs/code-map.md`` from the first sentence of each module's docstring: ``python docs/make_code_map.py``.
+"""Write ``docs/code-map.md`` from module docstrings, and the layers of ARCHITECTURE.md from ``tests/test_layers.py``.
 
-A test fails when the page differs from the code.
+Run ``python docs/make_code_map.py``. A test fails when a page differs from the code.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "code-map.md"
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 PACKAGES = ("scheduler_components", "observability")
 HEAD = """# Code map
 
-Every file with its subject, generated from the first sentence of its docstring by `make generated`. Files that begin
-with `zmq_`, `torch_`, `thread_`, `file_`, `http_`, `prometheus_`, `mooncake_`, `shm_` or `nats_` do I/O. All other
-files are pure. [Architecture](../ARCHITECTURE.md) says how the files work together.
+Every file with its subject, generated from the first sentence of its docstring by `make generated`. Files whose
+names begin with `zmq_`, `torch_`, `thread_`, `file_`, `http_`, `prometheus_`, `mooncake_`, `shm_` or `nats_` do I/O.
+[Architecture](../ARCHITECTURE.md) says how the files work together.
 """
 
 
@@ -25,6 +26,20 @@ def render_code_map() -> str:
     """Return the text of the page."""
     sections = [section for package in PACKAGES for section in _sections(ROOT / package)]
     return "\n".join([HEAD, *sections])
+
+
+def with_layers(page: str) -> str:
+    """Return ``page`` with the layers between its marks, the highest first."""
+    picture = "\n".join("  ".join(layer) for layer in reversed(read_layers()))
+    return re.sub(r"(<!-- layers -->\n).*?(<!-- end -->)", rf"\1\n```text\n{picture}\n```\n\n\2", page, flags=re.DOTALL)
+
+
+def read_layers() -> tuple[tuple[str, ...], ...]:
+    """Return ``FLOORS`` of ``tests/test_layers.py``, the lowest first."""
+    for node in ast.parse((ROOT / "tests" / "test_layers.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "FLOORS":
+            return tuple(ast.literal_eval(node.value))
+    raise ValueError("tests/test_layers.py has no FLOORS")
 
 
 def _sections(folder: Path) -> Iterator[str]:
@@ -48,6 +63,7 @@ def _summary(path: Path) -> str:
 
 def main() -> None:
     PAGE.write_text(render_code_map())
+    ARCHITECTURE.write_text(with_layers(ARCHITECTURE.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Documents say what is true: their code runs and prints what stands below it, what is generated is up to date, their
-links lead somewhere, in the repository and in the site that is built of them."""
+"""The documents are true: their code runs and prints the output below it, generated parts are up to date, links work in
+the repository and in the site."""
 
 from __future__ import annotations
 
 import ast
 import html
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import pytest
@@ -25,7 +27,7 @@ from scheduler_components.reference.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
-WINGS = ("scheduler_components", "observability")
+PACKAGES = ("scheduler_components", "observability")
 REFERENCE = {
     module: path
     for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -33,10 +35,10 @@ REFERENCE = {
 }
 """Each package or module that users import from, and the page that shows its names."""
 CONTINUED = {"docs/tutorial.md"}
-"""Documents whose blocks each go on from the ones before; in all others a block stands alone."""
+"""Documents whose blocks continue the blocks before them. Elsewhere each block runs alone."""
 
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-"""A block of code, and the block of text right below it, which is what the code prints."""
+"""A block of code, and the block of text right below it with the output."""
 
 
 def name(path: Path) -> str:
@@ -53,7 +55,7 @@ def programs() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("code", "printed"), list(programs()))
-def test_python_blocks_run_and_print_what_stands_below_them(code: str, printed: str) -> None:
+def test_python_blocks_run_and_print_the_text_below(code: str, printed: str) -> None:
     command = [sys.executable, "-W", "error", "-c", code]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
@@ -75,7 +77,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_links_within_the_project_lead_somewhere(path: Path) -> None:
+def test_links_within_the_project_work(path: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         target, _, anchor = link.partition("#")
         if "://" in target:
@@ -87,7 +89,7 @@ def test_links_within_the_project_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_a_list_stands_apart_from_the_text_above(path: Path) -> None:
+def test_a_blank_line_precedes_each_list(path: Path) -> None:
     """A forge forgives the missing line; the site would show one long paragraph."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"^[A-Za-z`*_\[(].*\n(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
@@ -116,30 +118,34 @@ def test_the_metrics_table_is_the_catalogue() -> None:
 
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
-SOURCES = [path for wing in WINGS for path in sorted((ROOT / wing).rglob("*.py"))]
-SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", ARCHITECTURE, flags=re.MULTILINE | re.DOTALL))
-"""What stands between backticks in ARCHITECTURE.md, outside of its pictures."""
-PICTURES = re.findall(r"^```text\n(.*?)^```$", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+CODE_PAGES = ("ARCHITECTURE.md", "docs/invariants.md", "docs/threads.md", "docs/wire.md", "docs/how-to/extend.md")
+"""Pages about the code, whose paths and names must exist."""
+CODE_TEXT = "\n".join((ROOT / page).read_text() for page in CODE_PAGES)
+SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", CODE_TEXT, flags=re.MULTILINE | re.DOTALL))
+"""The text between backticks on these pages, outside of their diagrams."""
+DIAGRAMS = re.findall(r"^```mermaid\n(.*?)^```$", CODE_TEXT, re.MULTILINE | re.DOTALL)
 
 
 def places(path: str) -> list[Path]:
-    """Where a path of ARCHITECTURE.md may lead: from the repository, or from a wing."""
-    candidates = [ROOT / path, *(ROOT / wing / path for wing in WINGS)]
+    """The files that a path may name: below the repository, or below a package."""
+    candidates = [ROOT / path, *(ROOT / package / path for package in PACKAGES)]
     return [place for place in candidates if place.exists()]
 
 
-def test_every_path_that_the_architecture_names_exists() -> None:
+def test_every_path_on_the_pages_about_code_exists() -> None:
     paths = [span for span in SPANS if re.fullmatch(r"[\w./-]+(/|\.(py|md|json))", span) and not span.startswith("/")]
     assert len(paths) > 100
-    assert [path for path in paths if not places(path)] == []
+    names = {path.name for path in SOURCES}
+    assert [path for path in paths if not places(path) and path not in names] == []
 
 
-NAMES_OF_OTHERS = {"prometheus_client", "event_publishers"}
-"""A package that is not ours, and what follows the kit's name in the group of an entry point."""
+NAMES_OF_OTHERS = {"prometheus_client", "event_publishers", "NullX", "attrs", "frozen", "msgspec", "Struct"}
+"""Names in these pages that the kit does not define."""
 
 
 def bound_names(path: Path) -> Iterator[str]:
-    """Every name that a file gives to something: modules, classes, functions, parameters, fields, constants."""
+    """Yield every name that a file binds: modules, classes, functions, parameters, fields, constants."""
     yield from path.relative_to(ROOT).with_suffix("").parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -150,54 +156,44 @@ def bound_names(path: Path) -> Iterator[str]:
             yield node.id if isinstance(node, ast.Name) else node.attr
 
 
-def test_every_name_that_the_architecture_names_exists() -> None:
-    """Names with capitals, underscores, dots or parentheses; in its pictures, those with capitals inside."""
-    known = {bound for path in SOURCES for bound in bound_names(path)}
-    known |= {
-        found for path in (ROOT / "tests").rglob("test_*.py") for found in re.findall(r"\btest_\w+", path.read_text())
-    }
-    known |= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+def test_every_name_on_the_pages_about_code_exists() -> None:
+    """Names with capitals, underscores, dots or parentheses; in diagrams, names with capitals inside."""
+    known = {bound for path in [*SOURCES, ROOT / "tests" / "test_layers.py"] for bound in bound_names(path)}
     known |= NAMES_OF_OTHERS
     chains = [found[1] for span in SPANS if (found := re.fullmatch(r"([A-Za-z_][\w.]*\w)(?:\(\w*\))?", span))]
     spoken = [chain for chain in chains if re.search(r"[A-Z_.]", chain) and not chain.endswith((".py", ".md", ".json"))]
-    spoken += [found for picture in PICTURES for found in re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*\b", picture)]
+    spoken += [found for diagram in DIAGRAMS for found in re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*\b", diagram)]
     assert len(spoken) > 100
     unknown = {chain for chain in spoken if not set(chain.split(".")) <= known}
-    assert {chain for chain in unknown if not chain.endswith("_")} == set()  # what ends so is a prefix of files
+    assert {chain for chain in unknown if not chain.endswith("_")} == set()  # a name that ends so is a prefix
 
 
-def test_the_picture_of_the_floors_is_the_list_that_imports_are_held_to() -> None:
-    for node in ast.parse((ROOT / "tests" / "test_layers.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "FLOORS":
-            floors = [list(rooms) for rooms in ast.literal_eval(node.value)]
-    section = ARCHITECTURE.partition("\n## Floors\n")[2]
-    picture = re.search(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert picture
-    assert [line.partition("#")[0].split() for line in reversed(picture[1].splitlines())] == floors
+def load_writer(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_code_map_shows_the_docstrings() -> None:
+    """Else run ``make generated``."""
+    assert load_writer("make_code_map").render_code_map() == (ROOT / "docs" / "code-map.md").read_text()
+
+
+def test_the_layers_of_the_architecture_are_those_of_the_imports() -> None:
+    """Else run ``make generated``."""
+    writer = load_writer("make_code_map")
+    assert [name for layer in writer.read_layers() for name in layer] != []
+    assert writer.with_layers(ARCHITECTURE) == ARCHITECTURE
 
 
 @pytest.mark.parametrize("event", [BlockStored, BlockRemoved, AllBlocksCleared])
-def test_the_wire_section_has_the_fields_of_each_event_in_their_order(event: type) -> None:
-    written = re.search(rf'`\["{event.__name__}"([^`]*)\]`', ARCHITECTURE)
+def test_the_wire_page_has_the_fields_of_each_event_in_their_order(event: type) -> None:
+    written = re.search(rf'`\["{event.__name__}"([^`]*)\]`', (ROOT / "docs" / "wire.md").read_text())
     assert written
     assert re.findall(r"\w+", written[1]) == list(event.__struct_fields__)
-
-
-def test_every_file_of_the_product_has_a_row_in_the_code_map() -> None:
-    code_map = ARCHITECTURE.partition("\n## Code map\n")[2].partition("\n## ")[0]
-    _, *wings = re.split(r"^### `(\w+)/`.*$", code_map, flags=re.MULTILINE)
-    rows = dict(zip(wings[::2], wings[1::2], strict=True))
-    assert tuple(rows) == WINGS
-    for wing, text in rows.items():
-        named = [
-            path for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for path in re.findall(r"`(.*?)`", cell)
-        ]
-        files = {name(path).partition("/")[2] for path in SOURCES if path.is_relative_to(ROOT / wing)}
-        of_rows = [
-            {file for file in files if file == row or (row.endswith("/") and file.startswith(row))} for row in named
-        ]
-        assert [row for row, covered in zip(named, of_rows, strict=True) if not covered] == []
-        assert {file for file in files.difference(*of_rows) if not file.endswith("__init__.py")} == set()
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +209,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_package_that_exports_names_has_a_page_of_reference() -> None:
-    inits = [init for wing in WINGS for init in (ROOT / wing).rglob("__init__.py")]
-    doors = [".".join(init.parent.relative_to(ROOT).parts) for init in inits if "__all__" in init.read_text()]
-    shown = [door for door in doors if not door.startswith("scheduler_components.reference")]  # an example engine
+    inits = [init for package in PACKAGES for init in (ROOT / package).rglob("__init__.py")]
+    exporting = [".".join(init.parent.relative_to(ROOT).parts) for init in inits if "__all__" in init.read_text()]
+    shown = [each for each in exporting if not each.startswith("scheduler_components.reference")]  # an example engine
     assert set(shown) <= set(REFERENCE)
 
 
@@ -226,7 +222,7 @@ def page_of(site: Path, package: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", sorted(REFERENCE))
-def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Path, package: str) -> None:
+def test_a_page_shows_each_exported_name_once_and_nothing_else(site: Path, package: str) -> None:
     page = page_of(site, package)
     shown = re.findall(rf'id="{re.escape(package)}\.(\w+)"', page)
     exported = importlib.import_module(package).__all__
@@ -236,21 +232,21 @@ def test_every_exported_name_stands_once_on_its_page_and_no_other_does(site: Pat
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", sorted(REFERENCE))
 def test_every_class_is_shown_with_the_parameters_that_it_takes(site: Path, package: str) -> None:
-    """Dataclasses, attrs, structs and models: fields are what one gives the constructor."""
+    """The fields of dataclasses, attrs classes, structs and models are parameters of their constructors."""
     page = page_of(site, package)
     for each in exported_classes(package):
         assert shown_parameters(page, f"{package}.{each.__name__}") == named_parameters(each), each
 
 
 def entry_of(page: str, path: str) -> str:
-    """What stands on a page of reference between the heading of one name and the next heading."""
+    """Return the part of a reference page between the heading of one name and the next heading."""
     start = page.index(f' id="{path}"') + 1
     end = re.compile(r' id="(?:scheduler_components|observability)').search(page, start)
     return page[start : end.start() if end else None]
 
 
 def shown_parameters(page: str, path: str) -> list[str]:
-    """The names between the parentheses of a class's signature; none for a class without a constructor."""
+    """Return the parameters in the signature of a class, or none for a class without a constructor."""
     signature = re.search(r"doc-signature.*?<code>(.*?)</code>", entry_of(page, path), re.DOTALL)
     if signature is None:
         return []
@@ -262,7 +258,7 @@ def shown_parameters(page: str, path: str) -> list[str]:
 
 
 def exported_classes(package: str) -> list[type]:
-    """What one makes: no protocol, no enum, no error that takes what every error does."""
+    """Return the classes that users construct: no Protocol, no enum, no error with the parameters of every error."""
     module = importlib.import_module(package)
     found = (getattr(module, name) for name in module.__all__)
     classes = [each for each in found if isinstance(each, type) and not issubclass(each, Enum | Protocol)]
