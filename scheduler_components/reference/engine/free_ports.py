@@ -17,20 +17,18 @@ __all__ = [
     "check_ports_free",
 ]
 
-_SEARCHED_PORTS = (20_000, 32_000)  # below the ports that systems give to outgoing connections
-
-
+_SEARCHED_PORTS = (20_000, 32_000)  # below the ephemeral ports of outgoing connections
 _SEARCHES = 64
 
 
 def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
-    """Configuration of an event stream with replay and load gauge on free ports of ``host``.
+    """Return the JSON configuration of an event stream with replay and load gauge on free ports of ``host``.
 
-    One port per rank is kept for events, though only ``dp_size`` of them are used: whoever probes the others learns
-    that no other rank publishes.
+    It reserves one event port per rank, although only ``dp_size`` of them are used, so that a probe of the others can
+    show that no other rank publishes.
 
     Raises:
-        StartError: no run of free ports was found.
+        StartError: there is no range of free ports.
     """
     base = _free_ports(host, engine.world_size + 2 * engine.dp_size)
     return msgspec.json.encode(
@@ -45,12 +43,12 @@ def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
 
 
 def check_ports_free(engine: EngineConfig) -> None:
-    """Look whether the event stream's tcp ports can be had, so that a taken one costs no process.
+    """Check that the TCP ports of the event streams are free, before any process is started.
 
-    A port may still be taken before a rank binds it: then the rank says so.
+    A port may still be taken before a rank binds it. Then the rank reports the error.
 
     Raises:
-        StartError: naming the first endpoint that is in use.
+        StartError: an endpoint is in use; the error names the first one.
     """
     if engine.kv_events is None:
         return
@@ -66,11 +64,13 @@ def check_ports_free(engine: EngineConfig) -> None:
             assert base is not None
             endpoint = base.offset(index)
             if _is_taken(endpoint.host, endpoint.port or 0):
-                raise StartError(str(endpoint), "is in use", "stop who listens there, or give another port")
+                raise StartError(
+                    str(endpoint), "is in use", "stop the process that listens there, or give another port"
+                )
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """True when somebody listens there; what else keeps a rank from binding is left to the rank to say."""
+    """Return True if the port is in use. Any other error of binding is left to the rank."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server(("" if host == "*" else host, port), family=family).close()
@@ -80,12 +80,12 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def _free_ports(host: str, count: int) -> int:
-    """First of ``count`` consecutive ports that were free a moment ago."""
+    """Return the first of ``count`` consecutive free ports."""
     for _ in range(_SEARCHES):
         base = random.randrange(*_SEARCHED_PORTS)  # noqa: S311  any port will do
         if all(_is_free(host, port) for port in range(base, base + count)):
             return base
-    raise StartError(f"{count} ports on {host}", "no free run found", "give --kv-events-config with ports of your own")
+    raise StartError(f"{count} ports on {host}", "are not free in sequence", "choose ports with --kv-events-config")
 
 
 def _is_free(host: str, port: int) -> bool:

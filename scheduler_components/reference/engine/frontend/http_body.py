@@ -1,4 +1,4 @@
-"""One exchange over HTTP, whatever is asked: a bounded body, errors as answers, events, and a client that goes away."""
+"""HTTP request bodies and responses of all routes: size limits, JSON, server-sent events, errors, disconnects."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Room for a prompt of a million tokens; of a longer body no more than this is read."""
+"""Limit of a body, enough for a prompt of a million tokens. The server stops reading a longer body."""
 
 BODY_TIMEOUT_S = 30.0
-"""The longest body at half a megabyte a second; who sends half a body and waits holds nothing for longer."""
+"""Longest time to receive a body: the largest one at half a megabyte per second. Bounds clients that stop halfway."""
 
-_MAX_NAMED_FIELDS = 64  # names come from the network, so the log and the memory of them are bounded
+_MAX_NAMED_FIELDS = 64  # clients choose the names, so the log and its memory are bounded
 _MAX_SHOWN_CHARACTERS = 64
 
 _encode = msgspec.json.Encoder().encode
 
 
 class BadBodyError(ComponentError):
-    """The client's request is malformed; ``field`` is the path of what is wrong with it."""
+    """The body is malformed. ``field`` is the path of the wrong value."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -55,29 +55,36 @@ class BadBodyError(ComponentError):
 
 
 class BodyTimeoutError(ComponentError):
-    """The body was not whole in time."""
+    """The body was not complete in time."""
 
 
 class BodyTooLargeError(ComponentError):
-    """The body is longer than ``MAX_BODY_BYTES``."""
+    """The body is longer than the limit."""
 
 
-async def read_body(request: Request, deadline_s: float = BODY_TIMEOUT_S) -> bytes:
+async def read_body(
+    request: Request, timeout_s: float | None = BODY_TIMEOUT_S, *, max_bytes: int = MAX_BODY_BYTES
+) -> bytes:
     """Read a body to its end.
 
+    Args:
+        request: the request.
+        timeout_s: longest time until the body is complete; None for no limit.
+        max_bytes: limit of its length.
+
     Raises:
-        BodyTooLargeError, BodyTimeoutError: it is not read any further.
-        ClientDisconnect: the client went away.
+        BodyTooLargeError, BodyTimeoutError: reading stopped at the limit.
+        ClientDisconnect: the client closed the connection.
     """
     body = bytearray()
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise BodyTooLargeError(f"body: is longer than {MAX_BODY_BYTES} bytes; send a shorter prompt")
+                if len(body) > max_bytes:
+                    raise BodyTooLargeError(f"body: is longer than {max_bytes} bytes; send a shorter one")
     except TimeoutError:
-        raise BodyTimeoutError(f"body: {len(body)} bytes came in {deadline_s:g} s, and not its end") from None
+        raise BodyTimeoutError(f"body: is incomplete after {timeout_s:g} s ({len(body)} bytes)") from None
     return bytes(body)
 
 
@@ -86,11 +93,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 @dataclass(slots=True)
 class BodyReader(Generic[T]):
-    """Reads the bodies of one route; a field that the route does not know is named once in the log, and left out.
+    """Decodes the bodies of one route. It ignores unknown fields and logs each of their names once.
 
     Attributes:
-        kind: what a body is.
-        route: for the log.
+        kind: struct that a body decodes to.
+        route: name of the route, for the log.
     """
 
     kind: type[T]
@@ -98,50 +105,50 @@ class BodyReader(Generic[T]):
     _named: set[str] = field(default_factory=set, repr=False)
 
     def read(self, text: bytes) -> T:
-        """Raises BadBodyError, naming the field that is wrong."""
+        """Decode a body. Raises BadBodyError, which names the wrong field."""
         try:
             body = msgspec.json.decode(text, type=self.kind)
-            self._name_unknown(text, self.kind, "")
+            self._log_unknown(text, self.kind, "")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             problem, _, path = str(error).partition(" - at `$")
             raise BadBodyError(path.strip(".`") or "body", problem) from None
         return body
 
-    def _name_unknown(self, text: bytes, kind: type[msgspec.Struct], path: str) -> None:
-        """Also within objects that have fields of their own; values are not read a second time."""
+    def _log_unknown(self, text: bytes, kind: type[msgspec.Struct], path: str) -> None:
+        """Log unknown fields of an object and of the objects in it. Values are not decoded a second time."""
         given = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         known = {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
         for name, value in given.items():
-            if bytes(memoryview(value)[:4]) == b"null":  # a client's word for its own default
+            if bytes(memoryview(value)[:4]) == b"null":  # clients send null for their own default
                 continue
             if name not in known:
-                self._name((path + name)[:_MAX_SHOWN_CHARACTERS])
+                self._log_field((path + name)[:_MAX_SHOWN_CHARACTERS])
             elif bytes(memoryview(value)[:1]) == b"{":
                 for inner in _structs_in(known[name]):
-                    self._name_unknown(bytes(value), inner, f"{path}{name}.")
+                    self._log_unknown(bytes(value), inner, f"{path}{name}.")
 
-    def _name(self, name: str) -> None:
+    def _log_field(self, name: str) -> None:
         if name in self._named or len(self._named) > _MAX_NAMED_FIELDS:
             return
         self._named.add(name)
         if len(self._named) > _MAX_NAMED_FIELDS:
-            logger.warning("%s: further unknown fields are not named", self.route)
+            logger.warning("%s: further unknown fields are not logged", self.route)
         else:
             logger.warning("%s: the field %r is unknown and has no effect", self.route, name)
 
 
 def _structs_in(hint: Any) -> list[type[msgspec.Struct]]:
-    """The structs that a field's type allows: itself, or those of a union."""
+    """Return the structs that a field's type allows: the type itself, or the members of a union."""
     return [each for each in get_args(hint) or (hint,) if isinstance(each, type) and issubclass(each, msgspec.Struct)]
 
 
 def json_response(answer: Any) -> Response:
-    """Answer with any value that msgspec can write as JSON."""
+    """Make a response of any value that msgspec can encode as JSON."""
     return Response(_encode(answer), media_type="application/json")
 
 
 def component_error_response(error: ComponentError) -> Response:
-    """Answer with what went wrong, in the shape that OpenAI's clients read."""
+    """Make the response to an error, in the shape that OpenAI's clients read."""
     if isinstance(error, BadBodyError | ConfigError):
         return error_response(400, str(error), param=error.field)
     if isinstance(error, RequestRefusedError):
@@ -151,12 +158,12 @@ def component_error_response(error: ComponentError) -> Response:
     if isinstance(error, BodyTooLargeError):
         return error_response(413, str(error))
     if isinstance(error, BodyTimeoutError):
-        return error_response(408, str(error))  # and the server hangs up, as after any body that was not read whole
+        return error_response(408, str(error))  # the server then closes the connection, as after any unread body
     return error_response(503, str(error))  # TooBusyError, RankSilentError, EngineFailedError
 
 
 async def stream_response(answers: AsyncIterator[Any]) -> Response:
-    """Answer with one event per answer, then ``[DONE]``. What fails before the first is answered with a status."""
+    """Respond with one event per answer, then ``[DONE]``. A failure before the first answer becomes a status code."""
     try:
         first = await anext(answers)
     except ComponentError as error:
@@ -166,7 +173,7 @@ async def stream_response(answers: AsyncIterator[Any]) -> Response:
 
 
 async def _events(first: Any, answers: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """The lines of a stream that has begun with ``first``; what fails from here on is an event too."""
+    """Yield the events of a stream whose first answer is ``first``. A later failure becomes an event."""
     yield _event(_encode(first))
     try:
         async for answer in answers:
@@ -177,22 +184,22 @@ async def _events(first: Any, answers: AsyncIterator[Any]) -> AsyncIterator[byte
 
 
 def _event(data: bytes) -> bytes:
-    """One server-sent event; the JSON in it has no line breaks."""
+    """Format a server-sent event. JSON from msgspec has no line breaks."""
     return b"data: " + data + b"\n\n"
 
 
 async def run_until_disconnected(receive: Receive, work: Awaitable[None]) -> None:
-    """Do ``work``; give up when the client is gone."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(_wait_for_disconnect(receive))
+    """Await ``work``, and cancel it when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -1,7 +1,8 @@
-"""Orders over HTTP: pause, continue, flush, new weights, memory. Paths and bodies are SGLang's where it has them.
+"""Routes of control requests: pause, continue, flush the cache, update weights, release and resume memory.
 
-``/update_weights`` is a whole session in one request, in the place of four of SGLang's five ways to bring tensors:
-parts of the simulated model are any bytes. ``/update_weights_from_disk`` is the fifth.
+Paths and bodies are SGLang's where SGLang has the route. ``/update_weights`` replaces four of SGLang's five routes for
+new tensors with one request that carries all of them; tensors of the simulated model are arbitrary bytes.
+``/update_weights_from_disk`` is the fifth.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from scheduler_components.control_requests import (
 )
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
+from scheduler_components.reference.engine.frontend.http_body import BodyTooLargeError, read_body
 
 __all__ = ["MAX_CONTROL_BYTES", "control_routes"]
 
 MAX_CONTROL_BYTES = 64 * 2**20
-"""Weights of a simulated model are small; those of a real one come from its files, save some tensors."""
+"""Limit of a body. Weights of a simulated model are small, and those of a real model are read from disk."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
 
@@ -42,7 +44,7 @@ class _Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Continue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    torch_empty_cache: bool = True  # SGLang's; a simulated device has none
+    torch_empty_cache: bool = True  # SGLang's option, without effect here
 
 
 class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,31 +78,28 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def _taking(kind: type[Body], carry_out: Callable[[Body], Awaitable[Response]]) -> _Endpoint:
-    """Make the endpoint that reads a body, and answers what is wrong with it or with the order."""
+def _endpoint(kind: type[Body], execute: Callable[[Body], Awaitable[Response]]) -> _Endpoint:
+    """Make an endpoint that decodes a body, executes the request, and responds to errors of both."""
     decode = msgspec.json.Decoder(kind, strict=False).decode
 
     async def endpoint(request: Request) -> Response:
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > MAX_CONTROL_BYTES:
-                return error_response(413, f"body: is longer than {MAX_CONTROL_BYTES} bytes")
         try:
-            body = decode(bytes(content) or b"{}")
+            body = decode(await read_body(request, None, max_bytes=MAX_CONTROL_BYTES) or b"{}")
+        except BodyTooLargeError as error:
+            return error_response(413, str(error))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return error_response(400, str(error))
-        return await _answered(carry_out(body))
+        return await _respond(execute(body))
 
     return endpoint
 
 
-async def _answered(work: Awaitable[Response]) -> Response:
+async def _respond(work: Awaitable[Response]) -> Response:
     try:
         return await work
     except (ControlFailedError, ConfigError) as error:
         return error_response(400, str(error))
-    except ComponentError as error:  # the engine failed, or a rank is silent
+    except ComponentError as error:  # the engine has failed, or a rank is silent
         return error_response(503, str(error))
 
 
@@ -111,22 +110,21 @@ def control_routes(control: ControlQueue, model: ModelSpec | None) -> list[Route
         num_requests = await control.pause(body.mode, body.timeout)
         return JSONResponse({"status": "ok", "message": "Generation paused.", "num_requests": num_requests})
 
-    async def go_on(_: _Continue) -> Response:
+    async def continue_(_: _Continue) -> Response:
         await control.send(ContinueGeneration())
         return JSONResponse({"status": "ok", "message": "Generation continued."})
 
     async def update(body: _Update) -> Response:
-        wanted = None if body.checksum is None else int(body.checksum, 16)
+        expected = None if body.checksum is None else int(body.checksum, 16)
         checksum = await control.update_weights(
-            body.weight_version, body.parts, checksum=wanted, deadline_s=body.timeout
+            body.weight_version, body.parts, checksum=expected, deadline_s=body.timeout
         )
-        told = {"success": True, "weight_version": control.weight_version, "checksum": f"{checksum:016x}"}
-        return JSONResponse(told)
+        return JSONResponse({"success": True, "weight_version": control.weight_version, "checksum": f"{checksum:016x}"})
 
     async def update_from_disk(body: _UpdateFromDisk) -> Response:
         if model is None:
             return error_response(400, "model_path: the simulated model has no files", param="model_path")
-        # Imported here: an engine without a model starts without torch.
+        # Imported here, so that an engine without a model starts without torch.
         from scheduler_components.reference.device.torch_weight_source import read_weights
 
         parts = await asyncio.to_thread(read_weights, body.model_path, model)
@@ -144,22 +142,22 @@ def control_routes(control: ControlQueue, model: ModelSpec | None) -> list[Route
         return PlainTextResponse("Memory resumed.\n")
 
     async def flush(request: Request) -> Response:
-        async def carry_out() -> Response:
-            await control.send(FlushCache(asked.timeout))
+        async def execute() -> Response:
+            await control.send(FlushCache(query.timeout))
             return PlainTextResponse("Cache flushed.\n")
 
         try:
-            asked = msgspec.convert(dict(request.query_params), _Flush, strict=False)
+            query = msgspec.convert(dict(request.query_params), _Flush, strict=False)
         except msgspec.ValidationError as error:
             return error_response(400, str(error), param="timeout")
-        return await _answered(carry_out())
+        return await _respond(execute())
 
     return [
-        Route("/pause_generation", _taking(_Pause, pause), methods=["POST"]),
-        Route("/continue_generation", _taking(_Continue, go_on), methods=["POST"]),
+        Route("/pause_generation", _endpoint(_Pause, pause), methods=["POST"]),
+        Route("/continue_generation", _endpoint(_Continue, continue_), methods=["POST"]),
         Route("/flush_cache", flush, methods=["GET", "POST"]),
-        Route("/update_weights", _taking(_Update, update), methods=["POST"]),
-        Route("/update_weights_from_disk", _taking(_UpdateFromDisk, update_from_disk), methods=["POST"]),
-        Route("/release_memory_occupation", _taking(_Release, release), methods=["GET", "POST"]),
-        Route("/resume_memory_occupation", _taking(_Resume, resume), methods=["GET", "POST"]),
+        Route("/update_weights", _endpoint(_Update, update), methods=["POST"]),
+        Route("/update_weights_from_disk", _endpoint(_UpdateFromDisk, update_from_disk), methods=["POST"]),
+        Route("/release_memory_occupation", _endpoint(_Release, release), methods=["GET", "POST"]),
+        Route("/resume_memory_occupation", _endpoint(_Resume, resume), methods=["GET", "POST"]),
     ]

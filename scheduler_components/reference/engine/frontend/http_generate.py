@@ -1,7 +1,7 @@
 """``POST /generate`` in the shape of SGLang's native API: text or token ids in, text and token ids out.
 
-A streamed event carries all text so far, as SGLang's do, whose clients read the last event alone; and the token ids
-that are new since the event before, as SGLang's do where it streams tokens alone.
+As in SGLang, each event of a stream has the whole text so far, because clients may read only the last event, and the
+token ids that are new since the previous event.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _SamplingParams(msgspec.Struct, frozen=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``/generate``."""
+    """Body of ``/generate``."""
 
     text: str | None = None
     input_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
@@ -72,7 +72,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     routed_dp_rank: int | None = None
 
     def params(self) -> GenerationParams:
-        """Raises ConfigError for what cannot be served."""
+        """Return the parameters of the output. Raises ConfigError for an invalid value."""
         params = self.sampling_params or _SamplingParams()
         return GenerationParams(
             max_new_tokens=params.max_new_tokens,
@@ -81,7 +81,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
             sampling=SamplingParams(
                 temperature=params.temperature,
                 top_p=params.top_p,
-                top_k=max(0, params.top_k),  # -1 is SGLang's word for all
+                top_k=max(0, params.top_k),  # -1 means all tokens in SGLang
                 min_p=params.min_p,
                 seed=params.sampling_seed,
                 logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,
@@ -95,7 +95,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_generate_body(reader: BodyReader[GenerateBody], text: bytes) -> GenerateBody:
-    """Read a body that has either text or token ids. Raises BadBodyError, naming the field that is wrong."""
+    """Decode a body that has either text or token ids. Raises BadBodyError, which names the wrong field."""
     body = reader.read(text)
     if (body.text is None) == (body.input_ids is None):
         raise BadBodyError("input_ids", "give either text or input_ids")
@@ -104,11 +104,11 @@ def read_generate_body(reader: BodyReader[GenerateBody], text: bytes) -> Generat
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GenerateEndpoint:
-    """The ASGI application behind the route; a client that goes away aborts its request.
+    """The ASGI application of the route. A disconnect of the client aborts its request.
 
     Attributes:
-        text: takes the requests.
-        body_timeout_s: a body that is not whole by then gets 408, and its connection ends.
+        text: dispatches the requests.
+        body_timeout_s: longest time to receive a body, after which the server responds 408 and closes the connection.
     """
 
     text: TextFrontend
@@ -116,14 +116,14 @@ class GenerateEndpoint:
     _reader: BodyReader[GenerateBody] = field(default_factory=lambda: BodyReader(GenerateBody, "/generate"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one POST."""
+        """Respond to one POST."""
         request = Request(scope, receive)
         try:
             body = read_generate_body(self._reader, await read_body(request, self.body_timeout_s))
-            wanted = body.params()
-            wanted = msgspec.structs.replace(wanted, replica=requested_replica(request.headers, wanted.replica))
+            params = body.params()
+            params = msgspec.structs.replace(params, replica=requested_replica(request.headers, params.replica))
             prompt = body.input_ids if body.text is None else await self.text.encode(body.text)
-            opened = self.text.frontend.open_request(self.text.request(prompt or (), wanted, rid=body.rid))
+            stream = self.text.frontend.open_request(self.text.request(prompt or (), params, rid=body.rid))
         except ClientDisconnect:
             return
         except ComponentError as error:
@@ -131,17 +131,17 @@ class GenerateEndpoint:
             return
 
         async def answer() -> None:
-            told = _answers(self.text, opened, wanted)
-            response = await (stream_response(told) if body.stream else _whole(told))
-            response.headers[RANK_HEADER] = str(opened.replica)
+            answers = _answers(self.text, stream, params)
+            response = await (stream_response(answers) if body.stream else _single_response(answers))
+            response.headers[RANK_HEADER] = str(stream.replica)
             await response(scope, receive, send)
 
-        async with opened:
+        async with stream:
             with suppress(ClientDisconnect):  # leaving the block aborts the request
                 await run_until_disconnected(receive, answer())
 
 
-async def _whole(answers: AsyncGenerator[dict[str, Any], None]) -> Response:
+async def _single_response(answers: AsyncGenerator[dict[str, Any], None]) -> Response:
     output_ids: list[int] = []
     logprobs: dict[str, list[Any]] = {name: [] for name in _LOGPROBS}
     try:
@@ -152,43 +152,43 @@ async def _whole(answers: AsyncGenerator[dict[str, Any], None]) -> Response:
                     logprobs[name] += answer["meta_info"].get(name, ())
     except ComponentError as error:
         return component_error_response(error)
-    told = {name: logprobs[name] for name in _LOGPROBS if name in answer["meta_info"]}
-    return json_response({**answer, "output_ids": output_ids, "meta_info": {**answer["meta_info"], **told}})
+    all_logprobs = {name: logprobs[name] for name in _LOGPROBS if name in answer["meta_info"]}
+    return json_response({**answer, "output_ids": output_ids, "meta_info": {**answer["meta_info"], **all_logprobs}})
 
 
 async def _answers(
-    text: TextFrontend, opened: RequestStream, wanted: GenerationParams
+    text: TextFrontend, stream: RequestStream, params: GenerationParams
 ) -> AsyncGenerator[dict[str, Any], None]:
-    written: list[str] = []
-    async with aclosing(text.text_deltas(opened, wanted)) as news:
-        async for each in news:
-            written.append(each.text)
+    pieces: list[str] = []
+    async with aclosing(text.text_deltas(stream, params)) as updates:
+        async for update in updates:
+            pieces.append(update.text)
             yield {
-                "text": "".join(written),
-                "output_ids": each.delta.output.token_ids,
-                "meta_info": _meta_info(opened, each) | _logprobs(each),
+                "text": "".join(pieces),
+                "output_ids": update.delta.output.token_ids,
+                "meta_info": _meta_info(stream, update) | _logprobs(update),
             }
 
 
-def _meta_info(opened: RequestStream, news: TextDelta) -> dict[str, Any]:
-    output = news.delta.output
+def _meta_info(stream: RequestStream, update: TextDelta) -> dict[str, Any]:
+    output = update.delta.output
     return {
-        "id": news.delta.rid,
-        "finish_reason": _finish_reason(news),
+        "id": update.delta.rid,
+        "finish_reason": _finish_reason(update),
         "prompt_tokens": output.num_prompt_tokens,
-        "completion_tokens": news.delta.num_output_tokens,
+        "completion_tokens": update.delta.num_output_tokens,
         "cached_tokens": output.num_cached_tokens,
         "cached_tokens_details": by_tier(output.cached),
-        "dp_rank": opened.replica,
+        "dp_rank": stream.replica,
     }
 
 
 _LOGPROBS = ("output_token_logprobs", "output_top_logprobs")
 
 
-def _logprobs(news: TextDelta) -> dict[str, Sequence[Any]]:
-    """As SGLang tells them: logprob, token, and its text, which is left out."""
-    output = news.delta.output
+def _logprobs(update: TextDelta) -> dict[str, Sequence[Any]]:
+    """Format logprobs as SGLang does: logprob, token, and the token's text, which is None here."""
+    output = update.delta.output
     if output.logprobs is None:
         return {}
     pairs = zip(output.logprobs, output.token_ids, strict=True)
@@ -196,11 +196,11 @@ def _logprobs(news: TextDelta) -> dict[str, Sequence[Any]]:
     return dict(zip(_LOGPROBS, ([(value, token, None) for value, token in pairs], tops), strict=True))
 
 
-def _finish_reason(news: TextDelta) -> dict[str, Any] | None:
-    if news.finish_reason is None:
+def _finish_reason(update: TextDelta) -> dict[str, Any] | None:
+    if update.finish_reason is None:
         return None
-    if news.finish_reason == FinishReason.LENGTH:
-        return {"type": "length", "length": news.delta.num_output_tokens}
-    if news.finish_reason == FinishReason.STOP:
-        return {"type": "stop", "matched": news.matched}
+    if update.finish_reason == FinishReason.LENGTH:
+        return {"type": "length", "length": update.delta.num_output_tokens}
+    if update.finish_reason == FinishReason.STOP:
+        return {"type": "stop", "matched": update.matched}
     return {"type": "abort"}

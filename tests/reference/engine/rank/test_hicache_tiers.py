@@ -196,7 +196,7 @@ def test_what_was_stored_in_another_way_is_a_miss(
 
 
 def test_pages_in_place_need_a_host_that_keeps_them_whole(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be with storage_checksum='none': a page is not one run of bytes"):
+    with pytest.raises(ConfigError, match=r"has no contiguous pages, which storage_checksum='none' needs"):
         with_files(tmp_path, "layer_first", checksum="none")
 
 
