@@ -1,8 +1,8 @@
-"""``/v1/completions`` and ``/v1/chat/completions`` as OpenAI's clients, and those of vLLM and SGLang, use them.
+"""``/v1/completions`` and ``/v1/chat/completions`` for clients of OpenAI, vLLM and SGLang.
 
-Text goes in and comes out, whole or as server-sent events that end with ``[DONE]``. All outputs of one prompt are
-computed by one rank, which the answer's header ``x-data-parallel-rank`` names; the same header of a request, or
-``data_parallel_rank`` in its body, chooses the rank.
+A response is one JSON object, or server-sent events that end with ``[DONE]``. One rank computes all outputs of a
+prompt. The response header ``x-data-parallel-rank`` names it. The same header of a request, or ``data_parallel_rank``
+in its body, chooses the rank.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ __all__ = [
 ]
 
 RANK_HEADER = "x-data-parallel-rank"
-"""SGLang's: of a request, the rank that must serve it; of an answer, the rank or ranks that did."""
+"""SGLang's header. In a request it names the rank that must serve it, in a response the rank or ranks that did."""
 
 
 def requested_replica(headers: Headers, in_body: int | None) -> int | None:
-    """The rank that a client has chosen: in the header, which a router writes, or in the body.
+    """Return the rank that a client has chosen. The header, which a router sets, takes precedence over the body.
 
     Raises:
-        ConfigError: the header is no number.
+        ConfigError: the header is not a number.
     """
     text = headers.get(RANK_HEADER)
     if text is None:
@@ -74,90 +74,89 @@ def requested_replica(headers: Headers, in_body: int | None) -> int | None:
 
 
 class _Writer(Protocol):
-    """How one route words what its outputs say."""
+    """Formats the choices of one route: ``_CompletionWriter`` or ``_ChatWriter``."""
 
-    whole_object: str
+    response_object: str
     event_object: str
 
-    def piece(self, place: int, news: TextDelta) -> dict[str, Any]:
-        """The next piece of output ``place``, as an event's choice."""
+    def event_choice(self, index: int, update: TextDelta) -> dict[str, Any]:
+        """Format new text of output ``index`` as the choice of an event."""
         ...
 
-    def whole(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """An output from all its pieces."""
+    def response_choice(self, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Join all event choices of an output into the choice of a single response."""
         ...
 
 
 class _CompletionWriter:
-    whole_object = event_object = "text_completion"
+    response_object = event_object = "text_completion"
 
     def __init__(self, codec: TextTokenizer, num_choices: int, *, echoes: Sequence[str], with_logprobs: bool) -> None:
-        self._echoes = dict(enumerate(echoes))  # each is written once
+        self._echoes = dict(enumerate(echoes))  # prompts that are still to be repeated, by output
         self._logprobs = [CompletionLogprobs(codec) for _ in range(num_choices)] if with_logprobs else None
 
-    def piece(self, place: int, news: TextDelta) -> dict[str, Any]:
+    def event_choice(self, index: int, update: TextDelta) -> dict[str, Any]:
         return {
-            "index": place,
-            "text": self._echoes.pop(place, "") + news.text,
-            "logprobs": None if self._logprobs is None else self._logprobs[place].format(news),
-            **_end(news),
+            "index": index,
+            "text": self._echoes.pop(index, "") + update.text,
+            "logprobs": None if self._logprobs is None else self._logprobs[index].format(update),
+            **_finish_fields(update),
         }
 
-    def whole(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {**pieces[-1], "text": "".join(each["text"] for each in pieces), "logprobs": _joined_logprobs(pieces)}
+    def response_choice(self, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {**events[-1], "text": "".join(event["text"] for event in events), "logprobs": _join_logprobs(events)}
 
 
 class _ChatWriter:
-    whole_object, event_object = "chat.completion", "chat.completion.chunk"
+    response_object, event_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, codec: TextTokenizer, *, with_logprobs: bool) -> None:
         self._logprobs = ChatLogprobs(codec) if with_logprobs else None
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
-    def piece(self, place: int, news: TextDelta) -> dict[str, Any]:
-        role = {} if place in self._begun else {"role": "assistant"}
-        self._begun.add(place)
+    def event_choice(self, index: int, update: TextDelta) -> dict[str, Any]:
+        role = {} if index in self._started else {"role": "assistant"}
+        self._started.add(index)
         return {
-            "index": place,
-            "delta": {**role, "content": news.text},
-            "logprobs": None if self._logprobs is None else self._logprobs.format(news),
-            **_end(news),
+            "index": index,
+            "delta": {**role, "content": update.text},
+            "logprobs": None if self._logprobs is None else self._logprobs.format(update),
+            **_finish_fields(update),
         }
 
-    def whole(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        text = "".join(each["delta"]["content"] for each in pieces)
-        told = {name: pieces[-1][name] for name in ("index", "finish_reason", "matched_stop")}
-        message = {"role": "assistant", "content": text}
-        return {**told, "message": message, "logprobs": _joined_logprobs(pieces)}
+    def response_choice(self, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        fields = {name: events[-1][name] for name in ("index", "finish_reason", "matched_stop")}
+        message = {"role": "assistant", "content": "".join(event["delta"]["content"] for event in events)}
+        return {**fields, "message": message, "logprobs": _join_logprobs(events)}
 
 
-def _end(news: TextDelta) -> dict[str, Any]:
-    return {"finish_reason": news.finish_reason, "matched_stop": news.matched}
+def _finish_fields(update: TextDelta) -> dict[str, Any]:
+    return {"finish_reason": update.finish_reason, "matched_stop": update.matched}
 
 
-def _joined_logprobs(pieces: Sequence[dict[str, Any]]) -> dict[str, list[Any]] | None:
+def _join_logprobs(events: Sequence[dict[str, Any]]) -> dict[str, list[Any]] | None:
     joined: dict[str, list[Any]] = {}
-    for piece in pieces:
-        for name, values in (piece["logprobs"] or {}).items():
+    for event in events:
+        for name, values in (event["logprobs"] or {}).items():
             joined.setdefault(name, []).extend(values)
     return joined or None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Job:
-    """What one body asks for.
+    """The outputs that one body requests.
 
     Attributes:
-        wanted: of each output.
+        params: parameters of each output.
         prompts: tokens of each prompt.
         num_choices: outputs per prompt.
-        writer: words the answer.
-        stream: as events.
-        usage: what is told of it.
-        rid: of the first request; the next ones add a number.
+        writer: formats the choices.
+        stream: respond with events.
+        usage: which usage to report.
+        rid: id of the first request; the ids of the others have a number appended.
     """
 
-    wanted: GenerationParams
+    params: GenerationParams
     prompts: Sequence[Sequence[int]]
     num_choices: int
     writer: _Writer
@@ -168,138 +167,132 @@ class _Job:
     @classmethod
     def of(
         cls,
-        asked: CompletionBody | ChatBody,
-        wanted: GenerationParams,
+        body: CompletionBody | ChatBody,
+        params: GenerationParams,
         headers: Headers,
         prompts: Sequence[Sequence[int]],
         writer: _Writer,
     ) -> _Job:
         return cls(
-            wanted=msgspec.structs.replace(wanted, replica=requested_replica(headers, wanted.replica)),
+            params=msgspec.structs.replace(params, replica=requested_replica(headers, params.replica)),
             prompts=prompts,
-            num_choices=asked.num_choices,
+            num_choices=body.num_choices,
             writer=writer,
-            stream=bool(asked.stream),
-            usage=asked.usage_options,
-            rid=asked.rid,
+            stream=bool(body.stream),
+            usage=body.usage_options,
+            rid=body.rid,
         )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class _Answering:
-    """One job under way: its open requests, in the order of the answer's choices."""
+class _JobStreams:
+    """The open requests of a job, in the order of the response's choices."""
 
     text: TextFrontend
     job: _Job
     model: str
-    opened: Sequence[RequestStream]
+    streams: Sequence[RequestStream]
     id: str = field(default_factory=lambda: uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self) -> Response:
-        pieces: list[list[dict[str, Any]]] = [[] for _ in self.opened]
-        usage = Usage(by_tier=self.job.usage.by_tier)
+    async def response(self) -> Response:
+        events: list[list[dict[str, Any]]] = [[] for _ in self.streams]
+        usage, writer = Usage(by_tier=self.job.usage.by_tier), self.job.writer
         try:
-            async with aclosing(self._news()) as news:
-                async for place, each in news:
-                    usage.count(place // self.job.num_choices, place, each)
-                    pieces[place].append(self.job.writer.piece(place, each))
+            async with aclosing(self._updates()) as updates:
+                async for index, update in updates:
+                    usage.count(index // self.job.num_choices, index, update)
+                    events[index].append(writer.event_choice(index, update))
         except ComponentError as error:
             return component_error_response(error)
-        choices = [self.job.writer.whole(each) for each in pieces]
-        return json_response(self._envelope(self.job.writer.whole_object, choices, usage.to_json()))
+        choices = [writer.response_choice(each) for each in events]
+        return json_response(self._envelope(writer.response_object, choices, usage.to_json()))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        wanted, name = self.job.usage, self.job.writer.event_object
-        usage, silence = Usage(by_tier=wanted.by_tier), {"usage": None} if wanted.in_last_event else {}
-        async with aclosing(self._news()) as news:
-            async for place, each in news:
-                usage.count(place // self.job.num_choices, place, each)
-                told = usage.to_json() if wanted.in_each_event else silence
-                yield self._envelope(name, [self.job.writer.piece(place, each)], told)
-        if wanted.in_last_event:
-            yield self._envelope(name, [], usage.to_json())
+        options, writer = self.job.usage, self.job.writer
+        usage, no_usage = Usage(by_tier=options.by_tier), {"usage": None} if options.in_last_event else {}
+        async with aclosing(self._updates()) as updates:
+            async for index, update in updates:
+                usage.count(index // self.job.num_choices, index, update)
+                usage_fields = usage.to_json() if options.in_each_event else no_usage
+                yield self._envelope(writer.event_object, [writer.event_choice(index, update)], usage_fields)
+        if options.in_last_event:
+            yield self._envelope(writer.event_object, [], usage.to_json())
 
-    def _news(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        return merge_streams([self.text.text_deltas(opened, self.job.wanted) for opened in self.opened])
+    def _updates(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        return merge_streams([self.text.text_deltas(stream, self.job.params) for stream in self.streams])
 
-    def _envelope(self, name: str, choices: list[dict[str, Any]], rest: dict[str, Any]) -> dict[str, Any]:
-        prefix = "cmpl" if name == _CompletionWriter.whole_object else "chatcmpl"
+    def _envelope(self, name: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        prefix = "cmpl" if name == _CompletionWriter.response_object else "chatcmpl"
         envelope = {"id": f"{prefix}-{self.id}", "object": name, "created": self.created_s, "model": self.model}
-        return {**envelope, "choices": choices, **rest}
+        return {**envelope, "choices": choices, **usage}
 
 
 async def _serve(text: TextFrontend, model: str, job: _Job, exchange: tuple[Scope, Receive, Send]) -> None:
-    """Dispatch a job's requests and answer; a client that goes away aborts all of them, and so does an error."""
+    """Dispatch the requests of a job and respond. A disconnect of the client or an error aborts all of them."""
     scope, receive, send = exchange
 
-    async def answer() -> None:
-        response = await (stream_response(answering.events()) if job.stream else answering.whole())
-        ranks = dict.fromkeys(str(each.replica) for each in answering.opened)
+    async def respond(streams: Sequence[RequestStream]) -> None:
+        answer = _JobStreams(text=text, job=job, model=model, streams=streams)
+        response = await (stream_response(answer.events()) if job.stream else answer.response())
+        ranks = dict.fromkeys(str(stream.replica) for stream in streams)
         response.headers[RANK_HEADER] = ",".join(ranks)
         await response(scope, receive, send)
 
     async with AsyncExitStack() as stack:
         try:
-            opened = await _open_all(text, job, stack)
+            streams = await _open_streams(text, job, stack)
         except ComponentError as error:
             await component_error_response(error)(scope, receive, send)
             return
-        answering = _Answering(text=text, job=job, model=model, opened=opened)
         with suppress(ClientDisconnect):
-            await run_until_disconnected(receive, answer())
+            await run_until_disconnected(receive, respond(streams))
 
 
-async def _open_all(text: TextFrontend, job: _Job, stack: AsyncExitStack) -> list[RequestStream]:
-    """All outputs of a prompt go to one rank, whose cache holds the prompt; each has draws of its own."""
-    requests = [text.request(prompt, job.wanted) for prompt in job.prompts]  # all are good before one is dispatched
-    opened: list[RequestStream] = []
+async def _open_streams(text: TextFrontend, job: _Job, stack: AsyncExitStack) -> list[RequestStream]:
+    """Open all requests of a job: those of one prompt on one rank, whose cache has the prompt, each with its seed."""
+    requests = [text.request(prompt, job.params) for prompt in job.prompts]  # checks all before it dispatches one
+    streams: list[RequestStream] = []
     for request in requests:
         replica, seed = request.replica, request.sampling.seed
         for number in range(job.num_choices):
-            one = text.frontend.open_request(
+            stream = text.frontend.open_request(
                 msgspec.structs.replace(
                     request,
-                    rid=job.rid if job.rid is None or not opened else f"{job.rid}-{len(opened)}",
+                    rid=job.rid if job.rid is None or not streams else f"{job.rid}-{len(streams)}",
                     sampling=msgspec.structs.replace(request.sampling, seed=None if seed is None else seed + number),
                     replica=replica,
                 )
             )
-            opened.append(await stack.enter_async_context(one))
-            replica = one.replica
-    return opened
+            streams.append(await stack.enter_async_context(stream))
+            replica = stream.replica
+    return streams
 
 
 def _check_number(num_prompts: int, num_choices: int) -> None:
     if num_prompts * num_choices > MAX_CHOICES:
-        hint = f"ask for at most {MAX_CHOICES} at once"
+        hint = f"request at most {MAX_CHOICES}"
         raise ConfigError("n", num_choices, f"times {num_prompts} prompts are too many outputs", hint)
 
 
 class _Endpoint(Protocol):
-    """What differs between the two routes is how a body becomes a job."""
+    """An endpoint of this module. The two differ in how they make a job of a body."""
 
     @property
-    def text(self) -> TextFrontend:
-        """Takes the requests."""
-        ...
+    def text(self) -> TextFrontend: ...
 
     @property
-    def model(self) -> str:
-        """What answers call it."""
-        ...
+    def model(self) -> str: ...
 
     @property
-    def body_timeout_s(self) -> float:
-        """A body that is not whole by then gets 408, and its connection ends."""
-        ...
+    def body_timeout_s(self) -> float: ...
 
     async def job(self, body: bytes, headers: Headers) -> _Job:
-        """Read and tokenize a body. Raises BadBodyError and ConfigError for what cannot be served."""
+        """Decode and tokenize a body. Raises BadBodyError and ConfigError for an invalid one."""
         ...
 
 
-async def _answer(endpoint: _Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+async def _respond(endpoint: _Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     try:
         body = await read_body(request, endpoint.body_timeout_s)
@@ -314,12 +307,12 @@ async def _answer(endpoint: _Endpoint, scope: Scope, receive: Receive, send: Sen
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CompletionEndpoint:
-    """The ASGI application behind ``/v1/completions``.
+    """The ASGI application of ``/v1/completions``.
 
     Attributes:
-        text: takes the requests.
-        model: what answers call it.
-        body_timeout_s: a body that is not whole by then gets 408, and its connection ends.
+        text: dispatches the requests.
+        model: name of the model in responses.
+        body_timeout_s: longest time to receive a body, after which the server responds 408 and closes the connection.
     """
 
     text: TextFrontend
@@ -328,28 +321,28 @@ class CompletionEndpoint:
     _reader: BodyReader[CompletionBody] = field(default_factory=lambda: BodyReader(CompletionBody, "/v1/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one POST."""
-        await _answer(self, scope, receive, send)
+        """Respond to one POST."""
+        await _respond(self, scope, receive, send)
 
     async def job(self, body: bytes, headers: Headers) -> _Job:
-        asked = self._reader.read(body)
-        wanted, given, number = asked.params(), asked.prompts(), asked.num_choices
-        _check_number(len(given), number)
+        decoded = self._reader.read(body)
+        params, given, num_choices = decoded.params(), decoded.prompts(), decoded.num_choices
+        _check_number(len(given), num_choices)
         codec = self.text.codec
         prompts = [await self.text.encode(each) if isinstance(each, str) else each for each in given]
-        echoes = [each if isinstance(each, str) else codec.decode(each) for each in given] if asked.echo else []
+        echoes = [each if isinstance(each, str) else codec.decode(each) for each in given] if decoded.echo else []
         writer = _CompletionWriter(
             codec,
-            len(prompts) * number,
-            echoes=[echo for echo in echoes for _ in range(number)],
-            with_logprobs=wanted.sampling.logprobs is not None,
+            len(prompts) * num_choices,
+            echoes=[echo for echo in echoes for _ in range(num_choices)],
+            with_logprobs=params.sampling.logprobs is not None,
         )
-        return _Job.of(asked, wanted, headers, prompts, writer)
+        return _Job.of(decoded, params, headers, prompts, writer)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ChatEndpoint:
-    """The ASGI application behind ``/v1/chat/completions``; attributes as of ``CompletionEndpoint``."""
+    """The ASGI application of ``/v1/chat/completions``, with the attributes of ``CompletionEndpoint``."""
 
     text: TextFrontend
     model: str
@@ -357,12 +350,12 @@ class ChatEndpoint:
     _reader: BodyReader[ChatBody] = field(default_factory=lambda: BodyReader(ChatBody, "/v1/chat/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one POST."""
-        await _answer(self, scope, receive, send)
+        """Respond to one POST."""
+        await _respond(self, scope, receive, send)
 
     async def job(self, body: bytes, headers: Headers) -> _Job:
-        asked = self._reader.read(body)
-        wanted = asked.params()
-        prompt = await self.text.encode_chat(asked.chat_messages())
-        writer = _ChatWriter(self.text.codec, with_logprobs=wanted.sampling.logprobs is not None)
-        return _Job.of(asked, wanted, headers, [prompt], writer)
+        decoded = self._reader.read(body)
+        params = decoded.params()
+        prompt = await self.text.encode_chat(decoded.chat_messages())
+        writer = _ChatWriter(self.text.codec, with_logprobs=params.sampling.logprobs is not None)
+        return _Job.of(decoded, params, headers, [prompt], writer)

@@ -1,7 +1,7 @@
-"""The words of OpenAI's API: what bodies of ``/v1/completions`` and ``/v1/chat/completions`` say, and answers. Pure.
+"""Bodies and response fields of ``/v1/completions`` and ``/v1/chat/completions``, without I/O.
 
-Beside OpenAI's fields stand those that vLLM and SGLang add and their clients send: ``top_k``, ``min_p``,
-``stop_token_ids``, ``ignore_eos``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``.
+The bodies have OpenAI's fields and those that vLLM and SGLang add: ``top_k``, ``min_p``, ``stop_token_ids``,
+``ignore_eos``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
-"""Outputs of one body: prompts times ``n``, as OpenAI bounds ``n``."""
+"""Limit of prompts times ``n`` of one body. OpenAI has the same limit of ``n``."""
 
 _MAX_STOPS = 16
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -49,11 +49,11 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 
 class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants to know of usage.
+    """Which token usage a client requests.
 
     Attributes:
-        in_last_event, in_each_event: of a stream: in an event of its own, and in every event.
-        by_tier: also where the cached tokens were found.
+        in_last_event, in_each_event: in a separate last event of a stream, and in every event.
+        by_tier: split the cached tokens by tier.
     """
 
     in_last_event: bool
@@ -61,10 +61,10 @@ class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
     by_tier: bool
 
 
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What both routes take."""
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of both routes."""
 
-    model: str | None = None  # one model is served, whatever a client calls it
+    model: str | None = None  # ignored: the engine serves one model
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -86,12 +86,12 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """Outputs per prompt."""
+        """Number of outputs per prompt."""
         return self.n or 1
 
     @property
     def usage_options(self) -> UsageOptions:
-        """When usage is told, and what of it."""
+        """The options of usage reports."""
         options = self.stream_options or _StreamOptions()
         return UsageOptions(
             in_last_event=options.include_usage,
@@ -100,7 +100,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def generation_params(self, *, max_new_tokens: int | None, logprobs: int | None) -> GenerationParams:
-        """What is wanted of each output. Raises ConfigError for a value that cannot work."""
+        """Return the parameters of each output. Raises ConfigError for an invalid value."""
         return GenerationParams(
             max_new_tokens=max_new_tokens,
             stop_token_ids=self.stop_token_ids or (),
@@ -108,7 +108,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
             sampling=SamplingParams(
                 temperature=_DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
                 top_p=1.0 if self.top_p is None else self.top_p,
-                top_k=max(0, self.top_k or 0),  # -1 is vLLM's and SGLang's word for all
+                top_k=max(0, self.top_k or 0),  # -1 means all tokens in vLLM and SGLang
                 min_p=self.min_p or 0.0,
                 seed=self.seed,
                 logprobs=logprobs,
@@ -122,17 +122,17 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def by_tier(cached: CachedTokens) -> dict[str, int]:
-    """SGLang's ``cached_tokens_details``."""
+    """Format cached tokens as SGLang's ``cached_tokens_details``."""
     return {"device": cached.device, "host": cached.host, "storage": cached.storage}
 
 
 def stop_strings(given: Stops) -> tuple[str, ...]:
-    """The strings that end an output, however a client writes them."""
+    """Return the stop strings of a body as a tuple."""
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
-class CompletionBody(_Asked, frozen=True, kw_only=True):
-    """Of ``/v1/completions``."""
+class CompletionBody(_Body, frozen=True, kw_only=True):
+    """Body of ``/v1/completions``."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1)]
     max_tokens: Count | None = None
@@ -140,15 +140,15 @@ class CompletionBody(_Asked, frozen=True, kw_only=True):
     echo: bool | None = None
 
     def params(self) -> GenerationParams:
-        """Raises ConfigError for what cannot be served."""
+        """Return the parameters of each output. Raises ConfigError for an invalid value."""
         if self.echo and self.logprobs is not None:
-            hint = "leave one of the two out"
-            raise ConfigError("echo", True, "with logprobs asks for those of the prompt, which are not computed", hint)
+            problem = "with logprobs requests logprobs of the prompt, which are not computed"
+            raise ConfigError("echo", True, problem, "leave one of the two out")
         max_tokens = _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self.generation_params(max_new_tokens=max_tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, as text or tokens, at least one. Raises ConfigError where tokens and texts are mixed."""
+        """Return one or more prompts as text or tokens. Raises ConfigError for a list of both."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -156,7 +156,7 @@ class CompletionBody(_Asked, frozen=True, kw_only=True):
         if len(tokens) == len(given):
             return [tokens]
         if tokens:
-            raise ConfigError("prompt", tokens[0], "is a token beside prompts", "give texts, or lists of tokens")
+            raise ConfigError("prompt", tokens[0], "is a token in a list of prompts", "give texts or lists of tokens")
         return [each for each in given if not isinstance(each, int)]
 
 
@@ -174,12 +174,12 @@ class _Message(msgspec.Struct, frozen=True):
             return self.content or ""
         for part in self.content:
             if part.type != "text":
-                raise ConfigError("messages.content.type", part.type, "is not read by this model", "send text")
+                raise ConfigError("messages.content.type", part.type, "is not supported by this model", "send text")
         return "".join(part.text or "" for part in self.content)
 
 
-class ChatBody(_Asked, frozen=True, kw_only=True):
-    """Of ``/v1/chat/completions``."""
+class ChatBody(_Body, frozen=True, kw_only=True):
+    """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1, max_length=4096)]
     max_tokens: Count | None = None
@@ -188,21 +188,21 @@ class ChatBody(_Asked, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
     def params(self) -> GenerationParams:
-        """Raises ConfigError for what cannot be served."""
+        """Return the parameters of each output. Raises ConfigError for an invalid value."""
         if self.top_logprobs and not self.logprobs:
-            raise ConfigError("top_logprobs", self.top_logprobs, "is without effect", "ask for logprobs, too")
-        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+            raise ConfigError("top_logprobs", self.top_logprobs, "has no effect without logprobs", "set logprobs")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.generation_params(
-            max_new_tokens=asked, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+            max_new_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None
         )
 
     def chat_messages(self) -> list[ChatMessage]:
-        """The messages as text. Raises ConfigError for content that is no text."""
+        """Return the messages as text. Raises ConfigError for content other than text."""
         return [ChatMessage(message.role, message.text()) for message in self.messages]
 
 
 class Usage:
-    """Tokens of all outputs of one body. A prompt counts once, and as its first output found it in the cache."""
+    """Token counts of one body. Each prompt counts once, with the cached tokens of its first output."""
 
     __slots__ = ("_by_tier", "_cached", "_num_output", "_num_prompt")
 
@@ -212,15 +212,15 @@ class Usage:
         self._cached: dict[int, CachedTokens] = {}
         self._num_output: dict[int, int] = {}
 
-    def count(self, prompt: int, choice: int, news: TextDelta) -> None:
-        """Take in the news of an output."""
-        output = news.delta.output
+    def count(self, prompt: int, choice: int, update: TextDelta) -> None:
+        """Count the tokens of an update of output ``choice``."""
+        output = update.delta.output
         self._num_prompt[prompt] = output.num_prompt_tokens
         self._cached.setdefault(prompt, output.cached)
-        self._num_output[choice] = news.delta.num_output_tokens
+        self._num_output[choice] = update.delta.num_output_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of an answer that tell it; tiers stand in the place that SGLang has for them."""
+        """Return the usage fields of a response. Cached tokens by tier are in SGLang's extension field."""
         prompt, output = sum(self._num_prompt.values()), sum(self._num_output.values())
         found = self._cached.values()
         tiers = [sum(tier) for tier in zip(*((each.device, each.host, each.storage) for each in found), strict=True)]
@@ -235,45 +235,45 @@ class Usage:
         return {"usage": usage, "sglext": {"cached_tokens_details": by_tier(CachedTokens(*tiers))}}
 
 
-def _token_logprobs(news: TextDelta) -> Iterator[tuple[int, float, Sequence[tuple[int, float]]]]:
-    """Each new token, its logprob, and those of the most probable tokens in its place."""
-    output = news.delta.output
+def _token_logprobs(update: TextDelta) -> Iterator[tuple[int, float, Sequence[tuple[int, float]]]]:
+    """Iterate over the new tokens: token, its logprob, and the most probable tokens at its position."""
+    output = update.delta.output
     logprobs = output.logprobs or ()
     return zip(output.token_ids, logprobs, output.top_logprobs or ((),) * len(logprobs), strict=True)
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of a completion; ``text_offset`` counts the characters of the tokens before, as one by one."""
+    """The ``logprobs`` of a completion. ``text_offset`` is the length of all previous tokens, decoded one by one."""
 
     __slots__ = ("_codec", "_offset")
 
     def __init__(self, codec: TextTokenizer, *, offset: int = 0) -> None:
         self._codec, self._offset = codec, offset
 
-    def format(self, news: TextDelta) -> dict[str, list[Any]]:
-        """Of the tokens of one piece of news."""
-        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, logprob, top in _token_logprobs(news):
+    def format(self, update: TextDelta) -> dict[str, list[Any]]:
+        """Format the logprobs of the new tokens."""
+        fields: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprob, top in _token_logprobs(update):
             text = self._codec.token_text(token)
-            told["tokens"].append(text)
-            told["token_logprobs"].append(logprob)
-            told["top_logprobs"].append({self._codec.token_text(each): value for each, value in top} or None)
-            told["text_offset"].append(self._offset)
+            fields["tokens"].append(text)
+            fields["token_logprobs"].append(logprob)
+            fields["top_logprobs"].append({self._codec.token_text(each): value for each, value in top} or None)
+            fields["text_offset"].append(self._offset)
             self._offset += len(text)
-        return told
+        return fields
 
 
 class ChatLogprobs:
-    """The ``logprobs`` of a chat's answer."""
+    """The ``logprobs`` of a chat completion."""
 
     __slots__ = ("_codec",)
 
     def __init__(self, codec: TextTokenizer) -> None:
         self._codec = codec
 
-    def format(self, news: TextDelta) -> dict[str, list[Any]]:
-        """Of the tokens of one piece of news."""
-        tokens = _token_logprobs(news)
+    def format(self, update: TextDelta) -> dict[str, list[Any]]:
+        """Format the logprobs of the new tokens."""
+        tokens = _token_logprobs(update)
         return {
             "content": [
                 {**self._one(token, logprob), "top_logprobs": [self._one(*each) for each in top]}
