@@ -1,4 +1,4 @@
-"""The HTTP application of the engine: all its routes."""
+"""The HTTP application of an engine: generating routes, control requests, RPC and status."""
 
 from __future__ import annotations
 
@@ -39,34 +39,31 @@ __all__ = [
 
 
 def _dialable(text: str | None) -> Endpoint | None:
-    """The address of an open socket; None where it has no port."""
+    """Parse the address of a bound socket. Return None for one without a port, such as ipc."""
     endpoint = None if text is None else Endpoint.parse(text)
     return endpoint if endpoint is not None and endpoint.port else None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EngineStatus:
-    """A ``StatusSource`` of the engine."""
+    """The ``StatusSource`` of an engine."""
 
     engine: Engine
 
     def health_problem(self) -> str | None:
         frontend = self.engine.frontend
-        problems = (
-            [frontend.replies.failure]
-            if frontend.replies.failure is not None
-            else frontend.heartbeats.silent_replicas().values()
-        )
-        return "; ".join(map(str, problems)) or None
+        if frontend.replies.failure is not None:
+            return str(frontend.replies.failure)
+        return "; ".join(map(str, frontend.heartbeats.silent_replicas().values())) or None
 
     def server_info(self) -> Mapping[str, Any]:
-        """Configuration, the descriptor of the event streams, and each DP rank's newest slots and blocks."""
+        """Return the configuration, the descriptor of the event streams, and the newest ``KvMetrics`` per DP rank."""
         config = self.engine.config
-        facts = {
+        info = {
             "version": __version__,
             "weight_version": self.engine.control.weight_version,
-            "is_paused": any(told.is_paused for told in self._quiesce()),
-            "is_sleeping": not all(told.is_awake for told in self._quiesce()),
+            "is_paused": any(stats.is_paused for stats in self._quiesce_stats()),
+            "is_sleeping": not all(stats.is_awake for stats in self._quiesce_stats()),
             "model_path": config.model_name,
             "served_model_name": config.model_name,
             "dp_size": config.dp_size,
@@ -82,22 +79,22 @@ class EngineStatus:
             "kv_metrics": [msgspec.to_builtins(report) for _, report in sorted(self.engine.kv_metrics.items())],
         }
         page_size = config.scheduler.page_size
-        return facts | kv_events_server_info(
+        return info | kv_events_server_info(
             config.kv_events, block_size=page_size, dp_size=config.dp_size, publishers=self._bound_streams()
         )
 
-    def _quiesce(self) -> list[QuiesceStats]:
-        """What each replica was last ordered to be, as far as it has said."""
+    def _quiesce_stats(self) -> list[QuiesceStats]:
+        """Return the newest quiesce state of each replica that has reported one."""
         found = [stats.totals.quiesce for stats in self.engine.stats.read().values()]
         return [each for each in found if each is not None]
 
     def _bound_streams(self) -> Iterator[ListeningStream]:
-        """Where the ranks' streams listen, as far as a reader on another machine could dial them."""
-        for rank, said in self.engine.frontend.replies.ready.items():
-            events = _dialable(said.stream_endpoint)
+        """Yield the bound endpoints of the ranks' streams that a subscriber on another machine can connect to."""
+        for rank, ready in self.engine.frontend.replies.ready.items():
+            events = _dialable(ready.stream_endpoint)
             if events is not None:
                 stream = self.engine.config.parallel(rank).kv_stream_index
-                replay, load = _dialable(said.replay_endpoint), _dialable(said.load_endpoint)
+                replay, load = _dialable(ready.replay_endpoint), _dialable(ready.load_endpoint)
                 yield ListeningStream(rank=stream, events=events, replay=replay, load=load)
 
     def model_info(self) -> Mapping[str, Any]:
@@ -115,7 +112,7 @@ class EngineStatus:
 
 
 def text_routes(text: TextFrontend, model: str) -> list[Route]:
-    """Return the routes that generate: SGLang's and OpenAI's; ``model`` is what answers call it."""
+    """Return the generating routes of SGLang and OpenAI. ``model`` is the name of the model in responses."""
     return [
         Route("/generate", GenerateEndpoint(text=text), methods=["POST"]),
         Route("/v1/completions", CompletionEndpoint(text=text, model=model), methods=["POST"]),
@@ -126,12 +123,13 @@ def text_routes(text: TextFrontend, model: str) -> list[Route]:
 def make_app(
     engine: Engine, registry: CollectorRegistry, *, kv_pool: bool = False, codec: TextTokenizer | None = None
 ) -> Starlette:
-    """Every route of the engine.
+    """Make the application with every route of the engine.
 
-    ``/generate``, ``/v1/completions``, ``/v1/chat/completions``, ``/clear_hicache_storage_backend``, those of orders,
-    ``/get_internal_state``, ``/set_internal_state``, ``/start_profile``, ``/stop_profile``, the status routes, and
-    ``/kv_pool`` where it is asked for. ``codec`` is of the model;
-    None loads it.
+    Args:
+        engine: a running engine.
+        registry: Prometheus collectors of ``/metrics``.
+        kv_pool: also serve ``/kv_pool``.
+        codec: tokenizer of the model; None opens it.
     """
 
     async def clear_storage(_: Request) -> Response:
@@ -142,7 +140,7 @@ def make_app(
         except ComponentError as error:
             return error_response(500, str(error))
         if num_pages is None:
-            return error_response(400, "the store is kept, for requests or pages are on their way: ask again")
+            return error_response(400, "the store was not cleared: requests or transfers are in flight; try again")
         return PlainTextResponse(f"Storage cleared: {num_pages} pages.\n")
 
     text = TextFrontend(frontend=engine.frontend, codec=open_text_codec(engine.config) if codec is None else codec)
@@ -158,10 +156,10 @@ class _StateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _rpc_routes(engine: Engine) -> list[Route]:
-    """What a person reads, sets and records in a running engine; paths and bodies are SGLang's (0.5.x)."""
+    """Return the routes of internal state and profiles. Paths and bodies are those of SGLang 0.5."""
 
     async def get_state(_: Request) -> Response:
-        """One state per replica, as its leader tells it."""
+        """Respond with the state of each replica's leader."""
         states = await engine.ask("get_internal_state")
         leaders = map(engine.config.leader_rank, range(engine.config.dp_size))
         return JSONResponse({"internal_states": [states[leader] for leader in leaders]})
@@ -183,20 +181,20 @@ def _rpc_routes(engine: Engine) -> list[Route]:
         answers = await engine.ask("stop_profile")
         return JSONResponse({"traces": [trace for traces in answers.values() for trace in traces]})
 
-    def answered(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
+    def endpoint(respond: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def respond_or_refuse(request: Request) -> Response:
             try:
-                return await endpoint(request)
+                return await respond(request)
             except RpcError as error:
                 return error_response(400, str(error))
             except ComponentError as error:
                 return component_error_response(error)
 
-        return answer
+        return respond_or_refuse
 
     return [
-        Route("/get_internal_state", answered(get_state), methods=["GET"]),
-        Route("/set_internal_state", answered(set_state), methods=["POST", "PUT"]),
-        Route("/start_profile", answered(start_profile), methods=["POST"]),
-        Route("/stop_profile", answered(stop_profile), methods=["POST"]),
+        Route("/get_internal_state", endpoint(get_state), methods=["GET"]),
+        Route("/set_internal_state", endpoint(set_state), methods=["POST", "PUT"]),
+        Route("/start_profile", endpoint(start_profile), methods=["POST"]),
+        Route("/stop_profile", endpoint(stop_profile), methods=["POST"]),
     ]

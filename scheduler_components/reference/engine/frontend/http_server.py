@@ -1,4 +1,4 @@
-"""The engine over HTTP: all its routes, what it says of itself, and the server."""
+"""Bind an address and serve an ASGI application on it with uvicorn."""
 
 from __future__ import annotations
 
@@ -25,74 +25,74 @@ __all__ = [
 ]
 
 HEADER_TIMEOUT_S = 30.0
-"""As long for a request's first lines as for its body, though they are short."""
+"""Longest time until the request headers are complete; the same as for a body."""
 
 KEEP_ALIVE_S = 75
-"""How long an idle connection is kept: longer than clients keep theirs (httpx 5 s, aiohttp 15 s, balancers 60 s). Where
-the server hangs up first, now and then a request is on its way already, and its client reads nothing."""
+"""Seconds to keep an idle connection open: longer than clients do (httpx 5 s, aiohttp 15 s, load balancers 60 s). If the
+server closed it first, a client might be sending a request at that moment, which would get no response."""
 
 
-_LINGER_S = 5  # for a client that still sends to read why it need not
+_LINGER_S = 5  # for a client that still sends its body to read the response
 _BACKLOG = 512
-_GRACE_S = 2  # streams that are still open when the engine stops are cut after this
+_GRACE_S = 2  # for open streams, when the engine stops
 
 
 class _Server(uvicorn.Server):
-    """A server inside somebody else's asyncio loop: it owns its listening socket and leaves signals alone."""
+    """A uvicorn server within the engine's asyncio loop, which installs no signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Ctrl-C belongs to the command line."""
+        """Do nothing: the command line handles Ctrl-C."""
         yield
 
 
 class _PunctualProtocol(H11Protocol):
-    """Hangs up on who does not send a request's head in time: uvicorn itself waits for ever for the rest of one."""
+    """Closes a connection that has not sent its request headers in time; uvicorn has no such timeout."""
 
-    def __init__(self, *, header_timeout_s: float, **uvicorns: Any) -> None:
-        super().__init__(**uvicorns)
-        self._head_deadline_s = header_timeout_s
-        self._hang_up: asyncio.TimerHandle | None = None
+    def __init__(self, *, header_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._header_timeout_s = header_timeout_s
+        self._close_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's own narrowing
-        self._expect_head()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
-        elif self._hang_up is None:
-            self._expect_head()
+            self._stop_timer()
+        elif self._close_timer is None:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # answered before all was read: no second request can come
+        if self.conn.their_state is h11.SEND_BODY:  # the body was not read, so no second request can follow
             self.timeout_keep_alive = _LINGER_S
         super().on_response_complete()
 
-    def _expect_head(self) -> None:
-        self._hang_up = self.loop.call_later(self._head_deadline_s, self.transport.close)
+    def _start_timer(self) -> None:
+        self._close_timer = self.loop.call_later(self._header_timeout_s, self.transport.close)
 
-    def _stop_waiting(self) -> None:
-        if self._hang_up is not None:
-            self._hang_up.cancel()
-            self._hang_up = None
+    def _stop_timer(self) -> None:
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+            self._close_timer = None
 
 
 @contextmanager
 def bind_http(host: str, port: int) -> Iterator[socket.socket]:
-    """Take the server's address until the block is left, without listening: who connects is refused until it serves.
+    """Bind the server's address until the block is left, without listening on it. Connections are refused until then.
 
     Args:
-        host: address or name; a wildcard is bound only if a person asks for it.
-        port: 0 lets the system choose.
+        host: address or name; the default is never a wildcard.
+        port: TCP port; 0 lets the system choose.
 
     Raises:
-        StartError: the address is taken or not this machine's.
+        StartError: the address is in use, or does not belong to this machine.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -101,7 +101,7 @@ def bind_http(host: str, port: int) -> Iterator[socket.socket]:
         raise _address_error(host, port, error) from error
     with bound:
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that ended a moment ago
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the previous server may have just ended
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.bind(address[:2])
@@ -122,14 +122,14 @@ async def open_http_server(
 
     Args:
         app: any ASGI application.
-        listener: of ``bind_http``.
-        header_timeout_s: who has not sent a request's head by then is hung up on, also who has sent nothing.
+        listener: socket from ``bind_http``.
+        header_timeout_s: the server closes a connection that has not sent its request headers by then.
 
     Yields:
-        A URL at which this machine reaches the server, with the port that was really bound.
+        A URL at which this machine reaches the server, with the bound port.
 
     Raises:
-        StartError: somebody else began to listen at the address.
+        StartError: another process listens at the address.
     """
     bound_host, bound_port = listener.getsockname()[:2]
     try:
@@ -155,7 +155,7 @@ async def open_http_server(
 
 
 def _url(host: IPv4Address | IPv6Address, port: int) -> str:
-    """A wildcard is not an address to dial: loopback stands for it."""
+    """Return the URL of an address, with loopback instead of a wildcard, to which no client can connect."""
     if host.is_unspecified:
         host = IPv4Address("127.0.0.1") if host.version == 4 else IPv6Address("::1")
     return f"http://[{host}]:{port}" if host.version == 6 else f"http://{host}:{port}"
