@@ -28,8 +28,8 @@ HEADER_TIMEOUT_S = 30.0
 """Longest time until the request headers are complete; the same as for a body."""
 
 KEEP_ALIVE_S = 75
-"""Seconds to keep an idle connection open: longer than clients do (httpx 5 s, aiohttp 15 s, load balancers 60 s). If the
-server closed it first, a client might be sending a request at that moment, which would get no response."""
+"""Seconds to keep an idle connection open: longer than clients do (httpx 5 s, aiohttp 15 s, load balancers 60 s).
+If the server closed it first, a client might be sending a request at that moment, which would get no response."""
 
 
 _LINGER_S = 5  # for a client that still sends its body to read the response
