@@ -24,6 +24,7 @@ from scheduler_components.ports import NullOwnerTrails
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
+from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
@@ -54,41 +55,28 @@ class LateMover:
         self.due = [(at, event) for at, event in self.due if at >= self.num_polls]
         return ready
 
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-class LateTiers:
-    """``CacheTiers`` over a ``LateMover``."""
-
-    def __init__(self, page_size: int, num_pages: int, seed: int) -> None:
-        rng = random.Random(seed)
-        write = rng.choice(["write_through", "write_through_selective", "write_back"])
-        host = SimulatedHostPages(num_pages, rng=rng, failure=0.05)
-        self.cache = HiRadixCache(
-            page_size=page_size,
-            capacity_tokens=num_pages * page_size,
-            host=host,
-            num_host_pages=num_pages,
-            policy=HiCachePolicy(write=write, load_threshold_pages=1),
-            record=True,
-        )
-        self.stepper = HiCacheStepper(
-            cache=self.cache, groups=ParallelGroups(), mover=LateMover(rng), clock=lambda: 0.0
-        )
-
-    @property
-    def contents(self) -> HiRadixCache:
-        return self.cache
-
-    def step(self) -> None:
-        self.stepper.step()
-
-    def wait(self) -> None:
-        """Time is steps here."""
+    def wait(self, timeout_s: float) -> None:
+        """Time passes in steps."""
 
     def close(self) -> None:
-        self.stepper.close()
+        pass
+
+
+def late_tiers(page_size: int, num_pages: int, seed: int) -> HiCacheTiers:
+    """Tiers over a ``LateMover``."""
+    rng = random.Random(seed)
+    write = rng.choice(["write_through", "write_through_selective", "write_back"])
+    cache = HiRadixCache(
+        page_size=page_size,
+        capacity_tokens=num_pages * page_size,
+        host=SimulatedHostPages(num_pages, rng=rng, failure=0.05),
+        num_host_pages=num_pages,
+        policy=HiCachePolicy(write=write, load_threshold_pages=1),
+        record=True,
+    )
+    mover = LateMover(rng)
+    stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=lambda: 0.0)
+    return HiCacheTiers(stepper=stepper, mover=mover)  # type: ignore[arg-type]
 
 
 class SoundSchedulerMachine(RuleBasedStateMachine):
@@ -113,7 +101,7 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
             chunk_tokens=chunk,
             integrity=IntegrityConfig(checks=RAISE, owners_one_in=2, follows_events=True),
         )
-        tiers = None if seed is None else LateTiers(page_size, num_pages, seed)
+        tiers = None if seed is None else late_tiers(page_size, num_pages, seed)
         self.room = config.kv_tokens
         self.scheduler, self.pages = hybrid_scheduler(config=config, tiers=tiers)
         self.num_requests = 0
@@ -171,7 +159,7 @@ def test_copies_between_tiers_are_counted_as_such() -> None:
     config = attrs.evolve(
         SMALL, kv_tokens=24, new_token_ratio=0.0, integrity=IntegrityConfig(checks=RAISE, follows_events=True)
     )
-    scheduler, _ = hybrid_scheduler(config=config, tiers=LateTiers(2, 12, seed=5))
+    scheduler, _ = hybrid_scheduler(config=config, tiers=late_tiers(2, 12, seed=5))
     pool, num_in_transfer, num_locked_by_copies = checker_of(scheduler).pools[0], 0, 0
     for number in range(30):
         prompt = [number % 3] * 12

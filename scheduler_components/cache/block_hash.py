@@ -28,6 +28,7 @@ __all__ = [
     "hash_pages",
     "pack_tokens",
     "page_digests",
+    "split_digests",
     "unpack_tokens",
     "DEFAULT_NAMESPACE",
     "PrefixNamespace",
@@ -93,6 +94,11 @@ def page_digests(packed: bytes | bytearray, page_size: int, prior: bytes) -> byt
 def block_hashes_of(digests: bytes | bytearray) -> tuple[int, ...]:
     """Return the signed 64-bit block hash of each 32-byte digest."""
     return tuple(block_hash_array(digests))
+
+
+def split_digests(digests: bytes) -> list[bytes]:
+    """Split concatenated digests into one per page."""
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
 
 def block_hash_array(digests: bytes | bytearray) -> array[int]:

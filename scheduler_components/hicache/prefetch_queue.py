@@ -11,7 +11,7 @@ from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.transfers import LoadBack, Prefetch, TierTransfers
 from scheduler_components.values import CachedTokens
 
-__all__ = ["PrefetchQueue"]
+__all__ = ["NullPrefetchQueue", "PrefetchQueue"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,3 +161,29 @@ class PrefetchQueue:
         waiting.load = load
         waiting.num_loaded_pages += load.num_pages
         return not by_layer or load.num_pages < min(num_pages, num_left)
+
+
+class NullPrefetchQueue:
+    """The ``PrefetchQueue`` of a cache without host and storage tiers: no request waits for pages."""
+
+    def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
+        pass
+
+    def is_done(
+        self,
+        rid: str,  # noqa: ARG002 - the signature of PrefetchQueue, here and below
+        token_ids: Sequence[int],  # noqa: ARG002
+        namespace: PrefixNamespace | None = None,  # noqa: ARG002
+        *,
+        is_next: bool = True,  # noqa: ARG002
+    ) -> bool:
+        return True
+
+    def prefetched_spans(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        return iter(())
+
+    def cancel(self, rid: str) -> None:
+        pass
+
+    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:  # noqa: ARG002
+        return CachedTokens(device=cached_tokens)

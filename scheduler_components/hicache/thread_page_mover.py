@@ -22,7 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.cache.block_hash import split_digests
 from scheduler_components.errors import ConfigError, StorageError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.hicache.memory import HostPool
@@ -347,4 +347,4 @@ class ThreadPageMover:
         self._io.put(ReadDone(read.op))
 
     def _keys(self, digests: bytes) -> list[str]:
-        return [self.keys.key(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]
+        return [self.keys.key(digest) for digest in split_digests(digests)]

@@ -135,7 +135,7 @@ def test_a_page_that_came_back_with_other_bytes_is_told(eventually: Eventually) 
         pages = rank.cache.match_prefix(prompt(0, 4)).pages
         match = rank.cache.match_prefix(prompt(0, 4))
         rank.mover.device.layers[:, pages[0]] += 1
-        with pytest.raises(CacheIntegrityError, match="came back with other bytes"):
+        with pytest.raises(CacheIntegrityError, match="do not hold their content after a load"):
             rank.kv.on_loaded_back(bytes(match.node.digests), pages)
 
 

@@ -47,7 +47,7 @@ from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDon
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDoneCounter
+from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers, TierLayerDoneCounter
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import EventLedger, ListEventSink
@@ -200,19 +200,10 @@ class LateFence:
 
 
 @dataclass(slots=True, kw_only=True)
-class BenchTiers:
-    """``CacheTiers`` over either mover."""
+class BenchTiers(HiCacheTiers):
+    """Tiers over either mover."""
 
-    stepper: HiCacheStepper
-    mover: LateMover | ThreadPageMover
-
-    @property
-    def cache(self) -> HiRadixCache:
-        return self.stepper.cache
-
-    @property
-    def contents(self) -> HiRadixCache:
-        return self.stepper.cache
+    mover: LateMover | ThreadPageMover  # type: ignore[assignment]
 
     @property
     def layer_counter(self) -> LayerDoneCounter:
@@ -220,14 +211,8 @@ class BenchTiers:
             return TierLayerDoneCounter(stepper=self.stepper, layer_counter=self.mover.layer_counter)
         return LateFence(stepper=self.stepper, mover=self.mover)
 
-    def step(self) -> None:
-        self.stepper.step()
-
     def wait(self) -> None:
         self.mover.wait(0.01)
-
-    def close(self) -> None:
-        self.stepper.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -402,7 +387,7 @@ class ModelBench:
                     raise CacheIntegrityError(f"pages {pages} of layer {layer} hold something else than their tokens")
 
     def tier_stats(self) -> TierStats:
-        stats = self.scheduler.tiers.contents.stats()
+        stats = self.scheduler.tiers.stats()
         assert stats is not None
         return stats
 

@@ -1,18 +1,16 @@
-"""Simulated ranks of a hierarchical cache: what happens when they agree over TP only, over CP x TP, or over all.
+"""Simulate a replica whose ranks agree over TP only, over CP x TP, or over CP x TP x PP.
 
-N ranks in one process, each with a small scheduler over a real cache. All get the same commands, and everything in a
-rank follows from them and from its I/O; only the I/O differs. Each transfer takes a random time of its own and may
-fail, as on a machine of its own. The program runs every seed with the whole agreement, without the hop over pipeline
-stages, and without that over attention-CP as well.
+N ranks run in one process, each with a small scheduler over a real cache. All ranks get the same commands and differ
+only in their I/O: each transfer takes a random time and may fail. Every seed runs with the full agreement, without the
+reduction over pipeline stages, and also without the reduction over attention-CP.
 
-What moves is not bytes but the digest that a page's bytes would be made from. So a page that ends up under another name
-is found out.
+A page's content is its digest instead of its bytes, so a page stored under the wrong digest is detected.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -21,9 +19,9 @@ import attrs
 from scheduler_components import CacheIntegrityError, OutOfPagesError, ParallelState
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.cache import PagePool, RadixNode
-from scheduler_components.cache.block_hash import DIGEST_BYTES
+from scheduler_components.cache.block_hash import split_digests
 from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, MemoryPageStore
 from scheduler_components.page_operations import (
     BackupDone,
     CancelPrefetch,
@@ -42,6 +40,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
+from scheduler_components.ports import PageStore
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.validators import integer_validator
@@ -50,7 +49,6 @@ __all__ = [
     "FaultRates",
     "SimulatedHostPages",
     "SimulatedMover",
-    "SimulatedStorage",
     "StepCommands",
     "SimulatedRequest",
     "SimulatedScheduler",
@@ -61,26 +59,25 @@ __all__ = [
     "SimulatedRank",
     "SimulatedReplica",
     "SimulationConfig",
-    "SliceStorage",
-    "StoredSlice",
     "make_in_process_groups",
     "make_rank",
     "run_simulation",
 ]
 
-_TORN = b"torn"  # what a copy that failed leaves behind
+_STORE_BYTES = 1 << 30  # more than any simulation stores, so that nothing is evicted
+_TORN = b"torn"  # the content of a page after a failed copy
 
 
 @attrs.frozen(kw_only=True)
 class FaultRates:
-    """How much the ranks' machines differ.
+    """How much the I/O of the ranks differs.
 
     Attributes:
         max_latency_steps: a transfer ends 1 to this many steps after it began.
-        failure: chance that a transfer or a query fails on one rank.
-        no_host_page: chance that a rank finds no host page though the ledger says that there is one.
-        no_load_room: chance per step that a rank can begin no copy to the device.
-        storage_outage: chance per step that a rank's storage is away for a while.
+        failure: probability that a transfer or a query fails on one rank.
+        no_host_page: probability that a rank cannot reserve host pages although the common count shows free pages.
+        no_load_room: probability per step that a rank cannot begin a copy to the device.
+        storage_outage: probability per step that a rank's storage becomes unavailable for some steps.
     """
 
     max_latency_steps: int = 8
@@ -91,7 +88,7 @@ class FaultRates:
 
 
 class SimulatedHostPages:
-    """``HostPages`` whose reservations fail now and then, on this rank alone."""
+    """``HostPages`` whose reservations fail at random, on this rank only."""
 
     def __init__(self, num_pages: int, *, rng: random.Random, failure: float) -> None:
         self.pool = PagePool(num_pages)
@@ -116,60 +113,36 @@ class SimulatedHostPages:
         self.pool.check(committed)
 
 
-class StoredSlice(Protocol):
-    """One slice of what all ranks share: digests of the pages whose slice is stored, with their content."""
-
-    def __contains__(self, digest: bytes, /) -> bool: ...
-
-    def get(self, digest: bytes, /) -> bytes | None: ...
-
-    def update(self, pages: Iterable[tuple[bytes, bytes]], /) -> None: ...
-
-
-class SliceStorage(Protocol):
-    """Storage that all ranks share."""
-
-    def slice_of(self, name: str) -> StoredSlice: ...
-
-
-@dataclass(slots=True)
-class SimulatedStorage:
-    """What all ranks of one process share."""
-
-    pages: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
-
-    def slice_of(self, name: str) -> StoredSlice:
-        return self.pages.setdefault(name, {})
-
-
 @dataclass(slots=True, kw_only=True)
-class _Reading:
-    """One ``ReadFromStorage`` under way."""
+class _Read:
+    """A ``ReadFromStorage`` under way."""
 
     instruction: ReadFromStorage
     num_read: int = 0
-    is_stopped: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedMover:
-    """A ``PageMover`` and ``PageHook`` in one thread; ``poll`` lets one step of time pass.
+    """A ``PageMover`` and ``PageHook`` without threads. ``poll`` advances the time by one step.
 
     Attributes:
-        rng: this rank's own.
-        rates: how bad it is.
-        stored: the slice of storage that this rank reads.
-        writes: this rank is the one that writes its slice.
+        rng: the random numbers of this rank.
+        rates: the faults to simulate.
+        store: the storage that all ranks share.
+        slice_name: the slice of each page that this rank reads, as a prefix of its keys.
+        is_writer: this rank writes its slice.
     """
 
     rng: random.Random
     rates: FaultRates
-    stored: StoredSlice
-    writes: bool
+    store: PageStore
+    slice_name: str
+    is_writer: bool
     _device: dict[int, bytes] = field(default_factory=dict, init=False)
     _host: dict[int, bytes] = field(default_factory=dict, init=False)
     _copies: list[tuple[int, Instruction]] = field(default_factory=list, init=False)
-    _readings: dict[int, _Reading] = field(default_factory=dict, init=False)
+    _reads: dict[int, _Read] = field(default_factory=dict, init=False)
     _step: int = field(default=0, init=False)
     _storage_back_at: int = field(default=0, init=False)
     load_back_budget_pages: int = field(default=2**31, init=False)
@@ -181,12 +154,12 @@ class SimulatedMover:
     def submit(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, ReadFromStorage):
-                self._readings[instruction.op] = _Reading(instruction=instruction)
+                self._reads[instruction.op] = _Read(instruction=instruction)
             elif isinstance(instruction, CancelPrefetch):
-                if instruction.op in self._readings:
-                    self._readings[instruction.op].is_stopped = True
+                if instruction.op in self._reads:
+                    self._reads[instruction.op].is_cancelled = True
             elif isinstance(instruction, CopyToDevice) and instruction.by_layer:
-                self._copies.append((self._step, instruction))  # the forward of this step has waited for it
+                self._copies.append((self._step, instruction))  # because the forward of this step waits for it
             elif not isinstance(instruction, ReleaseStorage | DiscardLoadBack):
                 self._copies.append((self._step + self.rng.randint(1, self.rates.max_latency_steps), instruction))
 
@@ -199,25 +172,25 @@ class SimulatedMover:
         due = [instruction for at, instruction in self._copies if at <= self._step]
         self._copies = [(at, instruction) for at, instruction in self._copies if at > self._step]
         events = [self._end(instruction) for instruction in due]
-        for reading in list(self._readings.values()):
-            events += self._read_on(reading)
+        for read in list(self._reads.values()):
+            events += self._read_on(read)
         return events
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        pass
 
     def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
-        self._device.update(zip(pages, _each(digests), strict=True))
+        self._device.update(zip(pages, split_digests(digests), strict=True))
 
     def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
-        for digest, page in zip(_each(digests), pages, strict=True):
+        for digest, page in zip(split_digests(digests), pages, strict=True):
             if self._device.get(page) != digest:
-                raise CacheIntegrityError(f"device page {page} was loaded with another page's content")
+                raise CacheIntegrityError(f"device page {page} holds the content of another page after a load")
 
     def _end(self, instruction: Instruction) -> IoEvent:
         is_ok = self.rng.random() >= self.rates.failure
         if isinstance(instruction, CopyToDevice) and instruction.by_layer:
-            is_ok = True  # otherwise the forward would have failed on this rank alone, and ended the simulation
+            is_ok = True  # a failure would fail the forward of this rank and end the simulation
         if isinstance(instruction, CopyToHost):
             for device_page, host_page in zip(instruction.device_pages, instruction.host_pages, strict=True):
                 self._host[host_page] = self._device[device_page] if is_ok else _TORN
@@ -229,46 +202,43 @@ class SimulatedMover:
         if isinstance(instruction, WriteToStorage):
             return BackupDone(instruction.op, self._back_up(instruction, is_ok))
         assert isinstance(instruction, QueryStorage)
-        digests = _each(instruction.digests) if is_ok and self.has_storage else []
-        hit = next((at for at, digest in enumerate(digests) if digest not in self.stored), len(digests))
-        return QueryDone(instruction.op, hit)
+        keys = self._keys(instruction.digests) if is_ok and self.has_storage else []
+        return QueryDone(instruction.op, self.store.batch_exists(keys))
 
     def _back_up(self, instruction: WriteToStorage, is_ok: bool) -> bool:
-        if not self.writes:
-            return True  # the one that writes this slice answers for it
+        if not self.is_writer:
+            return True  # the result of the writer decides
         if is_ok and self.has_storage:
-            pages = (self._host[page] for page in instruction.host_pages)
-            self.stored.update(zip(_each(instruction.digests), pages, strict=True))
+            self.store.batch_set(self._keys(instruction.digests), [self._host[page] for page in instruction.host_pages])
         return is_ok and self.has_storage
 
-    def _read_on(self, reading: _Reading) -> list[IoEvent]:
-        """Land a random number of further pages; end when all are there, one is missing, or a stop was asked for."""
-        instruction, events = reading.instruction, list[IoEvent]()
-        digests = _each(instruction.digests)
+    def _read_on(self, read: _Read) -> list[IoEvent]:
+        """Read a random number of further pages. End when all are read, one is missing, or the read was cancelled."""
+        instruction, events = read.instruction, list[IoEvent]()
+        keys = self._keys(instruction.digests)
         fails = self.rng.random() < self.rates.failure
-        for _ in range(0 if fails or reading.is_stopped else self.rng.randint(0, 4)):
-            content = self.stored.get(digests[reading.num_read])
+        for _ in range(0 if fails or read.is_cancelled else self.rng.randint(0, 4)):
+            [content] = self.store.batch_get([keys[read.num_read]])
             if content is None:
                 fails = True
                 break
-            self._host[instruction.host_pages[reading.num_read]] = content
-            reading.num_read += 1
-            events.append(PagesRead(instruction.op, reading.num_read))
-            if reading.num_read == len(digests):
+            self._host[instruction.host_pages[read.num_read]] = bytes(content)
+            read.num_read += 1
+            events.append(PagesRead(instruction.op, read.num_read))
+            if read.num_read == len(keys):
                 break
-        if fails or reading.is_stopped or reading.num_read == len(digests):
-            del self._readings[instruction.op]
+        if fails or read.is_cancelled or read.num_read == len(keys):
+            del self._reads[instruction.op]
             events.append(ReadDone(instruction.op))
         return events
 
-
-def _each(digests: bytes) -> list[bytes]:
-    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+    def _keys(self, digests: bytes) -> list[str]:
+        return [f"{self.slice_name}/{digest.hex()}" for digest in split_digests(digests)]
 
 
 @attrs.frozen
 class SimulatedRequest:
-    """A prompt, and for how many steps it runs."""
+    """A prompt and the number of steps for which it runs."""
 
     rid: str
     token_ids: tuple[int, ...]
@@ -277,7 +247,7 @@ class SimulatedRequest:
 
 @attrs.frozen
 class StepCommands:
-    """What all ranks get before a step."""
+    """The commands that all ranks receive before a step."""
 
     arrivals: tuple[SimulatedRequest, ...] = ()
     aborts: tuple[str, ...] = ()
@@ -285,13 +255,15 @@ class StepCommands:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedWorkload:
-    """Chats whose prompts grow with each request over a few shared beginnings; some requests are aborted.
+    """Chats that share a few first pages and whose prompts grow with each request. Some requests are aborted.
 
     Attributes:
-        seed: of everything in it.
+        seed: seed of the workload.
         page_size: tokens per page.
-        num_chats: chats that requests come from; more of them reuse less.
+        num_chats: number of chats; more chats reuse fewer pages.
         max_pages: length at which a chat starts again.
+        arrival_rate: probability per step that a request arrives.
+        abort_rate: probability per step that a request is aborted.
     """
 
     seed: int
@@ -302,7 +274,7 @@ class SimulatedWorkload:
     abort_rate: float = 0.05
 
     def steps(self, num_steps: int) -> Iterator[StepCommands]:
-        """The commands of each step."""
+        """Yield the commands of each step."""
         rng = random.Random(self.seed)  # noqa: S311  a simulation
         num_pages = [2] * self.num_chats
         open_rids: list[str] = []
@@ -336,12 +308,12 @@ class _Running:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedScheduler:
-    """First come, first served; as many as the pool holds.
+    """Run requests in the order of arrival, as many as fit the pool.
 
     Attributes:
-        cache: real.
-        max_running: slots.
-        num_served: requests that ran to their end.
+        cache: a real cache.
+        max_running: the largest number of running requests.
+        num_served: requests that have finished.
     """
 
     cache: HiRadixCache
@@ -355,7 +327,7 @@ class SimulatedScheduler:
         return not self._waiting and not self._running
 
     def step(self, commands: StepCommands) -> None:
-        """Take in commands, move on what runs, let in what may."""
+        """Apply the commands, advance the running requests and admit the next one."""
         for request in commands.arrivals:
             self._waiting.append(request)
             self.cache.prefetch_queue.start(request.rid, request.token_ids)
@@ -422,17 +394,17 @@ AgreementScope: TypeAlias = Literal["tp", "cp x tp", "cp x tp x pp"]
 
 @attrs.frozen(kw_only=True)
 class SimulationConfig:
-    """One simulated replica.
+    """The configuration of a simulated replica.
 
     Attributes:
-        attn_cp_size, attn_tp_size, pp_size: its ranks.
-        scope: over which of them they agree.
-        policy: of every cache.
-        rates: of every rank's I/O.
-        page_size, device_pages, host_pages: small, so that pages are evicted all the time.
+        attn_cp_size, attn_tp_size, pp_size: parallel sizes.
+        scope: the axes over which the ranks agree.
+        policy: policy of every cache.
+        rates: faults of every rank's I/O.
+        page_size, device_pages, host_pages: small, so that pages are evicted continually.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: a size is below 1.
     """
 
     attn_cp_size: int = attrs.field(default=2, validator=integer_validator())
@@ -452,32 +424,32 @@ class SimulationConfig:
 
     @property
     def scopes(self) -> tuple[AgreementScope, ...]:
-        """The scopes that differ for these ranks, the whole agreement last."""
+        """The scopes that differ for these sizes; the full agreement is the last."""
         return ("tp", "cp x tp", "cp x tp x pp") if self.pp_size > 1 else ("tp", "cp x tp")
 
 
 class Agreement(Protocol):
-    """Gives each rank the agreed values of a step. ``InProcessGroups`` is one; a test may have one that lies."""
+    """Returns each rank's agreed values of a step: ``InProcessGroups``, or a test double that returns wrong values."""
 
     def reduce(self, proposals: Mapping[int, Proposal]) -> Mapping[int, AgreedValues]: ...
 
 
 def make_in_process_groups(config: SimulationConfig) -> InProcessGroups:
-    """Return the agreement over the ranks that ``config.scope`` names."""
+    """Return the agreement over the axes of ``config.scope``."""
     parallel = ParallelState.from_tp_rank(
         0, tp_size=config.tp_size, attn_cp_size=config.attn_cp_size, pp_size=config.pp_size
     )
     world = world_rank_groups(parallel)
     if config.scope != "cp x tp x pp":
-        world = tuple(attrs.evolve(sets, pp=None) for sets in world)
+        world = tuple(attrs.evolve(each, pp=None) for each in world)
     if config.scope == "tp":
-        world = tuple(attrs.evolve(sets, attn_cp=None) for sets in world)
-    return InProcessGroups({sets.rank: sets.reduce_groups for sets in world})
+        world = tuple(attrs.evolve(each, attn_cp=None) for each in world)
+    return InProcessGroups({each.rank: each.reduce_groups for each in world})
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedRank:
-    """One rank's parts; ``clock_rate`` is how fast its clock goes."""
+    """The components of one rank. Its clock advances ``clock_rate`` seconds per step."""
 
     cache: HiRadixCache
     host: SimulatedHostPages
@@ -490,35 +462,35 @@ class SimulatedReplica:
     """All ranks of one replica, stepped together.
 
     Args:
-        config: what it is made of.
-        seed: of the ranks' I/O.
-        agreement: of what the ranks bring; that of ``config.scope`` by default.
+        config: sizes and rates.
+        seed: seed of the ranks' I/O.
+        agreement: reduces the proposals; by default over the axes of ``config.scope``.
     """
 
     def __init__(self, config: SimulationConfig, *, seed: int, agreement: Agreement | None = None) -> None:
         self.config = config
         self._agreement: Agreement = agreement if agreement is not None else make_in_process_groups(config)
-        storage = SimulatedStorage()
-        self.ranks = {rank: make_rank(config, rank, storage, seed) for rank in range(config.pp_size * config.tp_size)}
+        store = MemoryPageStore(_STORE_BYTES)
+        self.ranks = {rank: make_rank(config, rank, store, seed) for rank in range(config.pp_size * config.tp_size)}
         self.num_steps = 0
 
     @property
     def caches(self) -> list[HiRadixCache]:
-        """One per rank, in order of rank."""
+        """The cache of each rank, in rank order."""
         return [rank.cache for rank in self.ranks.values()]
 
     @property
     def is_idle(self) -> bool:
-        """No request and no operation is anywhere."""
+        """True if no rank has a request or an operation under way."""
         return all(rank.scheduler.is_idle and not rank.cache.num_operations for rank in self.ranks.values())
 
     @property
     def has_diverged(self) -> bool:
-        """Ranks hold different pages now."""
+        """True if the ranks hold different pages."""
         return len({cache.state_digest for cache in self.caches}) > 1
 
     def step(self, commands: StepCommands) -> None:
-        """Let every rank take one step."""
+        """Step every rank once."""
         self.num_steps += 1
         proposals = {number: self._proposal(rank) for number, rank in self.ranks.items()}
         agreed = self._agreement.reduce(proposals)
@@ -526,16 +498,16 @@ class SimulatedReplica:
             rank.cache.apply(self.num_steps, agreed[number])
             rank.mover.submit(rank.cache.pop_instructions())
             rank.scheduler.step(commands)
-            # What expect() and insert() began goes out now, not a step later.
+            # Submit what start() and insert() began in this step, not in the next one.
             rank.mover.submit(rank.cache.pop_instructions())
 
     def drain(self) -> None:
-        """Step without new requests until nothing is anywhere."""
+        """Step without new requests until the replica is idle."""
         while not self.is_idle:
             self.step(StepCommands())
 
     def num_differing_pages(self) -> int:
-        """Device pages that some rank holds and another one does not."""
+        """Return how many device pages some ranks hold and others do not."""
         held = [frozenset(cache.block_hashes(Tier.DEVICE)) for cache in self.caches]
         return len(frozenset.union(*held) - frozenset.intersection(*held))
 
@@ -553,15 +525,15 @@ class SimulatedReplica:
         return self.num_steps * rank.clock_rate
 
 
-def make_rank(config: SimulationConfig, rank: int, storage: SliceStorage, seed: int) -> SimulatedRank:
-    """Make one rank; what its I/O does follows from ``seed`` and ``rank``."""
+def make_rank(config: SimulationConfig, rank: int, store: PageStore, seed: int) -> SimulatedRank:
+    """Make one rank. ``seed`` and ``rank`` determine its I/O."""
     rng = random.Random(f"{seed}/{rank}")  # noqa: S311  a simulation
     stage, tp_rank = divmod(rank, config.tp_size)
     cp_rank, attn_tp_rank = divmod(tp_rank, config.attn_tp_size)
     host = SimulatedHostPages(config.host_pages, rng=rng, failure=config.rates.no_host_page)
-    # Pages are the same on every CP rank, and sliced over TP and, by layers, over PP.
-    stored = storage.slice_of(f"pp{stage}-tp{attn_tp_rank}")
-    mover = SimulatedMover(rng=rng, rates=config.rates, stored=stored, writes=cp_rank == 0)
+    # All CP ranks hold the same bytes of a page; TP and PP ranks hold different slices.
+    slice_name = f"pp{stage}-tp{attn_tp_rank}"
+    mover = SimulatedMover(rng=rng, rates=config.rates, store=store, slice_name=slice_name, is_writer=cp_rank == 0)
     cache = HiRadixCache(
         page_size=config.page_size,
         capacity_tokens=config.device_pages * config.page_size,
@@ -585,10 +557,10 @@ class SimulationRun:
     """The result of one seed.
 
     Attributes:
-        seed: of workload and I/O.
-        diverged_at_step: first step after which ranks held different pages; None: never.
-        differing_pages: at every ``sample_steps``-th step.
-        num_served: requests that ran to their end on rank 0.
+        seed: seed of workload and I/O.
+        diverged_at_step: the first step after which the ranks held different pages; None if they never did.
+        differing_pages: number of differing device pages at every ``sample_steps``-th step.
+        num_served: requests that finished on rank 0.
     """
 
     seed: int

@@ -1,21 +1,20 @@
-"""One rank of a simulated replica as a process of its own, agreeing over gloo: for ``torchrun``.
+"""One rank of a simulated replica in its own process, agreeing over gloo. Run it with ``torchrun``.
 
     torchrun --standalone --nproc-per-node 4 -m scheduler_components.reference.device.hicache_torchrun --attn-cp-size 2
 
-Rank 0 makes the requests, and an ``RequestReceiver`` brings them to all ranks. Every rank serves them, with I/O of its
-own that
-is slow and fails at random, and prints what it holds after each tenth of the run, and at the end what it read. All
-ranks print the same; one that does not ends all of them with an error.
+Rank 0 generates the requests and a ``RequestReceiver`` broadcasts them to all ranks. Each rank has its own I/O that is
+slow and fails at random. Each rank prints a digest of its pages ten times, and finally how many pages it has read. All
+ranks print the same; if one rank diverges, all ranks end with an error.
 
-The ranks share one directory of pages, as they would share a store: what one writes, its peers read. Ranks of several
-machines are given one that all of them see.
+The ranks share one directory of pages as they would share a store: each rank reads what its peers have written. Give
+ranks on several machines a directory that all of them can reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components import ParallelState
-from scheduler_components.hicache import FilePageStore, HiCachePolicy, HiCacheStepper, open_file_page_store
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, open_file_page_store
 from scheduler_components.ports import NullInputSource
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.device.hicache_sim import (
@@ -35,7 +34,6 @@ from scheduler_components.reference.device.hicache_sim import (
     SimulatedWorkload,
     SimulationConfig,
     StepCommands,
-    StoredSlice,
     make_rank,
 )
 from scheduler_components.request_receiver import RequestReceiver
@@ -47,63 +45,31 @@ __all__ = [
     "main",
 ]
 
-_LINES = 10
+_NUM_REPORTS = 10
 _STORE_BYTES = 1 << 24
-_HOST_PAGES = 40  # fewer than the device has, so that pages leave both and are read again
+_HOST_PAGES = 40  # fewer than on the device, so that pages leave both tiers and are read from storage
 _MAX_PATH_BYTES = 4096
 
 
 @dataclass(slots=True)
-class _FileSlice:
-    """A ``StoredSlice`` in a directory that all ranks share."""
-
-    store: FilePageStore
-    name: str
-
-    def __contains__(self, digest: bytes, /) -> bool:
-        return self.store.batch_exists([self._key(digest)]) == 1
-
-    def get(self, digest: bytes, /) -> bytes | None:
-        [content] = self.store.batch_get([self._key(digest)])
-        return None if content is None else bytes(content)
-
-    def update(self, pages: Iterable[tuple[bytes, bytes]], /) -> None:
-        given = dict(pages)
-        self.store.batch_set([self._key(digest) for digest in given], list(given.values()))
-
-    def _key(self, digest: bytes) -> str:
-        return f"{self.name}/{digest.hex()}"
-
-
-@dataclass(slots=True)
-class _FileStorage:
-    """A ``SliceStorage`` over a store."""
-
-    store: FilePageStore
-
-    def slice_of(self, name: str) -> StoredSlice:
-        return _FileSlice(self.store, name)
-
-
-@dataclass(slots=True)
 class _Workload:
-    """An ``InputSource``: each time it is asked, the commands of one more step."""
+    """An ``InputSource`` that returns the commands of the next step on each poll."""
 
     steps: Iterator[StepCommands]
 
-    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - one is never too many
+    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - always one message
         return [msgspec.msgpack.encode(next(self.steps))]
 
 
 class _CommandsReader:
-    """An ``MessageDecoder`` of the commands of a step."""
+    """The ``MessageDecoder`` of ``StepCommands``."""
 
     def read(self, frame: bytes) -> InputMessage[StepCommands]:
         return InputMessage(InputKind.COMMAND, msgspec.msgpack.decode(frame, type=StepCommands))
 
 
 def main() -> None:
-    """Run one rank of the world that the environment describes, as ``torchrun`` sets it."""
+    """Run one rank of the world that ``torchrun`` describes in the environment."""
     arguments = _parser().parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout))
@@ -117,20 +83,20 @@ def main() -> None:
 
 @contextmanager
 def _shared_folder(given: str | None) -> Iterator[Path]:
-    """The directory that was given, or one of rank 0's that lasts as long as the run."""
+    """Yield the given directory, or a temporary one that rank 0 creates for the run."""
     if given is not None:
         yield Path(given)
     elif dist.get_rank() == 0:
         with TemporaryDirectory(prefix="hicache-") as made:
-            yield _told_by_rank_0(made)
+            yield _broadcast_path(made)
     else:
-        yield _told_by_rank_0("")
+        yield _broadcast_path("")
 
 
-def _told_by_rank_0(path: str) -> Path:
-    told = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8)
-    dist.broadcast(told, 0)
-    return Path(bytes(told.tolist()).rstrip(b"\0").decode())
+def _broadcast_path(path: str) -> Path:
+    encoded = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8)
+    dist.broadcast(encoded, 0)
+    return Path(bytes(encoded.tolist()).rstrip(b"\0").decode())
 
 
 def _run(arguments: argparse.Namespace, folder: Path) -> None:
@@ -153,7 +119,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
         host_pages=_HOST_PAGES,
     )
     store = open_file_page_store(folder, capacity_bytes=_STORE_BYTES)
-    simulated = make_rank(config, rank, _FileStorage(store), arguments.seed)
+    simulated = make_rank(config, rank, store, arguments.seed)
     stepper = HiCacheStepper(cache=simulated.cache, groups=groups, mover=simulated.mover)
     source = _Workload(SimulatedWorkload(seed=arguments.seed, page_size=config.page_size).steps(arguments.steps))
     intake = RequestReceiver(
@@ -168,7 +134,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
             stepper.step()
             simulated.scheduler.step(commands)
             simulated.cache.check_integrity()
-            if step % max(1, arguments.steps // _LINES) == 0:
+            if step % max(1, arguments.steps // _NUM_REPORTS) == 0:
                 sys.stdout.write(f"rank {rank} step {step} holds {simulated.cache.state_digest:016x}\n")
         stats = simulated.cache.stats()
         sys.stdout.write(

@@ -170,7 +170,7 @@ def test_pages_come_back_from_files_after_a_restart(
 
     first = open_bench(Tiers(host_pages=40, store=store(), make_mover=make_mover), max_running_requests=2)
     before = first.run(*PROMPTS[::3])
-    while first.scheduler.tiers.contents.num_operations:
+    while first.scheduler.tiers.num_operations:
         first.step()
     first.close()
     second = open_bench(Tiers(host_pages=40, store=store(), make_mover=make_mover), max_running_requests=2)

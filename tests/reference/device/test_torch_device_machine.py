@@ -125,7 +125,7 @@ class ModelMachine(RuleBasedStateMachine):
         try:
             self.bench.scheduler.clear_cache()
         except CacheIntegrityError:
-            assert self.bench.scheduler.queues.running or self.bench.scheduler.tiers.contents.num_operations
+            assert self.bench.scheduler.queues.running or self.bench.scheduler.tiers.num_operations
 
     @rule()
     def restart(self) -> None:

@@ -29,7 +29,7 @@ class QuiescableScheduler:
 
     @property
     def num_operations(self) -> int:
-        return self.scheduler.tiers.contents.num_operations
+        return self.scheduler.tiers.num_operations
 
     def abort_all(self) -> int:
         num_aborted = sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])

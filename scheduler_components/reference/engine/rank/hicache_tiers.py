@@ -1,7 +1,7 @@
-"""Tiers behind the device, of one rank: its KV memory, a host tier, storage, and the agreement of all ranks.
+"""The tiers of one rank: its KV memory, a host tier, a storage backend and the agreement with the other ranks.
 
-The memory is simulated, or the torch tensors that a model computes into. Imported by a rank that has tiers: they need
-numpy, which an engine without a host tier need not have.
+The KV memory is simulated, or the torch tensors that a model computes into. A rank imports this module only if it has
+tiers: it needs numpy, which an engine without a host tier does not install.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from scheduler_components.reference.engine.config import HiCacheConfig, Schedule
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
+    from scheduler_components.hicache.prefetch_queue import PrefetchQueue
+    from scheduler_components.values import TierStats
 
 __all__ = [
     "HiCacheTiers",
@@ -45,20 +47,19 @@ __all__ = [
     "make_torch_kv_memory",
 ]
 
-_SHAPE = PageShape(
-    num_layers=NUM_SIMULATED_LAYERS, layer_page_bytes=64
-)  # small: its content is checked, not computed with
+# The pages are small because their content is compared, not computed with.
+_SHAPE = PageShape(num_layers=NUM_SIMULATED_LAYERS, layer_page_bytes=64)
 _WAIT_S = 0.001
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedKvPages:
-    """A ``PageHook``. A page's bytes are its digest, repeated, plus the number of the slice that this rank has.
+    """A ``PageHook`` that writes and compares simulated pages: the repeated digest plus the index of the rank's slice.
 
-    So a page of other tokens, another rank's slice and a torn page all differ from what they should be.
+    The hook therefore detects a page of other tokens, another rank's slice and a torn page.
 
     Attributes:
-        device: the memory, with pages of a multiple of ``DIGEST_BYTES`` in each layer.
+        device: the memory. The bytes of a page in one layer are a multiple of ``DIGEST_BYTES``.
         slice_index: which slice of every page this rank holds.
     """
 
@@ -71,21 +72,21 @@ class SimulatedKvPages:
     def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
         found = self.device.layers[:, list(pages)]
         if not np.array_equal(found, np.broadcast_to(self._content(digests), found.shape)):
-            raise CacheIntegrityError(f"device pages {pages[0]} to {pages[-1]} came back with other bytes")
+            raise CacheIntegrityError(f"device pages {pages[0]} to {pages[-1]} do not hold their content after a load")
 
     def _content(self, digests: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Bytes of shape ``(1, num_pages, layer_page_bytes)``, the same in every layer."""
+        """Return bytes of shape ``(1, num_pages, layer_page_bytes)``, the same for every layer."""
         rows = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES) + np.uint8(self.slice_index)
         return np.tile(rows, self.device.shape.layer_page_bytes // DIGEST_BYTES)[np.newaxis]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TierLayerDoneCounter:
-    """A ``LayerDoneCounter`` over the tiers of a rank.
+    """The ``LayerDoneCounter`` of a rank with tiers. ``start_batch`` submits the loads that batching has just decided.
 
     Attributes:
-        stepper: has the loads that were decided while the batch was made.
-        layer_counter: of their layers.
+        stepper: submits the loads.
+        layer_counter: counts their layers.
     """
 
     stepper: HiCacheStepper
@@ -100,11 +101,11 @@ class TierLayerDoneCounter:
 
 @dataclass(slots=True, kw_only=True)
 class HiCacheTiers:
-    """``CacheTiers`` of a ``HiRadixCache``.
+    """The ``CacheTiers`` of a ``HiRadixCache``.
 
     Attributes:
         stepper: steps the cache.
-        mover: the stepper's, which this one waits for.
+        mover: the mover of ``stepper``, for ``wait``.
     """
 
     stepper: HiCacheStepper
@@ -115,13 +116,27 @@ class HiCacheTiers:
         return self.stepper.cache
 
     @property
-    def contents(self) -> HiRadixCache:
-        return self.stepper.cache
+    def prefetch_queue(self) -> PrefetchQueue:
+        return self.stepper.cache.prefetch_queue
+
+    @property
+    def num_operations(self) -> int:
+        return self.stepper.cache.num_operations
+
+    @property
+    def state_digest(self) -> int:
+        return self.stepper.cache.state_digest
 
     @property
     def layer_counter(self) -> LayerDoneCounter:
-        """Where the device waits for pages, for a policy that loads ``by_layer``."""
+        """Where the device waits for pages if the policy loads ``by_layer``."""
         return TierLayerDoneCounter(stepper=self.stepper, layer_counter=self.mover.layer_counter)
+
+    def stats(self) -> TierStats:
+        return self.stepper.cache.stats()
+
+    def clear_storage_index(self) -> None:
+        self.stepper.cache.clear_storage_index()
 
     def step(self) -> None:
         self.stepper.step()
@@ -138,13 +153,13 @@ KvMemory: TypeAlias = "SimulatedDeviceMemory | TorchDeviceMemory"
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RankKvMemory:
-    """The KV memory of a rank, and what its pages mean.
+    """The KV memory of a rank and the identity of its content.
 
     Attributes:
-        memory: its pages.
-        model: the model and its weights, by a name that no others have: engines of one name read each other's pages.
-        dtype: of keys and values.
-        page_hook: learns which pages were computed and loaded.
+        memory: the pages.
+        model: a unique name of the model and its weights. Engines with the same name read each other's pages.
+        dtype: data type of keys and values.
+        page_hook: called with the pages that were computed or loaded.
     """
 
     memory: KvMemory
@@ -154,7 +169,7 @@ class RankKvMemory:
 
 
 def make_simulated_kv_memory(scheduler: SchedulerConfig, parallel: ParallelState, *, model: str) -> RankKvMemory:
-    """Make memory for a device that computes nothing: each page's bytes are made from its digest, and looked at."""
+    """Make the memory of a simulated device. The bytes of each page are derived from its digest and compared later."""
     memory = SimulatedDeviceMemory(_SHAPE, scheduler.kv_pages)
     slice_index = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
     hook = SimulatedKvPages(device=memory, slice_index=slice_index)
@@ -162,11 +177,11 @@ def make_simulated_kv_memory(scheduler: SchedulerConfig, parallel: ParallelState
 
 
 def make_torch_kv_memory(memory: TorchDeviceMemory, *, model: str) -> RankKvMemory:
-    """Take the pool that a model computes into.
+    """Describe the pool that a model computes into.
 
     Args:
-        memory: as many pages of as many tokens as the scheduler has.
-        model: ``ModelSpec.identity``, or another name for configuration and weights.
+        memory: with the page size and the number of pages of the scheduler.
+        model: ``ModelSpec.identity``, or another unique name of configuration and weights.
     """
     return RankKvMemory(memory=memory, model=model, dtype=str(memory.dtype).removeprefix("torch."))
 
@@ -179,12 +194,12 @@ def open_hicache_tiers(
     *,
     groups: ParallelGroups,
 ) -> HiCacheTiers:
-    """Open everything; all ranks of a replica do so, and wait for each other here. Closing it closes ``groups``.
+    """Open the tiers of one rank. All ranks of a replica call it together. Closing the tiers closes ``groups``.
 
     Raises:
-        ConfigError: the memory has not the scheduler's pages, or the host has no room.
+        ConfigError: the memory does not have the scheduler's pages, or the host memory cannot be allocated.
         ConfigError, StartError, StorageError: the storage cannot be opened.
-        SyncTimeoutError: not all ranks came.
+        SyncTimeoutError: a rank did not join in time.
         StopRequestedError: the engine stops.
     """
     if kv.memory.num_pages != scheduler.kv_pages:
@@ -230,7 +245,7 @@ def open_hicache_tiers(
 
 
 def _open_store(hicache: HiCacheConfig) -> ZeroCopyPageStore | None:
-    # Imported here: a rank starts with what it needs and nothing else.
+    # Imported here so that a rank loads only the backend that it uses.
     if hicache.storage == "file":
         from scheduler_components.hicache import open_file_page_store
 

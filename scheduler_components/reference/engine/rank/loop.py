@@ -115,7 +115,7 @@ class RankWorker:
     def _answer_dumps(self, step: int) -> None:
         """Dump the cache at a step at which no page is on its way, so that what is told of it is final."""
         for dump_id, last_step in list(self._dumps_due.items()):
-            if not self.scheduler.tiers.contents.num_operations or step >= last_step:
+            if not self.scheduler.tiers.num_operations or step >= last_step:
                 del self._dumps_due[dump_id]
                 self.reports.send(self._dump(dump_id, step))
 
@@ -175,7 +175,7 @@ class RankWorker:
             dump,
             host_hashes=pack_hashes(scheduler.cache.block_hashes(Tier.HOST)),
             stored_hashes=pack_hashes(scheduler.cache.block_hashes(Tier.STORAGE)),
-            tiers=scheduler.tiers.contents.stats(),
+            tiers=scheduler.tiers.stats(),
         )
 
 

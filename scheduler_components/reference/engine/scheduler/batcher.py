@@ -163,7 +163,7 @@ class Batcher:
 
     def start_prefetch(self, request: Request) -> None:
         """A request has come: begin to bring its prefix closer."""
-        self.tiers.contents.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace)
+        self.tiers.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace)
 
     def predict_first_token(self, request: Request) -> None:
         """A request is about to be queued: say when its first token will come. Nothing is decided by it."""
@@ -178,7 +178,7 @@ class Batcher:
 
     def update_prefetched_spans(self) -> None:
         """What storage has of requests that wait is read and not computed: load reports leave it out."""
-        for rid, span in self.tiers.contents.prefetch_queue.prefetched_spans():
+        for rid, span in self.tiers.prefetch_queue.prefetched_spans():
             request = self.queues.find(rid)
             if request is not None and request in self.queues.waiting:
                 self.queues.waiting.recount(request, span)
@@ -187,7 +187,7 @@ class Batcher:
         """The cache was emptied: prefixes of requests that wait are looked for in ``namespace`` from now on."""
         self.kv_cache.namespace = namespace
         for request in self.queues.waiting:
-            self.tiers.contents.prefetch_queue.cancel(request.rid)
+            self.tiers.prefetch_queue.cancel(request.rid)
             request.num_cached_tokens = 0
             self.queues.waiting.recount(request)
             self.start_prefetch(request)
@@ -303,7 +303,7 @@ class Batcher:
 
     def _is_ready(self, request: Request, *, is_next: bool) -> bool:
         """Say whether a request need not wait for pages, and begin to bring them closer."""
-        prefetch_queue, namespace = self.tiers.contents.prefetch_queue, self.kv_cache.namespace
+        prefetch_queue, namespace = self.tiers.prefetch_queue, self.kv_cache.namespace
         return prefetch_queue.is_done(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
 
     def _try_admit(self, request: Request, reserved_pages: int) -> bool:
@@ -321,9 +321,9 @@ class Batcher:
         request.prefill_end = request.num_input_tokens
         self.queues.admit(request)
         if request.num_retractions:
-            self.tiers.contents.prefetch_queue.cancel(request.rid)
+            self.tiers.prefetch_queue.cancel(request.rid)
         else:
-            request.cached_prompt = self.tiers.contents.prefetch_queue.record_admission(
+            request.cached_prompt = self.tiers.prefetch_queue.record_admission(
                 request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
             )
             request.num_cached_prompt_tokens = request.num_cached_tokens

@@ -145,7 +145,7 @@ class RequestMetrics:
     def totals(self) -> SchedulerTotals:
         """Return the counters and histograms of this moment."""
         totals = self.counters.totals(
-            self.latencies.snapshot(), self.tiers.contents.stats(), self.rates.preemptions_per_s, self.intake.copy()
+            self.latencies.snapshot(), self.tiers.stats(), self.rates.preemptions_per_s, self.intake.copy()
         )
         return msgspec.structs.replace(totals, quiesce=self.quiesce.stats(), batching=self.budget.stats())
 

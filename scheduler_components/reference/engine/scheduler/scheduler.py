@@ -172,7 +172,7 @@ class StateDigest:
         facts += (shape.num_tokens for shape in batch.replicas)
         cache = tiers.cache
         facts += (num_updated_requests, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
-        self.add(*facts, tiers.contents.state_digest - 2**63)
+        self.add(*facts, tiers.state_digest - 2**63)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -326,7 +326,7 @@ class Scheduler:
         """True while a step has something to do: requests that may run, aborts to tell of, pages on their way; and
         under DP attention while other replicas have requests.
         """
-        is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.contents.num_operations
+        is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.num_operations
         return bool(is_busy or self.batcher.budget.dp.last.any_work)
 
     def submit(self, request: Request) -> None:
@@ -357,7 +357,7 @@ class Scheduler:
         if request is None:
             return False
         self.integrity.progress.enter("abort", rid)
-        self.tiers.contents.prefetch_queue.cancel(rid)
+        self.tiers.prefetch_queue.cancel(rid)
         self.results.abort(request)
         self.integrity.progress.enter(IDLE)
         self._decisions.add(request.arrival, self.cache.used_tokens)
@@ -387,7 +387,7 @@ class Scheduler:
         self._decisions.add_step(batch, len(news), self.tiers)
         progress.enter("report")
         self._report()
-        nobody_holds = not self.queues.running and not self.tiers.contents.num_operations
+        nobody_holds = not self.queues.running and not self.tiers.num_operations
         self.integrity.checker.after_step(is_idle=nobody_holds)
         progress.enter(IDLE)
         return StepResult(
@@ -468,7 +468,7 @@ class Scheduler:
         Raises:
             CacheIntegrityError: pages are on their way; nothing has changed.
         """
-        self.tiers.contents.clear_storage_index()
+        self.tiers.clear_storage_index()
         self.kv_events.flush()
 
     def close(self) -> None:

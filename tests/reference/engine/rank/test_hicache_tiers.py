@@ -108,7 +108,7 @@ class Run:
     @property
     def hit_tokens(self) -> tuple[int, int, int]:
         """Tokens of prompts that were found: on the device, on the host, in storage."""
-        stats = self.scheduler.tiers.contents.stats()
+        stats = self.scheduler.tiers.stats()
         assert stats is not None
         return stats.device_hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens
 

@@ -85,7 +85,7 @@ def test_what_storage_brings_is_left_out_of_what_waits_to_be_computed(
 ) -> None:
     bench = make_bench(kv_tokens=256)
     coming = ComingFromStorage()
-    monkeypatch.setattr(type(bench.scheduler.tiers.contents), "prefetch_queue", coming)
+    monkeypatch.setattr(type(bench.scheduler.tiers), "prefetch_queue", coming)
     bench.submit("waits", range(100))
     bench.scheduler.step()
     assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 100 - 32

@@ -65,7 +65,7 @@ def test_each_step_reports_where_prompts_were_found(tiers: HiCacheTiers) -> None
         for _ in scheduler.drain():
             pass
     told = sink.stats.totals.tiers
-    assert told == tiers.contents.stats()
+    assert told == tiers.stats()
     assert told is not None
     assert (told.prompt_tokens, told.device_hit_tokens + told.host_hit_tokens) == (4 * 41, 40)
     assert told.host_hit_tokens > 0
