@@ -1,13 +1,13 @@
-"""Writes what the pages of ``docs/spec/`` take from the code: ``python docs/make_spec.py``.
+"""Generate the parts of ``docs/spec/`` that come from the code: ``python docs/make_spec.py``.
 
-Between two comments of a page stands what one of these makes; the rest of the page is written by hand:
+Each of these comments starts a generated part of a page. All other text is written by hand:
 
-- ``<!-- rules: CHAPTER -->``: the table of a chapter's rules, from ``scheduler_components.testing.SPECIFICATION``;
+- ``<!-- rules: CHAPTER -->``: the table of a chapter's rules, from ``scheduler_components.testing.rules``;
 - ``<!-- index -->``: all rules, with the page that explains each;
 - ``<!-- fields: EVENT -->``: an event's fields, from ``FIELD_FACTS``;
 - ``<!-- golden: FILE: NAME -->``: one golden vector, part by part.
 
-A test fails while a page differs from what this writes.
+A test fails if a page differs from the generated text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BLOCK = re.compile(r"(<!-- (rules|index|fields|golden)(?:: ([^>]+?))? -->\n).*?
 
 
 class FieldInfo(NamedTuple):
-    """What the field has to know of an event's field."""
+    """One field of an event: the engine versions that send it, and its meaning."""
 
     sglang: str
     vllm: str
@@ -70,37 +70,36 @@ FIELD_FACTS: dict[str, dict[str, FieldInfo]] = {
         "token_ids": FieldInfo(_BOTH, _BOTH, "`len(block_hashes) * block_size` ids, each below 2^32"),
         "block_size": FieldInfo(_BOTH, _BOTH, "tokens per block"),
         "lora_id": FieldInfo(_BOTH, "all; deprecated", "adapter number, nil for the base model"),
-        "medium": FieldInfo("0.5.x", "0.9 on; always there in maps", "where the blocks are; nil means the device"),
+        "medium": FieldInfo("0.5.x", "0.9 on; always there in maps", "medium of the blocks; nil means the device"),
         "lora_name": FieldInfo("0.5.23", "0.2x on; always there in maps", "adapter name"),
-        "extra_keys": FieldInfo("", "0.2x on", "what else went into the hashes, one entry per block or nil"),
+        "extra_keys": FieldInfo("", "0.2x on", "other inputs of the hashes, one entry per block or nil"),
         "group_idx": FieldInfo("", "0.32", "KV-cache group of a hybrid model"),
         "cache_salt": FieldInfo("0.5.2x on", "", "isolates tenants that send the same tokens"),
-        "session_id": FieldInfo("0.5.2x on", "0.32", "who caused the store; no part of the identity"),
-        "kv_cache_spec_kind": FieldInfo("", "0.32", "what the group attends to, such as `full_attention`"),
-        "kv_cache_spec_sliding_window": FieldInfo("", "0.32", "tokens of the group's window"),
+        "session_id": FieldInfo("0.5.2x on", "0.32", "the session that caused the store; not part of the identity"),
+        "kv_cache_spec_kind": FieldInfo("", "0.32", "attention kind of the group, such as `full_attention`"),
+        "kv_cache_spec_sliding_window": FieldInfo("", "0.32", "size of the group's sliding window in tokens"),
         "locality": FieldInfo("", "0.32", "`LOCAL` or `REMOTE`, seen from the publisher"),
-        "ownership": FieldInfo("", "0.32", "which of several tiers on one medium"),
-        "lookahead_token_ids": FieldInfo("", "0.33", "what follows the blocks, for drafting"),
+        "ownership": FieldInfo("", "0.32", "the tier, if one medium has several"),
+        "lookahead_token_ids": FieldInfo("", "0.33", "tokens after the blocks, for drafting"),
     },
     "BlockRemoved": {
-        "block_hashes": FieldInfo(_BOTH, "all; unsigned, or bytes", "blocks that can no longer be used there"),
-        "medium": FieldInfo("0.5.x", "0.9 on; always there in maps", "where they were; nil means the device"),
+        "block_hashes": FieldInfo(_BOTH, "all; unsigned, or bytes", "the removed blocks"),
+        "medium": FieldInfo("0.5.x", "0.9 on; always there in maps", "medium of the blocks; nil means the device"),
         "group_idx": FieldInfo("", "0.32", "KV-cache group"),
         "locality": FieldInfo("", "0.32", "as in `BlockStored`"),
         "ownership": FieldInfo("", "0.32", "as in `BlockStored`"),
     },
     "AllBlocksCleared": {},
 }
-"""Fields by event, in the order of this kit's structs: in which versions of SGLang and vLLM each is sent. A test
-compares the order with the structs."""
+"""Fields by event, in the order of this kit's structs. A test compares the order with the structs."""
 
 
 def write(page: str) -> str:
-    """Return the page with everything between the comments written anew."""
-    return _BLOCK.sub(lambda found: found[1] + "\n" + _made(found[2], found[3] or "") + "\n\n" + found[4], page)
+    """Return the page with its generated parts replaced."""
+    return _BLOCK.sub(lambda found: found[1] + "\n" + _generate(found[2], found[3] or "") + "\n\n" + found[4], page)
 
 
-def _made(kind: str, argument: str) -> str:
+def _generate(kind: str, argument: str) -> str:
     if kind == "rules":
         return "\n".join(_rule_table(rule for rule in SPECIFICATION if rule.chapter == argument))
     if kind == "fields":
@@ -111,11 +110,11 @@ def _made(kind: str, argument: str) -> str:
 
 
 def _rule_table(rules: Iterable[Rule]) -> Iterator[str]:
-    yield "| id | rule | if broken | judged by |"
+    yield "| id | rule | harm of a violation | verified by |"
     yield "| --- | --- | --- | --- |"
     for rule in rules:
         name = f"{rule.id} `{rule.name}`, {rule.weight}"
-        yield f"| {name} | {_sentence(rule.holds)} | {_sentence(rule.harms)} | {_judge(rule)} |"
+        yield f"| {name} | {_sentence(rule.holds)} | {_sentence(rule.harms)} | {_verifier(rule)} |"
 
 
 def _sentence(text: str) -> str:
@@ -123,7 +122,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if text[0].isascii() and not text.startswith(("kv@", "/")) else f"{text}."
 
 
-def _judge(rule: Rule) -> str:
+def _verifier(rule: Rule) -> str:
     kind, _, name = rule.verified_by.partition(": ")
     return f"`{kind}`" + (f": `{name}`" if name else "")
 

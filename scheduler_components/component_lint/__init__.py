@@ -1,9 +1,9 @@
-"""A flake8 plugin that judges components in anyone's code: it reads the source, and never imports it.
+"""A flake8 plugin that checks scheduler components in any code. It reads the source and never imports it.
 
-``flake8 --select SCH path`` runs it; ``docs/how-to/lint-components.md`` shows each code with a before and an after.
+Run it with ``flake8 --select SCH path``. ``docs/how-to/lint-components.md`` shows each code with an example.
 """
 
 from scheduler_components.component_lint.checker import ComponentChecker
-from scheduler_components.component_lint.rules import RULES, Limits, Problem, Rule
+from scheduler_components.component_lint.rules import RULES, Limits
 
-__all__ = ["RULES", "ComponentChecker", "Limits", "Problem", "Rule"]
+__all__ = ["RULES", "ComponentChecker", "Limits"]

@@ -1,4 +1,4 @@
-"""What a file says of its names and classes: imports, fields, and whether a class is a component at all."""
+"""Read the names and classes of a file: imports, fields, and the kind of each class."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ _DATA_TYPES = {
     "Mapping", "MutableMapping", "Iterable", "Collection", "deque", "Deque", "defaultdict", "DefaultDict",
     "Counter", "OrderedDict", "array",
 }  # fmt: skip
-"""Last names of types that hold data and do nothing else, whatever they are filled with."""
+"""Last names of types that only hold data, regardless of their items."""
 _NOT_OF_OBJECTS = {"property", "cached_property", "setter", "deleter", "classmethod", "staticmethod"}
 _WITHOUT_EFFECT = {"setattr", "logger", "logging", "log", "warnings", "print"}
-"""Who sets an own field or tells of something does not act."""
+"""Calls of these names set a field or log: they are no behaviour."""
 
 
 class ClassKind(enum.Enum):
-    """What a class is for, as far as its declaration and its methods tell."""
+    """Kind of a class, from its declaration and its methods."""
 
     COMPONENT = "behaviour and collaborators"
-    VALUE = "a frozen class, wire struct or model of settings that also does something"
-    RECORD = "declared fields of data, and nothing done through them: judged by no rule about components"
+    VALUE = "a frozen class, wire struct or settings model with behaviour"
+    RECORD = "declared data fields without behaviour: no rule about components applies"
     INTERFACE = "a Protocol"
 
 
@@ -64,11 +64,11 @@ class FieldInfo(msgspec.Struct, frozen=True):
     """One field: declared in the class body, or stored by ``__init__``.
 
     Attributes:
-        node: the place to report.
-        annotation: out of its quotes; None where there is none.
-        callable: the outermost callable in the annotation: ``Callable | None`` and ``list[Callable]`` hold one too.
-        is_own_state: made by the object itself, not given to its constructor; by convention also a dataclass's field
-            whose name begins with an underscore.
+        node: the node to report.
+        annotation: without quotes; None without an annotation.
+        callable: the outermost callable in the annotation, also of ``Callable | None`` and ``list[Callable]``.
+        is_own_state: the object creates it, and the constructor does not take it. By convention this also holds for a
+            dataclass field whose name begins with an underscore.
     """
 
     name: str
@@ -87,7 +87,7 @@ class ClassInfo(msgspec.Struct, frozen=True):
 
 
 class ImportedNames:
-    """The imports of one file, wherever in it they stand.
+    """All imports of one file.
 
     Args:
         tree: the parsed file.
@@ -108,7 +108,7 @@ class ImportedNames:
                     self._origins[alias.asname or alias.name] = f"{module}.{alias.name}"
 
     def dotted(self, node: ast.expr) -> str:
-        """Return the full dotted name of ``a.b.c``, resolved through the imports; empty for any other expression."""
+        """Return the full dotted name of ``a.b.c``, resolved through the imports; empty for other expressions."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -118,16 +118,16 @@ class ImportedNames:
         return ".".join([self._origins.get(node.id, node.id), *reversed(parts)])
 
     def is_imported(self, name: str) -> bool:
-        """True when an import statement binds ``name``."""
+        """Whether an import statement binds ``name``."""
         return name in self._origins
 
     def is_standard(self, node: ast.expr) -> bool:
-        """True when the expression names something of the standard library."""
+        """Whether the expression names a part of the standard library."""
         return self.dotted(node).partition(".")[0] in sys.stdlib_module_names
 
 
 def last_name(node: ast.expr) -> str:
-    """Return the last identifier of ``a.b.c`` or ``a.b.c[...]``; empty for any other expression."""
+    """Return the last identifier of ``a.b.c`` or ``a.b.c[...]``; empty for other expressions."""
     while isinstance(node, ast.Subscript):
         node = node.value
     if isinstance(node, ast.Attribute):
@@ -136,7 +136,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def root_name(node: ast.expr) -> str:
-    """Return the first identifier of ``a.b.c``, ``a[...].b`` or ``a(...).b``; empty for any other expression."""
+    """Return the first identifier of ``a.b.c``, ``a[...].b`` or ``a(...).b``; empty for other expressions."""
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Attribute | ast.Subscript):
             node = node.value
@@ -148,7 +148,7 @@ def root_name(node: ast.expr) -> str:
 
 
 def unquoted(annotation: ast.expr) -> ast.expr:
-    """Return what an annotation in quotes says; any other annotation as it is."""
+    """Parse an annotation in quotes; return other annotations unchanged."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         try:
             return ast.parse(annotation.value.strip(), mode="eval").body
@@ -158,36 +158,36 @@ def unquoted(annotation: ast.expr) -> ast.expr:
 
 
 def is_any(annotation: ast.expr, names: ImportedNames) -> bool:
-    """True for ``Any`` itself, not for a container of it."""
+    """Whether the annotation is ``Any`` itself, not a container of it."""
     return names.dotted(annotation) in _ANY
 
 
 def methods_of(node: ast.ClassDef) -> Iterator[Function]:
-    """Yield the functions that stand in a class's body."""
+    """Yield the functions of a class body."""
     for statement in node.body:
         if isinstance(statement, Function):
             yield statement
 
 
 def parameters_of(function: Function) -> list[ast.arg]:
-    """Return all parameters, ``self`` included."""
+    """Return all parameters with ``self``."""
     arguments = function.args
     rest = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
 
 
 def names_bound_in(function: Function) -> set[str]:
-    """Return the local names that a function's body stores to; its parameters are not among them."""
+    """Return the local names that a function's body assigns, without its parameters."""
     return {part.id for part in ast.walk(function) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
 
 
 def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, ast.ClassDef]) -> ClassInfo:
-    """Read one class; ``siblings`` are the classes of its file by name, whose kinds it inherits."""
+    """Read one class; ``siblings`` are the classes of its file by name, because a class inherits their kinds."""
     kind = _declared_kind(node, names, siblings, frozenset())
     decorated = any(names.dotted(_call(decorator)[0]) in _DECLARING for decorator in node.decorator_list)
     is_data_class = decorated or kind is ClassKind.VALUE
     found = _declared_fields(node, names) if is_data_class else _stored_fields(node, names)
-    by_name = {field.name: field for field in reversed(list(found))}  # the first assignment of each
+    by_name = {field.name: field for field in reversed(list(found))}  # Keep the first assignment of each.
     fields = tuple(reversed(by_name.values()))
     if is_data_class and kind is not ClassKind.INTERFACE and not _has_behaviour(node, fields):
         kind = ClassKind.RECORD
@@ -201,7 +201,7 @@ def _declared_kind(
         if names.dotted(name) in _FROZEN_ATTRS or _is_true(keywords.get("frozen")):
             return ClassKind.VALUE
     if any(keyword.arg == "frozen" and _is_true(keyword.value) for keyword in node.keywords):
-        return ClassKind.VALUE  # a msgspec struct, whatever its base is called
+        return ClassKind.VALUE  # A msgspec struct, whatever the name of its base.
     for base in node.bases:
         base = base.value if isinstance(base, ast.Subscript) else base
         dotted = names.dotted(base)
@@ -217,9 +217,9 @@ def _declared_kind(
 
 
 def _has_behaviour(node: ast.ClassDef, fields: tuple[FieldInfo, ...]) -> bool:
-    """True for a data class that works with something: a field to call, or a method that acts.
+    """Whether a data class has behaviour: a callable field, or a method that acts.
 
-    Methods that keep, check or answer about the class's own data are no behaviour, however long they are.
+    Methods that only store, check or compute the class's own data are no behaviour.
     """
     if any(field.callable is not None for field in fields):
         return True
@@ -228,9 +228,9 @@ def _has_behaviour(node: ast.ClassDef, fields: tuple[FieldInfo, ...]) -> bool:
 
 
 def _acts(method: Function, collaborators: set[str]) -> bool:
-    """True for a method that reaches through a field, waits, or calls something for its effect.
+    """Whether a method uses a member of a field, awaits, or calls a function for its effect.
 
-    Alternative constructors, properties and what Python itself calls do not count, save ``__call__``.
+    Alternative constructors, properties and special methods do not count, except ``__call__``.
     """
     is_dunder = method.name.startswith("__") and method.name.endswith("__")
     if is_dunder and method.name != "__call__":
@@ -255,7 +255,7 @@ def _is_own_field(node: ast.expr) -> bool:
 
 
 def _is_data(annotation: ast.expr) -> bool:
-    """True for numbers, text and containers, and for unions of them."""
+    """Whether the annotation is a number, text, a container, or a union of them."""
     annotation = unquoted(annotation)
     if isinstance(annotation, ast.BinOp):
         return _is_data(annotation.left) and _is_data(annotation.right)
@@ -278,7 +278,7 @@ def _declared_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[Field
 
 
 def _is_left_out_of_init(default: ast.expr | None) -> bool:
-    """True for ``field(init=False)`` and its likes in attrs."""
+    """Whether the default is ``field(init=False)``, of dataclasses or attrs."""
     if not isinstance(default, ast.Call) or last_name(default.func) not in {"field", "ib"}:
         return False
     init = _call(default)[1].get("init")
@@ -286,7 +286,7 @@ def _is_left_out_of_init(default: ast.expr | None) -> bool:
 
 
 def _stored_fields(node: ast.ClassDef, names: ImportedNames) -> Iterator[FieldInfo]:
-    """Fields of a plain class: what its ``__init__``, and a mixin's ``init_...``, assign to ``self``."""
+    """Yield the fields of a plain class: assignments to ``self`` in ``__init__``, and in ``init_...`` of a mixin."""
     for method in methods_of(node):
         if method.name != "__init__" and not method.name.startswith("init_"):
             continue
@@ -326,7 +326,7 @@ def _callable_in(annotation: ast.expr | None, names: ImportedNames) -> ast.expr 
 
 
 def _assignment(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None, ast.expr | None]:
-    """Return (target, value, annotation) of a simple assignment, else Nones."""
+    """Return (target, value, annotation) of a simple assignment, else three times None."""
     if isinstance(node, ast.AnnAssign):
         return node.target, node.value, node.annotation
     if isinstance(node, ast.Assign) and len(node.targets) == 1:

@@ -1,7 +1,7 @@
-"""The table of rules, and the rules: each reads a parsed file and yields problems.
+"""The table of rules, and their checks. Each check reads a parsed file and yields problems.
 
-A rule judges by what one file says. It does not follow a call into another file, and it does not guess: where a file
-does not show that something is wrong, nothing is reported.
+A rule uses one file only. It does not follow a call into another file and does not guess: it reports a problem only if
+the file itself shows it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from types import UnionType
 
 import attrs
 import msgspec
 
+from scheduler_components.component_lint.ambient_getters import AmbientGetters
 from scheduler_components.component_lint.class_info import (
     CONSTRUCTORS,
     ClassInfo,
@@ -25,10 +25,8 @@ from scheduler_components.component_lint.class_info import (
     is_any,
     last_name,
     methods_of,
-    names_bound_in,
     parameters_of,
     read_class,
-    root_name,
     unquoted,
 )
 
@@ -36,13 +34,13 @@ __all__ = ["RULES", "Limits", "Problem", "Rule", "find_problems"]
 
 
 class Problem(msgspec.Struct, frozen=True, order=True):
-    """One place that breaks one rule.
+    """One violation of one rule.
 
     Attributes:
         line: counted from 1.
         column: counted from 0.
         code: a key of ``RULES``.
-        message: what stands there.
+        message: what the code does.
     """
 
     line: int
@@ -55,10 +53,10 @@ class Rule(msgspec.Struct, frozen=True):
     """One rule.
 
     Attributes:
-        code: how flake8 selects and ignores it.
-        name: how people speak of it.
-        subject: what it looks for.
-        hint: what to do instead.
+        code: the code for flake8's selection.
+        name: the name in texts.
+        subject: the code that the rule reports.
+        hint: the repair.
     """
 
     code: str
@@ -67,7 +65,7 @@ class Rule(msgspec.Struct, frozen=True):
     hint: str
 
     def at(self, node: ast.AST, message: str) -> Problem:
-        """Make a problem of this rule at a statement or an expression."""
+        """Return a problem of this rule at a statement or an expression."""
         return Problem(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), self.code, message)
 
 
@@ -75,61 +73,61 @@ WHOLE_SCHEDULER = Rule(
     "SCH001",
     "whole-scheduler",
     "a field or a method's parameter that holds the whole scheduler, or a use of self.scheduler",
-    "ask for a small port with the members that are really read",
+    "ask for a small port with only the members that the class uses",
 )
 MIXIN = Rule(
     "SCH002",
     "mixin",
     "a mixin class, a class made of mixins, or a method whose self is annotated as another class",
-    "make it a component of its own that is given what it reads",
+    "turn it into a component whose constructor takes what it reads",
 )
 TOO_MANY_FIELDS = Rule(
     "SCH003",
     "too-many-fields",
-    "a component with more fields than fit in one head (7, an option)",
-    "split it by subject, or group values that travel together",
+    "a component with more fields than the limit (an option, default 7)",
+    "split it by subject, or group values that belong together",
 )
 UNTYPED_CALLABLE = Rule(
     "SCH004",
     "untyped-callable",
     "a field that is a Callable without its parameter types",
-    "ask for a port with a named method; a bare callable only for one typed, stateless verb such as a clock",
+    "ask for a port with a named method; use a bare callable only for one typed, stateless verb such as a clock",
 )
 MANY_CALLABLES = Rule(
     "SCH005",
     "many-callables",
-    "more typed callables in one class than a clock and one other verb (2, an option)",
-    "gather what they read in one port, so that no page of lambdas wires it",
+    "a class with more typed callables as fields than the limit (an option, default 2)",
+    "replace them by one port that has a method for each",
 )
 ANY_FIELD = Rule(
     "SCH006",
     "any-field",
     "a field of a component typed Any",
-    "name the type, or a Protocol with the members that are used",
+    "name the type, or a Protocol with the members that the class uses",
 )
 AMBIENT_CONTEXT = Rule(
     "SCH007",
     "ambient-context",
-    "a value taken from the surroundings: a global get_...(), a singleton, a global statement, the environment",
-    "pass the value in where the component is composed",
+    "a value from ambient context: a global get_...(), a singleton, a global statement, the environment",
+    "pass the value to the constructor",
 )
 IO_IN_CONSTRUCTOR = Rule(
     "SCH008",
     "io-in-constructor",
-    "a socket, thread, process or file opened while an object is constructed",
-    "store in the constructor, and open in an open_...() function that hands the resource in",
+    "a socket, thread, process or file that a constructor opens",
+    "open the resource in an open_...() function and pass it to the constructor",
 )
 ENABLED_GATE = Rule(
     "SCH009",
     "enabled-gate",
     "a branch on self.enable..., self.enabled or the like",
-    "decide once where it is composed, and give a null object where the feature is off",
+    "decide once when the component is composed, and pass a null object if the feature is off",
 )
 TOO_MANY_PARAMETERS = Rule(
     "SCH010",
     "too-many-parameters",
-    "a component's constructor with more parameters than fit in one head (7, an option)",
-    "split the component by subject, or pass values that travel together as one",
+    "a component whose constructor has more parameters than the limit (an option, default 7)",
+    "split the component by subject, or pass values that belong together as one value",
 )
 
 RULES: Mapping[str, Rule] = {
@@ -147,7 +145,7 @@ RULES: Mapping[str, Rule] = {
         TOO_MANY_PARAMETERS,
     )
 }
-"""Every rule by its code. A code is never given to another rule."""
+"""Every rule by its code. A code is never used for another rule."""
 
 
 @attrs.frozen(kw_only=True)
@@ -155,8 +153,8 @@ class Limits:
     """Limits of the rules that count.
 
     Attributes:
-        max_fields: collaborators and settings that a component may ask for; its own state does not count.
-        max_parameters: parameters of a component's constructor, ``self`` not counted.
+        max_fields: collaborators and settings of a component, without its own state.
+        max_parameters: parameters of a component's constructor, without ``self``.
         max_callables: typed callables among the fields.
     """
 
@@ -166,7 +164,7 @@ class Limits:
 
 
 def find_problems(tree: ast.Module, filename: str, limits: Limits) -> list[Problem]:
-    """Return what is wrong with one file, by line; a problem is told once.
+    """Return the problems of one file by line, each once.
 
     Args:
         tree: the parsed file.
@@ -194,7 +192,7 @@ def _all_problems(tree: ast.Module, filename: str, limits: Limits) -> Iterator[P
     yield from _check_enabled_gates(tree)
 
 
-# Who knows whom.
+# Dependencies on the scheduler and between classes.
 
 _MIXIN = re.compile(r"\w*Mixin\d*")
 _WHOLE_TYPE = re.compile(r"\w*Scheduler")
@@ -202,13 +200,13 @@ _WHOLE_FIELDS = ("scheduler", "_scheduler")
 
 
 def _check_mixin(node: ast.ClassDef) -> Iterator[Problem]:
-    """Find mixins by their names, by the classes made of them, and by a borrowed ``self``."""
+    """Find mixins by their names, their subclasses, and a ``self`` that is annotated as another class."""
     mixins = [name for name in map(last_name, node.bases) if _MIXIN.fullmatch(name)]
     if _MIXIN.fullmatch(node.name):
-        yield MIXIN.at(node, f"{node.name} is a mixin: it reads and writes the fields of its host")
+        yield MIXIN.at(node, f"{node.name} is a mixin: it reads and writes the fields of its host class")
         return
     if mixins:
-        yield MIXIN.at(node, f"{node.name} is made of mixins ({', '.join(mixins)})")
+        yield MIXIN.at(node, f"{node.name} inherits from mixins ({', '.join(mixins)})")
     borrowed = [method for method in methods_of(node) if _host_of(method) not in {"", "Self", node.name}]
     if borrowed:
         message = f"self is annotated as {_host_of(borrowed[0])} in {len(borrowed)} methods of {node.name}"
@@ -216,7 +214,7 @@ def _check_mixin(node: ast.ClassDef) -> Iterator[Problem]:
 
 
 def _host_of(method: Function) -> str:
-    """Return the class that ``self`` is annotated as; empty for none, and for what reads as a type variable (SelfT)."""
+    """Return the class in the annotation of ``self``; empty without one, and for a type variable such as SelfT."""
     for parameter in parameters_of(method)[:1]:
         if parameter.arg == "self" and parameter.annotation is not None:
             name = last_name(unquoted(parameter.annotation))
@@ -231,15 +229,15 @@ def _check_whole_scheduler(facts: ClassInfo) -> Iterator[Problem]:
     found = [field for field in facts.fields if _is_whole(field.name, field.annotation)]
     for field in found:
         yield WHOLE_SCHEDULER.at(field.node, _held(node.name, field, uses))
-    told = {field.name for field in facts.fields if field in found or field.annotation is not None}
+    reported = {field.name for field in facts.fields if field in found or field.annotation is not None}
     for method in methods_of(node):
         if method.name == "__init__" and found:
-            continue  # told with the field
+            continue  # The field is reported already.
         for parameter in parameters_of(method):
             if parameter.arg not in {"self", "cls"} and _is_whole(parameter.arg, parameter.annotation):
                 message = f"{node.name}.{method.name} takes the whole scheduler as {parameter.arg!r}"
                 yield WHOLE_SCHEDULER.at(parameter, message)
-    others = [use for use in uses if use.attr not in told]
+    others = [use for use in uses if use.attr not in reported]
     if others:
         first = min(others, key=lambda use: use.lineno)
         yield WHOLE_SCHEDULER.at(first, f"{node.name} uses self.{first.attr} {len(others)} times")
@@ -248,7 +246,7 @@ def _check_whole_scheduler(facts: ClassInfo) -> Iterator[Problem]:
 def _held(class_name: str, field: FieldInfo, uses: list[ast.Attribute]) -> str:
     message = f"field {field.name!r} of {class_name} holds the whole scheduler"
     count = sum(use.attr == field.name for use in uses)
-    return f"{message}, and {count} uses go through it" if count else message
+    return f"{message} and is used {count} times" if count else message
 
 
 def _is_whole(name: str, annotation: ast.expr | None) -> bool:
@@ -259,7 +257,7 @@ def _is_whole(name: str, annotation: ast.expr | None) -> bool:
 
 
 def _uses_of_scheduler(node: ast.ClassDef) -> list[ast.Attribute]:
-    """Return every ``self.scheduler`` of which something is read: ``self.scheduler.x``."""
+    """Return every ``self.scheduler`` in an expression ``self.scheduler.x``."""
     return [
         part.value
         for part in ast.walk(node)
@@ -271,15 +269,15 @@ def _uses_of_scheduler(node: ast.ClassDef) -> list[ast.Attribute]:
     ]
 
 
-# What a component asks for.
+# Fields and parameters of a component.
 
 
 def _check_counts(facts: ClassInfo, limits: Limits) -> Iterator[Problem]:
-    """Count fields, else the constructor's parameters: both would tell of the same thing twice."""
+    """Count the fields, or else the constructor's parameters: to report both would report one problem twice."""
     node = facts.node
-    asked = [field for field in facts.fields if not field.is_own_state]
-    if len(asked) > limits.max_fields:
-        yield TOO_MANY_FIELDS.at(node, f"{node.name} has {len(asked)} fields, more than {limits.max_fields}")
+    given = [field for field in facts.fields if not field.is_own_state]
+    if len(given) > limits.max_fields:
+        yield TOO_MANY_FIELDS.at(node, f"{node.name} has {len(given)} fields, more than {limits.max_fields}")
         return
     for method in methods_of(node):
         if method.name == "__init__":
@@ -304,7 +302,7 @@ def _check_callables(facts: ClassInfo, names: ImportedNames, limits: Limits) -> 
         if _has_parameter_types(field.callable, names):
             typed.append(field)
         else:
-            message = f"field {field.name!r} of {facts.node.name} is a callable with untyped parameters or result"
+            message = f"field {field.name!r} of {facts.node.name} is a callable without parameter and result types"
             yield UNTYPED_CALLABLE.at(field.node, message)
     if len(typed) > limits.max_callables:
         listed = ", ".join(field.name for field in typed)
@@ -321,7 +319,7 @@ def _has_parameter_types(found: ast.expr, names: ImportedNames) -> bool:
     return not any(is_any(part, names) for part in (*parameters.elts, result))
 
 
-# What a constructor does.
+# Effects of a constructor.
 
 _OPENERS = {
     "open": "a file",
@@ -366,11 +364,11 @@ _OPENING_METHODS = {
     "write_text": "a file",
     "write_bytes": "a file",
 }
-"""Methods of whatever object: a bare name would be a function, which the table above knows or not."""
+"""Methods of any object. ``_OPENERS`` lists functions."""
 
 
 def _check_constructors(node: ast.ClassDef, names: ImportedNames) -> Iterator[Problem]:
-    """Check constructors, and the methods of the same class that they call on ``self``; data classes too."""
+    """Check the constructors of any class, and the methods that they call on ``self``."""
     methods = {method.name: method for method in methods_of(node)}
     for name in CONSTRUCTORS:
         if name in methods:
@@ -397,7 +395,7 @@ def _openings(
 
 
 def _calls_made_by(function: Function) -> Iterator[ast.Call]:
-    """Yield the calls that happen when the function runs: not those inside functions that it only defines."""
+    """Yield the calls of a function's body, without the calls inside functions that it only defines."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop(0)
@@ -409,7 +407,7 @@ def _calls_made_by(function: Function) -> Iterator[ast.Call]:
 
 
 def _startable_names(function: Function, names: ImportedNames) -> set[str]:
-    """Local names that hold a thread, which opens nothing until it is started."""
+    """Return the local names of threads, which open nothing before their start."""
     return {
         last_name(node.targets[0])
         for node in ast.walk(function)
@@ -420,7 +418,7 @@ def _startable_names(function: Function, names: ImportedNames) -> set[str]:
 
 
 def _started_by(function: ast.expr, startable: set[str]) -> str:
-    """``x.start()`` of a field or of a thread; a local name may be anything else, such as a regex match."""
+    """Return the resource of ``x.start()`` if x is a field or a thread: a local name may also be a regex match."""
     if not isinstance(function, ast.Attribute) or function.attr != "start":
         return ""
     started = function.value
@@ -434,40 +432,38 @@ def _opened_by(function: ast.expr, names: ImportedNames) -> str:
     if dotted in _OPENERS:
         return _OPENERS[dotted]
     if dotted.split(".")[-1].startswith("open_"):
-        return "what an open_...() function opens"
+        return "the resource of an open_...() function"
     if isinstance(function, ast.Attribute) and function.attr in _OPENING_METHODS:
         return _OPENING_METHODS[function.attr]
     return ""
 
 
-# What code takes from its surroundings instead of being given it.
+# Ambient context.
 
 _ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.getenvb"}
 _ENVIRONMENT_READERS = {"cli", "__main__", "config"}
-"""Files (without .py) whose business it is to read the environment, and pass on what it says."""
-_SINGLETON_GETTERS = {"instance", "get_instance"}
+"""Files (without .py) that may read the environment and pass its values on."""
 _SINGLETON_FIELDS = {"_instance", "instance", "_singleton"}
-_GLOBAL_GETTER = re.compile(r"get_(global_\w+|(\w+_)?(singleton|instance))")
-_OF_TEXT = frozenset(dir(str))
 
 
 def _check_ambient_context(tree: ast.Module, names: ImportedNames, filename: str) -> Iterator[Problem]:
-    """Check a whole file, its functions and its module level."""
+    """Find ambient context in functions and at module level."""
     reads_environment = PurePath(filename).stem in _ENVIRONMENT_READERS
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             listed = ", ".join(node.names)
-            yield AMBIENT_CONTEXT.at(node, f"the module's {listed} is rebound from a function: a singleton")
+            yield AMBIENT_CONTEXT.at(node, f"a function rebinds the module's {listed}: a singleton")
         elif isinstance(node, ast.Attribute | ast.Name) and names.dotted(node) in _ENVIRONMENT:
             if not reads_environment:
-                yield AMBIENT_CONTEXT.at(node, "the environment is read")
+                yield AMBIENT_CONTEXT.at(node, "the code reads the environment")
         elif isinstance(node, ast.Attribute) and _keeps_only_object(node):
-            yield AMBIENT_CONTEXT.at(node, f"the class keeps its only object in {ast.unparse(node)}")
-    yield from _Getters(tree, names).problems()
+            yield AMBIENT_CONTEXT.at(node, f"the class stores its only object in {ast.unparse(node)}")
+    for call, message in AmbientGetters(tree, names).calls():
+        yield AMBIENT_CONTEXT.at(call, message)
 
 
 def _keeps_only_object(node: ast.Attribute) -> bool:
-    """True for ``cls._instance = ...`` and ``Thing.instance = ...``."""
+    """Whether the node is the target of ``cls._instance = ...`` or ``Thing.instance = ...``."""
     if (
         node.attr not in _SINGLETON_FIELDS
         or not isinstance(node.ctx, ast.Store)
@@ -477,142 +473,13 @@ def _keeps_only_object(node: ast.Attribute) -> bool:
     return node.value.id == "cls" or node.value.id[:1].isupper()
 
 
-class _Getters:
-    """The calls of ``get_...()`` in one file, and how their results are used.
-
-    The name alone says little: ``get_traceback()`` makes a new text at each call. A call takes a value from the
-    surroundings when one of these holds:
-
-    - this file defines the getter, and the getter reads what a ``global`` statement of this file rebinds;
-    - its name says so (``get_global_x``, ``get_x_instance``, ``X.instance``);
-    - somewhere in this file the code looks into a result of it (an attribute, an item, a call) or decides by one (a
-      test, a comparison). Text methods, slices and ``in`` do not count: they are how text is used.
-
-    Only getters that are imported from outside the standard library are asked the last two, and only calls without
-    arguments: who passes arguments says what the answer depends on.
-    """
-
-    def __init__(self, tree: ast.Module, names: ImportedNames) -> None:
-        self._tree = tree
-        self._names = names
-        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self._own = _getters_of_globals(tree)
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each call of an ambient getter."""
-        doubtful: dict[str, list[ast.Call]] = {}
-        for node in ast.walk(self._tree):
-            if not isinstance(node, ast.Call) or node.args or node.keywords:
-                continue
-            name = last_name(node.func)
-            if isinstance(node.func, ast.Name) and name in self._own and not self._is_local(name, node):
-                yield self._taken(node)
-            elif self._is_singleton_of_class(node.func) and self._is_in_class(node):
-                yield AMBIENT_CONTEXT.at(node, f"{ast.unparse(node.func)}() is a singleton")
-            elif name.startswith("get_") and self._is_foreign(node):
-                doubtful.setdefault(self._names.dotted(node.func), []).append(node)
-        for calls in doubtful.values():
-            if _GLOBAL_GETTER.fullmatch(last_name(calls[0].func)) or any(map(self._is_consulted, calls)):
-                yield from map(self._taken, calls)
-
-    def _taken(self, call: ast.Call) -> Problem:
-        return AMBIENT_CONTEXT.at(call, f"{ast.unparse(call.func)}() takes a value from the surroundings")
-
-    def _is_foreign(self, call: ast.Call) -> bool:
-        """True for an imported name, and within a class for a function of an imported module."""
-        function = call.func
-        if self._names.is_standard(function):
-            return False
-        root = root_name(function)
-        if not self._names.is_imported(root) or self._is_local(root, call):
-            return False
-        if isinstance(function, ast.Name):
-            return True
-        owner = self._names.dotted(function.value) if isinstance(function, ast.Attribute) else ""
-        return owner.split(".")[-1].islower() and self._is_in_class(call)
-
-    def _is_singleton_of_class(self, function: ast.expr) -> bool:
-        if not isinstance(function, ast.Attribute) or function.attr not in _SINGLETON_GETTERS:
-            return False
-        owner = self._names.dotted(function.value)
-        return owner.split(".")[-1][:1].isupper() and not self._names.is_standard(function.value)
-
-    def _is_consulted(self, node: ast.expr) -> bool:
-        """True when the code looks into this value or decides by it, here or by a name that it is given."""
-        parent = self._parents[node]
-        if isinstance(parent, ast.Await):
-            return self._is_consulted(parent)
-        if isinstance(parent, ast.NamedExpr) and self._is_looked_into(parent):
-            return True
-        if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr) and parent.value is node:
-            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            return any(self._is_looked_into(use) for target in targets for use in self._uses_of(target))
-        return self._is_looked_into(node)
-
-    def _is_looked_into(self, node: ast.expr) -> bool:
-        match self._parents[node]:
-            case ast.Attribute(attr=attribute):
-                return attribute not in _OF_TEXT
-            case ast.Call(func=function):
-                return function is node
-            case ast.Subscript(value=value, slice=index):
-                return value is node and not isinstance(index, ast.Slice)
-            case ast.Compare(ops=operators):
-                return not any(isinstance(operator, ast.In | ast.NotIn) for operator in operators)
-            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
-                return test is node
-            case ast.BoolOp() | ast.UnaryOp(op=ast.Not()) | ast.Match():
-                return True
-        return False
-
-    def _uses_of(self, target: ast.expr) -> Iterator[ast.expr]:
-        """Yield what reads a local name in its function, a module's name in the file, a field in its class."""
-        is_field = isinstance(target, ast.Attribute) and root_name(target) == "self"
-        scope = self._enclosing(target, ast.ClassDef if is_field else Function) or self._tree
-        wanted = ast.dump(target).replace("ctx=Store()", "ctx=Load()")
-        for node in ast.walk(scope):
-            if type(node) is type(target) and ast.dump(node) == wanted:
-                yield node
-
-    def _is_local(self, name: str, node: ast.AST) -> bool:
-        """True when a function around the node binds the name, as a parameter or by a store."""
-        function = self._enclosing(node, Function)
-        while function is not None:
-            assert isinstance(function, Function)
-            if name in names_bound_in(function) or name in {each.arg for each in parameters_of(function)}:
-                return True
-            function = self._enclosing(function, Function)
-        return False
-
-    def _is_in_class(self, node: ast.AST) -> bool:
-        return self._enclosing(node, ast.ClassDef) is not None
-
-    def _enclosing(self, node: ast.AST, kinds: type[ast.ClassDef] | UnionType) -> ast.AST | None:
-        around = self._parents.get(node)
-        while around is not None and not isinstance(around, kinds):
-            around = self._parents.get(around)
-        return around
-
-
-def _getters_of_globals(tree: ast.Module) -> set[str]:
-    """Functions of this file that read what a ``global`` statement of it rebinds, and are called get_..."""
-    rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return {
-        function.name
-        for function in tree.body
-        if isinstance(function, Function)
-        and function.name.startswith("get_")
-        and any(isinstance(part, ast.Name) and part.id in rebound for part in ast.walk(function))
-    }
-
-
-# Branches on whether a feature is on.
+# Branches on a feature flag.
 
 _GATE = re.compile(r"_?(is_)?(enabled?|disabled?)(_\w+)?|_?\w+_(enabled|disabled)")
 
 
 def _check_enabled_gates(tree: ast.Module) -> Iterator[Problem]:
-    """Find ``if``, ``while`` and conditional expressions that ask an object's own fields whether something is on."""
+    """Find ``if``, ``while`` and conditional expressions that test a flag among the object's own fields."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             for part in ast.walk(node.test):

@@ -1,11 +1,11 @@
-"""The rules of KV events, numbered: the one table from which reports, JUnit files and the specification are made.
+"""The numbered rules of KV events: reports, JUnit files and the specification come from this one table.
 
-A rule says what holds, whom it harms when it is broken, what repairs it, and what judges it. Most are judged on a live
-stream (``stream_verifier``); others by checks of a publisher, a subscriber or a recorder, or by golden bytes. What
-released consumers were measured to need is in it, and nothing for beauty's sake: Dynamo's indexer (ai-dynamo-runtime
-1.6.1), the smg gateway 1.13.0, SGLang's 0.5.23 and vLLM's 0.33.0 readers.
+A rule has a condition, the harm of a violation, a repair, and the test that verifies it. ``stream_verifier`` verifies
+most rules on a live stream. Checks of a publisher, a subscriber or a recorder, or golden bytes verify the others. Every
+rule is a measured requirement of a released consumer: Dynamo's indexer (ai-dynamo-runtime 1.6.1), the smg gateway
+1.13.0, or the readers of SGLang 0.5.23 and vLLM 0.33.0.
 
-An id never changes its meaning. A rule that goes leaves its number unused.
+An id never changes its meaning. The id of a removed rule is not used again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["RULES", "SPECIFICATION", "Chapter", "Rule", "Violation", "RuleSeveri
 
 
 class RuleSeverity(StrEnum):
-    """How bad a broken rule is: an ERROR loses blocks or whole streams at some consumer, a WARNING costs hits."""
+    """Severity of a violation: an ERROR loses blocks or whole streams at some consumer, a WARNING loses cache hits."""
 
     ERROR = "error"
     WARNING = "warning"
 
 
 class Chapter(StrEnum):
-    """What a rule is about; its number is the hundreds of the rule's id."""
+    """Subject of a rule. The hundreds of a rule's id are the number of its chapter."""
 
     FRAMES = "frames"
     SEQUENCE = "sequence"
@@ -42,7 +42,7 @@ class Chapter(StrEnum):
 
 
 LIVE_STREAM_VERIFIER = "conformance"
-"""Judged on any live stream: ``scheduler-components conformance``, ``verify_stream``."""
+"""``scheduler-components conformance`` and ``verify_stream`` verify the rule on any live stream."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,13 +50,13 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: ``KVE-`` and a number whose hundreds are the chapter; never changes its meaning.
-        name: for people, in reports.
-        weight: how bad it is to break it.
-        holds: the rule as a sentence.
-        harms: who is harmed where it is broken, and how.
-        hint: what repairs it.
-        judge: ``conformance``; ``X_CHECKS: check_name`` of the test kit; or the test of this repository that holds it.
+        id: ``KVE-`` and a number whose hundreds are the chapter.
+        name: the name in reports.
+        weight: the severity of a violation.
+        holds: the condition.
+        harms: the consumer that a violation harms, and the harm.
+        hint: the repair.
+        verified_by: ``conformance``; ``X_CHECKS: check_name`` of the test kit; or a test of this repository.
     """
 
     id: str
@@ -69,12 +69,11 @@ class Rule:
 
     @property
     def chapter(self) -> Chapter:
-        """What the rule is about."""
         return tuple(Chapter)[int(self.id.removeprefix("KVE-")) // 100 - 1]
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """One broken rule: its name, and what was seen."""
+    """One violation: the name of the rule, and the observation."""
 
     rule: str
     seen: str
@@ -95,27 +94,27 @@ def _rule(
 
 
 _TABLE = (
-    # the engine, before any frame
+    # discovery and reachability
     _rule(
         "KVE-901",
         "descriptor",
         "/server_info describes the streams",
         "routers that discover workers by URL never find the stream",
-        "publish kv_events with endpoint, topic, sizes",
+        "publish kv_events with endpoint, topic and sizes",
     ),
     _rule(
         "KVE-902",
         "reachable",
-        "every advertised port takes connections",
-        "a router waits on a port where nobody is",
+        "every advertised port accepts connections",
+        "a router waits on a port without a listener",
         "check that each rank binds its offset port",
     ),
     _rule(
         "KVE-201",
         "speaks",
-        "something is published or replayed",
-        "a router treats the worker as empty for ever",
-        "send the engine requests while this listens, or listen longer",
+        "the publisher sends at least one batch, live or by replay",
+        "a router treats the worker as empty forever",
+        "send requests to the engine during the check, or listen longer",
     ),
     # frames
     _rule(
@@ -129,65 +128,65 @@ _TABLE = (
         "KVE-102",
         "topic",
         "the first frame begins with the advertised topic",
-        "who subscribes to the advertised topic receives nothing, without an error",
-        "advertise the topic that is sent",
+        "a subscriber to the advertised topic receives nothing, and no error",
+        "advertise the topic that the publisher sends",
     ),
     _rule(
         "KVE-103",
         "sequence-frame",
-        "the sequence is 8 bytes, big-endian, never negative",
-        "readers take -1 for the end marker of a replay, and other lengths for garbage",
-        "-1 is the end marker of replays; send 8 bytes",
+        "the sequence is 8 bytes, big-endian and not negative",
+        "readers take -1 for the end marker of a replay, and drop frames of other lengths",
+        "send 8 bytes; reserve -1 for the end marker of replays",
     ),
     _rule(
         "KVE-202",
         "order",
         "sequence numbers only grow",
-        "consumers drop everything at or below the last number that they saw",
-        "one publisher and one counter per stream; restart above the last number",
+        "consumers drop every batch at or below the last number that they saw",
+        "use one publisher and one counter per stream; restart above the last number",
     ),
     _rule(
         "KVE-203",
         "no-gap",
-        "no number is skipped: every batch comes live or by replay",
-        "a reader asks for the missing batch again and again, or stays wrong",
-        "take a number only when its payload goes out",
+        "no number is skipped: every batch arrives live or by replay",
+        "a reader requests the missing batch again and again, or its view stays wrong",
+        "take a number only when its payload is sent",
     ),
     # batches
     _rule(
         "KVE-301",
         "batch",
         "a payload is msgpack [time, events, rank]",
-        "Dynamo loses the whole batch when it has two or four elements, or is a map",
+        "Dynamo loses a whole batch that has two or four elements, or that is a map",
         "send exactly three elements",
     ),
     _rule(
         "KVE-302",
         "batch-time",
         "the time is a finite number",
-        "Dynamo loses the whole batch when the time is nil",
+        "Dynamo loses the whole batch if the time is nil",
         "stamp every batch with seconds since the epoch",
     ),
     _rule(
         "KVE-303",
         "batch-rank",
-        "the batch names its stream's rank",
-        "blocks are credited to another rank, which does not hold them",
+        "the batch names the rank of its stream",
+        "readers credit the blocks to another rank, which does not hold them",
         "offset each rank's endpoint and stamp its rank",
     ),
     _rule(
         "KVE-304",
         "event",
-        "every event can be read",
-        "one event that Dynamo cannot read costs it the whole batch",
-        "send BlockStored, BlockRemoved or AllBlocksCleared, and nothing else",
+        "every event can be decoded",
+        "one event that Dynamo cannot decode costs it the whole batch",
+        "send only BlockStored, BlockRemoved and AllBlocksCleared",
     ),
     # values
     _rule(
         "KVE-501",
         "hash-type",
         "hashes are integers of 64 bits",
-        "readers fold bytes differently, so a store and its removal may not meet",
+        "readers fold bytes in different ways, so a store and its removal may not match",
         "send signed int64",
         is_error=False,
     ),
@@ -195,7 +194,7 @@ _TABLE = (
         "KVE-401",
         "block-size",
         "all blocks have the advertised size",
-        "routers cut prompts by the advertised size: every lookup misses",
+        "routers split prompts by the advertised size, so every lookup misses",
         "advertise the cache's page size",
     ),
     _rule(
@@ -209,45 +208,45 @@ _TABLE = (
         "KVE-403",
         "parents-first",
         "a parent is stored before its children",
-        "Dynamo drops an orphan and everything below it",
+        "Dynamo drops an orphan and every block below it",
         "store parents first",
     ),
     _rule(
         "KVE-502",
         "one-content",
-        "one hash means one content",
-        "a prompt is sent where another tenant's or adapter's pages lie",
-        "chain the parent, tokens and identity (LoRA, salt) into the hash",
+        "one hash identifies one content",
+        "a router sends a prompt to the pages of another tenant or adapter",
+        "chain the parent, the tokens and the identity (LoRA, salt) into the hash",
     ),
     _rule(
         "KVE-404",
         "stored-once",
-        "a block that stands is not stored again",
-        "readers that count copies keep a block after it is gone",
+        "a stored block is not stored again",
+        "readers that count copies keep a block after its removal",
         "record transitions of the cache, not requests",
         is_error=False,
     ),
     _rule(
         "KVE-405",
         "removed-stands",
-        "what is removed was stored",
-        "a store was never told: the reader missed hits until then",
-        "announce stores and removals of every tier alike",
+        "a removed block was stored before",
+        "the store was never published, so readers missed hits until then",
+        "publish stores and removals of every tier",
         is_error=False,
     ),
     _rule(
         "KVE-406",
         "children-first",
         "children are removed before their parents",
-        "radix-tree readers lose what hangs below, although the pool still holds it",
+        "radix-tree readers lose the children, although the pool still holds them",
         "evict leaves first",
         is_error=False,
     ),
     _rule(
         "KVE-601",
         "medium",
-        "a medium is one that readers know",
-        "readers drop the event: blocks of that tier are never found",
+        "the medium is one that readers know",
+        "readers drop the event and never find the blocks of that tier",
         "send GPU, CPU, CPU_PINNED, DISK, EXTERNAL, STORAGE, FS or OBJ",
         is_error=False,
     ),
@@ -255,80 +254,80 @@ _TABLE = (
     _rule(
         "KVE-701",
         "replay-answers",
-        "a replay request is answered",
-        "Dynamo has no replay timeout: its listener stays deaf",
+        "the publisher answers a replay request",
+        "Dynamo has no replay timeout: its listener blocks forever",
         "bind a ROUTER at the replay endpoint",
     ),
     _rule(
         "KVE-702",
         "replay-frames",
-        "an answer is (sequence, payload), with or without a topic before",
-        "sgl-router takes the one form, llm-d the other, and nobody takes a third",
+        "a reply is (sequence, payload), with or without a topic before them",
+        "sgl-router accepts one form and llm-d the other; no reader accepts a third",
         "send those frames after the empty delimiter",
     ),
     _rule(
         "KVE-703",
         "replay-end",
-        "every answer ends with the end marker",
-        "Dynamo waits for the marker for ever",
-        "send it always, also when there is nothing to send",
+        "every reply ends with the end marker",
+        "Dynamo waits for the marker forever",
+        "always send it, also without any batch",
     ),
     _rule(
         "KVE-704",
         "replay-order",
-        "replayed numbers grow, without holes",
-        "an old batch after a newer one brings removed blocks back to life",
-        "answer in order, from the start asked for",
+        "replayed numbers grow without gaps",
+        "an old batch after a newer one restores removed blocks",
+        "reply in order, from the requested start",
     ),
     _rule(
         "KVE-705",
         "replay-same",
-        "a replayed payload is the live one",
-        "late joiners hold another state than those who were there",
+        "a replayed payload equals the live one",
+        "late joiners hold another state than earlier readers",
         "keep the bytes that were sent",
     ),
     _rule(
         "KVE-706",
         "replay-past-end",
         "a request from beyond the end gets a bare end marker",
-        "a reader that is up to date hangs on its own question",
-        "answer it with the end marker",
+        "a reader that is up to date waits for its reply forever",
+        "reply with the end marker",
     ),
     _rule(
         "KVE-707",
         "replay-malformed",
         "a malformed request gets a bare end marker",
-        "a confused client hangs, and so does the probe for the extension (KVE-801)",
-        "answer it as any other",
+        "its client waits forever, and so does the probe for the extension (KVE-801)",
+        "reply to it as to any other request",
         is_error=False,
     ),
     _rule(
         "KVE-708",
         "late-joiner",
         "a replay from 0 begins with an empty cache or a whole state",
-        "whoever joins after the window has passed lacks blocks for ever",
-        "offer replay, and fold what leaves the window into a base",
+        "a reader that joins after the replay buffer has moved on lacks blocks forever",
+        "offer replay, and fold what leaves the replay buffer into a snapshot",
         is_error=False,
     ),
-    # the pool itself, where an oracle reads it
+    # the pool itself, if it can be read
     _rule(
         "KVE-1101",
         "pool-missing",
-        "a block that the pool holds stands in the stream",
+        "the stream contains every block that the pool holds",
         "routers send prompts elsewhere, and the pages are computed again",
-        "tell every store, and a removal when the last copy goes",
+        "publish every store, and a removal only with the last copy",
     ),
     _rule(
         "KVE-1102",
         "pool-extra",
-        "a block that stands in the stream is in the pool",
-        "routers send prompts where nothing is cached",
-        "tell every removal, on every tier",
+        "the pool holds every block that the stream contains",
+        "routers send prompts to workers without the cached pages",
+        "publish every removal, on every tier",
     ),
 )
 
 RULES = {rule.name: rule for rule in _TABLE}
-"""What is judged on a live stream, by name, in the order of a report."""
+"""The rules of live streams by name, in the order of a report."""
 
 _BEYOND = (
     # of publishers
@@ -336,24 +335,24 @@ _BEYOND = (
         "KVE-204",
         "no-burnt-number",
         "an event that cannot be encoded takes no number and no other event with it",
-        "readers see a gap that nothing can fill",
+        "readers see a gap that no replay can fill",
         "encode before you take the number",
         verified_by="PUBLISHER_CHECKS: check_unencodable_event_takes_no_sequence",
     ),
     _rule(
         "KVE-205",
         "whole-tail",
-        "what was published before a shutdown is sent, or counted as dropped",
-        "the last removals before a restart are lost, and the view stays wrong",
+        "every batch that was published before a shutdown is sent or counted as dropped",
+        "the last removals before a restart are lost, and views stay wrong",
         "drain until a deadline before the sockets close",
         verified_by="PUBLISHER_CHECKS: check_shutdown_flushes_and_releases",
     ),
     _rule(
         "KVE-206",
         "restart-above",
-        "a publisher that restarts numbers above every earlier life, and clears first",
+        "a restarted publisher numbers above every earlier epoch, and clears first",
         "Dynamo ignores a stream that begins at 0 again until it passes the old number",
-        "start at the wall clock in milliseconds or above; keep a floor where clocks may be set back",
+        "start at the wall clock in microseconds or above; keep a floor in a file if clocks may be set back",
         verified_by="tests/kv_events/test_file_sequence_floor.py: "
         "test_every_life_starts_above_all_numbers_of_all_earlier_ones",
         is_error=False,
@@ -361,33 +360,33 @@ _BEYOND = (
     _rule(
         "KVE-407",
         "optional-fields",
-        "an optional field that is None is left out of maps and trimmed from the tail of arrays",
-        "typed readers of other versions lose the batch over a field that they do not expect",
-        "vLLM's own reader is the exception: medium and lora_name are written as nil there (dialect vllm)",
+        "an optional field that is None is omitted from maps and trimmed from the end of arrays",
+        "typed readers of other versions lose the batch because of an unexpected field",
+        "vLLM's own reader is the exception: it needs medium and lora_name as nil (dialect vllm)",
         verified_by="tests/kv_events/test_codec.py: test_writes_the_golden_bytes",
     ),
     _rule(
         "KVE-408",
         "unknown-fields",
-        "a reader keeps the fields that it knows and passes over the rest",
+        "a reader keeps the fields that it knows and ignores the others",
         "each new field of an engine would cost every reader the batch, as it did five times",
-        "decode each event by itself, and skip what you do not know",
+        "decode each event separately, and skip unknown fields",
         verified_by="tests/kv_events/test_codec.py: test_dialects_may_mix_and_unknown_fields_are_skipped",
     ),
     _rule(
         "KVE-409",
         "last-copy",
-        "a removal is told when the last copy of a block goes",
-        "the pool still has the block and no reader knows: measured with vLLM 0.32",
-        "count copies per hash, or ask the pool's table before you tell",
+        "a removal is published when the last copy of a block is freed",
+        "the pool still has the block and no reader knows it: measured with vLLM 0.32",
+        "count copies per hash, or check the pool's table before you publish",
         verified_by="RECORDER_CHECKS: check_removal_is_published_with_the_last_copy",
     ),
     _rule(
         "KVE-503",
         "page-chain",
-        "the plain hash is SGLang's chain, so that routers that hash prompts agree with it",
-        "routers that hash for themselves find nothing",
-        "SHA-256 over the digest before and the tokens as u32 little-endian; 8 bytes, big-endian, signed",
+        "the plain hash is SGLang's chain, so that it equals the hashes of routers",
+        "routers that hash prompts find no block",
+        "SHA-256 over the parent's digest and the tokens as u32 little-endian; 8 bytes, big-endian, signed",
         verified_by="tests/cache/test_block_hash.py: test_golden_page_hashes",
         is_error=False,
     ),
@@ -395,57 +394,57 @@ _BEYOND = (
         "KVE-504",
         "namespace",
         "adapter, salt and every other identity change the hash",
-        "tenants share a hash, and a router sends one where the other's pages are",
-        "seed the chain with what identifies the prefix",
+        "tenants share a hash, and a router sends one tenant to the pages of another",
+        "seed the chain with the identity of the prefix",
         verified_by="tests/cache/test_block_hash.py: test_seeds_are_equal_only_for_equal_identities",
     ),
     _rule(
         "KVE-505",
         "hash-folding",
-        "a reader takes signed and unsigned integers, and bytes by their last eight, as one signed hash",
-        "a store and its removal do not meet where an engine changes its form",
-        "fold to signed 64 bits where you read",
+        "a reader accepts signed and unsigned integers and the last eight bytes of bytes as one signed hash",
+        "a store and its removal do not match after an engine changes its form",
+        "fold hashes to signed 64 bits when you read them",
         verified_by="RECORDER_CHECKS: check_hashes_are_signed",
     ),
     _rule(
         "KVE-506",
         "sglang-namespaces",
-        "SGLang's published hash is the plain one, hashed with the seed of its extra key and salt",
-        "an adapter that folds it otherwise asks for blocks that nobody has",
-        "take the golden bytes",
+        "SGLang publishes the plain hash, hashed with the seed of its extra key and salt",
+        "an adapter that folds it in another way asks for blocks that no worker has",
+        "compare with the golden bytes",
         verified_by="tests/test_spec.py: test_namespaced_hashes_are_what_the_specification_says",
         is_error=False,
     ),
     _rule(
         "KVE-602",
         "places",
-        "a hash on two media, or in two KV-cache groups, is two blocks",
-        "the removal from the device removes the host's copy, too",
+        "one hash on two media, or in two KV-cache groups, is two blocks",
+        "the removal from the device also removes the copy on the host",
         "key blocks by hash, medium and group",
         verified_by="RECORDER_CHECKS: check_groups_and_media_are_separate",
     ),
     _rule(
         "KVE-603",
         "chain-over-media",
-        "a block may stand on another medium than its parent",
-        "readers that chain within a medium drop what was offloaded below the device",
+        "a block may be on another medium than its parent",
+        "readers that chain within one medium drop blocks that were offloaded",
         "look for a parent on every medium",
         verified_by="RECORDER_CHECKS: check_chain_may_span_media",
     ),
     _rule(
         "KVE-604",
         "remote",
-        "a block whose locality is REMOTE is not this worker's",
-        "a router sends the prompt to a worker that has only heard of the pages",
-        "pass over events with that locality where you count what a worker holds",
+        "a block whose locality is REMOTE does not belong to this worker",
+        "a router sends the prompt to a worker that does not hold the pages",
+        "ignore events with that locality when you count a worker's blocks",
         verified_by="tests/testing/test_pool_verifier.py: test_a_remote_block_is_not_of_this_pool",
     ),
     _rule(
         "KVE-709",
         "replay-whole",
-        "who asks from 0 gets the whole state, byte for byte as it was sent",
-        "a router that restarts is wrong until every block has turned over",
-        "keep base and window: what leaves the window is folded and not forgotten",
+        "a request from 0 gets the whole state, byte for byte as it was sent",
+        "a router that restarts is wrong until every block has been replaced",
+        "keep a snapshot and a replay buffer: fold batches that leave the buffer",
         verified_by="PUBLISHER_CHECKS: check_replay_from_0_returns_the_whole_stream",
     ),
     # of readers
@@ -454,7 +453,7 @@ _BEYOND = (
         "topic-equal",
         "a reader compares the topic for equality",
         "a subscription is a prefix: kv@pod1 receives kv@pod10's blocks behind a proxy",
-        "drop, and count, what is of another topic",
+        "drop and count messages of another topic",
         verified_by="tests/observability/kv_stream/test_zmq_subscriber_proxy.py: "
         "test_each_view_holds_its_own_pod_and_says_so",
     ),
@@ -462,82 +461,82 @@ _BEYOND = (
         "KVE-207",
         "stale-batches",
         "a batch at or below the last applied number changes nothing",
-        "removed blocks come back to life",
+        "removed blocks return",
         "compare the number before you apply",
         verified_by="SUBSCRIBER_CHECKS: check_duplicate_batch_is_ignored",
     ),
     _rule(
         "KVE-208",
         "gaps-filled",
-        "a reader that sees a gap asks for what is missing",
-        "the view lacks blocks for ever",
-        "ask from the number after the last applied",
+        "a reader that sees a gap requests the missing batches",
+        "the view lacks blocks forever",
+        "request from the number after the last applied one",
         verified_by="SUBSCRIBER_CHECKS: check_gaps_are_filled",
     ),
     _rule(
         "KVE-209",
         "lost-end",
-        "a reader finds a lost last batch although nothing follows it",
-        "after a lost clear all blocks stand in the view until the next batch: minutes",
-        "ask where the stream stands after a silence",
+        "a reader detects a lost last batch although no batch follows it",
+        "after a lost clear the view keeps all blocks until the next batch, for minutes",
+        "request the end of the stream after a silence",
         verified_by="SUBSCRIBER_CHECKS: check_lost_last_batch_is_detected",
     ),
     _rule(
         "KVE-210",
         "restart-seen",
-        "a reader notices that the publisher began a new life",
-        "every block of the old life stays in the view",
-        "compare epochs; without them, fingerprints of the last batch",
+        "a reader detects that the publisher began a new epoch",
+        "every block of the old epoch stays in the view",
+        "compare epochs; without them, compare fingerprints of the last batch",
         verified_by="SUBSCRIBER_CHECKS: check_publisher_restart_is_detected",
     ),
     _rule(
         "KVE-211",
         "honest-reader",
-        "a reader with a gap that nothing filled does not say that it is live",
-        "operators trust a view that is wrong",
-        "say partial until a digest or a whole replay has proved the view",
+        "a reader with an open gap does not report that it is live",
+        "operators trust a wrong view",
+        "report partial until a digest or a whole replay has verified the view",
         verified_by="SUBSCRIBER_CHECKS: check_not_live_while_a_gap_is_open",
     ),
     _rule(
         "KVE-305",
         "bad-event-alone",
-        "a bad event costs a reader that event, a bad batch that batch, and nothing else",
+        "a bad event costs a reader that event, a bad batch costs that batch, and nothing more",
         "one engine's bug stops the routing of a fleet",
-        "decode each event by itself; bound sizes, depth and counts",
+        "decode each event separately; limit sizes, depth and counts",
         verified_by="SUBSCRIBER_CHECKS: check_malformed_messages_are_ignored",
     ),
     # the extension
     _rule(
         "KVE-801",
         "extension-probe",
-        "a publisher without the extension answers its 37 bytes with a bare end marker",
-        "readers cannot tell who has the extension",
-        "answer any request that you do not understand with the end marker",
+        "a publisher without the extension replies to its 37 bytes with a bare end marker",
+        "readers cannot detect which publishers have the extension",
+        "reply with the end marker to any unknown request",
         verified_by="tests/kv_events/test_replay.py: test_requests_are_the_golden_bytes",
         is_error=False,
     ),
     _rule(
         "KVE-802",
         "digest-chain",
-        "the digest is chained over each number and payload, from the epoch on",
-        "a loss, a restart or a splice of two histories stays unseen",
-        "BLAKE2b of 8 bytes over the digest before, the number, and the payload's CRC-32",
+        "the digest is chained over each number and payload since the start of the epoch",
+        "a loss, a restart or a splice of two histories stays undetected",
+        "BLAKE2b of 8 bytes over the previous digest, the number, and the payload's CRC-32",
         verified_by="tests/kv_events/test_stream.py: test_digests_are_the_golden_bytes",
     ),
     _rule(
         "KVE-803",
         "sync-or-snapshot",
-        "batches are sent from a number only when epoch and digest agree there; otherwise a snapshot is",
-        "a reader of an earlier life goes on from a state that never was",
-        "compare both before you answer",
+        "batches are sent from a number only if epoch and digest match there; otherwise a snapshot is sent",
+        "a reader of an earlier epoch continues from a state that never existed",
+        "compare both before you reply",
         verified_by="tests/kv_events/test_replay.py: test_otherwise_sync_is_base_then_window",
     ),
     _rule(
         "KVE-804",
         "snapshot-whole",
-        "a reader puts a snapshot in place as a whole, once its digest agrees",
+        "a reader replaces its state by a snapshot as a whole, after its digest matches",
         "queries during a recovery see half a cache",
-        "build it aside, then swap",
+        "build the snapshot separately, then swap",
         verified_by="tests/observability/kv_stream/test_zmq_subscriber_snapshot.py: "
         "test_another_thread_is_answered_between_two_messages",
     ),
@@ -545,9 +544,9 @@ _BEYOND = (
     _rule(
         "KVE-903",
         "port-plan",
-        "stream r is at base port + r, for events, replay and load alike",
-        "a router dials another rank's stream, or nobody's",
-        "make the descriptor and the binding from one plan",
+        "stream r is at base port + r, for events, replay and load",
+        "a router dials another rank's stream, or a port without a listener",
+        "derive the descriptor and the binding from one plan",
         verified_by="tests/test_server_info_endpoints.py: test_every_advertised_endpoint_listens_and_serves_its_rank",
     ),
     _rule(
@@ -562,7 +561,7 @@ _BEYOND = (
         "KVE-1001",
         "load-stat",
         'a load sample is ("load", sequence, LoadStat), whose first fields never change their place',
-        "sgl-router reads by position: one field more in the middle, and every count is another",
+        "sgl-router reads by position: a new field in the middle shifts every count",
         "append only",
         verified_by="tests/load/test_load_stat.py: test_the_array_is_sglangs_with_this_kits_facts_after_it",
     ),
@@ -571,19 +570,19 @@ _BEYOND = (
         "newest-load",
         "a reader takes the newest sample of each rank, and knows its age",
         "reports that were 140 s old sent all prompts to one rank",
-        "send sequence and time with each sample; compare them",
+        "send sequence and time with each sample, and compare them",
         verified_by="tests/load/test_load_view.py: test_the_newest_of_each_rank_is_kept",
     ),
     _rule(
         "KVE-1103",
         "pool-route",
-        "where /kv_pool is served, it names the last batch that tells of what it shows, or null",
-        "a comparison at another moment accuses a sound engine",
-        "read the pool between two steps, after what was recorded went out",
+        "/kv_pool names the last batch before the state that it shows, or null",
+        "a comparison with another state reports errors of a correct engine",
+        "read the pool between two steps, after the recorded events are sent",
         verified_by="tests/reference/engine/frontend/test_http_kv_pool.py: "
         "test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
     ),
 )
 
 SPECIFICATION = tuple(sorted((*_TABLE, *_BEYOND), key=lambda rule: int(rule.id.removeprefix("KVE-"))))
-"""Every rule, those that no live stream can be judged by included, in the order of their ids."""
+"""Every rule, also those that no live stream can show, in the order of their ids."""

@@ -1,4 +1,4 @@
-"""flake8 itself over a small file, and what the code of the examples stands below."""
+"""Fixtures that run flake8 on a small file, and the imports of the examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Lint = Callable[..., list[tuple[int, str]]]
 @pytest.fixture
 def lint(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Lint:
     """Run flake8 on the text of one file; returns the line and the code of each problem, in flake8's order."""
-    monkeypatch.setattr(ComponentChecker, "limits", ComponentChecker.limits)  # flake8 sets it for the whole process
+    monkeypatch.setattr(ComponentChecker, "limits", ComponentChecker.limits)  # flake8 sets limits per process
 
     def run(source: str | bytes, *options: str, name: str = "code.py", config: str = "") -> list[tuple[int, str]]:
         path, configuration = tmp_path / name, tmp_path / "flake8.cfg"

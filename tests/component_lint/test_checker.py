@@ -1,4 +1,4 @@
-"""What flake8 brings: registration, selection, ``# noqa``, per-file ignores, options and broken files."""
+"""Test the plugin in flake8: registration, selection, ``# noqa``, per-file ignores, options and broken files."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def test_the_installed_package_registers_the_checker() -> None:
     assert found.load() is ComponentChecker
 
 
-def test_codes_are_of_the_registered_prefix_and_numbered_in_order() -> None:
+def test_codes_have_the_registered_prefix_and_consecutive_numbers() -> None:
     assert list(RULES) == [f"SCH{number:03}" for number in range(1, len(RULES) + 1)]
     assert len({rule.name for rule in RULES.values()}) == len(RULES)
 
 
-def test_a_problem_is_one_line_with_place_code_message_and_hint(
+def test_a_problem_is_one_line_with_position_code_message_and_hint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.py"
     path.write_text("if x:\n    class LoadMixin:\n        pass\n")
     assert main(["--isolated", "--jobs=1", "--select=SCH", str(path)]) == 1
-    message = "SCH002 LoadMixin is a mixin: it reads and writes the fields of its host"
+    message = "SCH002 LoadMixin is a mixin: it reads and writes the fields of its host class"
     assert capsys.readouterr().out == f"{path}:2:5: {message}; {RULES['SCH002'].hint}\n"
 
 
-def test_codes_are_selected(lint: Lint) -> None:
+def test_flake8_selects_and_ignores_codes(lint: Lint) -> None:
     source = "\n".join(LINES)
     assert lint(source) == list(FOUND.items())
     assert lint(source, "--select=SCH009") == [(3, "SCH009"), (5, "SCH009")]
@@ -68,7 +68,7 @@ def test_codes_are_selected(lint: Lint) -> None:
 
 @pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("commented", [each for size in (1, 2, 3) for each in combinations(FOUND, size)])
-def test_a_comment_takes_out_that_code_on_that_line_alone(lint: Lint, commented: tuple[int, ...], others: bool) -> None:
+def test_a_noqa_comment_accepts_its_code_on_its_line_only(lint: Lint, commented: tuple[int, ...], others: bool) -> None:
     noqa = {
         number: f"  # noqa: {'E501, ' if others else ''}{FOUND[number]} kept for code that names it"
         for number in commented
@@ -78,7 +78,7 @@ def test_a_comment_takes_out_that_code_on_that_line_alone(lint: Lint, commented:
     assert lint(source, "--disable-noqa") == list(FOUND.items())
 
 
-def test_a_comment_for_another_code_takes_out_nothing(lint: Lint) -> None:
+def test_a_noqa_comment_with_another_code_has_no_effect(lint: Lint) -> None:
     assert lint("class LoadMixin: ...  # noqa: SCH001") == [(1, "SCH002")]
 
 
@@ -92,30 +92,30 @@ def test_a_comment_for_another_code_takes_out_nothing(lint: Lint) -> None:
         (["--sch-max-callables=0"], ["SCH005"]),
     ],
 )
-def test_limits_are_options(lint: Lint, options: list[str], codes: list[str]) -> None:
+def test_options_set_the_limits(lint: Lint, options: list[str], codes: list[str]) -> None:
     assert sorted(code for _, code in lint(WIDE, *options)) == codes
 
 
-def test_limits_stand_in_the_configuration_too(lint: Lint) -> None:
-    """And an option that is given no more is its default again, in the same process."""
+def test_the_configuration_file_sets_the_limits(lint: Lint) -> None:
+    """A later run in the same process without the option uses the default again."""
     assert lint(WIDE, config="sch-max-fields = 2") == [(2, "SCH003")]
     assert lint(WIDE) == []
 
 
 @pytest.mark.parametrize("limit", ["-1", "seven", ""])
-def test_a_limit_is_a_number(lint: Lint, capsys: pytest.CaptureFixture[str], limit: str) -> None:
+def test_an_invalid_limit_is_rejected(lint: Lint, capsys: pytest.CaptureFixture[str], limit: str) -> None:
     with pytest.raises(SystemExit) as raised:
         lint(WIDE, f"--sch-max-fields={limit}")
     assert raised.value.code == 2
     assert "--sch-max-fields" in capsys.readouterr().err
 
 
-def test_a_files_own_encoding_is_honoured(lint: Lint) -> None:
+def test_the_declared_encoding_of_a_file_is_used(lint: Lint) -> None:
     assert lint("# coding: latin-1\nclass ÄMixin: ...\n".encode("latin-1")) == [(2, "SCH002")]
 
 
 @pytest.mark.parametrize("content", [b"class A(:\n", b"x = '\0'\n"])
-def test_a_file_that_does_not_parse_is_a_problem_of_flake8s_own(lint: Lint, content: bytes) -> None:
+def test_flake8_reports_a_file_that_does_not_parse(lint: Lint, content: bytes) -> None:
     assert lint(content) == []
     assert {code for _, code in lint(content, "--select=SCH,E9")} <= {"E902", "E999"} != set()
 
@@ -128,7 +128,7 @@ def test_a_file_that_does_not_parse_is_a_problem_of_flake8s_own(lint: Lint, cont
 @example("class A:\n  def __init__(): self.x = x\n  def f(*self): self.y[0].z()\n  def init_(*, a): ...")
 @example("class A(A): ...\nclass A(A): ...")
 @example("get_x()\nfrom . import get_x\nget_x().y\n(lambda: get_x()[0])()")
-def test_all_that_parses_is_judged_within_the_file(source: str) -> None:
+def test_any_code_that_parses_gives_problems_within_the_file(source: str) -> None:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

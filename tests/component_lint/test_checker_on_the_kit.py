@@ -1,4 +1,4 @@
-"""The kit keeps its own rules; each exception stands in place, with its reason, and is still needed."""
+"""Test that the kit keeps its own rules, and that each accepted exception has a reason and is still needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KIT = [ROOT / "scheduler_components", ROOT / "observability"]
 NOQA = re.compile(r"# noqa: (SCH\d+)(.*)")
 
 
-def test_the_kit_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kit_has_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["--isolated", "--jobs=1", "--select=SCH", *map(str, KIT)])
     assert (status, capsys.readouterr().out) == (0, "")
 
 
-def test_what_is_accepted_in_place_has_a_reason_and_is_there() -> None:
+def test_each_noqa_comment_has_a_reason_and_is_needed() -> None:
     num_found = 0
     for path in sorted(path for folder in KIT for path in folder.rglob("*.py")):
         accepted = [

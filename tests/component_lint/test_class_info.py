@@ -1,4 +1,4 @@
-"""A data class that does nothing is no component: no rule about components judges it, however wide it is."""
+"""Test that no rule about components applies to a data class without behaviour."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ digest: Any = None
 next_ids: torch.Tensor = None
 scheduler: Scheduler = None
 """
-# Ways in which a data class keeps, checks, makes and tells its own data.
+# Methods of a data class that only store, check, create and format its own data.
 NO_BEHAVIOUR = {
     "none": "",
     "a property": "@property\ndef total(self): return self.next_ids.sum()",
@@ -42,7 +42,7 @@ NO_BEHAVIOUR = {
     "writes": "def mark(self, now):\n    self.num_used = now\n    self.by_rank[0] = now\n    setattr(self, 'x', 1)",
     "a container's own": "def add(self, text): self.chunks.append(text); self.names.sort()",
     "its own methods": "def both(self): self.check()\ndef check(self): raise ValueError",
-    "a log line": "def tell(self): logger.info('used %d', self.num_used)",
+    "a log line": "def log(self): logger.info('used %d', self.num_used)",
     "a copy into another": "def fill(self, other): other.num_used = self.num_used",
 }
 BEHAVIOUR = {
@@ -58,19 +58,19 @@ BEHAVIOUR = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("methods", NO_BEHAVIOUR.values(), ids=NO_BEHAVIOUR)
-def test_a_record_is_not_judged(lint: Lint, head: str, kind: str, methods: str) -> None:
+def test_no_component_rule_applies_to_a_record(lint: Lint, head: str, kind: str, methods: str) -> None:
     found = lint(f"{head}{kind}{indent(FIELDS + methods, '    ')}\n")
     assert [code for _, code in found if code in ABOUT_COMPONENTS] == []
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("methods", BEHAVIOUR.values(), ids=BEHAVIOUR)
-def test_a_data_class_that_does_something_is_judged(lint: Lint, head: str, kind: str, methods: str) -> None:
+def test_component_rules_apply_to_a_data_class_with_behaviour(lint: Lint, head: str, kind: str, methods: str) -> None:
     found = lint(f"{head}{kind}{indent(FIELDS + methods, '    ')}\n")
     assert {"SCH001", "SCH003", "SCH006"} <= {code for _, code in found}
 
 
-def test_a_plain_class_is_judged_whatever_it_does(lint: Lint, head: str) -> None:
+def test_component_rules_apply_to_every_plain_class(lint: Lint, head: str) -> None:
     code = """
         class Load:
             def __init__(self, scheduler: Scheduler, what: Any):
@@ -80,7 +80,7 @@ def test_a_plain_class_is_judged_whatever_it_does(lint: Lint, head: str) -> None
     assert [code for _, code in lint(head + dedent(code))] == ["SCH001", "SCH006"]
 
 
-def test_a_record_still_opens_nothing_and_is_no_mixin(lint: Lint, head: str) -> None:
+def test_other_rules_apply_to_a_record(lint: Lint, head: str) -> None:
     code = """
         @dataclass
         class LogMixin:

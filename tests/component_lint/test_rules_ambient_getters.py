@@ -1,4 +1,4 @@
-"""A ``get_...()`` is judged by what it reads or by how its result is used, not by its name."""
+"""Test that a ``get_...()`` is ambient by its reads or by the uses of its result, not by its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 Lint = Callable[..., list[tuple[int, str]]]
 
-# The line that is found ends with "# found".
+# Each line with a problem ends with "# found".
 AMBIENT = {
     "an attribute": "rank = get_parallel().tp_rank  # found",
     "an item": "port = get_server_args()['port']  # found",
@@ -29,7 +29,7 @@ AMBIENT = {
         """,
     "awaited": "async def f(): return (await get_server_args()).port  # found",
     "by its name": "def f(): record(get_global_recorder())  # found",
-    "one use tells of all": "def f(): check(get_parallel())  # found\ndef g(): return get_parallel().tp_rank  # found",
+    "a single use": "def f(): check(get_parallel())  # found\ndef g(): return get_parallel().tp_rank  # found",
     "a module's": "class A:\n    def f(self): return runtime_context.get_parallel().tp_rank  # found",
     "a match": "def f():\n    match get_parallel():  # found\n        case _: ...",
 }
@@ -48,7 +48,7 @@ SOUND = {
         """,
     "a value that is passed on": "def main(): run(get_banner(), text=get_banner())",
     "a value that is kept": "class A:\n    def __init__(self): self.banner = get_banner()",
-    "asked with arguments": "rank = get_parallel(config).tp_rank",
+    "a call with arguments": "rank = get_parallel(config).tp_rank",
     "the standard library's": "def f(): return threading.get_native_id() > 1",
     "this file's own factory": "def get_parser(): return Parser()\ndef main(): get_parser().parse()",
     "a parameter of that name": "def f(get_parallel): return get_parallel().tp_rank",
@@ -59,7 +59,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("code", AMBIENT.values(), ids=AMBIENT)
-def test_what_the_code_looks_into_or_decides_by_is_found(lint: Lint, head: str, code: str) -> None:
+def test_a_getter_whose_result_is_used_is_ambient(lint: Lint, head: str, code: str) -> None:
     source = head + dedent(code)
     marked = [number for number, line in enumerate(source.splitlines(), 1) if line.endswith("# found")]
     assert marked
@@ -67,5 +67,5 @@ def test_what_the_code_looks_into_or_decides_by_is_found(lint: Lint, head: str, 
 
 
 @pytest.mark.parametrize("code", SOUND.values(), ids=SOUND)
-def test_what_is_only_passed_on_is_not(lint: Lint, head: str, code: str) -> None:
+def test_a_getter_whose_result_is_only_passed_on_is_not_ambient(lint: Lint, head: str, code: str) -> None:
     assert lint(head + dedent(code)) == []

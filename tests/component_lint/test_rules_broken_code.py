@@ -1,4 +1,4 @@
-"""For every rule: broken code that it finds, on the right line."""
+"""Test that each rule finds its broken code in the right line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_components.component_lint import RULES
 
 Lint = Callable[..., list[tuple[int, str]]]
 
-# (code of the rule, name of the case, code; the lines that must be found end with "# found")
+# (code of the rule, name of the case, code; the lines with a problem end with "# found")
 BROKEN = [
     (
         "SCH001",
@@ -219,7 +219,7 @@ BROKEN = [
     ),
     (
         "SCH010",
-        "a constructor that makes much of much",
+        "a constructor with many parameters",
         """
         class Load:
             def __init__(self, a, b, c, d, *, e, f, g, h):  # found
@@ -233,7 +233,7 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("rule", "code"), [pytest.param(rule, code, id=f"{rule}: {name}") for rule, name, code in BROKEN]
 )
-def test_broken_code_is_found_where_it_stands(lint: Lint, head: str, rule: str, code: str) -> None:
+def test_each_rule_finds_its_broken_code_in_the_marked_lines(lint: Lint, head: str, rule: str, code: str) -> None:
     source = head + dedent(code)
     marked = {number for number, line in enumerate(source.splitlines(), 1) if line.endswith("# found")}
     assert marked

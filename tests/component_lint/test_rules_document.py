@@ -1,4 +1,4 @@
-"""The page about the codes says what the rules do: each before breaks exactly its code, and each after none."""
+"""Test the page about the codes: each "Before" breaks exactly its code, and each "After" breaks none."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def block(code: str, title: str) -> str:
     return IMPORTS + found
 
 
-def test_every_code_has_a_section_and_no_other() -> None:
+def test_each_code_has_one_section() -> None:
     assert re.findall(r"^## (SCH\d+ [\w-]+)$", PAGE, re.MULTILINE) == [f"{r.code} {r.name}" for r in RULES.values()]
 
 
-def test_the_table_is_the_rules() -> None:
+def test_the_table_equals_the_rules() -> None:
     rows = re.findall(r"^\| \[(SCH\d+)\]\(#(.*?)\) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
     assert rows == [(r.code, f"{r.code.lower()}-{r.name}", r.name, r.subject, r.hint) for r in RULES.values()]
 
 
-def test_every_limit_stands_there_with_its_default() -> None:
+def test_the_page_lists_each_limit_with_its_default() -> None:
     rows = re.findall(r"^\| `--sch-([\w-]+)` \| (\d+) \|", PAGE, re.MULTILINE)
     assert rows == [(limit.name.replace("_", "-"), str(limit.default)) for limit in attrs.fields(Limits)]
 
 
 @pytest.mark.parametrize("code", RULES)
-def test_the_before_breaks_its_code_alone(lint: Lint, code: str) -> None:
+def test_the_before_breaks_only_its_code(lint: Lint, code: str) -> None:
     assert {found for _, found in lint(block(code, "Before"))} == {code}
 
 

@@ -1,4 +1,4 @@
-"""For every rule: sound code, much like the broken, that it leaves alone."""
+"""Test that each rule accepts correct code that resembles its broken code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_components.component_lint import RULES
 
 Lint = Callable[..., list[tuple[int, str]]]
 
-# (code of the rule, code in which that rule finds nothing)
+# (code of the rule, code in which the rule finds no problem)
 SOUND = [
     (
         "SCH001",
@@ -25,9 +25,9 @@ SOUND = [
             def __init__(self):
                 self.load = Load(queues=self)
         @dataclass
-        class Replica:  # a record: it does nothing with it
+        class Replica:  # a record without behaviour
             scheduler: MyScheduler
-        def run(scheduler: MyScheduler):  # who drives it
+        def run(scheduler: MyScheduler):  # the caller of the scheduler
             scheduler.step()
         class Steps(Protocol):
             scheduler: MyScheduler
@@ -149,7 +149,7 @@ SOUND = [
             def __init__(self, a, b, c, d, *rest, e, f, g, **more):
                 self.sizes = (a, b, c, d, e, f, g)
             def get_loads(self, a, b, c, d, e, f, g, h): ...
-        class Wide:  # told once, by its fields
+        class Wide:  # reported once, by its fields
             def __init__(self, a, b, c, d, e, f, g, h):
                 self.a = a; self.b = b; self.c = c; self.d = d
                 self.e = e; self.f = f; self.g = g; self.h = h
@@ -160,15 +160,15 @@ SOUND = [
 
 
 @pytest.mark.parametrize(("rule", "code"), SOUND, ids=[rule for rule, _ in SOUND])
-def test_sound_code_is_left_alone(lint: Lint, head: str, rule: str, code: str) -> None:
+def test_each_rule_accepts_its_correct_code(lint: Lint, head: str, rule: str, code: str) -> None:
     assert [line for line, found in lint(head + dedent(code)) if found == rule] == []
 
 
-def test_every_rule_has_a_sound_example() -> None:
+def test_every_rule_has_a_correct_example() -> None:
     assert {rule for rule, _ in SOUND} == set(RULES)
 
 
-def test_the_environment_may_be_read_where_the_operator_speaks(lint: Lint) -> None:
+def test_a_file_named_config_may_read_the_environment(lint: Lint) -> None:
     source = "import os\nport = os.environ.get('PORT')\n"
     assert lint(source, name="engine/config.py") == []
     assert lint(source, name="engine/configuration.py") == [(2, "SCH007")]

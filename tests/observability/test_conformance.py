@@ -128,8 +128,8 @@ def test_faults_are_told_with_their_hint(ticking: Callable[[BoundPublisher], Non
         each.rule for each in broken(report)
     }
     text = "\n".join(report.lines())
-    assert "ERROR   KVE-703 replay-end: every answer ends with the end marker" in text
-    assert "-> send it always" in text
+    assert "ERROR   KVE-703 replay-end: every reply ends with the end marker" in text
+    assert "-> always send it" in text
     assert "does NOT conform" in text
     assert report.exit_code == 1
     decoded = json.loads(report.to_json())
