@@ -177,11 +177,11 @@ class BatchEncoder:
                 row = writer.trusted_one(events[0]) if are_validated else writer.checked_one(events[0])
                 written = None if row is None else ((row,), None)
             else:
-                written = writer.told(events) if are_validated else writer.checked(events)
+                written = writer.trusted_with_changes(events) if are_validated else writer.checked(events)
         except PackError:
             written = None
         if written is None:
-            written = writer.trusted([writer.sound(event) for event in events]), None
+            written = writer.trusted([writer.validate(event) for event in events]), None
         return written
 
     def _write(self, batch: EventBatch, rows: Sequence[Any], rank: int) -> bytes:
@@ -205,7 +205,7 @@ class BatchEncoder:
         refused: list[RefusedEvent] = []
         for event in batch.events:
             try:
-                checked = self._writer.sound(event)
+                checked = self._writer.validate(event)
                 self.encode_event(checked)
             except ENCODE_ERRORS as error:
                 refused.append(RefusedEvent(type(event).__name__, str(error)))

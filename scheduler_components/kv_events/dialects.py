@@ -1,17 +1,18 @@
-"""Events to what msgspec writes of them, in each dialect of this kit; with or without a look at every value.
+"""DialectWriter: convert events to the values that msgspec encodes, in each of the kit's own dialects.
 
-An array of the wire leaves trailing None out, a map every None, and msgspec does the first for no struct. So the events
-are lowered to tuples, or to structs made here for it. The source of the functions that do it is made from the fields
-(as ``namedtuple`` makes its own): a loop over the events is half of what encoding small ones costs, and attributes
-named in the source take a third of the time of any way over a list of names (measured).
+An array on the wire omits trailing None and a map every None, and msgspec does the former for no struct. So the events
+are converted to tuples, or to structs defined here. The converting functions are compiled from source that is generated
+from the fields, as ``namedtuple`` generates its own. A loop over the events is half of the cost of encoding small ones,
+and attributes named in the source take a third of the time of any loop over a list of names
+(benchmarks/bench_codec.py).
 
-A reader drops an event with a token id of -1, and some readers drop its whole batch. So every value is looked at before
-it is written, in the same pass over the events. Tokens and hashes are packed by ``struct``, whatever comes of it: that
-is the quickest look at many integers that there is (2.9 ns each; encoding one takes 3). Events of this kit's caches
-were checked when their tokens entered the cache (``ValidatedEvents``) and are lowered without.
+A reader drops an event with a token id of -1, and some readers drop its whole batch. So the same pass over the events
+checks every value. Packing tokens and hashes with ``struct`` is the fastest check of many integers (2.9 ns each;
+encoding one takes 3). The events of this kit's caches were checked when their tokens entered the cache
+(``ValidatedEvents``), so they are converted without checks.
 
-One thing is overlooked: True and False among the tokens, which Python takes for 1 and 0. To find them would cost as
-much as packing does.
+One error stays undetected: True and False among the tokens, which Python treats as 1 and 0. Finding them would cost as
+much as packing.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ REQUIRED = {kind: tuple(field.name for field in msgspec.structs.fields(kind) if 
 OPTIONS = {kind: kind.__struct_fields__[len(REQUIRED[kind]) :] for kind in WIRE_EVENTS}
 
 NOT_BLOCK_ALIGNED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
-"""As source: to call a function for every event would cost as much as half of the check's loop."""
+"""Source text: calling a function for every event would cost half as much as the loop of the check."""
 
 
 class BlockChange(msgspec.Struct, frozen=True, gc=False):
-    """What neighbouring events of one kind change at one location. No object of the garbage collector's: a window has
-    many.
+    """The change of consecutive events of one kind at one location. It is no object of the garbage collector, because a
+    replay buffer holds many.
 
     Attributes:
-        kind: stored or removed; or cleared, which has no hashes.
-        location: where.
-        hashes: eight bytes each, as this machine has integers in memory.
+        kind: stored, removed, or cleared, which has no hashes.
+        location: location of the blocks.
+        hashes: the block hashes, eight bytes each in the machine's byte order.
     """
 
     kind: type[WireEvent]
@@ -77,23 +78,25 @@ class BlockChange(msgspec.Struct, frozen=True, gc=False):
 
 
 BlockChanges: TypeAlias = tuple[BlockChange, ...]
-"""What a batch changes, in order."""
+"""The changes of a batch, in order."""
 
 
 def compile_function(name: str, source: str, scope: dict[str, Any]) -> Any:
-    """Compile the source of a function that was made from the fields."""
+    """Compile the source of a function that was generated from the fields."""
     scope |= {kind.__name__: kind for kind in WIRE_EVENTS}
-    exec(source, scope)  # noqa: S102 - nothing in it comes from outside
+    exec(source, scope)  # noqa: S102 - the source contains no input
     return scope[name]
 
 
-# Looking at many integers at once.
+# Check many integers together.
 
 _MAX_PACKERS = 1024
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
-    """By their number, what packs so many integers of one kind; ``struct.error`` for any other value."""
+    """For each count, a function that packs that many integers of one kind; it raises ``struct.error`` for any other
+    value.
+    """
 
     def __init__(self, code: str) -> None:
         super().__init__()
@@ -107,29 +110,29 @@ class _Packers(dict[int, Callable[..., bytes]]):
 
 
 TOKEN_PACKERS = _Packers("I")
-_pack_hashes = _Packers("n" if Struct("n").size == 8 else "q")  # the first takes a third of the time, where it fits
+_pack_hashes = _Packers("n" if Struct("n").size == 8 else "q")  # native "n" takes a third of the time of "q"
 _PACKED_BOOL = bytes(7)
-"""Part of a packed True and of a packed False, which look like 1 and 0: real hashes never have seven zero bytes."""
+"""Part of a packed True and of a packed False, which pack like 1 and 0. Real hashes never contain seven zero bytes."""
 
 
 def _are_hashes(values: Sequence[Any]) -> bool:
-    """True for signed 64-bit integers; struct.error, or False, for anything else."""
+    """Return True for signed 64-bit integers. Return False or raise struct.error for other values."""
     return _PACKED_BOOL not in _pack_hashes[len(values)](*values) or {*map(type, values)} == {int}
 
 
 def pack_changes(changes: list[tuple[type[WireEvent], BlockLocation, list[int]]]) -> BlockChanges | None:
-    """The same with packed hashes; struct.error, or None, where one is no signed 64-bit integer."""
-    told = []
+    """Return the changes with packed hashes. Return None or raise struct.error if one is no signed 64-bit integer."""
+    packed = []
     for kind, location, hashes in changes:
         row = _pack_hashes[len(hashes)](*hashes)
         if _PACKED_BOOL in row and {*map(type, hashes)} != {int}:
             return None
-        told.append(BlockChange(kind, location, row))
-    return tuple(told)
+        packed.append(BlockChange(kind, location, row))
+    return tuple(packed)
 
 
 def _change_of(event: Any) -> BlockChanges | None:
-    """What one event of sound values changes; None where it was written as another one."""
+    """Return the change of one event with valid values; None if the event is of another class."""
     kind = type(event)
     if kind not in WIRE_EVENTS:
         return None
@@ -143,15 +146,15 @@ def _change_of(event: Any) -> BlockChanges | None:
     return (BlockChange(kind, block_location(event.medium, event.group_idx, event.locality, event.ownership), row),)
 
 
-# How one kind of event stands on the wire, as source.
+# The form of one kind of event on the wire, as source.
 
 
 class _Form(NamedTuple):
-    """Expressions over the names of the fields.
+    """Expressions over the field names.
 
     Attributes:
-        rows: an event of which only the first options are given, by their number.
-        whole: that of an ``event`` of which no option has to be looked at.
+        rows: for each number of options, an event of which only the first options are set.
+        whole: an ``event`` whose options need no check.
     """
 
     rows: tuple[str, ...]
@@ -169,7 +172,7 @@ def _array_form(kind: type[WireEvent]) -> _Form:
 
 
 _MAX_MAP_FIELDS = 14
-"""Beside the type: msgspec writes a longer header for every event of a struct that could have sixteen keys."""
+"""Maximum fields in addition to the type: msgspec writes a longer header for a struct that could have sixteen keys."""
 
 
 def _map_form(kind: type[WireEvent], nil_fields: frozenset[str]) -> _Form:
@@ -187,7 +190,7 @@ def _map_form(kind: type[WireEvent], nil_fields: frozenset[str]) -> _Form:
 
 
 def _map_writer(kind: type[WireEvent], nil_fields: frozenset[str]) -> Any:
-    """A struct that msgspec encodes to the map: what has a default is left out where it is None."""
+    """Return a struct that msgspec encodes as the map: a field with a default is omitted if it is None."""
     fields = [
         (name, Any) if name in REQUIRED[kind] or name in nil_fields else (name, Any, None)
         for name in kind.__struct_fields__[:_MAX_MAP_FIELDS]
@@ -198,7 +201,7 @@ def _map_writer(kind: type[WireEvent], nil_fields: frozenset[str]) -> Any:
 
 
 def _as_map(event: KVCacheEvent, *, nil_fields: frozenset[str]) -> dict[str, Any]:
-    """The map of an event with more fields than a writer has."""
+    """Return the map of an event with more fields than a writer has."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     required = REQUIRED[type(event)]  # type: ignore[index]
     kept = {
@@ -207,40 +210,40 @@ def _as_map(event: KVCacheEvent, *, nil_fields: frozenset[str]) -> dict[str, Any
     return {"type": type(event).__name__} | kept
 
 
-# The source of a lowering. With checks it returns None, or raises struct.error, where somebody must look closer.
+# The source of a converting function. With checks, it returns None or raises struct.error if an event needs a closer
+# check.
 #
-# Each kind of event has a branch: its required fields, then one expression for each number of options that are given;
-# most events give none, or their medium alone. The lowering of many events also tells what they change
-# (``BlockChanges``):
-# neighbouring ones of one kind and location together, so that little more is done for each than to add its hashes.
+# Each kind of event has a branch: its required fields, then one expression for each number of set options. Most events
+# set none, or only their medium. The function for many events also returns their changes (``BlockChanges``). It
+# combines consecutive events of one kind and location, so it does little more per event than to add its hashes.
 
 _SEQUENCES = frozenset({"extra_keys", "lookahead_token_ids"})
-"""Options that are looked at by a function of their own: any depth may be wrong with them."""
+"""Options with their own check function, because an error can be at any depth."""
 
-_SITE = ("group_idx", "locality", "ownership")
-"""Besides the medium, what says where blocks are."""
+_LOCATION_OPTIONS = ("group_idx", "locality", "ownership")
+"""Options that determine the location of blocks in addition to the medium."""
 
 
 def _checks_of_required(kind: type[WireEvent], *, is_one: bool) -> list[str]:
     hashes, parent = [], ["parents.append(parent_block_hash)"]
-    if is_one:  # no list of them is worth making
-        look = "if type({0}) is not int or not lowest <= {0} <= highest:"
-        hashes = ["if len(block_hashes) == 1:", "    block_hash = block_hashes[0]", f"    {look.format('block_hash')}"]
+    if is_one:  # one event needs no list
+        check = "if type({0}) is not int or not lowest <= {0} <= highest:"
+        hashes = ["if len(block_hashes) == 1:", "    block_hash = block_hashes[0]", f"    {check.format('block_hash')}"]
         hashes += ["        return None", "elif not are_hashes(block_hashes):", "    return None"]
-        parent = [look.format("parent_block_hash"), "    return None"]
+        parent = [check.format("parent_block_hash"), "    return None"]
     if kind is not BlockStored:
         return ["if type(block_hashes) is not tuple:", "    return None", *hashes]
     return [
         "if type(block_hashes) is not tuple or type(token_ids) is not tuple:",
         "    return None",
-        "if block_size is not size:",  # as a rule it is that of the event before
+        "if block_size is not size:",  # usually that of the previous event
         "    if type(block_size) is not int or block_size < 1:",
         "        return None",
         "    size = block_size",
         "count = len(token_ids)",
         "if count != len(block_hashes) * block_size or lora_id is not None and type(lora_id) is not int:",
         "    return None",
-        "if count != num_packed:",  # as above
+        "if count != num_packed:",  # usually that of the previous event
         "    num_packed, pack = count, TOKEN_PACKERS[count]",
         "pack(*token_ids)",
         *hashes,
@@ -256,8 +259,10 @@ def _check_of_option(kind: type[WireEvent], name: str) -> list[str]:
     return [f"if {name} is not None and type({name}) is not {wanted}:", "    return None"]
 
 
-def _telling(kind: type[WireEvent], place: str, location: str) -> list[str]:
-    """Add the hashes to what the event before told, or begin anew; what is ``place`` here is known by identity."""
+def _collect_changes(kind: type[WireEvent], place: str, location: str) -> list[str]:
+    """Return lines that add the hashes to the previous event's change, or begin another. ``place`` is compared by
+    identity.
+    """
     return [
         f"if {place} is not {kind.__name__}_at:",
         "    hashes = []",
@@ -269,7 +274,7 @@ def _telling(kind: type[WireEvent], place: str, location: str) -> list[str]:
 
 
 def _branch(kind: type[WireEvent], form: _Form, *, is_checked: bool, is_one: bool) -> list[str]:
-    """What is done with an event of one kind."""
+    """Return the lines for an event of one kind."""
     required, options = REQUIRED[kind], OPTIONS[kind]
     take = "return {}" if is_one else "rows.append({})"
     lines = [f"{name} = event.{name}" for name in required]
@@ -285,8 +290,8 @@ def _branch(kind: type[WireEvent], form: _Form, *, is_checked: bool, is_one: boo
     check_of_medium = ["if medium is not None and type(medium) is not str:", "    return None"] if is_checked else []
     few = check_of_medium
     if not is_one:
-        few = _telling(kind, "medium", "here if medium is None else (medium, None, None, None)")
-        few[1:1] = [f"    {line}" for line in check_of_medium]  # as a rule it is that of the event before
+        few = _collect_changes(kind, "medium", "here if medium is None else (medium, None, None, None)")
+        few[1:1] = [f"    {line}" for line in check_of_medium]  # usually that of the previous event
     few += ["if medium is None:", f"    {take.format(form.rows[0])}", "else:", f"    {take.format(form.rows[1])}"]
     many = [f"{name} = event.{name}" for name in options[1:]]
     if is_checked:
@@ -294,11 +299,13 @@ def _branch(kind: type[WireEvent], form: _Form, *, is_checked: bool, is_one: boo
     if not is_one:
         many += [
             "place = medium",
-            f"if not ({_are_none(_SITE)}):",
-            f"    place = block_location(medium, {', '.join(_SITE)})",
+            f"if not ({_are_none(_LOCATION_OPTIONS)}):",
+            f"    place = block_location(medium, {', '.join(_LOCATION_OPTIONS)})",
         ]
         many += [f"    if place == {kind.__name__}_at:", f"        place = {kind.__name__}_at"]
-        many += _telling(kind, "place", "place if type(place) is tuple else block_location(medium, None, None, None)")
+        many += _collect_changes(
+            kind, "place", "place if type(place) is tuple else block_location(medium, None, None, None)"
+        )
     word = "if"
     for count in range(len(options), 1, -1):
         many += [f"{word} {options[count - 1]} is not None:", f"    {take.format(form.rows[count])}"]
@@ -312,7 +319,9 @@ def _are_none(names: Iterable[str], owner: str = "") -> str:
 
 
 def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is_one: bool) -> str:
-    """The source of ``lower(event)``, which gives a row, or of ``lower(events)``, which gives rows and changes."""
+    """Return the source of ``lower(event)``, which returns a row, or of ``lower(events)``, which returns rows and
+    changes.
+    """
     lines = ["def lower(event):" if is_one else "def lower(events):"]
     if is_checked:
         lines.append("    size = num_packed = None")
@@ -327,13 +336,15 @@ def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is
         word = "elif"
     lines += [f"{pad}else:", f"{pad}    return None" if is_checked else f"{pad}    raise unknown(event)"]
     if not is_one:
-        lines += ["    told = pack_changes(changes)"]
-        lines += ["    return None if told is None or not are_hashes(parents) else (rows, told)"]
+        lines += ["    packed = pack_changes(changes)"]
+        lines += ["    return None if packed is None or not are_hashes(parents) else (rows, packed)"]
     return "\n".join(lines) + "\n"
 
 
 def _trusted_source(form: _Form) -> str:
-    """The source of ``lower(events)`` without checks: one expression for what caches store, a call for the rest."""
+    """Return the source of ``lower(events)`` without checks: one expression for stored events of caches, a call for
+    others.
+    """
     plain, placed = form.rows[0], form.rows[1]
     for name in (*REQUIRED[BlockStored], "medium"):
         plain, placed = (each.replace(f"{name}, ", f"event.{name}, ") for each in (plain, placed))
@@ -353,7 +364,7 @@ _PLAIN_TYPES = frozenset({int, str})
 
 
 def _are_plain_keys(value: Sequence[Any]) -> bool:
-    """Most extra keys are numbers and names; True only where all are."""
+    """Return True if all extra keys are numbers and strings, which is the common case."""
     return all(each is None or (type(each) is tuple and _PLAIN_TYPES.issuperset(map(type, each))) for each in value)
 
 
@@ -361,18 +372,18 @@ def _are_integers(value: Sequence[Any]) -> bool:
     return {*map(type, value)} == {int}
 
 
-_QUICK_LOOKS: dict[str, Callable[[Sequence[Any]], bool]] = {
+_FAST_CHECKS: dict[str, Callable[[Sequence[Any]], bool]] = {
     "extra_keys": _are_plain_keys,
     "lookahead_token_ids": _are_integers,
 }
-"""To ask msgspec takes ten microseconds; what passes here, passes there."""
+"""Fast checks. msgspec's check takes ten microseconds; a value that passes the fast one passes msgspec's."""
 
 
-def _is_of(name: str, wanted: Any) -> Callable[[object], bool]:
-    quick_look = _QUICK_LOOKS[name]
+def _type_check(name: str, wanted: Any) -> Callable[[object], bool]:
+    fast_check = _FAST_CHECKS[name]
 
-    def is_such(value: object) -> bool:
-        if type(value) is tuple and quick_look(value):
+    def is_valid(value: object) -> bool:
+        if type(value) is tuple and fast_check(value):
             return True
         try:
             msgspec.convert(value, wanted)
@@ -380,43 +391,44 @@ def _is_of(name: str, wanted: Any) -> Callable[[object], bool]:
             return False
         return type(value) is tuple
 
-    return is_such
+    return is_valid
 
 
 class RowMaker(Protocol):
-    """Makes the row of one event; None where somebody must look closer."""
+    """Returns the row of one event; None if it needs a closer check."""
 
     def __call__(self, event: KVCacheEvent, /) -> Any: ...
 
 
 class RowsMaker(Protocol):
-    """Makes the rows of events."""
+    """Returns the rows of events."""
 
     def __call__(self, events: Sequence[KVCacheEvent], /) -> list[Any]: ...
 
 
 class RowsWithChangesMaker(Protocol):
-    """Makes the rows of events, and tells what they change; None where somebody must look closer."""
+    """Returns the rows and the changes of events; None if an event needs a closer check."""
 
     def __call__(self, events: Sequence[KVCacheEvent], /) -> tuple[list[Any], BlockChanges] | None: ...
 
 
 class DialectWriter:
-    """How the events of a batch become rows in one dialect: one per event, for msgspec to write.
+    """Convert the events of a batch to rows in one dialect: one row per event, for msgspec to encode.
 
     Args:
-        form_of: how each kind of event stands on the wire.
+        form_of: returns the form of each kind of event on the wire.
         writers: the structs that the forms name.
 
     Attributes:
-        trusted, trusted_one: the rows of events whose values are known to be sound, and the row of one; TypeError for
-            an event that is none of the three.
-        told: the same, and what the events change; change_of: what one changes.
-        checked, checked_one: the same of any events; struct.error, or None, where somebody must look closer.
-        sound: says closer what is wrong with an event, or returns it as it may go on the wire.
+        trusted, trusted_one: return the rows of events with valid values, and the row of one; TypeError for an event of
+            another class.
+        trusted_with_changes: returns the rows and the changes of events with valid values.
+        change_of: returns the change of one event.
+        checked, checked_one: return the same for any events; struct.error or None if an event needs a closer check.
+        validate: returns an event as it can be encoded, or raises an error that names the invalid field.
     """
 
-    __slots__ = ("change_of", "checked", "checked_one", "sound", "told", "trusted", "trusted_one")
+    __slots__ = ("change_of", "checked", "checked_one", "trusted", "trusted_one", "trusted_with_changes", "validate")
 
     def __init__(self, form_of: Callable[[type[WireEvent]], _Form], writers: dict[str, Any]) -> None:
         scope = {
@@ -433,8 +445,8 @@ class DialectWriter:
             **writers,
         }
         for name in _SEQUENCES:
-            scope[f"is_{name}"] = _is_of(name, get_type_hints(BlockStored, include_extras=True)[name])
-        self.sound = validated_event
+            scope[f"is_{name}"] = _type_check(name, get_type_hints(BlockStored, include_extras=True)[name])
+        self.validate = validated_event
         self.change_of = _change_of
         self.trusted_one: RowMaker = compile_function(
             "lower", _source(form_of, is_checked=False, is_one=True), dict(scope)
@@ -442,7 +454,7 @@ class DialectWriter:
         self.trusted: RowsMaker = compile_function(
             "lower", _trusted_source(form_of(BlockStored)), {**scope, "lower_one": self.trusted_one}
         )
-        self.told: RowsWithChangesMaker = compile_function(
+        self.trusted_with_changes: RowsWithChangesMaker = compile_function(
             "lower", _source(form_of, is_checked=False, is_one=False), dict(scope)
         )
         self.checked_one: RowMaker = compile_function(
@@ -454,12 +466,12 @@ class DialectWriter:
 
 
 def unknown_event(event: object) -> TypeError:
-    """An unknown tag would cost some readers the whole batch."""
+    """Return the error for an event of another class. Its tag would cost some readers the whole batch."""
     return TypeError(f"{type(event).__name__} is not a KV-cache event of the wire")
 
 
-def _is_sound(event: KVCacheEvent) -> bool:
-    """True when every value is one that all readers take; False where somebody must look closer."""
+def _is_valid(event: KVCacheEvent) -> bool:
+    """Return True if all readers accept every value; False if the event needs a closer check."""
     try:
         return DIALECT_WRITERS["array"].checked_one(event) is not None
     except PackError:
@@ -477,23 +489,23 @@ def first_token_mismatch(events):
 """,
     {},
 )
-"""Return the first stored event whose tokens do not fill its blocks, or None. Readers drop one."""
+"""Return the first stored event whose tokens do not fill its blocks, or None. Readers drop such an event."""
 
 
-# Looking closer: at the values of an event that did not pass as sound.
+# Closer checks: validate the values of an event that failed the fast check.
 
 _WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
 
 
 def validated_event(event: KVCacheEvent) -> KVCacheEvent:
-    """Return ``event`` as it may go on the wire: unsigned hashes of 64 bits become the signed ones that readers make.
+    """Return ``event`` as it can be encoded: unsigned 64-bit hashes become signed ones.
 
     Raises:
-        TypeError: it is none of the three events.
-        ValueError: a reader would refuse it; the message names the field.
+        TypeError: the event is of another class.
+        ValueError: a reader would refuse the event; the message names the field.
     """
     kind = _wire_kind(event)
-    if _is_sound(event):
+    if _is_valid(event):
         return event
     values: dict[str, Any] = {name: getattr(event, name) for name in kind.__struct_fields__}
     if kind is not AllBlocksCleared:
@@ -502,7 +514,7 @@ def validated_event(event: KVCacheEvent) -> KVCacheEvent:
         if kind is BlockStored:
             values["parent_block_hash"] = _wrapped(values["parent_block_hash"])
     sound = kind(**values)
-    if _is_sound(sound):
+    if _is_valid(sound):
         return sound
     for name, value in values.items():
         _check_field(name, value, _WRITTEN[kind][name])
@@ -512,8 +524,8 @@ def validated_event(event: KVCacheEvent) -> KVCacheEvent:
 
 
 def _check_field(name: str, value: object, wanted: Any) -> None:
-    if isinstance(value, set | frozenset | bytearray):  # msgspec takes them for arrays
-        raise ValueError(f"{name}: {type(value).__name__} is no tuple")
+    if isinstance(value, set | frozenset | bytearray):  # msgspec would accept them as arrays
+        raise ValueError(f"{name}: {type(value).__name__} is not a tuple")
     try:
         msgspec.convert(value, wanted)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -526,7 +538,7 @@ def _wrapped(block_hash: object) -> object:
 
 
 def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
-    """The event's type, also for a class derived from it; TypeError for none of the three."""
+    """Return the event's class, also for a subclass; TypeError for any other class."""
     for kind in WIRE_EVENTS:
         if isinstance(event, kind):
             return kind
@@ -547,4 +559,4 @@ DIALECT_WRITERS = {
     "map": _of_maps(frozenset()),
     "vllm": _of_maps(VLLM_NIL_FIELDS),
 }
-"""By dialect."""
+"""The writer of each dialect."""

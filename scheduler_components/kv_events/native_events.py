@@ -1,17 +1,17 @@
-"""Events of an engine's own classes: looked at, cut between blocks, and otherwise passed on as they are.
+"""Events of an engine's own classes: validate them, cut them between blocks, and otherwise pass them on unchanged.
 
-vLLM and SGLang declare the three events themselves, with fields that come and go by version. In the dialect ``native``
-such a struct is written as msgspec writes it, so the payload is byte for byte that of the engine's own publisher. Such
-an event is a ``msgspec.Struct`` of any module whose tag is one of the three, or ``msgspec.Raw``: the bytes of one
-event, for a relay.
+vLLM and SGLang declare the three events themselves, with fields that change by version. The dialect ``native`` encodes
+such a struct as msgspec does, so the payload equals that of the engine's own publisher byte for byte. Such an event is
+a ``msgspec.Struct`` of any module whose tag is one of the three, or ``msgspec.Raw``: the bytes of one event, for a
+relay.
 
-The fields that this kit knows are looked at by name before an event may take a number; of the others nothing is known,
-and nothing is lost: an event that must be cut (a part of its blocks is gone, or it is too large) is cut as msgpack,
-map or array. Its hashes are sliced, and so is every list with one entry per block or per token; all else is kept.
+Known fields are checked by name before an event can take a number. Unknown fields are preserved. An event is cut as
+msgpack, map or array, if some of its blocks are gone or if it is too large: its hashes are sliced, and so is every list
+with one entry per block or per token; all other fields are kept.
 
-What differs from events of this kit, because engines' readers take it: hashes may be unsigned or bytes; an event may
-tell no tokens (vLLM's offloading tiers, with a block size of 0 where even that is not known); and of a group that does
-not attend to all blocks (a sliding window) an event tells the tokens of the blocks that it skips, too.
+Engines' readers accept some values that are invalid in this kit's events: hashes may be unsigned or bytes; an event may
+have no tokens (vLLM's offloading tiers, with a block size of 0 if even that is unknown); and in a group that does not
+attend to all blocks (a sliding window) an event includes the tokens of the skipped blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from struct import error as PackError
-from typing import Any, NamedTuple, Protocol, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 
@@ -49,27 +49,26 @@ from scheduler_components.kv_events.dialects import (
     validated_event,
 )
 
-__all__ = ["NATIVE_WRITER", "NativeEvent", "EventSummary", "slice_raw_event", "event_fields", "summarize_event"]
+__all__ = ["NATIVE_WRITER", "EventSummary", "slice_raw_event", "event_fields", "summarize_event"]
 
-NativeEvent: TypeAlias = "msgspec.Struct | msgspec.Raw"
 
 _BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVENTS}
 _decode = msgspec.msgpack.Decoder().decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-# Reading one event's fields, whatever its form.
+# Read the fields of one event in any form.
 
 _METADATA_TAG = "BlockStoredWithMetadata"
 _METADATA_INDEX = BlockStored.__struct_fields__.index("lora_name")
-"""SGLang wrote, for a short time, stored events with a map of further fields in this place."""
+"""SGLang for a short time wrote stored events with a map of further fields at this position."""
 
 
 def event_fields(raw: bytes) -> tuple[str, dict[str, Any]]:
-    """Read one event into its tag and field values by name, which are not checked; unknown positions are skipped.
+    """Return an event's tag and its field values by name, unchecked. Unknown positions are skipped.
 
     Raises:
-        DecodeError: it is no event at all.
+        DecodeError: the bytes are no event.
     """
     try:
         read = _decode(raw)
@@ -91,8 +90,8 @@ def event_fields(raw: bytes) -> tuple[str, dict[str, Any]]:
     return tag, dict(zip(names, values, strict=False))
 
 
-# Looking at an event. As for this kit's own, a function is made from the fields, one per class: the first look at all
-# values says only yes or no. Who asks why gets the field's name.
+# Check an event. As for this kit's own events, a function is generated from the fields of each class. It returns only
+# True or False; ``_check`` names the invalid field.
 
 _HASH_TYPES = frozenset({int, bytes})
 _HASH_FIELDS = frozenset({"block_hashes", "parent_block_hash"})
@@ -100,11 +99,11 @@ _LISTS = "(list, tuple)"
 
 
 def _are_peers_hashes(values: Sequence[Any]) -> bool:
-    """True for integers and bytes; an integer of more than 64 bits is refused when it is written."""
+    """Return True for integers and bytes. Encoding refuses an integer of more than 64 bits."""
     return _HASH_TYPES.issuperset(map(type, values)) and b"" not in values
 
 
-def _look_at_stored(names: Sequence[str]) -> list[str]:
+def _check_stored_lines(names: Sequence[str]) -> list[str]:
     return [
         "block_hashes, token_ids, block_size = event.block_hashes, event.token_ids, event.block_size",
         f"if type(block_hashes) not in {_LISTS} or type(token_ids) not in {_LISTS}:",
@@ -126,22 +125,22 @@ def _look_at_stored(names: Sequence[str]) -> list[str]:
     ]
 
 
-class _Look(Protocol):
-    """Says of an event whether all of its values may go on the wire."""
+class _Check(Protocol):
+    """Returns whether all values of an event can be encoded."""
 
     def __call__(self, event: Any, /) -> bool: ...
 
 
-def _looker(kind: type[WireEvent], names: Sequence[str]) -> _Look:
-    """Make what looks at events of a class that has the fields ``names``."""
+def _make_check(kind: type[WireEvent], names: Sequence[str]) -> _Check:
+    """Return the check for events of a class with the fields ``names``."""
     lines = ["def is_sound(event):"]
     if kind is BlockStored:
-        lines += [f"    {line}" for line in _look_at_stored(names)]
+        lines += [f"    {line}" for line in _check_stored_lines(names)]
     if kind is BlockRemoved:
         lines += ["    block_hashes = event.block_hashes"]
         lines += [f"    if type(block_hashes) not in {_LISTS}:", "        return False"]
     if kind is not AllBlocksCleared:
-        # Most events of a decoding step have one block: it takes no call.
+        # Most events of a decoding step have one block, which needs no call.
         lines += ["    if len(block_hashes) != 1 or type(block_hashes[0]) is not int:"]
         lines += ["        if not are_hashes(block_hashes):", "            return False"]
     hints = get_type_hints(kind)
@@ -160,23 +159,23 @@ def _looker(kind: type[WireEvent], names: Sequence[str]) -> _Look:
 
 
 class _Class(NamedTuple):
-    """What is known of one class of an engine's events.
+    """One class of an engine's events.
 
     Attributes:
-        kind: which of the three it is.
-        is_sound: says of an event whether all of its values may go on the wire.
+        kind: the event of this kit that it corresponds to.
+        is_sound: returns whether all values of an event can be encoded.
         names: the fields that this kit knows.
-        medium_group: gives of an event what it says of its location; equal for equal sites.
+        medium_group: returns the location fields of an event; equal for equal locations.
     """
 
     kind: type[WireEvent]
-    is_sound: _Look
+    is_sound: _Check
     names: tuple[str, ...]
     medium_group: Callable[[object], object]
 
 
 _classes: dict[type, _Class] = {}
-"""Made when a class is first met; an engine has three. Bounded by the classes of the process."""
+"""Filled when an event of a class is first published. An engine has three classes."""
 
 
 def _class_of(event: object) -> _Class:
@@ -191,22 +190,22 @@ def _class_of(event: object) -> _Class:
         raise TypeError(f"{type(event).__name__}, tagged {tag!r:.60}, is not a KV-cache event of the wire")
     missing = [name for name in REQUIRED[kind][:4] if name not in event.__struct_fields__]
     if missing or event.__struct_fields__ != event.__struct_encode_fields__:
-        raise TypeError(f"{type(event).__name__} names its fields otherwise than the wire: {', '.join(missing)}")
+        raise TypeError(f"{type(event).__name__} does not have the wire's fields: missing {', '.join(missing)}")
     names = tuple(name for name in event.__struct_fields__ if name in kind.__struct_fields__)
-    place = [name for name in _PLACE if name in names]
+    place = [name for name in _LOCATION_FIELDS if name in names]
     medium_group: Callable[[object], object] = attrgetter(*place) if place else type
-    known = _classes[type(event)] = _Class(kind, _looker(kind, names), names, medium_group)
+    known = _classes[type(event)] = _Class(kind, _make_check(kind, names), names, medium_group)
     return known
 
 
-_PLACE = ("medium", "group_idx", "locality", "ownership")
+_LOCATION_FIELDS = ("medium", "group_idx", "locality", "ownership")
 
 
 def _changes_of(events: Sequence[Any]) -> BlockChanges | None:
-    """What events of an engine's classes change; None where others are among them, or hashes that must be converted."""
+    """Return the changes of an engine's events; None with other events, or with hashes that need conversion."""
     changes: list[tuple[type[WireEvent], BlockLocation, list[int]]] = []
     hashes: list[int] = []
-    last_known, last_place = None, None
+    last_known, last_location_fields = None, None
     for event in events:
         known = _classes.get(type(event))
         if known is None:
@@ -216,9 +215,11 @@ def _changes_of(events: Sequence[Any]) -> BlockChanges | None:
             last_known = None
             continue
         place = known.medium_group(event)
-        if known is not last_known or place != last_place:
-            last_known, last_place, hashes = known, place, []
-            location = block_location(*(getattr(event, name) if name in known.names else None for name in _PLACE))
+        if known is not last_known or place != last_location_fields:
+            last_known, last_location_fields, hashes = known, place, []
+            location = block_location(
+                *(getattr(event, name) if name in known.names else None for name in _LOCATION_FIELDS)
+            )
             changes.append((known.kind, location, hashes))
         hashes += event.block_hashes
     try:
@@ -236,19 +237,19 @@ _WANTED: dict[type[WireEvent], dict[str, Any]] = {
 
 
 def _check(kind: type[WireEvent], fields: dict[str, Any]) -> None:
-    """Look at each field by name.
+    """Check each field by name.
 
     Raises:
-        ValueError: an engine's readers would refuse it; the message names the field.
+        ValueError: an engine's readers would refuse the value; the message names the field.
     """
     for name, wanted in _WANTED[kind].items():
         if name not in fields:
-            if name in REQUIRED[kind][:4] and name != "parent_block_hash":  # some leave a None out
+            if name in REQUIRED[kind][:4] and name != "parent_block_hash":  # some peers omit a None
                 raise ValueError(f"{name} is missing")
             continue
         value = fields[name]
-        if isinstance(value, set | frozenset | bytearray):  # msgspec takes them for arrays
-            raise ValueError(f"{name}: {type(value).__name__} is no list")
+        if isinstance(value, set | frozenset | bytearray):  # msgspec would accept them as arrays
+            raise ValueError(f"{name}: {type(value).__name__} is not a list")
         try:
             msgspec.convert(str(value) if isinstance(value, str) else value, wanted, builtin_types=(bytes,))
         except (msgspec.ValidationError, RecursionError) as error:
@@ -265,7 +266,7 @@ def _check_blocks(block_hashes: Any, token_ids: Any, block_size: int, fields: di
         raise ValueError("tokens do not fill the blocks")
 
 
-def _sound_raw(event: msgspec.Raw) -> msgspec.Raw:
+def _validated_raw(event: msgspec.Raw) -> msgspec.Raw:
     try:
         tag, fields = event_fields(bytes(event))
     except DecodeError as error:
@@ -282,75 +283,75 @@ def _sound_raw(event: msgspec.Raw) -> msgspec.Raw:
 
 
 class NativeDialectWriter:
-    """The lowering of the dialect ``native``: an engine's events are their own rows; this kit's become maps."""
+    """The writer of the dialect ``native``: an engine's events are their own rows, and this kit's become maps."""
 
     __slots__ = ()
 
-    def sound(self, event: Any) -> Any:
-        """Return ``event`` as it may go on the wire.
+    def validate(self, event: Any) -> Any:
+        """Return ``event`` as it can be encoded.
 
         Raises:
-            TypeError: it is none of the three events.
+            TypeError: the event is of another class.
             ValueError: an engine's readers would refuse it; the message names the field.
         """
         if isinstance(event, KVCacheEvent):
             return validated_event(event)
         if type(event) is msgspec.Raw:
-            return _sound_raw(event)
+            return _validated_raw(event)
         known = _class_of(event)
         if not known.is_sound(event):
             _check(known.kind, {name: getattr(event, name) for name in known.names})
             _signed(event.block_hashes)
-            raise ValueError("a value is not what readers take")
+            raise ValueError("a value is one that readers refuse")
         return event
 
     def checked_one(self, event: Any) -> Any:
-        """Return the row of an event; raises as ``sound`` does."""
+        """Return the row of an event. Raises as ``validate`` does."""
         known = _classes.get(type(event))
-        return event if known is not None and known.is_sound(event) else self.trusted_one(self.sound(event))
+        return event if known is not None and known.is_sound(event) else self.trusted_one(self.validate(event))
 
     def trusted_one(self, event: Any) -> Any:
-        """Return the row of an event that was looked at."""
+        """Return the row of a checked event."""
         return _VLLM.trusted_one(event) if isinstance(event, KVCacheEvent) else event
 
     def checked(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:
-        """Return the rows of events, and what they change where that is known; raises as ``sound`` does."""
+        """Return the rows of events, and their changes if known. Raises as ``validate`` does."""
         rows = []
         class_of = _classes.get
         for event in events:  # as ``checked_one``, without a call per event
             known = class_of(type(event))
             is_sound = known is not None and known.is_sound(event)
-            rows.append(event if is_sound else self.trusted_one(self.sound(event)))
+            rows.append(event if is_sound else self.trusted_one(self.validate(event)))
         return rows, _changes_of(events)
 
-    def told(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:
-        """Return the rows of events that were looked at, and what they change where that is known."""
+    def trusted_with_changes(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:
+        """Return the rows of checked events, and their changes if known."""
         return self.trusted(events), _changes_of(events)
 
     def change_of(self, event: Any) -> BlockChanges | None:
-        """What one event changes, where that is known."""
+        """Return the change of one event, if known."""
         return _changes_of((event,))
 
     def trusted(self, events: Sequence[Any]) -> list[Any]:
-        """Return the rows of events that were looked at."""
+        """Return the rows of checked events."""
         return [self.trusted_one(event) for event in events]
 
 
-_VLLM = DIALECT_WRITERS["vllm"]  # its maps are read by the readers of both engines
+_VLLM = DIALECT_WRITERS["vllm"]  # readers of both engines accept its maps
 NATIVE_WRITER = NativeDialectWriter()
 
 
-# What an event tells of blocks, and cutting it between them.
+# Summarize an event, and cut it between blocks.
 
 
 class EventSummary(NamedTuple):
-    """What decides which blocks stand, of one event that was looked at.
+    """The fields of a checked event that determine which blocks are cached.
 
     Attributes:
-        kind: which of the three events it is; the rest says nothing of AllBlocksCleared.
-        location: where the blocks are.
+        kind: which of the three events it is; AllBlocksCleared has no other field.
+        location: location of the blocks.
         block_hashes: signed 64-bit integers.
-        parent: of a stored event, the block before the first one.
+        parent: of a stored event, the hash of the block before the first one.
     """
 
     kind: type[WireEvent]
@@ -360,7 +361,7 @@ class EventSummary(NamedTuple):
 
 
 def summarize_event(event: Any) -> EventSummary:
-    """Say what an event tells: one of this kit's, an engine's, or the bytes of one."""
+    """Return the summary of an event of this kit, of an engine's event, or of the bytes of one."""
     if type(event) is msgspec.Raw:
         tag, fields = event_fields(bytes(event))
         kind = _BY_TAG[tag]
@@ -380,13 +381,13 @@ def _signed(hashes: Sequence[Any]) -> tuple[int, ...]:
 
 
 def slice_raw_event(event: Any, first: int, stop: int) -> msgspec.Raw:
-    """Return the bytes of an event (a row, or the bytes of one) of its blocks ``first`` to ``stop - 1``."""
+    """Return the bytes of the event (a row, or its bytes) for its blocks ``first`` to ``stop - 1``."""
     read = _decode(event if isinstance(event, bytes) else _encode(event))
     tag = read["type"] if isinstance(read, dict) else read[0]
     if isinstance(read, dict):
         fields = dict(read)
         if tag == BlockStored.__name__:
-            fields.setdefault("parent_block_hash", None)  # some leave a None out
+            fields.setdefault("parent_block_hash", None)  # some peers omit a None
     else:
         names = ("type", *_BY_TAG.get(tag, BlockStored).__struct_fields__)
         fields = {names[index] if index < len(names) else index: value for index, value in enumerate(read)}

@@ -1,7 +1,8 @@
-"""The base of a stream: what batches add up to that nobody is sent any more. Pure: no socket, no clock.
+"""StreamSnapshot: fold the batches that have left the replay buffer into the set of cached blocks. Pure: no socket, no
+clock.
 
-Folding, the state of standing blocks, and writing it as events again; for a stream's base, and for a publisher's queue
-that has grown too long (``collapse``).
+The module folds payloads, keeps the cached blocks, and encodes them as events again. A stream uses it for its snapshot,
+and the publisher for a queue that has grown too long (``merge_batches``).
 """
 
 from __future__ import annotations
@@ -49,44 +50,40 @@ __all__ = [
 
 # The theory of folding.
 #
-# Fold rules, by event. A block is a hash at a location (medium, KV-cache group, remote or here, owner); None and GPU
-# are
-# one medium. An engine's hashes are compared as the signed integers that readers make of them.
+# Fold rules, by event. A block is a hash at a location (medium, KV-cache group, remote or local, owner); None and GPU
+# are one medium. An engine's hashes are compared as the signed integers that readers convert them to.
 #
-#     BlockStored        its blocks stand, and belong to this event, also those that stood before
-#     BlockRemoved       its blocks at that location stand no more; blocks that do not stand are no error
-#     AllBlocksCleared   nothing stands
-#     anything else      nothing: the encoder refuses it, and readers drop it
+#     BlockStored        its blocks are cached and belong to this event, also those that were cached before
+#     BlockRemoved       its blocks at that location are no longer cached; unknown blocks are no error
+#     AllBlocksCleared   no block is cached
+#     anything else      no effect: the encoder refuses it, and readers drop it
 #
-# Folding happens in each of a scheduler's steps, sending the base hardly ever. So folding makes as little as can be:
-# one entry per block, from its hash to the source that stored it. A source is a payload as it was sent, or some small
-# ones one after the other; nothing of it is read or copied. Which blocks a batch stores and removes, its encoder has
-# told (``BlockChanges``); where it has not, the payload is read for it. Neither sources nor the tables that lead to
-# them are
-# known to the garbage collector: they hold nothing but numbers and bytes.
+# Every scheduler step folds a batch, while sending the snapshot is rare. So folding creates as little as possible: one
+# entry per block, from its hash to the payload reference that stored it. A reference holds a payload as it was sent, or
+# several small ones concatenated; nothing of it is decoded or copied. The encoder supplies the blocks that a batch
+# stores and removes (``BlockChanges``); otherwise the payload is decoded. The garbage collector tracks neither the
+# references nor the tables, because they hold only numbers and bytes.
 #
-# Invariant: owner[location][hash] is a source  <=>  the block stands, and the last event in that source which stores it
-# is
-# the one that it belongs to.
+# Invariant: owner[location][hash] is a reference  <=>  the block is cached, and belongs to the last event of that
+# reference that stores it.
 #
-# So which event a block belongs to is found when the base is sent: the source is read into runs. A run of which all
-# stands goes out in the bytes in which it came: fields that this kit does not know are kept. One of which a part stands
-# is cut into segments, as msgpack.
+# So the event of a block is determined when the snapshot is sent: the reference's content is decoded into runs. A run
+# whose blocks are all cached is sent as the bytes that were received, which preserves unknown fields. A run of which
+# only a part is cached is cut into segments, as msgpack.
 #
-# A source lives as long as one of its blocks. Once half of them are gone, it is written anew without the events of
-# which none stands; but only while there are more gone blocks than standing ones in all sources together: most sources
-# that are half gone are soon gone whole, for nothing.
+# A reference lives as long as one of its blocks. When half of them are gone, its content may be rewritten without the
+# events that have no cached block; but only while all references together have more gone blocks than cached ones,
+# because most references that are half gone are soon gone completely.
 #
-# Order: parents first. A location's table has sources in the order of storing, for a block that is stored again is
-# taken
-# out first; a source's blocks are neighbours there, and go out in the order of its runs. A block that was stored again
-# comes later than its children: its segment is written before them all the same. (Only a hostile history has cycles;
-# they end.)
+# Order: parents first. A location's table has references in the order of storing, because a block that is stored again
+# is removed first. The blocks of one reference are neighbours there, and are sent in the order of its runs. A block
+# that was stored again comes after its children in the table, so its segment is sent before theirs out of order. (Only
+# a hostile history has cycles; the walk ends on them, too.)
 
 T = TypeVar("T")
 
 
-# Which blocks stand.
+# The cached blocks.
 
 
 class BlockRun(msgspec.Struct, Generic[T], frozen=True, gc=False):
@@ -94,7 +91,7 @@ class BlockRun(msgspec.Struct, Generic[T], frozen=True, gc=False):
 
     Attributes:
         location: where they were stored.
-        block_hashes: all of them, standing or not.
+        block_hashes: all of them, cached or not.
         parent: hash of the block before the first, None at a root.
         event: the event itself.
     """
@@ -106,7 +103,7 @@ class BlockRun(msgspec.Struct, Generic[T], frozen=True, gc=False):
 
 
 class RunSegment(msgspec.Struct, Generic[T], frozen=True, gc=False):
-    """Neighbouring blocks ``first`` to ``stop - 1`` of a run that all stand."""
+    """Consecutive blocks ``first`` to ``stop - 1`` of a run that are all cached."""
 
     run: BlockRun[T]
     first: int
@@ -122,78 +119,78 @@ class RunSegment(msgspec.Struct, Generic[T], frozen=True, gc=False):
 
 
 class PayloadRef(msgspec.Struct, gc=False):
-    """What stored some blocks: events, of which the runs are read when somebody asks for them.
+    """The events that stored some blocks. Their runs are decoded on demand.
 
     Attributes:
-        serial: its number among all sources of its state, by the time of storing.
-        content: the events, in a form that the state's reader of runs knows.
+        serial: its number among all references of its state, in the order of storing.
+        content: the events, in a form that the state's run reader knows.
         num_bytes: size of ``content``; 0 until it is complete.
-        num_stored: blocks in it; one that was stored twice counts twice.
-        num_standing: how many have been neither removed nor stored again since.
-        half_gone_at: with so few standing, ``content`` may be written anew; below 0 for never.
+        num_stored: blocks in it; a block that was stored twice counts twice.
+        num_cached: blocks that have been neither removed nor stored again since.
+        half_gone_at: number of cached blocks at which ``content`` may be rewritten; below 0 for never.
     """
 
     serial: int
     content: Any = None
     num_bytes: int = 0
     num_stored: int = 0
-    num_standing: int = 0
+    num_cached: int = 0
     half_gone_at: int = -1
 
 
 class RunReader(Protocol[T]):
-    """Knows the form of the sources' content."""
+    """Decodes the content of payload references."""
 
     def runs(self, content: Any, /) -> Sequence[BlockRun[T]]:
-        """Read the stored events of a content, in order."""
+        """Return the stored events of a content, in order."""
         ...
 
 
 class CachedBlocks(Generic[T]):
-    """The standing blocks by location and hash. A block belongs to the source that stored it last.
+    """The cached blocks by location and hash. A block belongs to the reference that stored it last.
 
     Args:
-        reader: reads the runs of its sources.
+        reader: decodes the runs of its references.
 
     Attributes:
-        num_bytes, num_stored: size of the complete contents of which a block stands, and the blocks in them.
-        half_gone: their sources of which half is gone; whoever owns the state takes them out.
+        num_bytes, num_stored: size of the complete contents with a cached block, and the number of their blocks.
+        half_gone: references of which half is gone; the owner of the state processes them.
     """
 
-    __slots__ = ("_num_sources", "_reader", "_sites", "half_gone", "num_bytes", "num_stored")
+    __slots__ = ("_num_sources", "_reader", "_locations", "half_gone", "num_bytes", "num_stored")
 
     def __init__(self, reader: RunReader[T]) -> None:
         self.num_bytes = self.num_stored = 0
         self.half_gone: deque[PayloadRef] = deque()
         self._reader = reader
-        self._sites: dict[BlockLocation, dict[int, PayloadRef]] = {}
+        self._locations: dict[BlockLocation, dict[int, PayloadRef]] = {}
         self._num_sources = 0
 
     def __len__(self) -> int:
-        """Standing blocks, over all sites."""
-        return sum(map(len, self._sites.values()))
+        """Cached blocks at all locations."""
+        return sum(map(len, self._locations.values()))
 
     def new_source(self, content: Any = None) -> PayloadRef:
-        """Return what stores the next blocks; no earlier one stores any more."""
+        """Return the reference of the next blocks. No earlier reference stores any more."""
         self._num_sources += 1
         return PayloadRef(self._num_sources, content)
 
     def store(self, location: BlockLocation, block_hashes: Sequence[int], source: PayloadRef) -> None:
-        """Fold a stored event, or several of one location."""
-        owners = self._sites.get(location)
+        """Fold one or several stored events of one location."""
+        owners = self._locations.get(location)
         if owners is None:
-            owners = self._sites[location] = {}
+            owners = self._locations[location] = {}
         if not owners.keys().isdisjoint(block_hashes):
             self._discard(owners, block_hashes)
         num_before = len(owners)
         for block_hash in block_hashes:
             owners[block_hash] = source
         source.num_stored += len(block_hashes)
-        source.num_standing += len(owners) - num_before
+        source.num_cached += len(owners) - num_before
 
     def remove(self, location: BlockLocation, block_hashes: Iterable[int]) -> None:
-        """Fold a removed event; blocks that do not stand are nothing to remove."""
-        owners = self._sites.get(location)
+        """Fold a removed event. Unknown blocks are ignored."""
+        owners = self._locations.get(location)
         if owners is not None:
             self._discard(owners, block_hashes)
 
@@ -201,59 +198,59 @@ class CachedBlocks(Generic[T]):
         for block_hash in block_hashes:
             source = owners.pop(block_hash, None)
             if source is not None:
-                left = source.num_standing = source.num_standing - 1
+                left = source.num_cached = source.num_cached - 1
                 if left <= source.half_gone_at:
                     self._note_gone(source)
 
     def _note_gone(self, source: PayloadRef) -> None:
-        if source.num_standing:
+        if source.num_cached:
             source.half_gone_at = 0
             self.half_gone.append(source)
         else:
             self.num_bytes -= source.num_bytes
             self.num_stored -= source.num_stored
-            source.content = None  # it may be among the half gone ones
+            source.content = None  # it may be in ``half_gone``
 
     def complete(self, source: PayloadRef, content: bytes) -> None:
-        """Give ``source`` its content: nothing more is stored by it."""
-        if source.num_standing:
+        """Set the content of ``source``, which stores no further blocks."""
+        if source.num_cached:
             source.content = content
             source.num_bytes = len(content)
             self.num_bytes += source.num_bytes
             self.num_stored += source.num_stored
             source.half_gone_at = source.num_stored // 2
-            if source.num_standing <= source.half_gone_at:
+            if source.num_cached <= source.half_gone_at:
                 self._note_gone(source)
 
     def rewrite(self, source: PayloadRef, content: bytes, num_stored: int) -> None:
-        """Give ``source`` another content, in which ``num_stored`` blocks are; the standing ones are among them."""
+        """Replace the content of ``source`` by one with ``num_stored`` blocks, which include all its cached blocks."""
         self.num_bytes += len(content) - source.num_bytes
         self.num_stored += num_stored - source.num_stored
         source.content, source.num_bytes, source.num_stored = content, len(content), num_stored
-        source.half_gone_at = source.num_standing // 2
+        source.half_gone_at = source.num_cached // 2
 
     def clear(self) -> None:
         """Fold a cleared event."""
-        self._sites.clear()
+        self._locations.clear()
         self.half_gone.clear()
         self.num_bytes = self.num_stored = 0
 
-    def standing_runs(self, source: PayloadRef) -> list[BlockRun[T]]:
-        """The runs of a source of which at least one block stands and is this source's."""
+    def cached_runs(self, source: PayloadRef) -> list[BlockRun[T]]:
+        """Return the runs of a reference of which at least one block is cached and belongs to it."""
         return [
             run
             for run in self._reader.runs(source.content)
-            if any(self._sites.get(run.location, {}).get(each) is source for each in run.block_hashes)
+            if any(self._locations.get(run.location, {}).get(each) is source for each in run.block_hashes)
         ]
 
     def segments(self) -> Iterator[RunSegment[T]]:
-        """Yield what stands, each block once, a block's parent before it; the state must not change meanwhile."""
-        for location in self._sites:
-            yield from _SiteWalk(location, self._sites[location], self._reader).segments()
+        """Yield the cached blocks, each once, parents before children. The state must not change meanwhile."""
+        for location in self._locations:
+            yield from _LocationWalk(location, self._locations[location], self._reader).segments()
 
 
 class _SourceRuns(Generic[T]):
-    """The runs of one source at one location, and where each block is in them."""
+    """The runs of one reference at one location, and the position of each block in them."""
 
     __slots__ = ("_owners", "_places", "_source", "runs")
 
@@ -265,7 +262,7 @@ class _SourceRuns(Generic[T]):
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Of each block the number of its run and its index there, where it was stored last."""
+        """The number of a block's run and its index there; the last occurrence counts."""
         if self._places is None:
             self._places = {
                 block_hash: (number, index)
@@ -276,11 +273,11 @@ class _SourceRuns(Generic[T]):
 
     @property
     def are_whole(self) -> bool:
-        """True when every block of the source stands, each stored once."""
-        return self._source.num_standing == self._source.num_stored
+        """True if every block of the reference is cached, each stored once."""
+        return self._source.num_cached == self._source.num_stored
 
     def segments(self, number: int) -> Iterator[RunSegment[T]]:
-        """Yield what stands of one run."""
+        """Yield the cached segments of one run."""
         run, source = self.runs[number], self._source
         if self.are_whole:
             yield RunSegment(run, 0, len(run.block_hashes))
@@ -288,10 +285,10 @@ class _SourceRuns(Generic[T]):
         owners, places = self._owners, self.places
         first = None
         for index, block_hash in enumerate(run.block_hashes):
-            stands = owners.get(block_hash) is source and places[block_hash] == (number, index)
-            if stands and first is None:
+            is_cached = owners.get(block_hash) is source and places[block_hash] == (number, index)
+            if is_cached and first is None:
                 first = index
-            elif not stands and first is not None:
+            elif not is_cached and first is not None:
                 yield RunSegment(run, first, index)
                 first = None
         if first is not None:
@@ -299,23 +296,23 @@ class _SourceRuns(Generic[T]):
 
 
 _Position: TypeAlias = tuple[int, int, int]
-"""Where a segment is among all of its location: serial of its source, number of its run there, first block."""
+"""Position of a segment at its location: serial of its reference, number of its run there, first block."""
 
 _MAX_READ = 16
-"""Sources whose runs are kept: segments of others look for their parents there."""
+"""References whose runs are kept in memory, so that segments of others find their parents there."""
 
 
-class _SiteWalk(Generic[T]):
-    """Walks the standing blocks of one location, parents first. Only what goes out of order is remembered."""
+class _LocationWalk(Generic[T]):
+    """Walk the cached blocks of one location, parents first. Remembers only segments that were sent out of order."""
 
-    __slots__ = ("_ahead", "_owners", "_read", "_reader", "_site")
+    __slots__ = ("_ahead", "_owners", "_read", "_reader", "_location")
 
     def __init__(self, location: BlockLocation, owners: dict[int, PayloadRef], reader: RunReader[T]) -> None:
-        self._site = location
+        self._location = location
         self._owners = owners
         self._reader = reader
         self._read: dict[int, _SourceRuns[T]] = {}
-        self._ahead: set[_Position] = set()  # of segments that went before their turn
+        self._ahead: set[_Position] = set()  # segments that were sent before their turn
 
     def segments(self) -> Iterator[RunSegment[T]]:
         last = None
@@ -328,7 +325,9 @@ class _SiteWalk(Generic[T]):
                     yield from self._parts(source, found, 0)
 
     def _whole(self, source: PayloadRef, found: _SourceRuns[T]) -> Iterator[RunSegment[T]]:
-        """Most sources: all stands, in order. Parents are older, or before their children in this source."""
+        """Yield a reference whose blocks are all cached, the common case. Parents are in older references or earlier in
+        this one.
+        """
         owners, passed, serial = self._owners, set[int](), source.serial
         for number, run in enumerate(found.runs):
             if run.parent is not None and run.parent not in passed:
@@ -340,7 +339,7 @@ class _SiteWalk(Generic[T]):
             yield RunSegment(run, 0, len(run.block_hashes))
 
     def _parts(self, source: PayloadRef, found: _SourceRuns[T], first: int) -> Iterator[RunSegment[T]]:
-        """What stands of a source, from its run number ``first`` on."""
+        """Yield the cached segments of a reference from its run ``first`` on."""
         for number in range(first, len(found.runs)):
             for segment in found.segments(number):
                 at = (source.serial, number, segment.first)
@@ -355,7 +354,7 @@ class _SiteWalk(Generic[T]):
                     yield from self._with_ancestors(at, segment)
 
     def _with_ancestors(self, at: _Position, segment: RunSegment[T]) -> Iterator[RunSegment[T]]:
-        """A block that was stored again comes later than its children: it goes before them."""
+        """Yield a segment after those of its ancestors that come later in the table because they were stored again."""
         chain = [segment]
         above = self._above(segment, at[0])
         while above is not None and above[0] > at and above[0] not in self._ahead:
@@ -365,7 +364,7 @@ class _SiteWalk(Generic[T]):
         yield from reversed(chain)
 
     def _above(self, segment: RunSegment[T], serial: int) -> tuple[_Position, RunSegment[T]] | None:
-        """The segment that ends with the parent, unless it is older than the source ``serial``."""
+        """Return the segment that ends with the parent, unless it is older than the reference ``serial``."""
         source = None if segment.parent is None else self._owners.get(segment.parent)
         if source is None or source.serial < serial:
             return None
@@ -381,57 +380,57 @@ class _SiteWalk(Generic[T]):
         if found is None:
             if len(self._read) >= _MAX_READ:
                 self._read.clear()
-            runs = [run for run in self._reader.runs(source.content) if run.location == self._site]
+            runs = [run for run in self._reader.runs(source.content) if run.location == self._location]
             found = self._read[source.serial] = _SourceRuns(source, runs, self._owners)
         return found
 
 
-# Reading payloads: what they change, and the runs that they store.
+# Decode payloads: their changes, and the runs that they store.
 
 
-_Told = tuple[type[WireEvent], BlockLocation, Sequence[int], int | None]
-"""What an event says of blocks: its kind, where, their hashes, and of a stored one its parent. See ``EventSummary``."""
+_Summary = tuple[type[WireEvent], BlockLocation, Sequence[int], int | None]
+"""An event's kind, location, hashes, and the parent of a stored event. See ``EventSummary``."""
 
 
-def _site_of_head(head: Any) -> BlockLocation:
+def _location_of_head(head: Any) -> BlockLocation:
     return block_location(head.medium, head.group_idx, head.locality, head.ownership)
 
 
-def _told_by_stored(head: Any) -> _Told:
-    return BlockStored, _site_of_head(head), head.block_hashes, head.parent_block_hash
+def _summarize_stored(head: Any) -> _Summary:
+    return BlockStored, _location_of_head(head), head.block_hashes, head.parent_block_hash
 
 
-def _told_by_removed(head: Any) -> _Told:
-    return BlockRemoved, _site_of_head(head), head.block_hashes, None
+def _summarize_removed(head: Any) -> _Summary:
+    return BlockRemoved, _location_of_head(head), head.block_hashes, None
 
 
-def _told_by_cleared(head: Any) -> _Told:  # noqa: ARG001 - it has no fields
+def _summarize_cleared(head: Any) -> _Summary:  # noqa: ARG001 - the event has no fields
     return AllBlocksCleared, LOCAL_GPU, (), None
 
 
-def _told_by_peers_stored(head: Any) -> _Told:
+def _summarize_peers_stored(head: Any) -> _Summary:
     parent = head.parent_block_hash
     hashes = tuple(map(signed_block_hash, head.block_hashes))
-    return BlockStored, _site_of_head(head), hashes, None if parent is None else signed_block_hash(parent)
+    return BlockStored, _location_of_head(head), hashes, None if parent is None else signed_block_hash(parent)
 
 
-def _told_by_peers_removed(head: Any) -> _Told:
-    return BlockRemoved, _site_of_head(head), tuple(map(signed_block_hash, head.block_hashes)), None
+def _summarize_peers_removed(head: Any) -> _Summary:
+    return BlockRemoved, _location_of_head(head), tuple(map(signed_block_hash, head.block_hashes)), None
 
 
-_TOLD: dict[type[WireEvent], Callable[[Any], _Told]] = {
-    BlockStored: _told_by_stored,
-    BlockRemoved: _told_by_removed,
-    AllBlocksCleared: _told_by_cleared,
+_SUMMARIZERS: dict[type[WireEvent], Callable[[Any], _Summary]] = {
+    BlockStored: _summarize_stored,
+    BlockRemoved: _summarize_removed,
+    AllBlocksCleared: _summarize_cleared,
 }
-_PEERS_TOLD = _TOLD | {BlockStored: _told_by_peers_stored, BlockRemoved: _told_by_peers_removed}
+_PEERS_SUMMARIZERS = _SUMMARIZERS | {BlockStored: _summarize_peers_stored, BlockRemoved: _summarize_peers_removed}
 _PEERS_HINTS: dict[str, Any] = {"block_hashes": tuple[int | bytes, ...], "parent_block_hash": int | bytes | None}
 
 
 def _head(kind: type[WireEvent], *, are_peers: bool, **dialect: Any) -> Any:
-    """What folding reads of an event: all fields but the bulk, which is skipped and not made into objects.
+    """Return a struct of the fields that folding reads: all but the large ones, which are skipped.
 
-    The encoder has checked all of them. Hashes are read as this kit writes them, or ``are_peers``, as engines do.
+    The encoder has checked them. Hashes are read as this kit encodes them, or with ``are_peers`` as engines do.
     """
     hints = get_type_hints(kind, include_extras=not are_peers) | (_PEERS_HINTS if are_peers else {})
     fields: list[Any] = []
@@ -440,18 +439,24 @@ def _head(kind: type[WireEvent], *, are_peers: bool, **dialect: Any) -> Any:
         read_as = msgspec.Raw if is_bulk else hints[field.name]
         default = msgspec.Raw(b"") if is_bulk else field.default
         fields.append((field.name, read_as) if field.required else (field.name, read_as, default))
-    told = (_PEERS_TOLD if are_peers else _TOLD)[kind]
+    summary = (_PEERS_SUMMARIZERS if are_peers else _SUMMARIZERS)[kind]
     return msgspec.defstruct(
-        f"{kind.__name__}Head", fields, namespace={"told": told}, frozen=True, gc=False, tag=kind.__name__, **dialect
+        f"{kind.__name__}Head",
+        fields,
+        namespace={"summary": summary},
+        frozen=True,
+        gc=False,
+        tag=kind.__name__,
+        **dialect,
     )
 
 
 _Heads = tuple[msgspec.Raw, Sequence[Any], msgspec.Raw]
-"""A batch of which the events' heads are read; time and rank are not."""
+"""A batch whose events are decoded without their large fields; time and rank are skipped."""
 
 
 class _HeadsReader(NamedTuple):
-    """Reads the heads of a batch, and of a list of batches."""
+    """Decodes a batch, or a list of batches, without the large fields of events."""
 
     batch: Callable[[bytes], _Heads]
     batches: Callable[[bytes], list[_Heads]]
@@ -473,13 +478,13 @@ _Events = tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]
 _read_events = msgspec.msgpack.Decoder(_Events).decode
 _read_events_of_many = msgspec.msgpack.Decoder(list[_Events]).decode
 _LIST = 0xDC
-"""First byte of a list of up to 65,535 elements; a batch, which has three, never begins with it."""
+"""First byte of a list of up to 65,535 elements. A batch, which has three, never begins with it."""
 
 
 class PayloadReader:
-    """Reads what payloads of one stream say of blocks, in any dialect.
+    """Decode the changes and the runs of payloads of one stream, in any dialect.
 
-    A stream is of one dialect, and its hashes are this kit's or an engine's: which, its first batch tells.
+    A stream has one dialect, and either this kit's hashes or an engine's. The first batch shows which.
     """
 
     __slots__ = ("_heads",)
@@ -487,8 +492,8 @@ class PayloadReader:
     def __init__(self) -> None:
         self._heads = _HEADS_READERS[0]
 
-    def _told(self, content: bytes) -> list[_Told | None]:
-        """What each event of a source tells; None for one that readers drop."""
+    def _summaries(self, content: bytes) -> list[_Summary | None]:
+        """Return the summary of each event of a content; None for an event that readers drop."""
         for reader in (self._heads, *_HEADS_READERS):
             try:
                 if content[0] == _LIST:
@@ -498,28 +503,28 @@ class PayloadReader:
             except msgspec.ValidationError:
                 continue
             self._heads = reader
-            return [head.told() for head in heads]
-        # Some events are of one form and some of the other: what readers make of each is what counts.
-        return [_told_of_odd_event(bytes(event)) for event in _events_of(content)]
+            return [head.summary() for head in heads]
+        # The events have different forms: decode each as readers do.
+        return [_summarize_odd_event(bytes(event)) for event in _events_of(content)]
 
     def changes(self, payload: bytes) -> BlockChanges:
-        """What a payload changes, as its encoder might have said."""
+        """Return the changes of a payload, as its encoder could have supplied them."""
         changes: list[tuple[type[WireEvent], BlockLocation, list[int]]] = []
-        for told in self._told(payload):
-            if told is None:
+        for summary in self._summaries(payload):
+            if summary is None:
                 continue
-            kind, location, hashes, _ = told
+            kind, location, hashes, _ = summary
             if not changes or changes[-1][0] is not kind or changes[-1][1] != location:
                 changes.append((kind, location, []))
             changes[-1][2].extend(hashes)
         return tuple([BlockChange(kind, location, array("q", hashes).tobytes()) for kind, location, hashes in changes])
 
     def runs(self, content: bytes) -> list[BlockRun[msgspec.Raw]]:
-        """The runs of a source: of one payload, or of a list of them."""
+        """Return the runs of a content: of one payload, or of a list of payloads."""
         return [
-            BlockRun(told[1], told[2], told[3], event)
-            for told, event in zip(self._told(content), _events_of(content), strict=True)
-            if told is not None and told[0] is BlockStored
+            BlockRun(summary[1], summary[2], summary[3], event)
+            for summary, event in zip(self._summaries(content), _events_of(content), strict=True)
+            if summary is not None and summary[0] is BlockStored
         ]
 
 
@@ -530,32 +535,32 @@ def _events_of(content: bytes) -> list[msgspec.Raw]:
     return events
 
 
-def _told_of_odd_event(raw: bytes) -> _Told | None:
+def _summarize_odd_event(raw: bytes) -> _Summary | None:
     try:
-        told = summarize_event(decode_event(raw))
+        summary = summarize_event(decode_event(raw))
     except DecodeError:
         return None
-    return told.kind, told.location, told.block_hashes, told.parent
+    return summary.kind, summary.location, summary.block_hashes, summary.parent
 
 
-# The base of a stream.
+# The snapshot of a stream.
 
 _SHARED_BYTES = 4 * 1024
-"""Payloads up to this size together are one source: a source costs some 150 bytes, and their own headers 50 each."""
+"""Payloads up to this total size share one reference: a reference takes some 150 bytes, and their headers 50 each."""
 
-_LOOKS_PER_FOLD = 4
-"""Half gone sources looked at in one fold: more than become so, as a rule."""
+_CHECKS_PER_FOLD = 4
+"""Half-gone references checked in one fold. Usually fewer become half gone."""
 
 _MAX_GONE_BLOCKS = 1_000
-"""So many may be kept in vain, and as many again as stand."""
+"""Gone blocks that may be kept in addition to as many as are cached."""
 
 
 class StreamSnapshot:
-    """The blocks that stand after some payloads of one stream, and their events' bytes.
+    """The blocks that are cached after some payloads of one stream, and the bytes of their events.
 
     Args:
-        shared_bytes: payloads up to this size together are one source.
-        max_gone_blocks: so many gone blocks may be kept, and besides as many as stand.
+        shared_bytes: payloads up to this total size share one reference.
+        max_gone_blocks: gone blocks that may be kept in addition to as many as are cached.
     """
 
     __slots__ = (
@@ -573,21 +578,21 @@ class StreamSnapshot:
         self._max_gone_blocks = max_gone_blocks
         self._reader = PayloadReader()
         self._state = CachedBlocks(self._reader)
-        self._filling: PayloadRef | None = None  # its payloads are gathered, until they are enough for a source
+        self._filling: PayloadRef | None = None  # gathers payloads until they are large enough
         self._gathered: list[bytes] = []
         self._num_gathered_bytes = 0
 
     def __len__(self) -> int:
-        """Standing blocks, over all sites."""
+        """Cached blocks at all locations."""
         return len(self._state)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the payloads of which a block stands, and of events in those that were written anew."""
+        """Bytes of the payloads with a cached block, and of the events in rewritten ones."""
         return self._state.num_bytes + self._num_gathered_bytes
 
     def fold(self, payload: bytes, changes: BlockChanges | None = None) -> None:
-        """Fold one batch, which changes what its encoder has told; None where it told nothing."""
+        """Fold one batch. ``changes`` comes from its encoder; None decodes the payload."""
         state, source = self._state, None
         for change in self._reader.changes(payload) if changes is None else changes:
             hashes = memoryview(change.hashes).cast("q").tolist()
@@ -600,7 +605,7 @@ class StreamSnapshot:
             else:
                 state.clear()
                 if self._filling is not None:
-                    self._filling.num_standing = 0
+                    self._filling.num_cached = 0
         if source is not None:
             self._gathered.append(payload)
             self._num_gathered_bytes += len(payload)
@@ -611,13 +616,13 @@ class StreamSnapshot:
 
     def _source_of(self, num_bytes: int) -> PayloadRef:
         if self._filling is not None and num_bytes >= self._shared_bytes:
-            self._fill_up()  # a large one is not copied
+            self._fill_up()  # a large payload is not copied
         if self._filling is None:
             self._filling = self._state.new_source()
         return self._filling
 
     def _fill_up(self) -> None:
-        """Complete the source that is being filled."""
+        """Complete the reference that gathers payloads."""
         source, payloads = self._filling, self._gathered
         if source is None:
             return
@@ -628,21 +633,21 @@ class StreamSnapshot:
         self._num_gathered_bytes = 0
 
     def _rewrite_some(self) -> None:
-        """Look at some of the half gone sources; where too much is kept in vain, keep the events of standing blocks."""
+        """Check some half-gone references. If too many gone blocks are kept, drop the events without cached blocks."""
         state = self._state
-        for _ in range(min(_LOOKS_PER_FOLD, len(state.half_gone))):
+        for _ in range(min(_CHECKS_PER_FOLD, len(state.half_gone))):
             source = state.half_gone.popleft()
-            if not source.num_standing:
+            if not source.num_cached:
                 continue
             if state.num_stored <= 2 * len(state) + self._max_gone_blocks:
                 state.half_gone.append(source)
                 continue
-            runs = state.standing_runs(source)
+            runs = state.cached_runs(source)
             content = msgspec.msgpack.encode((0.0, [run.event for run in runs], 0))
             state.rewrite(source, content, sum(len(run.block_hashes) for run in runs))
 
     def segments(self) -> Iterator[RunSegment[msgspec.Raw]]:
-        """Yield what stands, each block once, a block's parent before it; nothing may be folded meanwhile."""
+        """Yield the cached blocks, each once, parents before children. Nothing may be folded meanwhile."""
         self._fill_up()
         yield from self._state.segments()
 
@@ -652,50 +657,50 @@ def _as_list(payloads: Sequence[bytes]) -> bytes:
 
 
 def encode_segment(segment: RunSegment[msgspec.Raw]) -> bytes:
-    """Return the stored event of a segment; its unknown fields, too."""
+    """Return the stored event of a segment, including its unknown fields."""
     event = segment.run.event
     return bytes(event if segment.is_whole else slice_raw_event(event, segment.first, segment.stop))
 
 
-# A queue that has grown too long.
+# Merge the batches of a queue that has grown too long.
 
 
 class _OneRun:
-    """Reads sources that are one run each."""
+    """Reads references that are one run each."""
 
     def runs(self, content: BlockRun[Any]) -> Sequence[BlockRun[Any]]:
         return (content,)
 
 
 def merge_batches(batches: Iterable[EventBatch]) -> KVEventBatch | None:
-    """Return the one batch with the effect of ``batches``: cleared, then removed, then stored, parents first.
+    """Return one batch with the effect of ``batches``: cleared, then removed, then stored, parents first.
 
-    Nothing is lost by it, so no consumer has to start over. Of a block that was stored and removed among them only
-    the removal is left, 9 bytes on the wire, and a later clear takes that too. None when there were no batches.
-    Events that cannot be written are kept, to be refused by name when they are encoded.
+    No information is lost, so no consumer has to start over. Of a block that was stored and removed only the removal is
+    left, 9 bytes on the wire, and a later clear drops that, too. Returns None without batches. Events that cannot be
+    encoded are kept, so that the encoder refuses them by name.
     """
     state: CachedBlocks[Any] = CachedBlocks(_OneRun())
     removed: dict[BlockLocation, dict[int, None]] = {}
-    engines_removed: list[Any] = []  # as they are, for a field of theirs may be unknown here
+    engines_removed: list[Any] = []  # unchanged, because a field may be unknown here
     others: list[KVCacheEvent] = []
     cleared, last = False, None
     for last in batches:
         for given in last.events:
             try:
-                event = NATIVE_WRITER.sound(
+                event = NATIVE_WRITER.validate(
                     given
                 )  # a hash may be unsigned, and an event that is refused changes nothing
             except ENCODE_ERRORS:
                 others.append(given)
                 continue
-            told = summarize_event(event)
-            if told.kind is BlockStored:
-                run = BlockRun(told.location, told.block_hashes, told.parent, event)
-                state.store(told.location, told.block_hashes, state.new_source(run))
-            elif told.kind is BlockRemoved:
-                state.remove(told.location, told.block_hashes)
+            summary = summarize_event(event)
+            if summary.kind is BlockStored:
+                run = BlockRun(summary.location, summary.block_hashes, summary.parent, event)
+                state.store(summary.location, summary.block_hashes, state.new_source(run))
+            elif summary.kind is BlockRemoved:
+                state.remove(summary.location, summary.block_hashes)
                 if isinstance(event, BlockRemoved):
-                    removed.setdefault(told.location, {}).update(dict.fromkeys(told.block_hashes))
+                    removed.setdefault(summary.location, {}).update(dict.fromkeys(summary.block_hashes))
                 else:
                     engines_removed.append(event)
             else:

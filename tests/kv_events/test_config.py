@@ -106,7 +106,7 @@ def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
         ({"max_queue_size": None}, "max_queue_size", "give an integer"),
         ({"topic": None}, "topic", "give a string"),
         ({"topic": "\ud800"}, "topic", "UTF-8"),
-        ({"topic": "kv\0"}, "topic", "holds a NUL"),
+        ({"topic": "kv\0"}, "topic", "contains a NUL"),
         ({"options": []}, "options", "give an object"),
         ({"options": {"brokers": 3}}, "options", "remove them"),
         ({"publisher": "zmq", "options": {"brokers": 3}}, "options", "remove them"),

@@ -48,7 +48,7 @@ def naps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def backstop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, naps: None) -> Iterator[Backstop]:
-    monkeypatch.setattr(thread_backstop, "_LOOK_EVERY_MS", 0.1)
+    monkeypatch.setattr(thread_backstop, "_POLL_EVERY_MS", 0.1)
     backstop = Backstop(scheduler, watched_fds=(), name="backstop-under-test")
     backstop.start()
     yield backstop
@@ -84,7 +84,7 @@ def test_to_wake_it_does_not_hand_it_the_interpreter(
     try:
         for _ in range(50):
             eventually(lambda: scheduler.sleeps.is_set() or not scheduler.notes)
-            eventually(lambda: not backstop._looking)
+            eventually(lambda: not backstop._is_polling)
             num_notes = len(scheduler.notes)
             backstop.watch()
             assert len(scheduler.notes) == num_notes
@@ -136,11 +136,11 @@ def test_it_dozes_first_and_then_sleeps_on_its_descriptors(
     monkeypatch.setattr(thread_backstop, "_NAPS_S", (0.001, 0.001))
     backstop = Backstop(scheduler, watched_fds=(), name="backstop-under-test")
     backstop.start()
-    eventually(lambda: backstop._is_fast_asleep)
+    eventually(lambda: backstop._is_asleep)
     assert scheduler.notes == []
     backstop.watch()
     eventually(lambda: "look" in scheduler.notes)
-    assert not backstop._is_fast_asleep
+    assert not backstop._is_asleep
     assert backstop.stop(10.0)
 
 

@@ -156,7 +156,7 @@ def test_a_slow_client_gets_all_of_it_where_no_descriptor_tells_that_it_takes_ag
     # just going to sleep (seen once in forty clients at load 8). Here it never tells.
     monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "wakeup_fds", ())
     monkeypatch.setattr(replay, "_STUCK_AFTER_S", stuck_after_s)
-    monkeypatch.setattr(thread_backstop, "_LOOK_AT_STUCK_MS", 20.0)
+    monkeypatch.setattr(thread_backstop, "_POLL_STUCK_EVERY_MS", 20.0)
     monkeypatch.setattr(thread_backstop, "_NAPS_S", ())
     publisher = opened(endpoint=f"ipc://{tmp_path}/kv", replay_endpoint=f"ipc://{tmp_path}/replay", hwm=1)
     client = open_socket(zmq.DEALER)
