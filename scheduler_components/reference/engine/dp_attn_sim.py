@@ -1,7 +1,7 @@
-"""Replicas under DP attention in simulated time: what it buys to let prefills wait for each other.
+"""Simulate replicas under DP attention, to measure what delaying prefills gains.
 
-Each replica is a whole reference scheduler on a thread of its own, and all take every step together. Nothing sleeps:
-a step moves every clock by what the simulated device charges, which is the longest of the replicas' batches.
+Each replica is a complete reference scheduler on a separate thread, and all replicas take every step together. No
+thread sleeps. A step advances every clock by the simulated duration of the longest batch of all replicas.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = ["Arrival", "DpSimConfig", "DpSimReport", "make_arrivals", "simulate_dp_attn"]
 
-_PATIENCE_S = 20.0  # of real time, for a thread that others wait for
+_SYNC_TIMEOUT_S = 20.0  # real seconds, for a thread that others wait for
 
 
 @attrs.frozen(kw_only=True)
 class DpSimConfig:
-    """What to simulate.
+    """Parameters of a simulation.
 
     Attributes:
-        dp_size: replicas, 2 or more.
-        num_requests: in all, dealt out in turn.
-        rate_per_s: arrivals per second in all, at random times.
-        prompt_tokens, output_tokens: of each request; lengths vary by half to either side.
-        max_delay_steps, low_usage: of the ``PrefillDelayer``.
-        seed: of arrivals and lengths.
+        dp_size: number of replicas, 2 or more.
+        num_requests: total number of requests, assigned to replicas in turn.
+        rate_per_s: mean arrivals per second over all replicas; arrival times are random.
+        prompt_tokens, output_tokens: mean lengths of a request; lengths vary by half in both directions.
+        max_delay_steps, low_usage: parameters of the ``PrefillDelayer``.
+        seed: seed of arrival times and lengths.
 
     Raises:
-        ConfigError: naming the value that cannot work.
+        ConfigError: a value is invalid; the error names it.
     """
 
     dp_size: int = attrs.field(default=4, validator=integer_validator("is not a number of replicas", at_least=2))
@@ -56,7 +56,7 @@ class DpSimConfig:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request: when it comes, to whom, and how long it is."""
+    """One request: its arrival time, its replica and its lengths."""
 
     at_s: float
     replica: int
@@ -65,15 +65,15 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class DpSimReport(msgspec.Struct, frozen=True):
-    """What came of it; times are simulated.
+    """Results of a simulation, in simulated seconds.
 
     Attributes:
-        makespan_s: from the first arrival to the last token.
-        first_token_s: from arrival to first token, of each request, sorted.
-        inter_token_s: between tokens, of each token but the first, sorted.
-        stats: of each replica.
-        shapes: of all steps, as every replica saw them.
-        num_tokens: generated in all.
+        makespan_s: time from the first arrival to the last token.
+        first_token_s: time from arrival to first token of each request, sorted.
+        inter_token_s: time since the previous token, of each token but the first of a request, sorted.
+        stats: statistics of each replica.
+        shapes: the batch shapes of all replicas in each step.
+        num_tokens: total number of generated tokens.
     """
 
     makespan_s: float
@@ -85,7 +85,7 @@ class DpSimReport(msgspec.Struct, frozen=True):
 
 
 def make_arrivals(config: DpSimConfig) -> list[Arrival]:
-    """Return the requests in order of arrival; the same for equal seeds."""
+    """Return the requests in order of arrival. Equal seeds give equal requests."""
     draw = random.Random(config.seed)  # noqa: S311  a workload, not a secret
 
     def near(mean: int) -> int:
@@ -99,14 +99,14 @@ def make_arrivals(config: DpSimConfig) -> list[Arrival]:
 
 
 def simulate_dp_attn(config: DpSimConfig, arrivals: Sequence[Arrival] | None = None) -> DpSimReport:
-    """Serve the arrivals, and report."""
+    """Serve the arrivals and return the results."""
     arrivals = make_arrivals(config) if arrivals is None else arrivals
     parallels = [
         ParallelState.from_tp_rank(rank, tp_size=config.dp_size, attn_dp_size=config.dp_size)
         for rank in range(config.dp_size)
     ]
     hub = ThreadSyncHub(
-        {rank: dp_rank_groups(each).reduce_groups for rank, each in enumerate(parallels)}, timeout_s=_PATIENCE_S
+        {rank: dp_rank_groups(each).reduce_groups for rank, each in enumerate(parallels)}, timeout_s=_SYNC_TIMEOUT_S
     )
     replicas = [_Replica.make(config, each, hub) for each in parallels]
     with ThreadPoolExecutor(config.dp_size) as threads:
@@ -125,7 +125,7 @@ def simulate_dp_attn(config: DpSimConfig, arrivals: Sequence[Arrival] | None = N
 
 
 class _Clock:
-    """Simulated seconds of one replica; the device moves it."""
+    """The simulated time of one replica, which its device advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -139,7 +139,7 @@ class _Clock:
 
 @dataclass(slots=True, kw_only=True)
 class _TokenTimes:
-    """An ``OutputSink`` that notes when tokens come."""
+    """An ``OutputSink`` that records the latency of tokens."""
 
     clock: _Clock
     arrived_s: dict[str, float] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class _TokenTimes:
 
 @dataclass(slots=True, kw_only=True)
 class _Replica:
-    """One scheduler, its clock, and what its clients saw."""
+    """One scheduler, its clock, and the latencies of its tokens."""
 
     index: int
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
@@ -196,19 +196,19 @@ class _Replica:
         return cls(index=parallel.attn_dp_rank, scheduler=scheduler, clock=clock, tokens=tokens)
 
     def run(self, arrivals: Sequence[Arrival]) -> None:
-        """Step until everything is served, everywhere: all replicas come to the same end after the same steps."""
-        num_come = 0
+        """Step until all requests of all replicas are served. All replicas end after the same step."""
+        num_arrived = 0
         while True:
-            while num_come < len(arrivals) and arrivals[num_come].at_s <= self.clock.now_s:
-                self._submit(num_come, arrivals[num_come])
-                num_come += 1
+            while num_arrived < len(arrivals) and arrivals[num_arrived].at_s <= self.clock.now_s:
+                self._submit(num_arrived, arrivals[num_arrived])
+                num_arrived += 1
             self.scheduler.step()
             step = self.scheduler.batcher.budget.dp.last
             self.shapes.append(step.shapes)
             if not step.any_work:
-                if num_come == len(arrivals):
+                if num_arrived == len(arrivals):
                     return
-                self.clock.now_s = max(self.clock.now_s, arrivals[num_come].at_s)
+                self.clock.now_s = max(self.clock.now_s, arrivals[num_arrived].at_s)
 
     def _submit(self, number: int, arrival: Arrival) -> None:
         if arrival.replica == self.index:

@@ -1,4 +1,4 @@
-"""What a rank computes with: a simulated device, or a model with its KV pool; and what orders change of it."""
+"""The device of a rank: a simulated one, or a model with its KV pool."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["RankCompute", "open_rank_device"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RankCompute:
-    """One rank's device.
+    """The device of one rank, and the ports through which control requests change it.
 
     Attributes:
         device: computes batches.
-        weights: what an update changes.
-        memory: what a release gives back.
-        pool: the KV pages that it computes into; None where there are none.
-        group: the ranks that have the other parts of each layer; None where it has all of them.
+        weights: loads new weights.
+        memory: releases and resumes device memory.
+        pool: KV pages that the device computes into; None for a simulated device.
+        group: ranks that hold the other shards of each layer; None if this rank holds all layers whole.
     """
 
     device: LayerwiseDevice
@@ -37,25 +37,25 @@ class RankCompute:
     group: TorchTensorParallelGroup | None = None
 
     def close(self) -> None:
-        """Let go of the other ranks; safe to call twice."""
+        """Leave the group of ranks. Safe to call twice."""
         if self.group is not None:
             self.group.close()
 
 
 def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: EnginePaths | None = None) -> RankCompute:
-    """Open the device that ``config`` names; a model is loaded here, which may take minutes.
+    """Open the device that ``config`` names. Loading a model may take minutes.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         parallel: this rank.
-        paths: where ranks meet that share a model's layers; needed by these alone.
+        paths: rendezvous files of ranks that share the layers of a model; other ranks need none.
 
     Raises:
-        ConfigError: the model cannot be loaded, or its pool has no room.
-        StartError: the ranks that share its layers did not come.
+        ConfigError: the model cannot be loaded, or its KV pool does not fit.
+        StartError: a rank that shares the layers did not connect in time.
     """
     if config.model is not None:
-        # Imported here: an engine without a model starts without torch.
+        # Imported here, so that an engine without a model starts without torch.
         from scheduler_components.reference.engine.rank.torch_compute import open_torch_rank
 
         rendezvous = None if paths is None else paths.tensor_rendezvous(parallel.attn_dp_rank)

@@ -1,4 +1,4 @@
-"""A scheduler as what runs, what is cached and what computes: the ports that orders are carried out on."""
+"""QuiescableScheduler: the ports through which control requests pause a scheduler and flush its cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class QuiescableScheduler:
 
     def abort_all(self) -> int:
         num_aborted = sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])
-        self.scheduler.kv_events.flush()  # what they had computed stays in the cache
+        self.scheduler.kv_events.flush()  # their computed pages stay in the cache, so events are pending
         return num_aborted
 
     def retract_all(self) -> int:
@@ -54,13 +54,13 @@ def make_quiesce_stepper(
     weights: WeightStore = NullWeightStore(),
     memory: MemoryOccupation = NullMemoryOccupation(),
 ) -> QuiesceStepper:
-    """Make what carries orders out on one rank.
+    """Make the ``QuiesceStepper`` of one rank, which executes control requests.
 
     Args:
-        scheduler: composed with ``state``.
-        state: what it may do now.
-        groups: of its replica.
-        weights, memory: of its device.
+        scheduler: a scheduler that was composed with ``state``.
+        state: what the scheduler may do now.
+        groups: the ranks of the replica, which agree on when a request is executed.
+        weights, memory: ports of the rank's device.
     """
     port = QuiescableScheduler(scheduler=scheduler)
     quiesce = QuiesceController(work=port, cache=port, weights=weights, memory=memory, state=state)

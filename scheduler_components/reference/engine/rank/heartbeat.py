@@ -22,10 +22,10 @@ __all__ = [
 
 
 class StopPipe:
-    """The order to stop: the end of standard input, which comes by itself when the parent process dies.
+    """The signal to stop: the end of standard input, which also comes when the parent process dies.
 
     Args:
-        descriptor: file descriptor to watch beside the sockets.
+        descriptor: file descriptor of standard input.
     """
 
     __slots__ = ("descriptor",)
@@ -34,7 +34,7 @@ class StopPipe:
         self.descriptor = descriptor
 
     def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
-        """Wait until ``socket`` is ready for ``event`` or time is up; False when the order to stop came."""
+        """Wait until ``socket`` is ready for ``event`` or the time is up. Return False if the rank must stop."""
         poller = zmq.Poller()
         poller.register(socket, event)
         poller.register(self.descriptor, zmq.POLLIN)
@@ -43,13 +43,15 @@ class StopPipe:
 
 @dataclass(slots=True, kw_only=True)
 class HeartbeatSender:
-    """Tells the front that this rank runs. Who waits for another rank says it too: otherwise all that wait for a silent
-    rank were as silent as it, and chance would name one of them.
+    """Sends heartbeats to the frontend, also while the rank waits for another rank.
+
+    If a waiting rank sent none, it would look as dead as the rank that it waits for, and the frontend could not tell
+    which of them is stopped.
 
     Attributes:
-        alive: what is said.
-        reports: the way to the front.
-        stop: the order to stop, which every wait hears.
+        alive: the message.
+        reports: the socket to the frontend.
+        stop: the signal to stop, which ends every wait.
         clock: monotonic seconds.
     """
 
@@ -60,7 +62,7 @@ class HeartbeatSender:
     _due_s: float = field(default=0.0, init=False)
 
     def send_if_due(self) -> bool:
-        """Say it, unless it was said lately; True when it was said now."""
+        """Send a heartbeat if ``HEARTBEAT_INTERVAL_S`` has passed since the last one. Return True if it was sent."""
         now_s = self.clock()
         if now_s < self._due_s:
             return False
@@ -70,11 +72,11 @@ class HeartbeatSender:
 
     @property
     def due_in_s(self) -> float:
-        """When it is to be said next."""
+        """Seconds until the next heartbeat is due."""
         return max(0.0, self._due_s - self.clock())
 
     def wait(self, socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool:
-        """Do what ``StopPipe.wait`` does, until this is to be said next at most: whoever still waits calls again."""
+        """Wait as ``StopPipe.wait`` does, at most until the next heartbeat is due. The caller repeats the call."""
         self.send_if_due()
         due_ms = ceil(self.due_in_s * 1000)
         return self.stop.wait(socket, event, due_ms if timeout_ms is None else min(timeout_ms, due_ms))

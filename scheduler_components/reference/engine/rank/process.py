@@ -108,7 +108,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
-        device = ProfiledDevice(device=computes.device, session=profiles)
+        device = ProfiledDevice(device=computes.device, profiles=profiles)
         state = QuiesceState()
         scheduler = Scheduler.compose(
             config.engine.scheduler,

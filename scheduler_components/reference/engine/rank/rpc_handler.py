@@ -1,7 +1,7 @@
-"""What a person asks of a running engine: its internal state, changes of it, profiles. The same on every rank.
+"""RpcHandler: read and change the internal state of a running rank, and record profiles.
 
-Each question goes to every rank with the commands of one step, and every rank answers. So a change is in force on all
-ranks of a replica from the same step on, and a profile has a trace per rank.
+Each call reaches every rank with the commands of one step, and every rank replies. A change therefore takes effect on
+all ranks of a replica from the same step on, and a profile has one trace per rank.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ _decode_plan = msgspec.json.Decoder(ProfileRequest).decode
 
 
 def parse_state_changes(body: bytes) -> StateChanges:
-    """Read values by name. Raises ConfigError for anything else."""
-    changes: StateChanges = _parsed(_decode_changes, body)
+    """Decode new values by name. Raises ConfigError for any other body."""
+    changes: StateChanges = _decode(_decode_changes, body)
     return changes
 
 
 def parse_profile_plan(body: bytes) -> ProfileRequest:
-    """Read what to record; nothing at all stands for the defaults. Raises ConfigError for anything else."""
-    plan: ProfileRequest = _parsed(_decode_plan, body or b"{}")
+    """Decode what to record. An empty body means the defaults. Raises ConfigError for any other body."""
+    plan: ProfileRequest = _decode(_decode_plan, body or b"{}")
     plan.check()
     return plan
 
 
-def _parsed(decode: Callable[[bytes], Any], body: bytes) -> Any:
+def _decode(decode: Callable[[bytes], Any], body: bytes) -> Any:
     try:
         return decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError("body", body[:64], f"cannot be read: {error}", "give one JSON object") from None
+        raise ConfigError("body", body[:64], f"cannot be decoded: {error}", "give one JSON object") from None
 
 
 @dataclass(slots=True, kw_only=True)
 class BatcherSettings:
-    """The batcher's sizes as a ``StateProvider``: what a step may hold can be changed while requests run.
+    """The sizes of the batcher as a ``StateProvider``, which can change while requests run.
 
-    What other parts were made with (pages, pool) is shown, and cannot be set. Fewer slots than requests that run let
-    nobody in until enough have ended.
+    Sizes that other components depend on, such as pages and pool, can be read but not set. If ``max_running_requests``
+    becomes less than the number of running requests, the batcher admits none until enough have finished.
     """
 
     batcher: Batcher
@@ -82,13 +82,13 @@ class BatcherSettings:
         }
 
     def check_state(self, changes: Mapping[str, StateValue]) -> None:
-        self._changed(changes)
+        self._evolve(changes)
 
     def set_state(self, changes: Mapping[str, StateValue]) -> None:
-        self.batcher.reconfigure(self._changed(changes))
+        self.batcher.reconfigure(self._evolve(changes))
 
-    def _changed(self, changes: Mapping[str, Any]) -> SchedulerConfig:
-        return attrs.evolve(self.batcher.config, **changes)  # its validators know what works, with what stays
+    def _evolve(self, changes: Mapping[str, Any]) -> SchedulerConfig:
+        return attrs.evolve(self.batcher.config, **changes)  # validates the changes together with the other values
 
 
 _SETTABLE = (
@@ -103,13 +103,13 @@ _SETTABLE = (
 
 @dataclass(slots=True, kw_only=True)
 class ProfiledDevice:
-    """A device that tells a session of profiles what each step is about to compute."""
+    """A device that reports the kind of each step to a ``ProfilerManager`` before it launches the batch."""
 
     device: Device
-    session: ProfilerManager
+    profiles: ProfilerManager
 
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
-        self.session.on_step_start("prefill" if batch.num_prefill_tokens else "decode")
+        self.profiles.on_step_start("prefill" if batch.num_prefill_tokens else "decode")
         self.device.launch(batch)
 
     def wait(self) -> DeviceOutput:
@@ -118,27 +118,27 @@ class ProfiledDevice:
 
 @dataclass(slots=True, kw_only=True)
 class RpcHandler:
-    """One rank's answers.
+    """Executes RPC methods on one rank.
 
     Attributes:
-        state: what can be read and set.
-        profiles: which steps are recorded.
+        state: the state that can be read and set.
+        profiles: records steps.
     """
 
     state: InternalState
     profiles: ProfilerManager
 
-    def answer(self, verb: RpcMethod, body: bytes) -> object:
-        """Do what is asked, and return what JSON knows.
+    def answer(self, method: RpcMethod, body: bytes) -> object:
+        """Execute a method and return a result that JSON can represent.
 
         Raises:
-            ConfigError: it cannot be done; nothing was changed.
+            ConfigError: the method failed and changed nothing.
         """
-        if verb == "get_internal_state":
+        if method == "get_internal_state":
             return self.state.get()
-        if verb == "set_internal_state":
+        if method == "set_internal_state":
             return self.state.set(parse_state_changes(body))
-        if verb == "start_profile":
+        if method == "start_profile":
             self.profiles.start(parse_profile_plan(body))
             return True
         return self.profiles.stop()

@@ -1,4 +1,4 @@
-"""A rank that computes with a model of transformers. Imported by such a rank alone."""
+"""The device of a rank that computes with a transformers model. Only such a rank imports torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["TorchRank", "open_torch_rank", "rank_torch_device"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TorchRank:
-    """What a rank computes with.
+    """A loaded model with its KV pool.
 
     Attributes:
-        device: the model over the pool.
-        weights: this rank's part of them.
-        pool: its part of each page.
-        group: the ranks that have the other parts; None for a rank that has the whole model.
+        device: computes batches with the model and the pool.
+        weights: this rank's shard of the weights.
+        pool: this rank's slice of each KV page.
+        group: the ranks that hold the other shards; None for a rank that holds the whole model.
     """
 
     device: TorchDevice
@@ -44,7 +44,7 @@ class TorchRank:
 
 
 def rank_torch_device(first: str, parallel: ParallelState) -> str:
-    """Return the device of one rank: CPUs are shared, CUDA devices are taken one after another from ``first`` on."""
+    """Return the torch device of a rank. All ranks share the CPU; CUDA devices are assigned in order from ``first``."""
     device = torch.device(first)
     if device.type == "cpu":
         return first
@@ -60,26 +60,26 @@ def open_torch_rank(
     parallel: ParallelState,
     rendezvous: Path | None = None,
 ) -> TorchRank:
-    """Load the model, keep this rank's part of it, and make its pool, one page for each of the scheduler's.
+    """Load the model, keep this rank's shard, and allocate a pool with one page per page of the scheduler.
 
     Args:
-        model: as it was inspected.
-        scheduler: its pages.
-        num_ranks: of this machine: they share its cores.
-        parallel: which of them this is; the attention-TP ranks of a replica share the model.
-        rendezvous: where these find each other.
+        model: the model.
+        scheduler: number and size of the pages.
+        num_ranks: number of ranks on this machine, which share its cores.
+        parallel: this rank. The attention-TP ranks of a replica share the model.
+        rendezvous: file in which these ranks find each other.
 
     Raises:
-        ConfigError: the model cannot be loaded, or the pool has no room.
-        StartError: the other ranks of the replica did not come.
+        ConfigError: the model cannot be loaded, or the pool does not fit.
+        StartError: another rank of the replica did not connect in time.
     """
-    assert parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel} has a part of a model that cannot be had"
+    assert parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel}: a model can be sharded by attention TP only"
     model = attrs.evolve(model, device=rank_torch_device(model.device, parallel))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     group = None
     if parallel.attn_tp_size > 1:
-        assert rendezvous is not None, "ranks that share a model need a place to meet"
-        # Before the weights are read, which may take some ranks much longer than others.
+        assert rendezvous is not None, "ranks that share a model need a rendezvous file"
+        # Connect before loading the weights, which may take much longer on some ranks than on others.
         group = open_tensor_parallel_group(
             rendezvous,
             rank=parallel.attn_tp_rank,

@@ -1,8 +1,8 @@
-"""Agreement of an engine's processes over ZMQ sockets of its own: no torch, no ports, and an end when the engine ends.
+"""ZmqSyncHub: collectives between the rank processes of an engine, over ipc sockets and without torch.
 
-Every rank binds a PULL socket and connects a PUSH socket to each rank that it agrees with. In a collective each member
-sends its vector to all others of the group and reduces what it gets: one way, in groups this small. A rank that waits
-in vain says so to all, and everybody raises the same error.
+Every rank binds a PULL socket and connects a PUSH socket to each rank of its groups. In a collective each member sends
+its vector to all other members and reduces what it receives; the groups are small enough for that. A rank whose wait
+times out sends a failure to all ranks, so that all of them raise the same error. The end of the engine ends every wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Ranks: TypeAlias = tuple[int, ...]
 
 
 class _Vector(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """What one rank brings to the ``turn``-th collective of a group; int64, in the machine's byte order."""
+    """The vector of one rank in collective number ``turn`` of a group: int64 in native byte order."""
 
     sender: int
     ranks: _Ranks
@@ -41,7 +41,7 @@ class _Vector(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
 
 
 class _Failure(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A rank has waited in vain."""
+    """A collective timed out because of the ``missing`` ranks."""
 
     operation: str
     step: int
@@ -54,15 +54,15 @@ _decoder: msgspec.msgpack.Decoder[_Vector | _Failure] = msgspec.msgpack.Decoder(
 
 @dataclass(slots=True, kw_only=True)
 class ZmqSyncHub:
-    """One rank's sockets to the ranks that it agrees with, for one thread.
+    """One rank's sockets to the other ranks of its groups. Use it from one thread.
 
     Attributes:
-        rank: this one.
-        inbox: PULL, bound.
-        peers: PUSH, connected, by rank.
-        wait_for: waits for a socket or for the order to stop.
-        timeout_s: longest wait for a collective of the first hop; for one of the n-th hop, n times as long, so that who
-            waits for a waiting rank learns from it whom it waits for.
+        rank: this rank.
+        inbox: bound PULL socket.
+        peers: connected PUSH sockets, by rank.
+        wait_for: waits for a socket or for the signal to stop.
+        timeout_s: longest wait in a collective of the first hop. The n-th hop waits n times as long, so that a rank
+            that waits for a waiting rank receives the failure from it, which names the missing rank.
     """
 
     rank: int
@@ -70,33 +70,33 @@ class ZmqSyncHub:
     peers: dict[int, zmq.Socket[bytes]]
     wait_for: WaitForSocket
     timeout_s: float
-    _brought: dict[tuple[_Ranks, int], dict[int, list[int]]] = field(default_factory=dict, init=False)
+    _vectors: dict[tuple[_Ranks, int], dict[int, list[int]]] = field(default_factory=dict, init=False)
     _turns: dict[_Ranks, int] = field(default_factory=dict, init=False)
 
     def exchange(self, ranks: _Ranks, hop: int, values: Sequence[int], call: SyncCall) -> list[list[int]]:
-        """Bring ``values`` to the next collective of ``ranks``; returns all members' values in rank order.
+        """Contribute ``values`` to the next collective of ``ranks`` and return the values of all members, by rank.
 
         Raises:
-            SyncTimeoutError: members did not come in time, here or, as another rank says, elsewhere.
+            SyncTimeoutError: a member did not contribute in time, in this collective or in one of another rank.
             StopRequestedError: the engine stops.
         """
         turn = self._turns[ranks] = self._turns.get(ranks, 0) + 1
-        meeting = self._brought.setdefault((ranks, turn), {})
-        meeting[self.rank] = list(values)
+        vectors = self._vectors.setdefault((ranks, turn), {})
+        vectors[self.rank] = list(values)
         self._send(_Vector(self.rank, ranks, turn, array("q", values).tobytes()), ranks)
         deadline_s = time.monotonic() + self.timeout_s * (hop + 1)
-        while len(meeting) < len(ranks):
-            self._receive(meeting, ranks, call, deadline_s)
-        del self._brought[ranks, turn]
-        return [meeting[rank] for rank in ranks]
+        while len(vectors) < len(ranks):
+            self._receive(vectors, ranks, call, deadline_s)
+        del self._vectors[ranks, turn]
+        return [vectors[rank] for rank in ranks]
 
     @property
     def is_peer_waiting(self) -> bool:
-        """Another rank has come to a collective that this one has not come to yet, or has waited for it in vain."""
-        return bool(self._brought) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
+        """True if another rank has entered a collective that this one has not, or its wait for one has timed out."""
+        return bool(self._vectors) or bool(zmq.zmq_poll([(self.inbox, zmq.POLLIN)], 0))
 
     def parallel_groups(self, reduce_groups: Sequence[_Ranks]) -> ParallelGroups:
-        """Return this rank's end of the agreement over ``reduce_groups``, whose members it has sockets to."""
+        """Return this rank's ``ParallelGroups`` over ``reduce_groups``. The hub must have sockets to all members."""
         groups = tuple(_ZmqSyncGroup(hub=self, ranks=ranks, hop=hop) for hop, ranks in enumerate(reduce_groups))
         return ParallelGroups(rank=self.rank, groups=groups)
 
@@ -105,14 +105,14 @@ class ZmqSyncHub:
         for socket in (self.inbox, *self.peers.values()):
             socket.close(linger=0)
 
-    def _receive(self, meeting: dict[int, list[int]], ranks: _Ranks, call: SyncCall, deadline_s: float) -> None:
-        """Take in one message, waiting for it up to the deadline."""
+    def _receive(self, vectors: dict[int, list[int]], ranks: _Ranks, call: SyncCall, deadline_s: float) -> None:
+        """Receive one message, or wait for one up to the deadline."""
         try:
             frame = self.inbox.recv(zmq.DONTWAIT)
         except zmq.Again:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                missing = tuple(rank for rank in ranks if rank not in meeting)
+                missing = tuple(rank for rank in ranks if rank not in vectors)
                 self._send(_Failure(call.operation, call.step, missing), tuple(self.peers))
                 raise SyncTimeoutError(call.operation, call.step, missing, self.timeout_s) from None
             if not self.wait_for(self.inbox, zmq.POLLIN, int(left_s * 1000) + 1):
@@ -123,7 +123,7 @@ class ZmqSyncHub:
             raise SyncTimeoutError(message.operation, message.step, message.missing, self.timeout_s)
         vector = array("q")
         vector.frombytes(message.values)
-        self._brought.setdefault((message.ranks, message.turn), {})[message.sender] = vector.tolist()
+        self._vectors.setdefault((message.ranks, message.turn), {})[message.sender] = vector.tolist()
 
     def _send(self, message: _Vector | _Failure, ranks: _Ranks) -> None:
         frame = _encode(message)
@@ -144,7 +144,7 @@ class _ZmqSyncGroup:
         return elementwise_min(self.hub.exchange(self.ranks, self.hop, values, call))
 
     def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
-        return [value for brought in self.hub.exchange(self.ranks, self.hop, values, call) for value in brought]
+        return [value for vector in self.hub.exchange(self.ranks, self.hop, values, call) for value in vector]
 
     def close(self) -> None:
         self.hub.close()
@@ -159,16 +159,18 @@ def open_zmq_sync_hub(
     wait_for: WaitForSocket,
     timeout_s: float,
 ) -> ZmqSyncHub:
-    """Bind and connect one rank's sockets. Ranks may open in any order.
+    """Bind and connect the sockets of one rank. Ranks may open in any order.
 
     Args:
-        reduce_groups: this rank's groups, as ``RankGroups.reduce_groups`` gives them.
-        address_of: where a rank listens.
+        context: context of the sockets.
+        rank: this rank.
+        reduce_groups: ``RankGroups.reduce_groups`` of this rank.
+        address_of: returns the address of a rank.
         wait_for: see ``WaitForSocket``.
-        timeout_s: longest wait for the other ranks.
+        timeout_s: see ``ZmqSyncHub``.
     """
     inbox = context.socket(zmq.PULL)
-    inbox.rcvhwm = 0  # bounded by the ranks' lockstep: nobody is more than one collective ahead
+    inbox.rcvhwm = 0  # lockstep bounds the queue: no rank is more than one collective ahead
     inbox.bind(address_of(rank))
     peers: dict[int, zmq.Socket[bytes]] = {}
     for peer in sorted({peer for ranks in reduce_groups for peer in ranks} - {rank}):
@@ -188,9 +190,7 @@ def open_zmq_groups(
     wait_for: WaitForSocket,
     timeout_s: float,
 ) -> ParallelGroups:
-    """Open a hub as ``open_zmq_sync_hub`` does, and return the agreement over ``reduce_groups``; closing that closes
-    the hub.
-    """
+    """Open a hub as ``open_zmq_sync_hub`` does and return its ``ParallelGroups``. Closing them closes the hub."""
     hub = open_zmq_sync_hub(
         context, rank=rank, reduce_groups=reduce_groups, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
     )

@@ -151,7 +151,7 @@ def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wir
         first = [threads.submit(groups.all_reduce_min, "step", rank, step=1) for rank, groups in enumerate(all_groups)]
         assert first[0].result() == first[1].result() == 0
         again = threads.submit(all_groups[0].all_reduce_min, "step", 7, step=2)
-        until(lambda: len(hubs[2]._brought) == 2)  # vectors of both steps have come
+        until(lambda: len(hubs[2]._vectors) == 2)  # the vectors of both steps have arrived
         direct.send(waiting.recv())
         assert first[2].result() == 0
         assert hubs[2].is_peer_waiting
