@@ -11,7 +11,7 @@ from scheduler_components.agreement import ParallelGroups
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, PrefillDelayer, PrefillIntent
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer, PrefillLatencyModel
 from scheduler_components.internal_state import InternalState
-from scheduler_components.load_inquirer import WorkCounters
+from scheduler_components.load.work_counters import WorkCounters
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings

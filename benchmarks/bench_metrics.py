@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from benchmarks.bench_load import inquirer_over
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
-from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec, whole_totals
+from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec, all_parts
 from observability import MetricsBoardCollector, PrometheusSink, render_metrics
 from scheduler_components import MetricsEmitter, ParallelState, SchedulerStats
 from scheduler_components.load import TokenCountedQueue
@@ -78,7 +78,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 def _whole_scrape(num_ranks: int, stats: SchedulerStats, scale: Scale) -> Measurement:
     """Reports with tiers and all request times, over a board: processor time, all of it with the GIL held."""
-    whole = msgspec.structs.replace(stats, totals=whole_totals()[0])
+    whole = msgspec.structs.replace(stats, **all_parts()[0])
     registry = CollectorRegistry()
     with tempfile.TemporaryDirectory(prefix="metrics-board-") as folder, ExitStack() as sinks:
         MetricsBoardCollector(registry, board=open_shm_metrics_board(Path(folder), num_ranks))

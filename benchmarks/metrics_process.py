@@ -25,7 +25,6 @@ from scheduler_components import (
     LoadSnapshot,
     ParallelState,
     SchedulerStats,
-    SchedulerTotals,
     TierStats,
 )
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
@@ -60,7 +59,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     parallel = ParallelState.trivial()
     sink = open_shm_metrics_sink(directory, parallel)
     plain = SchedulerStats(labels=parallel.metric_labels, load=spec.load)
-    whole = cycle([msgspec.structs.replace(plain, totals=totals) for totals in whole_totals()])
+    whole = cycle([msgspec.structs.replace(plain, **parts) for parts in all_parts()])
     set_gauges = _gauges()
     records: dict[str, Callable[[], object]] = {
         "record": lambda: sink.record(plain),
@@ -83,16 +82,16 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
     return found
 
 
-def whole_totals() -> list[SchedulerTotals]:
+def all_parts() -> list[dict[str, LatencySnapshot | TierStats]]:
     """Two in which everything is kept, and one histogram differs: what a step of decoding changes."""
     latencies = RequestLatencyRecorder()
     histograms = latencies.histograms
     for name in LatencySnapshot.__struct_fields__:
         for number in range(2_000):
             getattr(histograms, name).observe(number % 97 * 0.05)
-    first = latencies.snapshot()
+    first = latencies.stats()
     histograms.inter_token.observe(0.01)
-    return [SchedulerTotals(latencies=each, tiers=TierStats()) for each in (first, latencies.snapshot())]
+    return [{"latencies": each, "tiers": TierStats()} for each in (first, latencies.stats())]
 
 
 def _packing(count: int) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from observability import render_markdown, render_stream_markdown
+from observability.catalog import render_markdown, render_stream_markdown
 
 DOCS = Path(__file__).parent
 

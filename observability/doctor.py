@@ -37,7 +37,8 @@ from observability.kv_stream import (
 from observability.zmq_topic_probe import probe_topics
 from scheduler_components import BlockStored, DecodeError, StartError
 from scheduler_components.kv_events import CurveClientKeys, DecodedBatch, Endpoint, StreamAddress
-from scheduler_components.load import LoadSample, open_zmq_load_reader
+from scheduler_components.load import open_zmq_load_reader
+from scheduler_components.load.load_stat import LoadSample
 
 if TYPE_CHECKING:
     import httpx

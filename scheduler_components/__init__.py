@@ -34,9 +34,10 @@ from scheduler_components.events import (
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.kv_pool_reader import KvPoolReader
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.load_inquirer import LoadInquirer, WorkCounters
+from scheduler_components.load.work_counters import WorkCounters
+from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
-from scheduler_components.metrics_emitter import MetricsEmitter
+from scheduler_components.metrics_emitter import LiveStats, MetricsEmitter
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
@@ -49,14 +50,12 @@ from scheduler_components.ports import (
     LoadSource,
     MetricsSink,
     NullKvMetricsSink,
-    NullLoadSink,
     NullMetricsSink,
     OutputSink,
     PoolSource,
-    PublisherStatsSource,
     QueueSource,
     RateSource,
-    TotalsSource,
+    StatsSource,
 )
 from scheduler_components.values import (
     BatchingStats,
@@ -80,8 +79,8 @@ from scheduler_components.values import (
     PublisherStats,
     QueueLoad,
     QuiesceStats,
+    SchedulerCounters,
     SchedulerStats,
-    SchedulerTotals,
     SpeculativeLoad,
     TierStats,
     TokenOutput,
@@ -98,6 +97,7 @@ __all__ = [  # sorted by meaning
     "KvPoolReader",
     "LoadInquirer",
     "LoadPublisher",
+    "LiveStats",
     "MetricsEmitter",
     "OutputStreamer",
     "ParallelState",
@@ -114,17 +114,15 @@ __all__ = [  # sorted by meaning
     "LoadSectionsSource",
     "LoadSource",
     "PoolSource",
-    "PublisherStatsSource",
     "QueueSource",
     "RateSource",
-    "TotalsSource",
+    "StatsSource",
     "KvEventSink",
     "KvMetricsSink",
     "LoadSink",
     "MetricsSink",
     "OutputSink",
     "NullKvMetricsSink",
-    "NullLoadSink",
     "NullMetricsSink",
     # Values: events, load, statistics, outputs.
     "AllBlocksCleared",
@@ -150,7 +148,7 @@ __all__ = [  # sorted by meaning
     "LatencySnapshot",
     "PublisherStats",
     "SchedulerStats",
-    "SchedulerTotals",
+    "SchedulerCounters",
     "CachedTokens",
     "TierStats",
     "QuiesceStats",

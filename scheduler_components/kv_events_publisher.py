@@ -92,14 +92,14 @@ class SchedulerKvEventsPublisher:
         """
         # Imported here so that the component itself loads neither pyzmq nor pydantic.
         from scheduler_components.kv_events import open_event_publisher
-        from scheduler_components.metrics import parse_kv_metrics_endpoint
+        from scheduler_components.metrics.zmq_kv_metrics import parse_kv_metrics_endpoint
 
         if metrics_endpoint is not None:
             parse_kv_metrics_endpoint(metrics_endpoint, bind=False)
         sink = open_event_publisher(config, parallel=parallel)
         publisher = cls(parallel=parallel, source=source, sink=sink, load=load)
         if metrics_endpoint is not None and parallel.reports_metrics:
-            from scheduler_components.metrics import open_zmq_kv_metrics_sink
+            from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink
 
             try:
                 publisher.metrics_sink = open_zmq_kv_metrics_sink(metrics_endpoint)

@@ -1,19 +1,19 @@
-"""LoadPublisher: tells dispatchers how loaded this replica is, when it has changed and often enough."""
+"""LoadPublisher: send the load of this replica to dispatchers when it changes, at a limited rate."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.load import LOAD_HEARTBEAT_S
+from scheduler_components.load.load_stat import LOAD_HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import LoadSink, LoadSource, NullLoadSink
+from scheduler_components.ports import LoadSink, LoadSource
 from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 __all__ = ["MIN_LOAD_INTERVAL_S", "GaugePacer", "LoadPublisher", "open_load_publisher"]
 
 MIN_LOAD_INTERVAL_S = 0.05
-"""20 samples per second follow a queue closely enough to balance it, and a reader of 100 ranks gets 2,000 of them."""
+"""20 samples per second follow a queue closely enough to balance it. A reader of 100 ranks receives 2,000 of them."""
 
 
 class GaugePacer:
-    """Decides about a gauge that is offered every step.
+    """Decides when the load gauge, which is offered every step, is read and sent.
 
-    A sample is due when the last look at the gauge was ``min_interval_s`` ago. What is found goes out when it is not
-    what went out last, or when the last sample is ``heartbeat_s`` old. A clock that is set back counts as no time
-    passed, so it neither silences the gauge nor floods its readers.
+    The gauge is read at most every ``min_interval_s``. A sample is sent if it differs from the last one sent, or if the
+    last one was sent ``heartbeat_s`` ago. A clock that is set back counts as no time passed, so it neither silences
+    the gauge nor floods its readers.
 
     Attributes:
-        sent: samples that went out.
-        throttled: offers that came too soon to look.
-        unchanged: looks that found what was sent already.
+        sent: samples sent.
+        throttled: offers within ``min_interval_s`` of the last read.
+        unchanged: reads that found the sample sent last.
 
     Raises:
-        ConfigError: an interval is negative or not finite, or the heartbeat is 0 or shorter than the throttle.
+        ConfigError: an interval is negative or not finite, or the heartbeat is 0 or shorter than ``min_interval_s``.
     """
 
     __slots__ = (
         "min_interval_s", "heartbeat_s", "sent", "throttled", "unchanged",
-        "_content", "_last_now", "_since_look_s", "_since_sent_s",
+        "_content", "_last_now", "_since_read_s", "_since_sent_s",
     )  # fmt: skip
 
     def __init__(self, *, min_interval_s: float = MIN_LOAD_INTERVAL_S, heartbeat_s: float = LOAD_HEARTBEAT_S) -> None:
@@ -59,27 +59,27 @@ class GaugePacer:
         self.sent = self.throttled = self.unchanged = 0
         self._content: object = None
         self._last_now: float | None = None
-        self._since_look_s = self._since_sent_s = math.inf
+        self._since_read_s = self._since_sent_s = math.inf
 
     def is_due(self, now: float) -> bool:
-        """Say whether to look at the gauge now; an offer that comes too soon is counted."""
+        """Return whether to read the gauge now; count an offer that is too early."""
         self._advance(now)
-        if self._since_look_s < self.min_interval_s:
+        if self._since_read_s < self.min_interval_s:
             self.throttled += 1
             return False
         return True
 
     def should_send(self, content: object, now: float) -> bool:
-        """Say whether to send what a look found; ``content`` must not be None."""
+        """Return whether to send a sample with this content, which must not be None."""
         self._advance(now)
-        self._since_look_s = 0.0
+        self._since_read_s = 0.0
         if content == self._content and self._since_sent_s < self.heartbeat_s:
             self.unchanged += 1
             return False
         return True
 
     def on_sent(self, content: object, now: float) -> None:
-        """Note what was sent."""
+        """Record the sample that was sent."""
         self._advance(now)
         self._since_sent_s = 0.0
         self._content = content
@@ -87,83 +87,80 @@ class GaugePacer:
 
     def _advance(self, now: float) -> None:
         if self._last_now is not None and now > self._last_now:
-            self._since_look_s += now - self._last_now
+            self._since_read_s += now - self._last_now
             self._since_sent_s += now - self._last_now
         self._last_now = now
 
     def __repr__(self) -> str:
-        return f"<GaugePacer: {self.sent} sent, {self.throttled} throttled, {self.unchanged} repeated>"
+        return f"<GaugePacer: {self.sent} sent, {self.throttled} throttled, {self.unchanged} unchanged>"
 
 
 logger = logging.getLogger(__name__)
 
-_PUBLISHING = "publishing the load"
-_CLOSING = "closing the load publisher"
-
 
 @dataclass(slots=True, kw_only=True)
 class LoadPublisher:
-    """Offers the load to a sink every step, and hands it on when it is news or the last report grows old.
+    """Sends the load to its sinks when it has changed or the last report is old. The scheduler calls it every step.
 
-    Only the rank that owns its KV stream speaks, as with events. Nothing that a source or sink raises reaches the
-    scheduler's step: it is counted in ``failures``, logged once per episode, and the next step tries again.
+    Only the rank that owns its KV stream sends, as with events. An exception of a source or sink never reaches the
+    scheduler's step: ``failures`` counts it and logs each episode once, and the next step tries again. A sink that
+    fails does not keep the load from the others.
 
     Attributes:
-        parallel: decides who speaks.
+        parallel: decides whether this rank sends.
         load: usually a ``LoadInquirer``.
-        sink: made by ``open_load_publisher``, or anything that takes snapshots.
-        pacer: throttle, dedupe and heartbeat; counts what it held back.
+        sinks: receive the snapshots; ``open_load_publisher`` adds one for the load endpoint.
+        pacer: limits the rate and sends heartbeats.
         clock: seconds from any origin.
-        failures: what went wrong so far.
+        failures: counts failed reads and sends.
     """
 
     parallel: ParallelState
     load: LoadSource
-    sink: LoadSink
+    sinks: Sequence[LoadSink] = ()
     pacer: GaugePacer = field(default_factory=GaugePacer)
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
 
     def publish_load(self) -> None:
-        """Report the load if it is due. Call it at the end of every step, and at least once per heartbeat when idle.
-
-        While the throttle holds, this costs one look at the clock.
-        """
-        if not self.sink.wants_load or not self.parallel.owns_kv_stream:
-            return
-        now = self.clock()
-        if self.pacer.is_due(now):
-            self._offer(now)
+        """Send the load if it is due. Call it at the end of every step, and at least once per heartbeat when idle."""
+        if self.sinks and self.parallel.owns_kv_stream:
+            now = self.clock()
+            if self.pacer.is_due(now):
+                self._offer(now)
 
     def flush(self) -> None:
-        """Report what the throttle may have held back. Call it before a wait of unknown length."""
-        if self.sink.wants_load and self.parallel.owns_kv_stream:
+        """Send a change that the pacer holds back. Call it before a wait of unknown length."""
+        if self.sinks and self.parallel.owns_kv_stream:
             self._offer(self.clock())
 
     def _offer(self, now: float) -> None:
-        try:
+        sinks = [sink for sink in self.sinks if sink.wants_load]
+        if not sinks:
+            return
+        num_failed = self.failures.total
+        content = None
+        with self.failures.guard("reading the load"):
             load = self.load.get_loads()
             content = _content(load)
-            if not self.pacer.should_send(content, now):
-                return
-            self.sink.send(load)
-        except Exception as error:  # noqa: BLE001 - a gauge never raises into the step; counted and logged
-            self.failures.failed(_PUBLISHING, error)
+        if content is None or not self.pacer.should_send(content, now):
             return
-        self.pacer.on_sent(content, now)
-        self.failures.succeeded(_PUBLISHING)
+        for place, sink in enumerate(sinks):
+            with self.failures.guard(f"sending the load by sink {place} ({type(sink).__name__})"):
+                sink.send(load)
+        if self.failures.total == num_failed:
+            self.pacer.on_sent(content, now)
 
     def close(self) -> None:
-        """Close the sink. Safe to call twice; never raises."""
-        sink, self.sink = self.sink, NullLoadSink()
-        try:
-            sink.close()
-        except Exception as error:  # noqa: BLE001 - a scheduler that ends has other things to close
-            self.failures.failed(_CLOSING, error)
+        """Close the sinks. Safe to call twice; never raises."""
+        sinks, self.sinks = self.sinks, ()
+        for sink in sinks:
+            with self.failures.guard("closing the load publisher"):
+                sink.close()
 
 
 def _content(load: LoadSnapshot) -> tuple[object, ...]:
-    """What makes a report news. The number, the time and rates that decay by themselves do not."""
+    """Return the fields whose change makes a report worth sending: all but its number, its time and decaying rates."""
     return (
         load.num_running_reqs,
         load.num_waiting_reqs,
@@ -186,30 +183,33 @@ def open_load_publisher(
     *,
     parallel: ParallelState,
     load: LoadSource,
+    sinks: Sequence[LoadSink] = (),
     pacer: GaugePacer | None = None,
 ) -> LoadPublisher:
-    """Gate, offset and open: the load gauge of this rank's stream, from the configuration of its events.
+    """Open the load gauge of this rank's stream, from the configuration of its events.
 
-    ``load_endpoint`` is bound at this rank's offset, whatever ``publisher`` is, and lets in the same clients as the
-    events where ``auth`` is required. The configuration is checked in full on every rank before anything opens. A
-    rank that owns no stream, and an engine without ``load_endpoint``, get a publisher that does nothing.
+    The rank binds ``load_endpoint`` at its own offset, independent of ``publisher``. Where ``auth`` is required, the
+    same clients as for the events may connect. Every rank checks the whole configuration before it opens anything.
+    The gauge opens nothing on a rank that owns no stream, and in an engine without ``load_endpoint``.
 
     Args:
-        config: text of ``--kv-events-config``, a ready config, or None for no load gauge.
-        parallel: decides whether this rank speaks, and as which stream.
+        config: text of ``--kv-events-config``, a parsed configuration, or None for no load gauge.
+        parallel: decides whether this rank sends, and for which stream.
         load: read when a report is due.
+        sinks: further sinks of the same reports.
         pacer: other intervals than the default ones.
 
     Raises:
-        ConfigError: the configuration is not right for this engine.
-        StartError: the machine refused the address.
+        ConfigError: the configuration does not fit this engine.
+        StartError: the system refused the address.
     """
-    publisher = LoadPublisher(parallel=parallel, load=load, sink=NullLoadSink(), pacer=pacer or GaugePacer())
+    publisher = LoadPublisher(parallel=parallel, load=load, sinks=tuple(sinks), pacer=pacer or GaugePacer())
     if not config:
         return publisher
-    # Imported here so that the component itself loads neither pyzmq nor pydantic.
+    # Imported here so that the component itself imports neither pyzmq nor pydantic.
     from scheduler_components.kv_events import CurveServerKeys, KVEventsConfig
-    from scheduler_components.load import check_load_endpoint, open_zmq_load_sink
+    from scheduler_components.load import open_zmq_load_sink
+    from scheduler_components.load.zmq_load import check_load_endpoint
 
     settings = KVEventsConfig.read(config)
     plan = settings.port_plan(parallel.kv_stream_count)
@@ -217,5 +217,6 @@ def open_load_publisher(
         check_load_endpoint(plan.load)
         if parallel.owns_kv_stream:
             access = CurveServerKeys.of(settings)
-            publisher.sink = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
+            gauge = open_zmq_load_sink(plan.load.offset(parallel.kv_stream_index), access=access)
+            publisher.sinks = (gauge, *sinks)
     return publisher

@@ -1,89 +1,133 @@
-"""MetricsEmitter: what a step's statistics are, and that they never cost the step more than their time."""
+"""MetricsEmitter: report the statistics of each step to one sink."""
 
 from __future__ import annotations
 
 import logging
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypedDict, TypeVar
 
+import msgspec
+
+from scheduler_components.errors import ConfigError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import (
-    LoadSource,
-    MetricsSink,
-    NullPublisherStatsSource,
-    NullTotalsSource,
-    PublisherStatsSource,
-    TotalsSource,
-)
+from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
 from scheduler_components.validators import check_integer
-from scheduler_components.values import PublisherStats, SchedulerStats, SchedulerTotals
+from scheduler_components.values import (
+    BatchingStats,
+    IntegrityStats,
+    LatencySnapshot,
+    LoadSnapshot,
+    OutputStats,
+    PoolStats,
+    PublisherStats,
+    QuiesceStats,
+    ReceiverStats,
+    SchedulerCounters,
+    SchedulerStats,
+    TierStats,
+)
 
-__all__ = ["MetricsEmitter"]
+__all__ = ["LiveStats", "MetricsEmitter", "StatsSources"]
 
 logger = logging.getLogger(__name__)
+
+Stats = TypeVar("Stats")
+
+
+class StatsSources(TypedDict, total=False):
+    """The source of each part of ``SchedulerStats``, by the name of its field. A part without a source stays empty."""
+
+    counters: StatsSource[SchedulerCounters]
+    publisher: StatsSource[PublisherStats]
+    latencies: StatsSource[LatencySnapshot]
+    tiers: StatsSource[TierStats | None]
+    receiver: StatsSource[ReceiverStats]
+    quiesce: StatsSource[QuiesceStats]
+    integrity: StatsSource[IntegrityStats]
+    pools: StatsSource[PoolStats]
+    batching: StatsSource[BatchingStats]
+    outputs: StatsSource[OutputStats]
+
+
+@dataclass(slots=True, frozen=True)
+class LiveStats(Generic[Stats]):
+    """The ``StatsSource`` of a struct whose fields a scheduler increments: each call returns a copy."""
+
+    counters: Stats
+
+    def stats(self) -> Stats:
+        return copy(self.counters)
+
+
+_PARTS = SchedulerStats.__struct_fields__[2:]  # all but labels and load
+_NO_LOAD = LoadSnapshot()
 
 
 @dataclass(slots=True, kw_only=True)
 class MetricsEmitter:
-    """Reads load, totals and publisher counters at the end of a step and hands them to the sink as one value.
+    """Combine load and statistics at the end of a step into one ``SchedulerStats`` and pass it to the sink.
 
-    Nothing that a source or the sink raises reaches the scheduler: it is counted in ``failures``, logged once per
-    episode, and that step's report is left out. A rank that does not report (``ParallelState.reports_metrics``)
-    reads nothing and hands on nothing, so no gauge is multiplied by its TP, CP or PP ranks.
+    An exception of a source or of the sink never reaches the scheduler. ``failures`` counts it and logs each episode
+    once, and the report of that step is left out. A rank that does not report (``ParallelState.reports_metrics``)
+    reads nothing, so the TP, CP and PP ranks of a replica do not multiply its gauges.
 
-    The load is that of the step. Totals and the publisher's counters, which only grow, are read every few steps, and in
-    each step after which nothing runs or waits: what an engine says while it is idle is exact. They come from a dozen
-    objects, and cost more than all the rest of a report.
+    The load is read in each step. The other parts come from about ten objects and cost more than the rest of the
+    report. They are read every ``counters_interval_steps``, and in each step after which no request runs or waits, so
+    the statistics of an idle engine are exact.
 
     Attributes:
-        parallel: decides whether this rank reports, and gives the labels.
+        parallel: decides whether this rank reports, and provides the labels.
         load: usually a ``LoadInquirer``.
-        sink: where reports go; how often one is exported or logged is the sink's business.
-        totals: the scheduler's running totals.
-        publisher: usually the ``SchedulerKvEventsPublisher``.
-        counters_interval_steps: 32 are about a second of any engine's time, and a Prometheus server asks every few
-            seconds. 1 reads them in each step.
-        failures: what went wrong so far.
+        sink: receives the reports and decides how often to export or log one.
+        sources: where the parts come from, for example ``{"publisher": kv_events, "counters": LiveStats(counters)}``.
+        counters_interval_steps: the default of 32 steps is about one second; a Prometheus server scrapes every few
+            seconds. 1 reads all parts in each step.
+        failures: counts failed reports.
 
     Raises:
-        ConfigError: ``counters_interval_steps`` is below 1.
+        ConfigError: ``counters_interval_steps`` is below 1, or a source has the name of no part.
     """
 
     parallel: ParallelState
     load: LoadSource
     sink: MetricsSink
-    totals: TotalsSource = field(default_factory=NullTotalsSource)
-    publisher: PublisherStatsSource = field(default_factory=NullPublisherStatsSource)
+    sources: StatsSources = field(default_factory=StatsSources)
     counters_interval_steps: int = 32
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _labels: tuple[tuple[str, str], ...] = field(init=False, repr=False)
     _reports: bool = field(init=False, repr=False)
-    _counters: tuple[SchedulerTotals, PublisherStats] = field(init=False, repr=False)
-    _num_steps_left: int = field(default=0, init=False, repr=False)  # for which these counters do
+    _parts: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    _num_steps_left: int = field(default=0, init=False, repr=False)  # before the parts are read again
 
     def __post_init__(self) -> None:
         check_integer("counters_interval_steps", self.counters_interval_steps)
+        for name in self.sources:
+            if name not in _PARTS:
+                raise ConfigError("sources", name, "is no part of SchedulerStats", f"use one of {', '.join(_PARTS)}")
         self._labels = self.parallel.metric_labels
         self._reports = self.parallel.reports_metrics
 
     def refresh_counters(self) -> None:
-        """Read totals and counters anew for the next report: something has changed that must be told at once."""
+        """Read all parts for the next report, because a counter has changed that must be visible immediately."""
         self._num_steps_left = 0
 
     def emit(self) -> None:
         """Report this step. Call it at the end of every step, and once when the scheduler becomes idle."""
         if not self._reports:
             return
-        try:
+        with self.failures.guard("emitting metrics"):
             load = self.load.get_loads()
             if self._num_steps_left and (load.num_running_reqs or load.num_waiting_reqs):
                 self._num_steps_left -= 1
             else:
                 self._num_steps_left = 0
-                self._counters = self.totals.totals(), self.publisher.stats()
+                self._parts = self._read_parts()
                 self._num_steps_left = self.counters_interval_steps - 1
-            self.sink.record(SchedulerStats(self._labels, load, *self._counters))
-        except Exception as error:  # noqa: BLE001 - a broken gauge must not take the engine down
-            self.failures.failed("emitting metrics", error)
-        else:
-            self.failures.succeeded("emitting metrics")
+            self.sink.record(SchedulerStats(self._labels, load, *self._parts))
+
+    def _read_parts(self) -> tuple[Any, ...]:
+        sources: dict[str, StatsSource[Any]] = {**self.sources}  # type: ignore[dict-item]
+        parts = {name: source.stats() for name, source in sources.items()}
+        return msgspec.structs.astuple(SchedulerStats(self._labels, _NO_LOAD, **parts))[2:]

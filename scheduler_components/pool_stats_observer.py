@@ -23,7 +23,7 @@ class PoolStatsObserver:
     pools: Sequence[AuditedPool]
     page_size: int
 
-    def get_pool_stats(self) -> PoolStats:
+    def stats(self) -> PoolStats:
         """Return how full each pool is now."""
         counts = {pool.name: pool.count() for pool in self.pools}
         return PoolStats(

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import pytest
 
-from observability import render_markdown
+from observability.catalog import render_markdown
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, RadixCache
 from scheduler_components.reference.cli.commands import COMMANDS
 

@@ -40,7 +40,7 @@ import os, sys
 from scheduler_components import ForkedPublisherError, KvMetrics, LoadSnapshot
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.load import open_zmq_load_sink
-from scheduler_components.metrics import open_zmq_kv_metrics_sink
+from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink
 
 name, path = sys.argv[1:]
 if name == "load":

@@ -69,7 +69,7 @@ class CountsRunningAlone(SideHolders):
 def test_the_load_does_all_that_the_leaks_need() -> None:
     scheduler, pages = hybrid_scheduler()
     assert serve(scheduler) is None
-    totals = scheduler.request_metrics.totals()
+    totals = scheduler.request_metrics.stats()
     assert totals.num_retractions_total > 5
     assert totals.num_aborted_requests_total > 5
     stats = checker_of(scheduler).stats()

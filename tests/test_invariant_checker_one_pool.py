@@ -120,7 +120,7 @@ def make_scheduler(
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
     pages = scheduler.batcher.kv_cache
     scheduler.batcher.kv_cache = scheduler.results.kv = pages_class(
-        cache=pages.cache, totals=pages.totals, owners=pages.owners
+        cache=pages.cache, counters=pages.counters, owners=pages.owners
     )
     return scheduler
 
@@ -128,7 +128,7 @@ def make_scheduler(
 def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:
     scheduler = make_scheduler()
     assert serve(scheduler) is None
-    totals = scheduler.request_metrics.totals()
+    totals = scheduler.request_metrics.stats()
     assert totals.num_retractions_total > 5
     assert totals.num_aborted_requests_total > 5
     stats = checker_of(scheduler).stats()

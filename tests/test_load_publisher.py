@@ -61,7 +61,7 @@ def make(parallel: ParallelState | None = None) -> tuple[LoadPublisher, Load, Si
     load, sink, clock = Load(), Sink(), Clock()
     pacer = GaugePacer(min_interval_s=0.5, heartbeat_s=2.0)
     parallel = parallel or ParallelState()
-    return LoadPublisher(parallel=parallel, load=load, sink=sink, pacer=pacer, clock=clock), load, sink, clock
+    return LoadPublisher(parallel=parallel, load=load, sinks=(sink,), pacer=pacer, clock=clock), load, sink, clock
 
 
 def test_news_goes_out_and_repeats_wait_for_the_heartbeat() -> None:
@@ -100,6 +100,20 @@ def test_nothing_raises_into_the_step_and_the_news_goes_out_later(part: str) -> 
     broken.broken, clock.now = False, 0.6
     publisher.publish_load()
     assert sink.sent == [0]
+
+
+def test_a_sink_that_fails_does_not_keep_the_load_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    publisher, load, sink, clock = make()
+    broken = Sink(broken=True)
+    publisher.sinks = (broken, sink)
+    for load.running in range(3):
+        publisher.publish_load()
+        clock.now += 0.6
+    assert sink.sent == [0, 1, 2]
+    assert (publisher.failures.total, len(caplog.records)) == (3, 1)
+    broken.broken, load.running = False, 9
+    publisher.publish_load()
+    assert (sink.sent[-1], broken.sent) == (9, [9])
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""Metrics are what the sources say at the end of a step, from one rank a replica, and they never raise."""
+"""The emitter reports the statistics of a step from one rank per replica and never raises."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 
 from scheduler_components import (
     ConfigError,
+    LiveStats,
     LoadSnapshot,
     MetricsEmitter,
     ParallelState,
     PublisherStats,
+    SchedulerCounters,
     SchedulerStats,
-    SchedulerTotals,
 )
+from scheduler_components.metrics_emitter import StatsSources
 
 
 class Load:
@@ -27,9 +29,9 @@ class Load:
         return LoadSnapshot(sequence=self.asked)
 
 
-class Totals:
-    def totals(self) -> SchedulerTotals:
-        return SchedulerTotals(num_requests_total=4)
+class Requests:
+    def stats(self) -> SchedulerCounters:
+        return SchedulerCounters(num_requests_total=4)
 
 
 class Publisher:
@@ -48,15 +50,16 @@ class Sink:
         self.recorded.append(stats)
 
 
-def test_a_report_carries_load_totals_and_publisher_counters() -> None:
+def test_a_report_combines_load_and_the_parts_of_all_sources() -> None:
     sink, parallel = Sink(), ParallelState(dp_rank=1, dp_size=2)
-    emitter = MetricsEmitter(parallel=parallel, load=Load(), sink=sink, totals=Totals(), publisher=Publisher())
+    sources: StatsSources = {"counters": Requests(), "publisher": Publisher()}
+    emitter = MetricsEmitter(parallel=parallel, load=Load(), sink=sink, sources=sources)
     emitter.emit()
     assert sink.recorded == [
         SchedulerStats(
             labels=parallel.metric_labels,
             load=LoadSnapshot(sequence=1),
-            totals=SchedulerTotals(num_requests_total=4),
+            counters=SchedulerCounters(num_requests_total=4),
             publisher=PublisherStats(batches_sent=9),
         )
     ]
@@ -76,13 +79,22 @@ class Counters:
         self.asked += 1
         return PublisherStats(batches_sent=self.asked)
 
-    def totals(self) -> SchedulerTotals:
-        return SchedulerTotals(num_requests_total=self.asked + 1)  # asked first
+
+class LaterCounters:
+    def __init__(self, first: Counters) -> None:
+        self.first = first
+
+    def stats(self) -> SchedulerCounters:
+        return SchedulerCounters(num_requests_total=self.first.asked)
 
 
-def test_a_busy_step_seldom_asks_for_counters_and_an_idle_one_always_does() -> None:
+def sources(counters: Counters) -> StatsSources:
+    return {"publisher": counters, "counters": LaterCounters(counters)}
+
+
+def test_counters_are_read_every_32_busy_steps_and_in_every_idle_step() -> None:
     sink, load, counters = Sink(), BusyLoad(), Counters()
-    emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, totals=counters, publisher=counters)
+    emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, sources=sources(counters))
     for step in range(72):
         load.num_running = step % 2  # or one waits
         emitter.emit()
@@ -95,12 +107,12 @@ def test_a_busy_step_seldom_asks_for_counters_and_an_idle_one_always_does() -> N
     for _ in range(33):
         emitter.emit()
     assert [stats.publisher.batches_sent for stats in sink.recorded] == [4, 5] + [6] * 32 + [7] * 2
-    assert all(stats.totals.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
+    assert all(stats.counters.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
 
 
-def test_what_has_changed_is_told_at_once() -> None:
+def test_refresh_counters_reads_them_for_the_next_report() -> None:
     sink, counters = Sink(), Counters()
-    emitter = MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, totals=counters, publisher=counters)
+    emitter = MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, sources=sources(counters))
     for _ in range(3):
         emitter.emit()
     emitter.refresh_counters()
@@ -108,10 +120,10 @@ def test_what_has_changed_is_told_at_once() -> None:
     assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 1, 1, 2]
 
 
-def test_counters_of_each_step_are_to_be_had() -> None:
+def test_an_interval_of_one_reads_the_counters_in_each_step() -> None:
     sink, counters = Sink(), Counters()
     emitter = MetricsEmitter(
-        parallel=ParallelState(), load=BusyLoad(), sink=sink, publisher=counters, counters_interval_steps=1
+        parallel=ParallelState(), load=BusyLoad(), sink=sink, sources={"publisher": counters}, counters_interval_steps=1
     )
     for _ in range(3):
         emitter.emit()
@@ -120,21 +132,37 @@ def test_counters_of_each_step_are_to_be_had() -> None:
         MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, counters_interval_steps=0)
 
 
-def test_counters_that_could_not_be_read_are_asked_for_again() -> None:
+def test_counters_that_could_not_be_read_are_read_in_the_next_step() -> None:
     sink, load, counters = Sink(), BusyLoad(), Counters()
-    emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, totals=counters, publisher=counters)
+    emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, sources=sources(counters))
     emitter.emit()
-    emitter.load, emitter.publisher = Load(), BrokenSource()  # type: ignore[assignment]
+    emitter.load, emitter.sources = Load(), {"publisher": BrokenSource()}  # type: ignore[typeddict-item]
     emitter.emit()
-    emitter.load, emitter.publisher = load, counters
+    emitter.load, emitter.sources = load, sources(counters)
     emitter.emit()
     assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 2]
 
 
-def test_totals_and_publisher_are_optional() -> None:
-    sink = Sink()
-    MetricsEmitter(parallel=ParallelState(), load=Load(), sink=sink).emit()
-    assert (sink.recorded[0].totals, sink.recorded[0].publisher) == (SchedulerTotals(), PublisherStats())
+def test_sources_are_optional() -> None:
+    sink, parallel = Sink(), ParallelState()
+    MetricsEmitter(parallel=parallel, load=Load(), sink=sink).emit()
+    assert sink.recorded == [SchedulerStats(parallel.metric_labels, LoadSnapshot(sequence=1))]
+
+
+def test_a_source_of_an_unknown_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sources='totals': is no part of SchedulerStats; use one of counters, "):
+        MetricsEmitter(parallel=ParallelState(), load=Load(), sink=Sink(), sources={"totals": Requests()})  # type: ignore[typeddict-unknown-key]
+
+
+def test_a_part_is_a_copy_of_the_live_counters() -> None:
+    sink, counters = Sink(), SchedulerCounters()
+    emitter = MetricsEmitter(
+        parallel=ParallelState(), load=Load(), sink=sink, sources={"counters": LiveStats(counters)}
+    )
+    for _ in range(2):
+        counters.num_requests_total += 1
+        emitter.emit()
+    assert [stats.counters.num_requests_total for stats in sink.recorded] == [1, 2]
 
 
 @pytest.mark.parametrize(("attn_dp_size", "attn_cp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
@@ -152,17 +180,20 @@ class BrokenSource:
     def get_loads(self) -> LoadSnapshot:
         raise ZeroDivisionError
 
-    totals = stats = get_loads
+    stats = get_loads
 
 
-@pytest.mark.parametrize("broken", ["load", "totals", "publisher", "sink"])
+@pytest.mark.parametrize("broken", ["load", "counters", "publisher", "sink"])
 def test_nothing_raises_into_the_step(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     sink = Sink()
-    parts: dict[str, Any] = {"load": Load(), "totals": Totals(), "publisher": Publisher(), "sink": sink}
+    sources: dict[str, Any] = {"counters": Requests(), "publisher": Publisher()}
+    parts: dict[str, Any] = {"load": Load(), "sources": sources, "sink": sink}
     if broken == "sink":
         sink.error = ConnectionError("gone")
+    elif broken == "load":
+        parts["load"] = BrokenSource()
     else:
-        parts[broken] = BrokenSource()
+        sources[broken] = BrokenSource()
     emitter = MetricsEmitter(parallel=ParallelState(), **parts)
     for _ in range(100):
         emitter.emit()

@@ -42,7 +42,7 @@ STATES = CountedPool(PoolCount("mamba", 8, 6, session_held=2))
 
 
 def test_tokens_of_a_page_and_one_state_each() -> None:
-    stats = PoolStatsObserver(pools=(FULL, WINDOW, STATES), page_size=4).get_pool_stats()
+    stats = PoolStatsObserver(pools=(FULL, WINDOW, STATES), page_size=4).stats()
     assert stats == PoolStats(
         max_pool_usage=0.9,
         full_token_usage=0.5, kv_available_tokens=80, kv_evictable_tokens=120, kv_used_tokens=200,
@@ -53,14 +53,14 @@ def test_tokens_of_a_page_and_one_state_each() -> None:
 
 
 def test_what_is_not_there_is_not_told() -> None:
-    stats = PoolStatsObserver(pools=(FULL,), page_size=1).get_pool_stats()
+    stats = PoolStatsObserver(pools=(FULL,), page_size=1).stats()
     assert (stats.max_pool_usage, stats.full_token_usage, stats.swa_used_tokens, stats.mamba_usage) == (
         0.5,
         0.5,
         None,
         None,
     )
-    assert PoolStatsObserver(pools=(), page_size=1).get_pool_stats() == PoolStats(0.0)
+    assert PoolStatsObserver(pools=(), page_size=1).stats() == PoolStats(0.0)
 
 
 def test_the_fuller_kv_pool_counts() -> None:
@@ -82,15 +82,15 @@ def test_a_report_says_how_full_the_pools_are_and_what_checks_found() -> None:
     scheduler.submit(request(1, 9, 3))
     scheduler.step()
     scheduler.metrics.emit()
-    pools = sink.stats.totals.pools
+    pools = sink.stats.pools
     assert pools is not None
     assert pools.kv_used_tokens == 8, "the first chunk"
     assert pools.full_token_usage == 8 / 64
     for _ in scheduler.drain():
         pass
     scheduler.metrics.emit()
-    assert sink.stats.totals.integrity == checker_of(scheduler).stats()
-    assert sink.stats.totals.integrity.checks >= scheduler.num_steps
+    assert sink.stats.integrity == checker_of(scheduler).stats()
+    assert sink.stats.integrity.checks >= scheduler.num_steps
 
 
 def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:

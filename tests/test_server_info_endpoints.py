@@ -212,10 +212,10 @@ def test_ports_that_the_system_gave_are_advertised_and_found(host: str) -> None:
                 rank.kv_stream_index,
                 publisher.endpoint,
                 replay=publisher.replay_endpoint,
-                load=gauge.sink.endpoint,
+                load=gauge.sinks[0].endpoint,
             )
             for rank, publisher, gauge in zip(ranks, publishers, gauges, strict=True)
-            if isinstance(publisher, ZmqEventPublisher) and isinstance(gauge.sink, ZmqLoadSink)
+            if isinstance(publisher, ZmqEventPublisher) and gauge.sinks and isinstance(gauge.sinks[0], ZmqLoadSink)
         ]
         info = kv_events_server_info(config, block_size=16, dp_size=2, publishers=bound)
         assert info.keys() == {"kv_events"}

@@ -1,6 +1,7 @@
 """The Grafana dashboard of the catalogue: ``python -m observability.grafana.dashboard`` writes ``dashboard.json``.
 
-``ROWS`` says which metrics are drawn where; unit, help and query of each metric follow from the catalogue.
+``ROWS`` places metrics in panels. The last row draws all others, one panel per group of the catalogue. Unit, help and
+query of each metric follow from the catalogue.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from observability import ALL_METRICS, SGLANG_PREFIX, Metric
+from observability.catalog import ALL_METRICS, METRIC_GROUPS, SGLANG_PREFIX, Metric
 
 __all__ = [
     "DASHBOARD_FILE",
@@ -22,7 +23,7 @@ __all__ = [
 
 @attrs.frozen
 class Panel:
-    """One panel: its title, the catalogue's names of the metrics that it draws, and its width of the grid's 24."""
+    """One panel: its title, the catalogue names of its metrics, and its width in the grid of 24."""
 
     title: str
     metrics: tuple[str, ...]
@@ -31,7 +32,7 @@ class Panel:
 
 @attrs.frozen
 class Row:
-    """Panels under one heading; a closed row costs no query until somebody opens it."""
+    """Panels under one heading. A closed row sends no query until a user opens it."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -230,6 +231,14 @@ ROWS = (
 )
 
 
+def _other_metrics() -> Row:
+    """Return the row of the metrics that no panel of ``ROWS`` names."""
+    drawn = {name for row in ROWS for panel in row.panels for name in panel.metrics}
+    groups = [(group.title, tuple(metric.name for metric in group.metrics)) for group in METRIC_GROUPS]
+    left = [(title, tuple(name for name in names if name in _METRICS and name not in drawn)) for title, names in groups]
+    return Row("Other metrics", tuple(Panel(title, names) for title, names in left if names))
+
+
 DASHBOARD_FILE = Path(__file__).with_name("dashboard.json")
 
 Json: TypeAlias = dict[str, Any]
@@ -237,7 +246,7 @@ Json: TypeAlias = dict[str, Any]
 _METRICS = {metric.name: metric for metric in ALL_METRICS}
 
 _SCHEMA_VERSION = 39
-"""Grafana 11's. Older dashboards are migrated when they are loaded, so newer Grafanas take it too."""
+"""The schema of Grafana 11. Newer versions migrate older dashboards when they load them."""
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -250,20 +259,20 @@ _UNITS = {
     "GB": "decgbytes",
     "GB/s": "GBs",
 }
-"""Grafana's name of a catalogue's unit; everything else is a plain number."""
+"""Grafana's names of the catalogue's units; any other unit is a plain number."""
 
 _RATE_UNITS = {"bytes": "Bps"}
-"""The same for what is drawn as its rate."""
+"""The same for counters, which are drawn as rates."""
 
 _GRID_WIDTH = 24
 _PANEL_HEIGHT = 8
 
 
 def render_dashboard(prefix: str = SGLANG_PREFIX) -> Json:
-    """Return the dashboard, as ``json.dump`` takes it.
+    """Return the dashboard as JSON values.
 
     Args:
-        prefix: of every metric's name, as the ``PrometheusSink`` has it.
+        prefix: the prefix of every metric name, as in the ``PrometheusSink``.
     """
     return {
         "title": "Schedulers",
@@ -300,24 +309,24 @@ def _variables(prefix: str) -> Iterator[Json]:
 
 
 def _panels(prefix: str) -> Iterator[Json]:
-    """Give rows and panels, numbered and laid out from the top left; a closed row holds its panels."""
+    """Yield rows and panels, numbered and placed from the top left. A closed row contains its panels."""
     number, top = 1, 0
-    for row in ROWS:
+    for row in (*ROWS, _other_metrics()):
         heading = {"id": number, "type": "row", "title": row.title, "collapsed": not row.is_open, "panels": []}
         heading["gridPos"] = {"x": 0, "y": top, "w": _GRID_WIDTH, "h": 1}
-        drawn, bottom = _laid_out(row.panels, prefix, first_id=number + 1, top=top + 1)
-        number += 1 + len(drawn)
+        placed, bottom = _place_panels(row.panels, prefix, first_id=number + 1, top=top + 1)
+        number += 1 + len(placed)
         if row.is_open:
             yield heading
-            yield from drawn
+            yield from placed
             top = bottom
         else:
-            yield heading | {"panels": drawn}
+            yield heading | {"panels": placed}
             top += 1
 
 
-def _laid_out(panels: Iterable[Panel], prefix: str, *, first_id: int, top: int) -> tuple[list[Json], int]:
-    """Put panels side by side while they fit; returns them, and the line below the last."""
+def _place_panels(panels: Iterable[Panel], prefix: str, *, first_id: int, top: int) -> tuple[list[Json], int]:
+    """Place panels side by side while they fit; return them and the line below the last."""
     drawn: list[Json] = []
     left = 0
     for number, panel in enumerate(panels, start=first_id):
@@ -360,7 +369,7 @@ def _unit(metric: Metric) -> str:
 
 
 def _targets(metric: Metric, prefix: str, *, is_alone: bool) -> Iterator[Json]:
-    """A gauge as it is, a counter as its rate, a histogram as its median and its slowest hundredth."""
+    """Yield the queries: a gauge as it is, a counter as its rate, a histogram as its median and 99th percentile."""
     chosen = '{instance=~"$instance", dp_rank=~"$dp_rank"}'
     series = f"{prefix}{metric.name}"
     legend = "{{instance}} dp{{dp_rank}}" if is_alone else f"{metric.name} {{{{instance}}}} dp{{{{dp_rank}}}}"

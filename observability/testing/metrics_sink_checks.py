@@ -11,14 +11,15 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from observability import SCHEDULER_METRICS
+from observability.catalog import SCHEDULER_METRICS
 from scheduler_components import (
     LoadSnapshot,
     MetricsSink,
+    OutputStats,
     ParallelState,
     PublisherStats,
+    SchedulerCounters,
     SchedulerStats,
-    SchedulerTotals,
 )
 from scheduler_components.testing import CheckTrace
 
@@ -53,8 +54,13 @@ def make_scheduler_stats(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
         max_running_requests=170 * scale, token_usage=0.1875, gen_throughput=19.5 * scale, cache_hit_rate=0.4375,
         utilization=0.28125,
     )  # fmt: skip
-    totals, publisher = _numbered(SchedulerTotals, 20 * scale), _numbered(PublisherStats, 100 * scale)
-    return SchedulerStats(labels=parallel.metric_labels, load=load, totals=totals, publisher=publisher)
+    return SchedulerStats(
+        labels=parallel.metric_labels,
+        load=load,
+        counters=_numbered(SchedulerCounters, 20 * scale),
+        publisher=_numbered(PublisherStats, 100 * scale),
+        outputs=_numbered(OutputStats, 200 * scale),
+    )
 
 
 def _numbered(kind: type[S], base: int) -> S:

@@ -34,7 +34,7 @@ from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.load_publisher import LoadPublisher, open_load_publisher
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import NullKvMetricsSink, NullLoadSink
+from scheduler_components.ports import NullKvMetricsSink
 from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad
 
 __all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublisher", "read_parallel_state"]
@@ -122,7 +122,7 @@ class SglangComponents:
             original(scheduler)
             return
         self._loads = _make_loads(scheduler, self._parallel)
-        publisher = LoadPublisher(parallel=self._parallel, load=self._loads, sink=NullLoadSink())
+        publisher = LoadPublisher(parallel=self._parallel, load=self._loads)
         try:
             endpoint, settings = _load_endpoint(), self._settings_of(_observability().kv_events_config)
             if endpoint is not None and settings is not None:
@@ -358,8 +358,8 @@ class SglangLoadPublisher:
 
     @property
     def enable(self) -> bool:
-        """Whether anybody may be told."""
-        return self.component.sink.wants_load
+        """Return whether a sink wants the load."""
+        return any(sink.wants_load for sink in self.component.sinks)
 
     def publish_load_stat(self, *_: Callable[[], Any], force: bool = False, **__: Any) -> None:
         """Report the load. The component reads its own: SGLang gives the last report along, to save a second walk."""

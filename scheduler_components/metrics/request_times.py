@@ -417,8 +417,8 @@ class RequestLatencyRecorder:
         histograms.prefill.observe(times.prefill_s)
         histograms.decode.observe(times.decode_s)
 
-    def snapshot(self) -> LatencySnapshot:
-        """Return the histograms of this moment. Copies only those that have changed since the last call."""
+    def stats(self) -> LatencySnapshot:
+        """Return the histograms of this moment. Copies only those that changed since the last call."""
         histograms = self.histograms
         return LatencySnapshot(
             histograms.time_to_first_token.snapshot(),

@@ -29,15 +29,12 @@ from scheduler_components.ports.load import (
     LoadSink,
     LoadSource,
     NullLoadSectionsSource,
-    NullLoadSink,
     NullLoadSource,
     NullRateSource,
-    NullWorkSource,
     PoolSource,
     QueuedRequest,
     QueueSource,
     RateSource,
-    WorkSource,
 )
 from scheduler_components.ports.metrics import MetricsSink, NullMetricsSink
 from scheduler_components.ports.pages import (
@@ -89,24 +86,12 @@ from scheduler_components.ports.requests import (
     StreamedRequest,
 )
 from scheduler_components.ports.stats import (
-    NullPublisherStatsSource,
-    NullQuiesceStatsSource,
-    NullTotalsSource,
-    OutputStatsSource,
-    PublisherStatsSource,
-    QuiesceStatsSource,
-    TotalsSource,
+    StatsSource,
 )
 from scheduler_components.ports.sync import SyncGroup
 
 __all__ = [
-    "TotalsSource",
-    "NullTotalsSource",
-    "PublisherStatsSource",
-    "NullPublisherStatsSource",
-    "OutputStatsSource",
-    "QuiesceStatsSource",
-    "NullQuiesceStatsSource",
+    "StatsSource",
     "KvEventSource",
     "HeldBlocksSource",
     "NullHeldBlocksSource",
@@ -131,10 +116,7 @@ __all__ = [
     "NullLoadSectionsSource",
     "LoadSource",
     "NullLoadSource",
-    "WorkSource",
-    "NullWorkSource",
     "LoadSink",
-    "NullLoadSink",
     "MetricsSink",
     "NullMetricsSink",
     "PageBytes",

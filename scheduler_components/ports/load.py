@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from typing import Protocol
 
-from scheduler_components.values import DecodeMoments, LoadSections, LoadSnapshot
+from scheduler_components.values import LoadSections, LoadSnapshot
 
 __all__ = [
     "QueuedRequest",
@@ -17,10 +17,7 @@ __all__ = [
     "NullLoadSectionsSource",
     "LoadSource",
     "NullLoadSource",
-    "WorkSource",
-    "NullWorkSource",
     "LoadSink",
-    "NullLoadSink",
 ]
 
 
@@ -138,39 +135,6 @@ class NullLoadSource:
         return LoadSnapshot()
 
 
-class WorkSource(Protocol):
-    """What a scheduler has taken in and computed since it started: ``WorkCounters``. Read by ``LoadInquirer``."""
-
-    @property
-    def dispatched_watermarks(self) -> tuple[tuple[str, int], ...]:
-        """(dispatcher, highest ticket taken in) pairs."""
-        ...
-
-    @property
-    def total_prefill_uncached_tokens(self) -> int:
-        """Tokens that prefill has computed."""
-        ...
-
-    @property
-    def total_prefill_busy_us(self) -> int:
-        """Microseconds of the steps that computed them."""
-        ...
-
-    @property
-    def decode_moments(self) -> DecodeMoments | None:
-        """Sums over the steps that decoded; None before the first."""
-        ...
-
-
-class NullWorkSource:
-    """The work of a scheduler that does not count it."""
-
-    dispatched_watermarks = ()
-    total_prefill_uncached_tokens = 0
-    total_prefill_busy_us = 0
-    decode_moments = None
-
-
 class LoadSink(Protocol):
     """Where load reports go. Called by ``LoadPublisher``.
 
@@ -189,15 +153,3 @@ class LoadSink(Protocol):
     def close(self) -> None:
         """Let go of sockets and memory; safe to call twice."""
         ...
-
-
-class NullLoadSink:
-    """The load sink of a rank that owns no stream, and of an engine whose load nobody asked for."""
-
-    wants_load = False
-
-    def send(self, load: LoadSnapshot) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -2,69 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from scheduler_components.values import OutputStats, PublisherStats, QuiesceStats, SchedulerTotals
+__all__ = ["StatsSource"]
 
-__all__ = [
-    "TotalsSource",
-    "NullTotalsSource",
-    "PublisherStatsSource",
-    "NullPublisherStatsSource",
-    "OutputStatsSource",
-    "QuiesceStatsSource",
-    "NullQuiesceStatsSource",
-]
+Stats_co = TypeVar("Stats_co", covariant=True)
 
 
-class TotalsSource(Protocol):
-    """Running totals: the scheduler itself. Read by ``MetricsEmitter``."""
+class StatsSource(Protocol[Stats_co]):
+    """A component that reports statistics. ``MetricsEmitter`` and the Prometheus collectors read it."""
 
-    def totals(self) -> SchedulerTotals:
-        """Return the totals of this moment; none ever falls."""
+    def stats(self) -> Stats_co:
+        """Return the statistics of this moment as a value that does not change afterwards."""
         ...
-
-
-class NullTotalsSource:
-    """The totals of a scheduler that keeps none."""
-
-    def totals(self) -> SchedulerTotals:
-        return SchedulerTotals()
-
-
-class PublisherStatsSource(Protocol):
-    """A publisher that counts what it does: ``SchedulerKvEventsPublisher``. Read by ``MetricsEmitter``."""
-
-    def stats(self) -> PublisherStats:
-        """Return the counters of this moment."""
-        ...
-
-
-class NullPublisherStatsSource:
-    """The counters of a scheduler without a publisher."""
-
-    def stats(self) -> PublisherStats:
-        return PublisherStats()
-
-
-class OutputStatsSource(Protocol):
-    """A streamer of outputs that counts what it does: ``OutputStreamer``. Read by ``PrometheusOutputs``, per scrape."""
-
-    def stats(self) -> OutputStats:
-        """Return the counters of this moment."""
-        ...
-
-
-class QuiesceStatsSource(Protocol):
-    """A scheduler that can be paused: ``quiesce.QuiesceState``. Read with the totals."""
-
-    def stats(self) -> QuiesceStats | None:
-        """Return the state of this moment; None where nobody can order anything."""
-        ...
-
-
-class NullQuiesceStatsSource:
-    """The state of a scheduler that nobody pauses."""
-
-    def stats(self) -> QuiesceStats | None:
-        return None

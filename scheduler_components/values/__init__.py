@@ -40,8 +40,8 @@ from scheduler_components.values.stats import (
     LatencySnapshot,
     PublisherStats,
     QuiesceStats,
+    SchedulerCounters,
     SchedulerStats,
-    SchedulerTotals,
 )
 from scheduler_components.values.sync import MAX_OPERATION_BYTES, SYNC_CALL_INTS, SyncCall, describe_calls
 from scheduler_components.values.tiers import CachedTokens, TierStats
@@ -72,7 +72,7 @@ __all__ = [
     "PublisherStats",
     "QuiesceStats",
     "BatchingStats",
-    "SchedulerTotals",
+    "SchedulerCounters",
     "SchedulerStats",
     "FinishReason",
     "TokenOutput",

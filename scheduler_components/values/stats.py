@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from scheduler_components.values.load import LoadSnapshot
+from scheduler_components.values.outputs import OutputStats
 from scheduler_components.values.pools import IntegrityStats, PoolStats
 from scheduler_components.values.receive import ReceiverStats
 from scheduler_components.values.tiers import TierStats
@@ -16,7 +17,7 @@ __all__ = [
     "PublisherStats",
     "QuiesceStats",
     "BatchingStats",
-    "SchedulerTotals",
+    "SchedulerCounters",
     "SchedulerStats",
 ]
 
@@ -179,14 +180,18 @@ class BatchingStats(msgspec.Struct, frozen=True, gc=False):
     dp_prefills_forced: int = 0
 
 
-class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
-    """Running totals of one scheduler since it started; each only ever grows, except that ``preemptions_per_s`` are the
-    retractions per second of the recent window.
+class SchedulerCounters(msgspec.Struct, gc=False):
+    """Counters of one scheduler since its start. The scheduler increments the fields and reports a copy.
 
-    ``latencies`` are the histograms of its requests' times, where it keeps them; ``tiers`` are the counters of its
-    hierarchical cache, where it has one; ``intake`` are those of its input, where an ``RequestReceiver`` takes it;
-    ``quiesce`` is what it was ordered, where it takes orders; ``batching`` says how it makes its batches.
-    ``integrity`` are those of its checks; ``pools`` says how full its pools are, which does not only grow.
+    Attributes:
+        num_requests_total: requests accepted.
+        num_aborted_requests_total: of them, requests that ended with an abort.
+        num_retractions_total: times that a running request lost its pages to other requests.
+        prompt_tokens_total, cached_tokens_total: prompt tokens at the first admission of each request, and the part
+            that the prefix cache covered. Later admissions do not count: a retracted request would hit its own pages.
+        generation_tokens_total: tokens generated.
+        evicted_tokens_total: cached tokens evicted to make room.
+        preemptions_per_s: retractions per second over the recent window; the only field that can fall.
     """
 
     num_requests_total: int = 0
@@ -197,23 +202,38 @@ class SchedulerTotals(msgspec.Struct, frozen=True, gc=False):
     generation_tokens_total: int = 0
     evicted_tokens_total: int = 0
     preemptions_per_s: float = 0.0
-    latencies: LatencySnapshot | None = None
-    tiers: TierStats | None = None
-    intake: ReceiverStats | None = None
-    quiesce: QuiesceStats | None = None
-    integrity: IntegrityStats | None = None
-    pools: PoolStats | None = None
-    batching: BatchingStats | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
-    """Everything that one rank reports at the end of one step. The load is that step's; totals and counters may be of a
-    step before while requests run (``MetricsEmitter``).
+    """The report of one rank after one step. The path of a metric in the catalogue is a path of fields from here.
 
-    ``labels`` are ``ParallelState.metric_labels``: they tell the ranks apart in one sink.
+    Attributes:
+        labels: ``ParallelState.metric_labels``, which distinguish the ranks in one sink.
+        load: how busy the rank is after this step.
+        counters: counters of the scheduler.
+        publisher: counters of the KV-event publisher.
+        latencies: histograms of request times.
+        tiers: counters of the hierarchical cache.
+        receiver: counters of the request receiver.
+        quiesce: pauses, flushes and weight updates.
+        integrity: counters of the invariant checks.
+        pools: usage of each page pool.
+        batching: how batches are composed.
+        outputs: counters of the output streamer.
+
+    ``load`` is from this step. ``MetricsEmitter`` reads the other parts every few steps. A part that the engine does
+    not have is None.
     """
 
     labels: tuple[tuple[str, str], ...]
     load: LoadSnapshot
-    totals: SchedulerTotals = SchedulerTotals()
+    counters: SchedulerCounters = msgspec.field(default_factory=SchedulerCounters)
     publisher: PublisherStats = PublisherStats()
+    latencies: LatencySnapshot | None = None
+    tiers: TierStats | None = None
+    receiver: ReceiverStats | None = None
+    quiesce: QuiesceStats | None = None
+    integrity: IntegrityStats | None = None
+    pools: PoolStats | None = None
+    batching: BatchingStats | None = None
+    outputs: OutputStats | None = None

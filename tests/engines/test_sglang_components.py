@@ -21,7 +21,8 @@ pytest.importorskip("sglang", reason="`make engines` makes an environment with s
 from msgspec.structs import asdict
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability import StreamState, discover, open_subscriber
+from observability import discover, open_subscriber
+from observability.kv_stream import StreamState
 from scheduler_components.cache import hash_pages
 from scheduler_components.load import open_zmq_load_reader
 

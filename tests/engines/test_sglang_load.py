@@ -534,7 +534,7 @@ def test_a_forced_report_goes_out_at_once(composed: TinyScheduler) -> None:
     sink = SimpleNamespace(wants_load=True, send=sent.append, close=lambda: None)
     publisher = composed.load_publisher
     assert not publisher.enable
-    publisher.component.sink = sink
+    publisher.component.sinks = (sink,)
     publisher.publish_load_stat(None, force=True, snapshot=object())
     composed.running_batch = SimpleNamespace(reqs=[])
     publisher.publish_load_stat(None)

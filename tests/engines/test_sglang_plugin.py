@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sglang_workload import prompts, resident_blocks, run
 
-from observability import StreamState, discover, open_subscriber
+from observability import discover, open_subscriber
+from observability.kv_stream import StreamState
 from scheduler_components.engines.sglang import SglangPlugin
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]

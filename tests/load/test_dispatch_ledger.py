@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, DecodeMoments, LoadInquirer, LoadSections, ParallelState, WorkCounters
 from scheduler_components.load import DispatchLedger
-from scheduler_components.load_inquirer import MAX_DISPATCHERS
+from scheduler_components.load.work_counters import MAX_DISPATCHERS
 from scheduler_components.testing import FakePool, FakeQueues
 
 SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import DecodeError, LoadSnapshot, server_info
-from scheduler_components.load import (
+from scheduler_components.load.load_stat import (
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,
     LoadStat,
@@ -18,7 +18,7 @@ from scheduler_components.load import (
     encode_load_stat,
     to_load_stat,
 )
-from scheduler_components.load_inquirer import MAX_DISPATCHERS
+from scheduler_components.load.work_counters import MAX_DISPATCHERS
 
 counts = st.integers(0, 2**63 - 1)
 GOLDEN = bytes.fromhex("9ba84c6f6164537461740203cd0190cd06400105cd02bc0809cd03e8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.load import LoadStat, LoadView
+from scheduler_components.load.load_stat import LoadStat, LoadView
 
 
 def sample(sequence: int, *, rank: int | None = 0, epoch: int = 1) -> LoadStat:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components.load import TokenCountedQueue, count_request_tokens
+from scheduler_components.load import TokenCountedQueue
+from scheduler_components.load.token_counted_queue import count_request_tokens
 from scheduler_components.testing.fakes import FakeRequest as Req
 
 tokens = st.integers(min_value=0, max_value=2**20)

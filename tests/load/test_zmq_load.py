@@ -16,13 +16,9 @@ import zmq
 
 from scheduler_components import LoadSnapshot
 from scheduler_components.kv_events import Endpoint
-from scheduler_components.load import (
-    ZmqLoadReader,
-    ZmqLoadSink,
-    decode_load_stat,
-    open_zmq_load_reader,
-    open_zmq_load_sink,
-)
+from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
+from scheduler_components.load.load_stat import decode_load_stat
+from scheduler_components.load.zmq_load import ZmqLoadReader
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ def test_one_call_opens_each_ranks_gauge_at_its_port(free_ports: Callable[[int],
         )
         for parallel in worlds
     ]
-    assert [publisher.sink.wants_load for publisher in publishers] == [True, False, True, False]
+    assert [len(publisher.sinks) for publisher in publishers] == [1, 0, 1, 0]
     reader = open_zmq_load_reader([f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 1}"])
 
     def all_heard() -> bool:
@@ -122,3 +124,27 @@ def test_a_reader_needs_somebody_to_dial(endpoints: list[str]) -> None:
 def test_a_stall_is_a_time_span(stall_s: float) -> None:
     with pytest.raises(ConfigError, match="stall_s"):
         open_zmq_load_reader(["tcp://127.0.0.1:5600"], stall_s=stall_s)
+
+
+def test_a_forked_child_cannot_send(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from scheduler_components import ForkedPublisherError, LoadSnapshot
+from scheduler_components.kv_events import Endpoint
+from scheduler_components.load import open_zmq_load_sink
+
+sink = open_zmq_load_sink(Endpoint.parse(f"ipc://{sys.argv[1]}/load"))
+child = os.fork()
+if child == 0:
+    try:
+        sink.send(LoadSnapshot())
+    except ForkedPublisherError:
+        sink.close()
+        os._exit(0)
+    os._exit(1)
+raised = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+sink.send(LoadSnapshot())
+sink.close()
+sys.exit(0 if raised else 1)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.metrics import Histogram, RequestLatencyRecorder, RequestPhase, RequestTimeStats
+from scheduler_components.metrics import RequestLatencyRecorder, RequestTimeStats
+from scheduler_components.metrics.request_times import Histogram, RequestPhase
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4
@@ -85,7 +86,7 @@ def test_histograms_count_each_request_once_and_each_token_after_the_first_step(
             latencies.on_finished(times)
         is_admitted |= not is_ended and (action == "a" or (action == "t" and num_tokens > 0))
         is_ended |= action == "e"
-    totals = latencies.snapshot()
+    totals = latencies.stats()
     assert totals.queue.count == is_admitted
     assert totals.time_to_first_token.count == bool(token_steps)
     assert totals.inter_token.count == sum(token_steps[1:])
@@ -134,7 +135,7 @@ def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str
             for each in chosen:
                 tell(times[each])
     # Steps are quarter seconds and counts powers of two, so that no sum depends on the order of its parts.
-    assert together.snapshot() == one_by_one.snapshot()
+    assert together.stats() == one_by_one.stats()
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.times_s, mine.phase, mine.first_token_s) == (other.times_s, other.phase, other.first_token_s)
 
@@ -161,6 +162,6 @@ def test_tokens_that_come_together_share_their_interval() -> None:
     times = latencies.on_queued()
     for clock.now, num_tokens in ((1.0, 1), (1.2, 4)):
         latencies.on_tokens(times, num_tokens)
-    inter_token = latencies.snapshot().inter_token
+    inter_token = latencies.stats().inter_token
     assert inter_token.counts[inter_token.bounds.index(0.06)] == 4
     assert abs(inter_token.total - 0.2) < 1e-9

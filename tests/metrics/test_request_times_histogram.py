@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.metrics import Histogram
+from scheduler_components.metrics.request_times import Histogram
 
 bounds = st.lists(st.floats(0, 1e6), min_size=1, max_size=20, unique=True).map(sorted)
 values = st.lists(st.tuples(st.floats(), st.integers(-2, 5)))

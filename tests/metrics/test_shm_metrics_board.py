@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 
 from scheduler_components import (
+    LatencySnapshot,
     LoadSnapshot,
     NullMetricsSink,
     ParallelState,
+    PoolStats,
     PublisherStats,
+    SchedulerCounters,
     SchedulerStats,
-    SchedulerTotals,
+    TierStats,
 )
-from scheduler_components.metrics import ShmMetricsSink, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.load.work_counters import MAX_DISPATCHERS
+from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
 
 
 def rank_of(rank: int, size: int = 8) -> ParallelState:
@@ -50,7 +55,7 @@ def test_a_report_that_cannot_be_written_is_counted_and_leaves_the_last(
 ) -> None:
     sink, board = open_sink(tmp_path), open_shm_metrics_board(tmp_path, 1)
     sink.record(report(1))
-    too_large = SchedulerTotals(num_requests_total=1 << 70)
+    too_large = SchedulerCounters(num_requests_total=1 << 70)
     sink.record(SchedulerStats(report(1).labels, LoadSnapshot(), too_large))
     sink.record(report(2, rank=1))
     assert (sink.failures.total, sink.sequence, len(caplog.records)) == (2, 1, 1)
@@ -61,6 +66,29 @@ def test_a_report_that_cannot_be_written_is_counted_and_leaves_the_last(
     sink.record(report(4))
     assert sink.failures.total == 3
     assert board.read() == {0: report(3)}
+
+
+def test_the_largest_report_fits_in_a_page(tmp_path: Path) -> None:
+    sink, board = open_sink(tmp_path), open_shm_metrics_board(tmp_path, 1)
+    latencies = RequestLatencyRecorder()
+    for name in LatencySnapshot.__struct_fields__:
+        getattr(latencies.histograms, name).observe(1.0, 2**53)
+    watermarks = tuple((f"{index:064}", 2**63 - 1) for index in range(MAX_DISPATCHERS))
+    largest = SchedulerStats(
+        report(1).labels,
+        LoadSnapshot(dispatched_watermarks=watermarks),
+        SchedulerCounters(*[2**53] * 7),
+        PublisherStats(*[2**53] * 22),
+        latencies.stats(),
+        TierStats(*[2**53] * 15),
+        pools=PoolStats(*[2**53] * 14),
+    )
+    sink.record(largest)
+    assert board.read() == {0: largest}
+    sink.record(SchedulerStats(report(1).labels, LoadSnapshot(dispatched_watermarks=(("x" * 40_000, 1),))))
+    assert sink.failures.total == 1
+    assert board.read() == {0: largest}
+    sink.close()
 
 
 def test_a_forked_child_does_not_write(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
     StartError,
 )
-from scheduler_components.metrics import (
+from scheduler_components.metrics import open_zmq_kv_metrics_receiver
+from scheduler_components.metrics.zmq_kv_metrics import (
     ZmqKvMetricsReceiver,
     ZmqKvMetricsSink,
-    open_zmq_kv_metrics_receiver,
     open_zmq_kv_metrics_sink,
 )
 

@@ -13,7 +13,8 @@ from threading import Event, Thread
 
 import pytest
 
-from observability import ConformanceReport, RuleResult, check_conformance
+from observability import check_conformance
+from observability.conformance import ConformanceReport, RuleResult
 from scheduler_components import ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli

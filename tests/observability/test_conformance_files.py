@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability import ConformanceReport, StreamReport, badge_json, junit_xml
-from observability.conformance import build_stream_report
+from observability.conformance import ConformanceReport, StreamReport, build_stream_report
+from observability.conformance_files import badge_json, junit_xml
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import ScriptedPublisher

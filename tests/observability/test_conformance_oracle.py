@@ -14,7 +14,8 @@ from threading import Event, Thread
 import msgspec
 import pytest
 
-from observability import KvPoolPage, KvPoolPlace, check_conformance
+from observability import check_conformance
+from observability.kv_pool_client import KvPoolPage, KvPoolPlace
 from scheduler_components import (
     BlockRemoved,
     BlockStored,

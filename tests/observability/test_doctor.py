@@ -14,15 +14,8 @@ import attrs
 import pytest
 import zmq
 
-from observability import (
-    CheckResult,
-    DoctorOptions,
-    Severity,
-    check_worker,
-    diagnose_stream,
-    exit_code,
-    render_report_json,
-)
+from observability import DoctorOptions, check_worker
+from observability.doctor import CheckResult, Severity, diagnose_stream, exit_code, render_report_json
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAddress, ZmqEventPublisher

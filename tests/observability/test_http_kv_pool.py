@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from observability import KvPoolUnreadableError, fetch_kv_pool, kv_pool_route
+from observability import fetch_kv_pool, kv_pool_route
 from observability.http_kv_pool import MIN_READ_INTERVAL_S
-from observability.kv_pool_client import MAX_HASHES_PER_PAGE
+from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolUnreadableError
 from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
 from scheduler_components.events import medium_group
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server

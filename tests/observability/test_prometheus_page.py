@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Metric, PlatformCollector, generate_latest
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
-from prometheus_client.samples import Exemplar
 
 from observability import MetricsBoardCollector, PrometheusSink, StreamCollector, render_metrics
 from observability.kv_stream import StreamState, StreamStats
-from observability.prometheus_page import PageLabels
 from scheduler_components import (
     BatchingStats,
     DisaggregationLoad,
@@ -23,12 +20,12 @@ from scheduler_components import (
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
+    OutputStats,
     ParallelState,
     PoolStats,
     QueueLoad,
     QuiesceStats,
     SchedulerStats,
-    SchedulerTotals,
     SpeculativeLoad,
     TierStats,
 )
@@ -84,19 +81,22 @@ def registry_with_all() -> CollectorRegistry:
         speculative=SpeculativeLoad(2.5, 0.5),
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     )
-    totals = SchedulerTotals(
-        latencies=RequestLatencyRecorder().snapshot(),
-        tiers=TierStats(),
-        intake=ReceiverStats(),
-        quiesce=QuiesceStats(),
-        integrity=IntegrityStats(),
-        pools=PoolStats(*[0] * 14),
-        batching=BatchingStats(),
-    )
     sink = PrometheusSink(registry, model_name='a "model"\\', vllm_names=True, clock=lambda: 5.0)
     for dp_rank in (0, 1):
         labels = ParallelState(dp_rank=dp_rank, dp_size=2).metric_labels
-        sink.record(SchedulerStats(labels=labels, load=load, totals=totals))
+        stats = SchedulerStats(
+            labels=labels,
+            load=load,
+            latencies=RequestLatencyRecorder().stats(),
+            tiers=TierStats(),
+            receiver=ReceiverStats(),
+            quiesce=QuiesceStats(),
+            integrity=IntegrityStats(),
+            pools=PoolStats(*[0] * 14),
+            batching=BatchingStats(),
+            outputs=OutputStats(),
+        )
+        sink.record(stats)
     StreamCollector(registry, Streams())
     return registry
 
@@ -121,66 +121,6 @@ def test_every_reader_gets_the_registrys_names_and_types(accept: str, content_ty
     page, named = render_metrics(registry, accept)
     assert named == content_type
     assert told(READERS[content_type](page.decode())) == told(registry.collect())
-
-
-# Families as any collector may give them: plain ones, which the page writes itself, and those that are odd in one way.
-texts = st.text(st.sampled_from('a\\"\né'), max_size=4)
-values = st.floats() | st.integers(-(2**70), 2**70) | st.booleans() | st.sampled_from([0.0, -0.0, 1e6, 123456.7, 1e21])
-ODD_NAMES = ["c_created", "d_gsum", "e.utf8", "9f", "é"]
-SUFFIXES = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
-
-
-@st.composite
-def families(draw: st.DrawFn) -> Metric:
-    odd = draw(st.sampled_from(["nothing", "name", "kind", "unit", "suffix", "label", "time", "exemplar"]))
-    kinds = ["summary", "info", "stateset", "unknown", "gaugehistogram"] if odd == "kind" else list(SUFFIXES)
-    family = Metric("plain", draw(texts), draw(st.sampled_from(kinds)), "seconds" if odd == "unit" else "")
-    family.name = draw(st.sampled_from(ODD_NAMES if odd == "name" else ["sglang:a", "b", "a:b_total"]))
-    suffixes = SUFFIXES.get(family.type, [""])
-    if odd == "suffix":
-        suffixes = [*suffixes, "_created", "_gsum", "_gcount", ".x"]
-    label_names = ["b", "a", "le", "__c", "d.e"] if odd == "label" else ["b", "a", "le"]
-    wrap = draw(st.sampled_from([dict, PageLabels]))
-    for _ in range(draw(st.integers(0, 4))):
-        suffix = draw(st.sampled_from(suffixes))
-        labels = wrap(draw(st.dictionaries(st.sampled_from(label_names), texts, max_size=3)))
-        time_s = draw(st.none() | st.integers(0, 10) | st.floats(0, 10)) if odd == "time" else None
-        has_exemplar = odd == "exemplar" and suffix in ("_total", "_bucket")
-        exemplar = Exemplar({"trace": "7"}, draw(st.floats(0, 1))) if has_exemplar else None
-        family.add_sample(family.name + suffix, labels, draw(values), time_s, exemplar)
-    return family
-
-
-class Families:
-    def __init__(self, found: list[Metric]) -> None:
-        self.found = found
-
-    def collect(self) -> list[Metric]:
-        return self.found
-
-    def describe(self) -> list[Metric]:
-        return []
-
-
-openmetrics_of_the_library, _ = choose_encoder("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8")
-
-
-def check_bytes(registry: CollectorRegistry) -> None:
-    assert render_metrics(registry)[0] == generate_latest(registry)
-    assert render_metrics(registry, OPENMETRICS)[0] == openmetrics_of_the_library(registry)
-
-
-@given(st.lists(families(), max_size=4))
-def test_the_bytes_are_those_of_the_client_library(found: list[Metric]) -> None:
-    registry = CollectorRegistry()
-    registry.register(Families(found))
-    check_bytes(registry)
-
-
-def test_the_bytes_of_the_kits_own_metrics_are_those_of_the_client_library() -> None:
-    registry = registry_with_all()
-    PlatformCollector(registry=registry)
-    check_bytes(registry)
 
 
 def test_a_rank_that_left_takes_its_labels_along() -> None:

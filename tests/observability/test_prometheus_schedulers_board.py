@@ -27,13 +27,14 @@ from scheduler_components import (
     LoraLoad,
     MemoryLoad,
     MetricsSink,
+    OutputStats,
     ParallelState,
     PoolStats,
     PublisherStats,
     QueueLoad,
     QuiesceStats,
+    SchedulerCounters,
     SchedulerStats,
-    SchedulerTotals,
     SpeculativeLoad,
     TierStats,
 )
@@ -61,7 +62,8 @@ PARTS = {
     "memory": MemoryLoad,
     "decode_moments": DecodeMoments,
     "tiers": TierStats,
-    "intake": ReceiverStats,
+    "receiver": ReceiverStats,
+    "outputs": OutputStats,
     "batching": BatchingStats,
     "quiesce": QuiesceStats,
     "integrity": IntegrityStats,
@@ -85,15 +87,16 @@ def latencies(draw: st.DrawFn) -> LatencySnapshot:
     observed = st.tuples(st.sampled_from(LatencySnapshot.__struct_fields__), st.floats(0, 5000), st.integers(1, 2**40))
     for name, value, times in draw(st.lists(observed, max_size=5)):
         getattr(kept.histograms, name).observe(value, times)
-    return kept.snapshot()
+    return kept.stats()
 
 
 reports = structs(
     SchedulerStats,
     labels=st.sampled_from(LABELS),
     load=structs(LoadSnapshot),
-    totals=structs(SchedulerTotals, latencies=st.none() | latencies()),
+    counters=structs(SchedulerCounters),
     publisher=structs(PublisherStats),
+    latencies=st.none() | latencies(),
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability import PrometheusSink
-from scheduler_components import LoadSnapshot, QuiesceStats, SchedulerStats, SchedulerTotals
+from scheduler_components import LoadSnapshot, QuiesceStats, SchedulerStats
 from scheduler_components.control_requests import MemoryTag
 from scheduler_components.quiesce_state import QuiesceState
 
@@ -15,7 +15,7 @@ def told(quiesce: QuiesceStats | None) -> dict[str, float | None]:
     registry = CollectorRegistry()
     sink = PrometheusSink(registry, vllm_names=True)
     labels = (("dp_rank", "0"),)
-    sink.record(SchedulerStats(labels, LoadSnapshot(), SchedulerTotals(quiesce=quiesce)))
+    sink.record(SchedulerStats(labels, LoadSnapshot(), quiesce=quiesce))
     return {
         state: registry.get_sample_value(f"vllm:{name}", dict(labels) | {"sleep_state": state})
         for name in ("engine_sleep_state",)

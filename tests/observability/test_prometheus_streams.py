@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability import STREAM_METRICS, STREAM_STATE_METRIC, StreamCollector, render_stream_markdown
+from observability import StreamCollector
+from observability.catalog import STREAM_METRICS, STREAM_STATE_METRIC, render_stream_markdown
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import ConfigError
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability import EventPrinter, WatchOptions, watch_streams
+from observability import WatchOptions, watch_streams
 from observability.kv_stream import StreamState
+from observability.watch import EventPrinter
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
 

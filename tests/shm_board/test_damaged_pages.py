@@ -75,7 +75,6 @@ DAMAGES: list[Damage] = [
     put_another_version,
 ]  # fmt: skip
 REPLACEMENTS: list[Damage] = [link_elsewhere, put_a_pipe, put_a_directory]
-keeps_files_open = pytest.mark.parametrize("keeps_files_open", [True, False], ids=["kept", "closed"])
 
 
 def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path) -> None:
@@ -83,15 +82,15 @@ def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path)
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components import LoadSnapshot, ParallelState
-from scheduler_components.load import open_shm_load_board, open_shm_load_sink
+from scheduler_components import LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
 
-directory = Path(sys.argv[1])
-sink = open_shm_load_sink(directory, ParallelState())
-sink.send(LoadSnapshot(num_running_reqs=4))
-board = open_shm_load_board(directory, 1)
+directory, parallel = Path(sys.argv[1]), ParallelState()
+sink = open_shm_metrics_sink(directory, parallel)
+sink.record(SchedulerStats(parallel.metric_labels, LoadSnapshot(num_running_reqs=4)))
+board = open_shm_metrics_board(directory, 1)
 before = board.read()
-os.truncate(directory / "rank0.load", 0)
+os.truncate(directory / "rank0.metrics", 100)
 print(len(before), board.read() == before, board.failed_reads)
 """
     done = subprocess.run(
@@ -100,18 +99,16 @@ print(len(before), board.read() == before, board.failed_reads)
     assert (done.returncode, done.stdout) == (0, "1 True 1\n")
 
 
-@keeps_files_open
 @pytest.mark.parametrize("damage", [*DAMAGES, *REPLACEMENTS])
 def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
     tmp_path: Path,
     codec: Codec,
     report: MakeReport,
     damage: Damage,
-    keeps_files_open: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pages = [open_shm_page_writer(tmp_path, rank, codec) for rank in range(2)]
-    board = ShmBoard(directory=tmp_path, num_ranks=2, codec=codec, keeps_files_open=keeps_files_open)
+    board = ShmBoard(directory=tmp_path, num_ranks=2, codec=codec)
     for page in pages:
         page.write(report(1))
     assert board.read() == {0: report(1), 1: report(1)}
@@ -123,15 +120,13 @@ def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
     assert board.failed_reads == 2
     assert len(caplog.records) == bool(board.failures.total)
     pages[1].close()
-    board.close()
 
 
-@keeps_files_open
 @pytest.mark.parametrize("damage", [*DAMAGES, empty])
 def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
-    tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage, keeps_files_open: bool
+    tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage
 ) -> None:
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=keeps_files_open)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
     page = open_shm_page_writer(tmp_path, 0, codec)
     for number in range(1, 6):
         page.write(report(number))
@@ -143,7 +138,6 @@ def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
     page.write(report(70))
     assert board.read() == {0: report(70)}
     page.close()
-    board.close()
 
 
 def test_a_page_of_another_version_says_what_to_do(
@@ -159,14 +153,12 @@ def test_a_page_of_another_version_says_what_to_do(
     page = open_shm_page_writer(tmp_path, 0, codec)
     assert page.sequence == 0
     page.close()
-    board.close()
 
 
-@keeps_files_open
 def test_a_page_that_is_removed_and_made_anew_is_found_at_once(
-    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files_open: bool
+    tmp_path: Path, codec: Codec, report: MakeReport
 ) -> None:
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=keeps_files_open)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
     for last in (5, 2):
         page = open_shm_page_writer(tmp_path, 0, codec)
         for number in range(1, last + 1):
@@ -176,19 +168,17 @@ def test_a_page_that_is_removed_and_made_anew_is_found_at_once(
         codec.path(tmp_path, 0).unlink()
     assert board.read() == {0: report(2)}
     assert (board.failed_reads, board.failures.total) == (0, 0)
-    board.close()
 
 
-@keeps_files_open
 def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
-    tmp_path: Path, codec: Codec, report: MakeReport, keeps_files_open: bool
+    tmp_path: Path, codec: Codec, report: MakeReport
 ) -> None:
     """A reader copies one half, then the other; a writer may come between, and be within the second.
 
     A counter that goes back by one step is, to Prometheus, a restarted rank.
     """
     page = open_shm_page_writer(tmp_path, 0, codec)
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=keeps_files_open)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
     for number in range(1, 7):
         page.write(report(number))
     assert board.read() == {0: report(6)}
@@ -198,7 +188,6 @@ def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
     assert board.read() == {0: report(6)}
     assert board.failed_reads == 1
     page.close()
-    board.close()
 
 
 def test_a_file_that_never_was_a_page_is_no_rank(tmp_path: Path, codec: Codec) -> None:
@@ -210,5 +199,3 @@ def test_a_file_that_never_was_a_page_is_no_rank(tmp_path: Path, codec: Codec) -
     board = ShmBoard(directory=tmp_path, num_ranks=5, codec=codec)
     assert board.read() == {}
     assert (board.failed_reads, board.failures.total) == (4, 3)
-    board.close()
-    board.close()

@@ -79,7 +79,7 @@ except StartError as error:
 """
     command = [sys.executable, "-c", script, str(tmp_path / "page")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "make room in the file system\n"
+    assert done.stdout == "free space in the file system\n"
 
 
 def test_a_forked_child_does_not_write_and_keeps_no_page_taken(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Between real processes: every read is whole, no report goes back, and a rank that died shows by its age."""
+"""Between processes, every read is complete and no rank goes back to an earlier report."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ StartWriter = Callable[[int], subprocess.Popen[bytes]]
 Eventually = Callable[[Callable[[], object]], None]
 
 
-def number_of(codec: Codec, report: Any) -> int:
-    return int(codec.timestamp_of(report))
+def number_of(report: SchedulerStats) -> int:
+    return int(report.load.timestamp)
 
 
-def assert_whole(codec: Codec, make_report: MakeReport, found: Any, rank: int) -> None:
-    expected = make_report(number_of(codec, found))
-    if isinstance(found, SchedulerStats):
-        assert dict(found.labels)["dp_rank"] == str(rank)
-        expected = msgspec.structs.replace(expected, labels=found.labels)
-    assert found == expected
+def assert_whole(make_report: MakeReport, found: SchedulerStats, rank: int) -> None:
+    expected = make_report(number_of(found))
+    assert dict(found.labels)["dp_rank"] == str(rank)
+    assert found == msgspec.structs.replace(expected, labels=found.labels)
 
 
 def test_reads_between_processes_are_whole_and_never_go_back(
@@ -46,17 +44,16 @@ def test_reads_between_processes_are_whole_and_never_go_back(
     while reads < 10_000 or changes < 100:  # a loaded machine gives the writers little time between two reads
         reads += 1
         for rank, found in board.read().items():
-            number = number_of(codec, found)
+            number = number_of(found)
             assert number >= last[rank]
             if number > last[rank]:
-                assert_whole(codec, report, found, rank)
+                assert_whole(report, found, rank)
                 changes += 1
                 last[rank] = number
     assert board.failures.total == 0
-    board.close()
 
 
-def test_a_killed_writer_leaves_a_whole_report_and_its_successor_goes_on(
+def test_a_killed_writer_leaves_a_complete_report_and_its_successor_continues(
     tmp_path: Path, codec: Codec, report: MakeReport, start_writer: StartWriter, eventually: Eventually
 ) -> None:
     board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
@@ -64,20 +61,16 @@ def test_a_killed_writer_leaves_a_whole_report_and_its_successor_goes_on(
     for _ in range(5):
         writer = start_writer(0)
         beyond = number + 100
-        eventually(lambda beyond=beyond: board.read() and number_of(codec, board.read()[0]) > beyond)
+        eventually(lambda beyond=beyond: board.read() and number_of(board.read()[0]) > beyond)
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         found = board.read()[0]
-        assert_whole(codec, report, found, 0)
-        assert number_of(codec, found) > number
-        number = number_of(codec, found)
-    assert board.stale_ranks(now=number + 1.0, max_age_s=2.0) == []
-    assert board.stale_ranks(now=number + 3.0, max_age_s=2.0) == [0]
-    assert board.stale_ranks(now=number - 1.0, max_age_s=0.0) == []
-    board.close()
+        assert_whole(report, found, 0)
+        assert number_of(found) > number
+        number = number_of(found)
 
 
-def test_a_rank_that_has_not_come_is_stale_and_is_found_when_it_comes_and_stays_when_it_goes(
+def test_a_rank_is_found_when_it_writes_its_page_and_kept_when_the_page_is_gone(
     tmp_path: Path, codec: Codec, report: MakeReport
 ) -> None:
     directory = tmp_path / "board"
@@ -88,13 +81,11 @@ def test_a_rank_that_has_not_come_is_stale_and_is_found_when_it_comes_and_stays_
     assert (board.read(), board.failed_reads) == ({}, 1)
     page.write(report(5))
     assert board.read() == {1: report(5)}
-    assert board.stale_ranks(now=5.0, max_age_s=1.0) == [0, 2]
     page.close()
     assert board.read() == {1: report(5)}
     codec.path(directory, 1).unlink()
     assert board.read() == {1: report(5)}
     assert (board.failed_reads, board.failures.total) == (1, 0)
-    board.close()
 
 
 def test_one_writer_per_rank_and_the_next_after_it_has_closed(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
@@ -111,10 +102,10 @@ def test_one_writer_per_rank_and_the_next_after_it_has_closed(tmp_path: Path, co
     following.close()
 
 
-def test_a_page_that_is_read_seldom_keeps_no_file_open(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
+def test_a_read_leaves_no_file_open(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
     page = open_shm_page_writer(tmp_path, 0, codec)
     page.write(report(1))
-    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec, keeps_files_open=False)
+    board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert board.read() == {0: report(1)}
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -124,7 +115,7 @@ def test_a_page_that_is_read_seldom_keeps_no_file_open(tmp_path: Path, codec: Co
 def test_reads_at_the_same_time_do_not_mix_up_ranks(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
     """Two Prometheus servers may ask at once, and the library answers each on a thread of its own."""
     pages = [open_shm_page_writer(tmp_path, rank, codec) for rank in range(8)]
-    board = ShmBoard(directory=tmp_path, num_ranks=8, codec=codec, keeps_files_open=False)
+    board = ShmBoard(directory=tmp_path, num_ranks=8, codec=codec)
     for rank, page in enumerate(pages):
         page.write(report(rank + 1))
     expected = {rank: report(rank + 1) for rank in range(8)}
@@ -140,21 +131,22 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components import ForkedPublisherError, LoadSnapshot
-from scheduler_components.load.shm_load_board import LOAD_CODEC
+from scheduler_components import ForkedPublisherError, LoadSnapshot, SchedulerStats
+from scheduler_components.metrics.shm_metrics_board import METRICS_CODEC
 from scheduler_components.shm_board import open_shm_page_writer
 
-page = open_shm_page_writer(Path(sys.argv[1]), 0, LOAD_CODEC)
+page = open_shm_page_writer(Path(sys.argv[1]), 0, METRICS_CODEC)
+stats = SchedulerStats((), LoadSnapshot())
 child = os.fork()
 if child == 0:
     try:
-        page.write(LoadSnapshot())
+        page.write(stats)
     except ForkedPublisherError as error:
         page.close()
         os._exit(0 if error.owner_pid == os.getppid() else 1)
     os._exit(2)
 refused = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-page.write(LoadSnapshot())
+page.write(stats)
 sys.exit(0 if refused and page.sequence == 1 else 1)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)

@@ -53,7 +53,7 @@ def test_the_fixed_workload_causes_retractions_and_evictions() -> None:
     for number, (prompt, max_new_tokens) in enumerate(checks.WORKLOAD):
         scheduler.submit(f"r{number}", prompt, max_new_tokens)
     num_retracted = sum(result.num_retracted for result in scheduler.scheduler.drain())
-    totals = scheduler.scheduler.request_metrics.totals()
+    totals = scheduler.scheduler.request_metrics.stats()
     assert num_retracted >= 3
     assert totals.evicted_tokens_total > interfaces.MIN_POOL_TOKENS
 

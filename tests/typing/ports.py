@@ -19,6 +19,7 @@ from scheduler_components import (
     LoadSnapshot,
     OutputBatch,
     OutputSink,
+    OutputStats,
     OutputStreamer,
     ParallelState,
     PublisherStats,
@@ -31,21 +32,21 @@ from scheduler_components import (
 from scheduler_components.hicache import KeySpace, MemoryPageStore, Placement
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics import RateMeter
-from scheduler_components.ports import OutputStatsSource, RequestFinisher, StreamedRequest
+from scheduler_components.ports import RequestFinisher, StatsSource, StreamedRequest
 
 if TYPE_CHECKING:
-    from observability import ReportBoard
     from scheduler_components import NullMetricsSink, SchedulerStats
     from scheduler_components.kv_events import ZmqEventPublisher
     from scheduler_components.load import ZmqLoadSink
-    from scheduler_components.metrics import ShmBoard, ShmMetricsSink, ZmqKvMetricsSink
+    from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
+    from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsSink
     from scheduler_components.sync_input_relay import SyncGroupRelay
     from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
         return events
 
-    def a_stats_source(events: ZmqEventPublisher) -> ports.PublisherStatsSource:
+    def a_stats_source(events: ZmqEventPublisher) -> StatsSource[PublisherStats]:
         return events
 
     def a_load_sink(load: ZmqLoadSink) -> ports.LoadSink:
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
 
     def a_metrics_sink(metrics: ShmMetricsSink | NullMetricsSink) -> ports.MetricsSink:
         return metrics
-
-    def a_report_board(board: ShmBoard[SchedulerStats]) -> ReportBoard:
-        return board
 
     def an_input_source(source: ZmqInputSource) -> ports.InputSource:
         return source
@@ -164,7 +162,7 @@ def check_a_users_classes_fit() -> None:
 def check_an_output_streamer_takes_a_users_request_and_sink() -> None:
     outbox = Outbox()
     streamer = OutputStreamer(sink=outbox)
-    counters: OutputStatsSource = streamer
+    counters: StatsSource[OutputStats] = streamer
     streamer.stream([Running()])
     assert outbox.batches[0].deltas[0].output.token_ids == (7, 8)
     assert counters.stats().tokens_sent == 2
@@ -181,9 +179,9 @@ def check_the_kits_own_parts_fit() -> None:
     pool: ports.PoolSource = cache
     source: ports.KvEventSource = cache
     sink: ports.KvEventSink = NullEventPublisher()
-    counters: ports.PublisherStatsSource = NullEventPublisher()
+    counters: StatsSource[PublisherStats] = NullEventPublisher()
     rates: ports.RateSource = RateMeter()
-    work: ports.WorkSource = WorkCounters()
+    work = WorkCounters()
     load: ports.LoadSource = LoadInquirer(parallel=ParallelState.trivial(), queues=Queues(), pool=pool, work=work)
     metrics: tuple[ports.MetricsSink, ...] = (PrometheusSink(CollectorRegistry()), LogSink())
     store: ports.PageStore = MemoryPageStore(1024)

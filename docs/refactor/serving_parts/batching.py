@@ -9,9 +9,9 @@ from zlib import crc32
 import attrs
 import msgspec
 
-from scheduler_components import ConfigError, OutOfPagesError, RadixCache
+from scheduler_components import ConfigError, OutOfPagesError, RadixCache, SchedulerCounters
 from scheduler_components.metrics import RateMeter
-from serving_parts.request import Request, Totals
+from serving_parts.request import Request
 
 __all__ = [
     "Batch",
@@ -43,7 +43,7 @@ class Settings:
 class Counters(msgspec.Struct, frozen=True):
     """Where batching counts what it does."""
 
-    totals: Totals
+    totals: SchedulerCounters
     rates: RateMeter
 
 
@@ -97,7 +97,7 @@ def next_batch(
         victim = staying.pop()
         release(cache, victim)
         victim.num_retractions += 1
-        counters.totals.num_retractions += 1
+        counters.totals.num_retractions_total += 1
         waiting.appendleft(victim)
     has_room = len(staying) >= len(running)  # nobody comes in where somebody had to go
     while has_room and len(waiting) and len(staying) < settings.max_running_requests:
@@ -160,8 +160,8 @@ def _admit(cache: RadixCache, waiting: Waiting, works: list[Work], settings: Set
     request.prefill_end = len(request.token_ids)
     works.append(Work(request, num_tokens))
     if not request.num_retractions:
-        counters.totals.prompt_tokens += request.num_prompt_tokens
-        counters.totals.cached_tokens += match.num_tokens
+        counters.totals.prompt_tokens_total += request.num_prompt_tokens
+        counters.totals.cached_tokens_total += match.num_tokens
         counters.rates.observe_prefill(request.num_prompt_tokens, match.num_tokens)
     return True
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scheduler_components import SchedulerTotals
 from scheduler_components.cache import RadixNode
 
-__all__ = ["Output", "Outbox", "Request", "Totals", "finish_reason"]
+__all__ = ["Output", "Outbox", "Request", "finish_reason"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,26 +77,3 @@ class Outbox:
 
     def send(self, output: Output) -> None:
         self.outputs.append(output)
-
-
-@dataclass(slots=True, kw_only=True)
-class Totals:
-    """Counters that only grow: whoever does the thing counts it here; a ``TotalsSource``."""
-
-    num_requests: int = 0
-    num_aborted: int = 0
-    num_retractions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generation_tokens: int = 0
-
-    def totals(self) -> SchedulerTotals:
-        """Return the counters of this moment."""
-        return SchedulerTotals(
-            num_requests_total=self.num_requests,
-            num_aborted_requests_total=self.num_aborted,
-            num_retractions_total=self.num_retractions,
-            prompt_tokens_total=self.prompt_tokens,
-            cached_tokens_total=self.cached_tokens,
-            generation_tokens_total=self.generation_tokens,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 from observability import PrometheusSink
@@ -27,7 +28,7 @@ class MetricsMixin:
             SchedulerStats(
                 labels=get_parallel().metric_labels,
                 load=self.get_load(),
-                totals=self.totals.totals(),
+                counters=copy(self.totals),
                 publisher=self.get_publisher_stats(),
             )
         )

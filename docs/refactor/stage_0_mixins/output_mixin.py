@@ -35,5 +35,5 @@ class OutputMixin:
                 release(self.cache, request)
                 self.running = [each for each in self.running if each is not request]
             self.send_output(Output(request.rid, (token,), reason))
-        self.totals.generation_tokens += num_generated
+        self.totals.generation_tokens_total += num_generated
         self.rates.observe_decode(num_generated)

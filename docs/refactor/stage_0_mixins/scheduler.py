@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from scheduler_components import RadixCache
+from scheduler_components import RadixCache, SchedulerCounters
 from scheduler_components.metrics import RateMeter
 from serving_parts.batching import Counters, check_fits, next_batch, next_tokens, release
-from serving_parts.request import Output, Request, Totals
+from serving_parts.request import Output, Request
 from serving_parts.surroundings import Surroundings
 
 from .ambient import get_clock, get_parallel, get_settings, set_surroundings
@@ -24,7 +24,7 @@ class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):
     def __init__(self, send_output: Callable) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.totals = Totals()
+        self.totals = SchedulerCounters()
         self.rates = RateMeter(clock=get_clock())
         self.cache = RadixCache(
             page_size=get_settings().page_size,
@@ -44,7 +44,7 @@ class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):
         check_fits(request, get_settings())
         request.num_cached_tokens = self.cache.match_prefix(request.token_ids[:-1]).num_tokens
         self.waiting.append(request)
-        self.totals.num_requests += 1
+        self.totals.num_requests_total += 1
 
     def abort(self, rid: str) -> bool:
         request = next((each for each in [*self.running, *self.waiting] if each.rid == rid), None)
@@ -54,7 +54,7 @@ class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):
             self.waiting.remove(request)
         self.running = [each for each in self.running if each is not request]
         release(self.cache, request)
-        self.totals.num_aborted += 1
+        self.totals.num_aborted_requests_total += 1
         self.send_output(Output(rid, (), "abort"))
         return True
 

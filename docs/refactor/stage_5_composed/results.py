@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler_components import RadixCache
+from scheduler_components import RadixCache, SchedulerCounters
 from scheduler_components.metrics import RateMeter
 from serving_parts.batching import Batch, release, share
-from serving_parts.request import Output, Request, Totals, finish_reason
+from serving_parts.request import Output, Request, finish_reason
 
 
 class OutputSink(Protocol):
@@ -23,7 +23,7 @@ class Results:
     """Books what a batch has computed."""
 
     cache: RadixCache
-    totals: Totals
+    totals: SchedulerCounters
     rates: RateMeter
     eos_token_id: int
     outputs: OutputSink
@@ -44,6 +44,6 @@ class Results:
                 release(self.cache, request)
                 running = [each for each in running if each is not request]
             self.outputs.send(Output(request.rid, (token,), reason))
-        self.totals.generation_tokens += num_generated
+        self.totals.generation_tokens_total += num_generated
         self.rates.observe_decode(num_generated)
         return running

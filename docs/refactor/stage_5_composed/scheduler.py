@@ -7,19 +7,21 @@ from collections.abc import Callable
 from observability import PrometheusSink
 from scheduler_components import (
     KvEventSink,
+    LiveStats,
     LoadInquirer,
     LoadSnapshot,
     MetricsEmitter,
     MetricsSink,
     ParallelState,
     RadixCache,
+    SchedulerCounters,
     SchedulerKvEventsPublisher,
     TokenCountedQueue,
 )
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.metrics import RateMeter
 from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
-from serving_parts.request import Output, Request, Totals
+from serving_parts.request import Output, Request
 from serving_parts.surroundings import PublisherFactory, Surroundings
 
 from .results import OutputSink, Results
@@ -42,7 +44,7 @@ class Scheduler:
         self.max_running_requests = settings.max_running_requests
         self.waiting: TokenCountedQueue[Request] = TokenCountedQueue()
         self.running: list[Request] = []
-        self.totals = Totals()
+        self.totals = SchedulerCounters()
         self.rates = RateMeter(clock=clock)
         self.cache = RadixCache(
             page_size=settings.page_size,
@@ -66,9 +68,8 @@ class Scheduler:
             parallel=parallel,
             sink=metrics_sink,
             load=self.load,
-            totals=self.totals,
+            sources={"counters": LiveStats(self.totals), "publisher": self.kv_events},
             counters_interval_steps=1,  # what this scheduler's own metrics did
-            publisher=self.kv_events,
         )
         self.results = Results(
             cache=self.cache,
@@ -86,7 +87,7 @@ class Scheduler:
         check_fits(request, self.settings)
         request.num_cached_tokens = self.cache.match_prefix(request.token_ids[:-1]).num_tokens
         self.waiting.append(request)
-        self.totals.num_requests += 1
+        self.totals.num_requests_total += 1
 
     def abort(self, rid: str) -> bool:
         request = next((each for each in [*self.running, *self.waiting] if each.rid == rid), None)
@@ -96,7 +97,7 @@ class Scheduler:
             self.waiting.remove(request)
         self.running = [each for each in self.running if each is not request]
         release(self.cache, request)
-        self.totals.num_aborted += 1
+        self.totals.num_aborted_requests_total += 1
         self.results.outputs.send(Output(rid, (), "abort"))
         return True
 

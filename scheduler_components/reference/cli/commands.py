@@ -16,17 +16,9 @@ from typing import Annotated, Literal, TypeAlias
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from observability import (
-    DoctorOptions,
-    WatchOptions,
-    badge_json,
-    check_conformance,
-    check_worker,
-    exit_code,
-    junit_xml,
-    render_report_json,
-    watch_streams,
-)
+from observability import DoctorOptions, WatchOptions, check_conformance, check_worker, watch_streams
+from observability.conformance_files import badge_json, junit_xml
+from observability.doctor import exit_code, render_report_json
 from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import write_key_pair

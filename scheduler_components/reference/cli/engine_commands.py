@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
-from scheduler_components.load import check_load_endpoint
+from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.page_shape import HostLayout
 from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
 from scheduler_components.reference.cli.session import SessionConfig, run_session

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from observability import ReportBoard, StreamStatsSource
 from observability.kv_stream import StreamStats
-from scheduler_components import LoadSnapshot, SchedulerStats, TierStats
+from scheduler_components import LoadSnapshot, SchedulerStats, StatsSource, TierStats
 from scheduler_components.reference.cli.run_report import RunReport
 from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
+from scheduler_components.shm_board import ShmBoard
 
 __all__ = [
     "JsonReporter",
@@ -215,8 +215,8 @@ class RunView:
     """
 
     counters: WorkloadCounters
-    board: ReportBoard
-    streams: StreamStatsSource
+    board: ShmBoard[SchedulerStats]
+    streams: StatsSource[Mapping[int, StreamStats]]
     lag: ScheduleLag = field(default_factory=ScheduleLag)
     clock: Callable[[], float] = time.monotonic
     _start_s: float = field(init=False)
@@ -380,7 +380,7 @@ class JsonReporter:
             self._write("progress", **_progress_facts(view), ranks=[attrs.asdict(row) for row in view.rows()])
 
     def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
-        counters, totals = view.counters, [report.totals for report in view.board.read().values()]
+        counters, totals = view.counters, [report.counters for report in view.board.read().values()]
         self._write(
             "summary",
             **_progress_facts(view),
@@ -422,7 +422,7 @@ def _progress_facts(view: RunView) -> dict[str, Any]:
 def _summary(view: RunView) -> Iterator[tuple[str, str]]:
     counters, tokens, elapsed_s = view.counters, view.counters.tokens, max(view.elapsed_s, 1e-9)
     refused, failed = counters.refused, counters.failed
-    totals = [report.totals for report in view.board.read().values()]
+    totals = [report.counters for report in view.board.read().values()]
     retractions = sum(total.num_retractions_total for total in totals)
     evicted_tokens = sum(total.evicted_tokens_total for total in totals)
     median_ms, p95_ms = (1000 * percentile(counters.first_token_s, share) for share in (0.5, 0.95))

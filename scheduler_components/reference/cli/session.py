@@ -12,15 +12,8 @@ from pathlib import Path
 import attrs
 from prometheus_client import CollectorRegistry
 
-from observability import (
-    AsyncSubscriber,
-    MetricsBoardCollector,
-    OutputCollector,
-    StreamCollector,
-    discover,
-    open_async_subscriber,
-)
-from observability.kv_stream import NoStreamsError, Tier
+from observability import MetricsBoardCollector, StreamCollector, discover, open_async_subscriber
+from observability.kv_stream import AsyncSubscriber, NoStreamsError, Tier
 from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.run_report import (
     ObservedStream,
@@ -120,7 +113,6 @@ async def _run_engine(
     registry = CollectorRegistry()
     async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.warn) as engine:
         MetricsBoardCollector(registry, board=engine.stats, model_name=engine_config.model_name)
-        OutputCollector(registry, engine, model_name=engine_config.model_name)
         app = make_app(engine, registry, kv_pool=config.kv_pool, codec=codec)
         async with open_http_server(app, listener) as url:
             screen.note_ready(url)

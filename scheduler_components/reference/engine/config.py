@@ -104,7 +104,7 @@ class SchedulerConfig:
             because few requests use all of ``max_new_tokens``.
         min_new_token_ratio: the share after 600 steps without a retraction (``NewTokenRatioTracker``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
-        kv_metrics_every_steps: steps between two ``KvMetrics`` to the frontend. Events are published every step.
+        kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``KvMetricsSink``.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
         input_bounds: limits of size, rate and number of the requests that a replica admits.
         integrity: checks of the pools, and the watchdog.
@@ -332,11 +332,6 @@ class EnginePaths:
     def outputs(self) -> str:
         """Output batches of each leader; the frontend binds."""
         return self._address("outputs")
-
-    @property
-    def kv_metrics(self) -> str:
-        """``KvMetrics`` of every reporting rank; the frontend binds."""
-        return self._address("kv-metrics")
 
     def commands(self, replica: int) -> str:
         """Commands to the leader of ``replica``; the leader binds."""

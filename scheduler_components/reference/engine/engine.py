@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,23 +21,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from observability import RankLabels
 from scheduler_components import (
     ComponentError,
     ConfigError,
-    KvMetrics,
     KvPoolSnapshot,
-    OutputStats,
     SchedulerStats,
     StartError,
 )
 from scheduler_components.control_requests import ClearStorageIndex
-from scheduler_components.metrics import (
-    ShmBoard,
-    ZmqKvMetricsReceiver,
-    open_shm_metrics_board,
-    open_zmq_kv_metrics_receiver,
-)
+from scheduler_components.metrics import open_shm_metrics_board
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
@@ -57,6 +49,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_hash_array,
 )
 from scheduler_components.reference.engine.rank_processes import RankExit, RankProcess, open_ranks
+from scheduler_components.shm_board import ShmBoard
 
 __all__ = [
     "RpcError",
@@ -66,7 +59,6 @@ __all__ = [
 
 _START_TIMEOUT_S = 60.0  # eight interpreters that start together on two busy cores
 _MODEL_LOAD_TIMEOUT_S = 900.0  # a large model from a slow disk
-_KV_METRICS_INTERVAL_S = 0.25
 _TRANSFER_TIMEOUT_S = 10.0  # for transfers that are in flight when a store is to be cleared
 
 T = TypeVar("T")
@@ -85,7 +77,6 @@ class Engine:
         frontend: dispatches requests.
         ranks: the scheduler processes.
         stats: the board of the ranks' newest statistics, in shared memory.
-        kv_metrics: newest ``KvMetrics`` of each data-parallel rank.
         control: executes control requests: pause, flush, weight update, release of memory.
     """
 
@@ -93,21 +84,12 @@ class Engine:
     frontend: Frontend
     ranks: list[RankProcess]
     stats: ShmBoard[SchedulerStats]
-    kv_metrics: dict[int, KvMetrics] = field(default_factory=dict)
     control: ControlQueue = field(init=False)
     _rpc_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _ids: count[int] = field(default_factory=lambda: count(1), init=False)
 
     def __post_init__(self) -> None:
         self.control = ControlQueue(frontend=self.frontend)
-
-    def output_stats(self) -> Mapping[RankLabels, OutputStats]:
-        """Return the output counters of each replica, by the metric labels of its leader."""
-        config = self.config
-        return {
-            config.parallel(config.leader_rank(replica)).metric_labels: counters
-            for replica, counters in self.frontend.replies.outputs.items()
-        }
 
     async def run(self, work: Awaitable[T]) -> T:
         """Await ``work``, and cancel it if the engine fails.
@@ -265,8 +247,6 @@ async def open_engine(
         # No high-water mark, because a rank must never block on a report. Open requests bound the number of reports.
         reports = _bind_pull(incoming, paths.reports, high_water_mark=0)
         outputs = _bind_pull(incoming, paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
-        receiver = open_zmq_kv_metrics_receiver(paths.kv_metrics)
-        opened.callback(receiver.close)
         frontend = Frontend(
             leaders=[_connect_leader(outgoing, paths, replica) for replica in range(config.dp_size)],
             dispatcher=LoadDispatcher(
@@ -285,7 +265,6 @@ async def open_engine(
         for task in (
             _receive_reports(reports, frontend),
             _receive_outputs(outputs, frontend),
-            _receive_kv_metrics(receiver, engine.kv_metrics),
             _tick(frontend),
         ):
             await opened.enter_async_context(_background(task, frontend))
@@ -335,13 +314,6 @@ async def _receive_reports(reports: zmq.asyncio.Socket, frontend: Frontend) -> N
 async def _receive_outputs(outputs: zmq.asyncio.Socket, frontend: Frontend) -> None:
     while True:
         frontend.process_outputs(decode_outputs(await outputs.recv()))
-
-
-async def _receive_kv_metrics(receiver: ZmqKvMetricsReceiver, newest: dict[int, KvMetrics]) -> None:
-    """Keep the newest ``KvMetrics`` of each rank. Poll often, because the ranks' queues are short."""
-    while True:
-        newest.update((report.data_parallel_rank, report) for report in receiver.receive())
-        await asyncio.sleep(_KV_METRICS_INTERVAL_S)
 
 
 async def _tick(frontend: Frontend) -> None:

@@ -23,6 +23,7 @@ from scheduler_components import (
     kv_events_server_info,
 )
 from scheduler_components.kv_events import Endpoint, ListeningStream
+from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.reference.engine.engine import Engine, RpcError
 from scheduler_components.reference.engine.frontend.http_body import BadBodyError, component_error_response, read_body
 from scheduler_components.reference.engine.frontend.http_control import control_routes
@@ -76,7 +77,7 @@ class EngineStatus:
             "max_total_num_tokens": config.scheduler.kv_tokens,
             "max_running_requests": config.scheduler.max_running_requests,
             "chunked_prefill_size": config.scheduler.chunk_tokens,
-            "kv_metrics": [msgspec.to_builtins(report) for _, report in sorted(self.engine.kv_metrics.items())],
+            "kv_metrics": [msgspec.to_builtins(kv_metrics_of_load(load)) for load in self.load_snapshots()],
         }
         page_size = config.scheduler.page_size
         return info | kv_events_server_info(
@@ -85,7 +86,7 @@ class EngineStatus:
 
     def _quiesce_stats(self) -> list[QuiesceStats]:
         """Return the newest quiesce state of each replica that has reported one."""
-        found = [stats.totals.quiesce for stats in self.engine.stats.read().values()]
+        found = [stats.quiesce for stats in self.engine.stats.read().values()]
         return [each for each in found if each is not None]
 
     def _bound_streams(self) -> Iterator[ListeningStream]:

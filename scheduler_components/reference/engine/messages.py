@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, OutputStats, TierStats
+from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, TierStats
 from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 
@@ -183,13 +183,12 @@ class RequestRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Report the load of a replica and the counters of its ``OutputStreamer``.
+    """Report the load of a replica.
 
     The watermarks in ``load`` tell the dispatcher which ``SubmitRequest`` the snapshot already counts.
     """
 
     load: LoadSnapshot
-    outputs: OutputStats = OutputStats()
 
 
 class CacheDump(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability import ALL_METRICS, MetricsBoardCollector, OutputCollector, RankOutputs
+from observability import MetricsBoardCollector
+from observability.catalog import ALL_METRICS
 from observability.grafana import DASHBOARD_FILE, render_dashboard
 from scheduler_components import (
     BatchingStats,
@@ -20,31 +21,18 @@ from scheduler_components import (
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
-    OutputStreamer,
+    OutputStats,
     ParallelState,
     PoolStats,
     QueueLoad,
     QuiesceStats,
     SchedulerStats,
-    SchedulerTotals,
     SpeculativeLoad,
     TierStats,
 )
 from scheduler_components.metrics import RequestLatencyRecorder
-from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import ReceiverStats
 
-# Metrics without a panel, each with its reason.
-NOT_DRAWN = {
-    "lora_pool_utilization": "lora_pool_slots_used of lora_pool_slots_total",
-    "page_size": "never changes",
-    "load_sequence": "load_age_seconds says what it would",
-    "decode_busy_us_total": "a moment: means something beside the other moments only, in a dispatcher",
-    "decode_step_requests_total": "a moment",
-    "decode_step_requests_squared_total": "a moment",
-    "decode_step_requests_us_total": "a moment",
-    "prefill_busy_us_total": "means something beside prefill_uncached_tokens_total only, in a dispatcher",
-}
 SERIES = re.compile(r"(sglang:\w+)(\{[^}]*\})")
 
 
@@ -73,8 +61,7 @@ class Board:
 @pytest.fixture
 def exposed() -> set[tuple[str, frozenset[str]]]:
     """Name and label names of every sample that board and collector expose for an engine with all parts."""
-    registry, streamer = CollectorRegistry(), OutputStreamer(sink=ListOutputSink())
-    OutputCollector(registry, RankOutputs(parallel=ParallelState.trivial(), outputs=streamer))
+    registry = CollectorRegistry()
     report = SchedulerStats(
         labels=ParallelState.trivial().metric_labels,
         load=LoadSnapshot(
@@ -85,15 +72,14 @@ def exposed() -> set[tuple[str, frozenset[str]]]:
             speculative=SpeculativeLoad(2.5, 0.5),
             memory=MemoryLoad(1.0, 2.0, 3.0, 4),
         ),
-        totals=SchedulerTotals(
-            latencies=RequestLatencyRecorder().snapshot(),
-            tiers=TierStats(),
-            intake=ReceiverStats(),
-            quiesce=QuiesceStats(),
-            integrity=IntegrityStats(),
-            pools=PoolStats(*[0] * 14),
-            batching=BatchingStats(),
-        ),
+        latencies=RequestLatencyRecorder().stats(),
+        tiers=TierStats(),
+        receiver=ReceiverStats(),
+        quiesce=QuiesceStats(),
+        integrity=IntegrityStats(),
+        pools=PoolStats(*[0] * 14),
+        batching=BatchingStats(),
+        outputs=OutputStats(),
     )
     MetricsBoardCollector(registry, board=Board(report))
     found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)
@@ -119,7 +105,7 @@ def test_every_metric_of_the_catalogue_is_drawn() -> None:
     drawn = {name for expression in expressions_of(render_dashboard()) for name, _ in SERIES.findall(expression)}
     endings = {"gauge": "", "counter": "", "histogram": "_bucket"}
     names = {f"sglang:{metric.name}{endings[metric.kind]}" for metric in ALL_METRICS}
-    assert names - drawn == {f"sglang:{name}" for name in NOT_DRAWN}
+    assert names == drawn
 
 
 def test_counters_are_drawn_as_rates_and_nothing_else_is() -> None:

@@ -13,7 +13,8 @@ from scheduler_components import StartError
 BARE = """
 import sys
 sys.modules["httpx"] = None
-from observability import static_address, discover, open_async_subscriber, open_subscriber, watch_streams
+from observability.kv_stream import static_address
+from observability import discover, open_async_subscriber, open_subscriber, watch_streams
 from observability.kv_stream import *
 with open_subscriber([static_address("tcp://127.0.0.1:9")]) as subscriber:
     subscriber.poll(0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
 from observability.relay import RelayedStream, SourceListener, SourceMerger
-from observability.testing import ModelSubscriber, RecoverySimulation
+from observability.testing.recovery_model import ModelSubscriber, RecoverySimulation
 from scheduler_components import EventBatch, PublisherStats
 from scheduler_components.kv_events import EventStream
 

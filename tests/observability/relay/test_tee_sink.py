@@ -13,7 +13,8 @@ import nats
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability import LOG_METRICS, LogCollector
+from observability import LogCollector
+from observability.catalog import LOG_METRICS
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,

@@ -14,7 +14,8 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability import RELAY_METRICS, RelayCollector
+from observability import RelayCollector
+from observability.catalog import RELAY_METRICS
 from observability.kv_stream import (
     FollowPolicy,
     NullStreamListener,

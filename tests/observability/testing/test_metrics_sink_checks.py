@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability import SCHEDULER_METRICS, PrometheusSink
+from observability import PrometheusSink
+from observability.catalog import SCHEDULER_METRICS
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import SchedulerStats
 from scheduler_components.testing import ConformanceError

@@ -31,7 +31,7 @@ from observability.kv_stream import (
     cursor,
     follower,
 )
-from observability.testing import RecoverySimulation, Steps
+from observability.testing.recovery_model import RecoverySimulation, Steps
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.kv_events import EventStream

@@ -80,7 +80,7 @@ def test_retraction_under_pressure(open_bench: Callable[..., ModelBench]) -> Non
     bench = open_bench(kv_tokens=14 * PAGE_SIZE, max_running_requests=4)
     requests = bench.run(*PROMPTS[::3], max_new_tokens=14)
     assert sum(request.num_retractions for request in requests) > 1
-    assert bench.scheduler.request_metrics.totals().evicted_tokens_total > 0
+    assert bench.scheduler.request_metrics.stats().evicted_tokens_total > 0
 
 
 def test_all_are_retracted_in_the_middle(open_bench: Callable[..., ModelBench]) -> None:
@@ -112,7 +112,7 @@ def test_evicted_prefixes_are_computed_again(open_bench: Callable[..., ModelBenc
     bench = open_bench()
     for _ in range(2):
         bench.run(*PROMPTS)
-    assert bench.scheduler.request_metrics.totals().evicted_tokens_total > 4 * bench.config.kv_tokens
+    assert bench.scheduler.request_metrics.stats().evicted_tokens_total > 4 * bench.config.kv_tokens
 
 
 def test_a_stop_token_ends_it_where_generate_has_it(

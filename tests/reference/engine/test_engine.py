@@ -218,11 +218,12 @@ def test_a_store_that_is_cleared_is_empty_told_and_filled_again(tmp_path: Path, 
     run_engine(scenario, attrs.evolve(SMALL, hicache=hicache, kv_events=default_kv_events(SMALL)))
 
 
-def test_kv_metrics_of_each_replica_arrive(private_tmp: Path) -> None:
+def test_server_info_has_the_kv_metrics_of_each_replica(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
-        while set(engine.kv_metrics) != {0, 1}:  # the receiver looks four times a second
+        while set(engine.stats.read()) != {0, 1}:
             await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
-        assert engine.kv_metrics[0].kv_total_blocks == 256
+        metrics = EngineStatus(engine=engine).server_info()["kv_metrics"]
+        assert [(each["data_parallel_rank"], each["kv_total_blocks"]) for each in metrics] == [(0, 256), (1, 256)]
 
     run_engine(scenario)
 
@@ -267,7 +268,7 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
     async def scenario(engine: Engine) -> None:
         def counts() -> ReceiverStats:
             stats = next(iter(engine.stats.read().values()), None)
-            return ReceiverStats() if stats is None or stats.totals.intake is None else stats.totals.intake
+            return ReceiverStats() if stats is None or stats.receiver is None else stats.receiver
 
         running = asyncio.create_task(generate(engine, wanted(range(40), max_new_tokens=200)))
         await asyncio.sleep(0)  # it is sent now

@@ -12,7 +12,6 @@ from scheduler_components import (
     LoadSnapshot,
     OutputBatch,
     OutputDelta,
-    OutputStats,
     TokenOutput,
 )
 from scheduler_components.control_requests import (
@@ -142,7 +141,6 @@ reports = st.one_of(
     st.builds(
         LoadReport,
         st.builds(LoadSnapshot, sequence=counts, dispatched_watermarks=st.just(((FRONTEND_DISPATCHER, 7),))),
-        st.builds(OutputStats, batches_sent=counts, tokens_dropped=counts),
     ),
     st.builds(
         CacheDump, counts, counts, counts, st.integers(0, 2**32 - 1), st.integers(-1, 2**60), hashes.map(pack_hashes)

@@ -16,7 +16,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from scheduler_components import ComponentError, ConfigError, FinishReason, OutputBatch, OutputDelta, OutputStats
+from scheduler_components import ComponentError, ConfigError, FinishReason, OutputBatch, OutputDelta
 from scheduler_components.control_requests import ControlReply
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, Placement
@@ -100,7 +100,6 @@ class RankReplies:
 
     Attributes:
         ready: rank to the endpoints that it reported at its start.
-        outputs: replica to the newest counters of its outputs.
         commands: replies to commands.
         changed: set at every report; ``wait_until`` clears it.
         failure: why the engine has failed; None while it runs.
@@ -108,7 +107,6 @@ class RankReplies:
     """
 
     ready: dict[int, RankReady] = field(default_factory=dict)
-    outputs: dict[int, OutputStats] = field(default_factory=dict)
     commands: CommandReplies = field(default_factory=CommandReplies)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     failure: EngineFailedError | None = None
@@ -204,7 +202,6 @@ class Frontend:
         commands = self.replies.commands
         if isinstance(report, LoadReport):
             self.dispatcher.replicas[report.load.dp_rank].on_load_report(report.load)
-            self.replies.outputs[report.load.dp_rank] = report.outputs
         elif isinstance(report, RequestRefused):
             error = TooBusyError if report.is_busy else RequestRefusedError
             self._deliver(report.rid, error(report.reason), ended=True)

@@ -11,7 +11,6 @@ from scheduler_components import (
     OutputBatch,
     WorkCounters,
 )
-from scheduler_components.ports import OutputStatsSource
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
     LoadReport,
@@ -75,25 +74,23 @@ class ZmqReportSender:
 
 @dataclass(slots=True, kw_only=True)
 class FrontendLoadSink:
-    """A ``LoadSink`` over a ``ZmqReportSender``, for the ``LoadPublisher`` that says when a report is worth sending.
+    """A ``LoadSink`` that sends the load to the frontend.
 
     Attributes:
-        reports: the way to the front.
-        outputs: whose counters go with each report.
+        reports: the socket to the frontend, which the process closes.
     """
 
     reports: ZmqReportSender
-    outputs: OutputStatsSource
 
     @property
     def wants_load(self) -> bool:
         return True
 
     def send(self, load: LoadSnapshot) -> None:
-        self.reports.send(LoadReport(load, self.outputs.stats()))
+        self.reports.send(LoadReport(load))
 
     def close(self) -> None:
-        """The socket belongs to the process, which reports after this too."""
+        pass
 
 
 @dataclass(slots=True, kw_only=True)

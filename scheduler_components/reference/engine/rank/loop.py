@@ -206,7 +206,7 @@ class Leader:
         intake: takes the front's commands, and tells the followers.
         sleeper: watches the front's socket, those of the peers, and the order to stop.
         heartbeat: hears the order to stop, and is said while the leader sleeps.
-        load_publishers: of the load gauge that the operator asked for, and of the front's.
+        load_publisher: sends the load to the frontend, and to the load endpoint of the configuration.
         peers: wake this replica for a step with nothing to compute.
     """
 
@@ -214,7 +214,7 @@ class Leader:
     intake: RequestReceiver[RankCommand]
     sleeper: IdleSleeper
     heartbeat: HeartbeatSender
-    load_publishers: Sequence[LoadPublisher]
+    load_publisher: LoadPublisher
     peers: Peers = field(default_factory=NullPeers)
 
     def run(self) -> None:
@@ -237,8 +237,7 @@ class Leader:
             except StopRequestedError:
                 return
             self.executor.execute(step, commands)
-            for publisher in self.load_publishers:
-                publisher.publish_load()
+            self.load_publisher.publish_load()
 
     def _tell_what_is_left(self) -> None:
         """Before a wait: what was held back, by a throttle or because the front was behind, goes out.
@@ -250,8 +249,7 @@ class Leader:
         scheduler.output.flush()
         scheduler.kv_events.flush()
         scheduler.metrics.emit()
-        for publisher in self.load_publishers:
-            publisher.flush()
+        self.load_publisher.flush()
 
     def _is_told_to_stop(self, is_idle: bool) -> bool:
         """Look for the order to stop; when idle, sleep until it or a command comes, or there is something to say."""

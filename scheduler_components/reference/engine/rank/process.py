@@ -20,7 +20,7 @@ from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
-from scheduler_components.metrics import open_shm_metrics_sink, open_zmq_kv_metrics_sink
+from scheduler_components.metrics import open_shm_metrics_sink
 from scheduler_components.ports import NullProfiler, Profiler
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce_state import QuiesceState
@@ -105,7 +105,6 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         if parallel.leads_replica:
             outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
             sinks.outputs = ZmqOutputSink(socket=outputs)
-            sinks.kv_metrics = open_zmq_kv_metrics_sink(config.paths.kv_metrics)
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
         device = ProfiledDevice(device=computes.device, profiles=profiles)
@@ -129,11 +128,16 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         control = RpcHandler(state=internal, profiles=profiles)
         executor = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce)
         _watch(config, context, alive, scheduler, opened)
-        gauge = open_load_publisher(config.engine.kv_events, parallel=parallel, load=scheduler.load)
-        opened.callback(gauge.close)
-        loop = _open_loop(config, context, executor, heartbeat, gauge, peers)
+        load_publisher = open_load_publisher(
+            config.engine.kv_events,
+            parallel=parallel,
+            load=scheduler.load,
+            sinks=(FrontendLoadSink(reports=reports),),
+        )
+        opened.callback(load_publisher.close)
+        loop = _open_loop(config, context, executor, heartbeat, load_publisher, peers)
         heartbeat.send_if_due()  # before the engine is open, so that no rank can be stopped unheard of
-        reports.send(_ready(config.rank, events, gauge))
+        reports.send(_ready(config.rank, events, load_publisher))
         loop.run()
 
 
@@ -233,7 +237,7 @@ def _open_loop(
     context: _Context,
     executor: RankWorker,
     heartbeat: HeartbeatSender,
-    gauge: LoadPublisher,
+    load_publisher: LoadPublisher,
     peers: ZmqSyncHub,
 ) -> Leader | Follower:
     parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
@@ -247,7 +251,6 @@ def _open_loop(
     followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
     commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
     refusals = FrontendRefusalSink(reports=executor.reports, work=scheduler.request_metrics.work)
-    frontend = FrontendLoadSink(reports=executor.reports, outputs=scheduler.output)
     return Leader(
         executor=executor,
         intake=RequestReceiver(
@@ -259,13 +262,13 @@ def _open_loop(
                 bounds=config.engine.scheduler.input_bounds,
                 ids=scheduler.queues,
                 refusals=refusals,
-                stats=scheduler.request_metrics.intake,
+                stats=scheduler.request_metrics.receiver,
             ),
             recv_skipper=skipper,
         ),
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,
-        load_publishers=(gauge, LoadPublisher(parallel=parallel, load=scheduler.load, sink=frontend)),
+        load_publisher=load_publisher,
         peers=peers,
     )
 
@@ -285,9 +288,9 @@ def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) 
     return socket
 
 
-def _ready(rank: int, events: EventPublisher, gauge: LoadPublisher) -> RankReady:
+def _ready(rank: int, events: EventPublisher, load_publisher: LoadPublisher) -> RankReady:
     """Where this rank's event stream and load gauge really listen, where it has them."""
-    load_endpoint = gauge.sink.endpoint if isinstance(gauge.sink, ZmqLoadSink) else None
+    load_endpoint = next((sink.endpoint for sink in load_publisher.sinks if isinstance(sink, ZmqLoadSink)), None)
     if isinstance(events, ZmqEventPublisher):
         return RankReady(rank, events.endpoint, events.replay_endpoint, load_endpoint)
     return RankReady(rank, None, load_endpoint=load_endpoint)

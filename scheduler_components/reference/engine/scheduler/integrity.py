@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from scheduler_components import KvEventSource, ParallelState, RadixCache
 from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixNode
 from scheduler_components.invariant_checker import PoolInvariantChecker
 from scheduler_components.pool_stats_observer import PoolStatsObserver
-from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocationSink, TotalsSource
+from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocationSink
 from scheduler_components.published_blocks import PublishedBlocks
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import RequestState
 from scheduler_components.step_progress import StepProgress
-from scheduler_components.values import HeldCount, PageHolding, PoolCount, SchedulerTotals
+from scheduler_components.values import HeldCount, PageHolding, PoolCount
 
-__all__ = ["SchedulerStatsSource", "SchedulerIntegrity", "RequestPageHolders", "RequestSlotPool"]
+__all__ = ["SchedulerIntegrity", "RequestPageHolders", "RequestSlotPool"]
 
 REQUEST_SLOT_POOL = "req"
 
@@ -113,22 +111,3 @@ class SchedulerIntegrity:
             guard.events = checker.published = PublishedBlocks(source=cache)
             checker.cached = cache
         return guard
-
-
-@dataclass(slots=True, kw_only=True)
-class SchedulerStatsSource:
-    """A ``TotalsSource``: what the requests went through, and what the guard has to say.
-
-    Attributes:
-        request_metrics: the former.
-        guard: the latter.
-    """
-
-    request_metrics: TotalsSource
-    integrity: SchedulerIntegrity
-
-    def totals(self) -> SchedulerTotals:
-        guard = self.integrity
-        return msgspec.structs.replace(
-            self.request_metrics.totals(), integrity=guard.checker.stats(), pools=guard.pools.get_pool_stats()
-        )

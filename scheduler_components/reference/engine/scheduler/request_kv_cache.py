@@ -8,7 +8,7 @@ from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.ports import AllocationSink, NullAllocationSink
 from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.request_metrics import SchedulerCounters
+from scheduler_components.values import SchedulerCounters
 
 __all__ = [
     "KV_POOL",
@@ -35,13 +35,13 @@ class RequestKvCache:
 
     Attributes:
         cache: the KV pool and its radix tree.
-        totals: evictions are counted here.
+        counters: counts evictions.
         owners: is told who takes and gives which pages.
         namespace: what else than tokens identifies a prefix: the weights that compute it.
     """
 
     cache: PrefixCache
-    totals: SchedulerCounters
+    counters: SchedulerCounters
     owners: AllocationSink = field(default_factory=NullAllocationSink)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
 
@@ -78,7 +78,7 @@ class RequestKvCache:
             return True
         if num_missing > self.available_pages:
             return False
-        self.totals.evicted_tokens += max(0, num_missing * page_size - self.cache.free_tokens)
+        self.counters.evicted_tokens_total += max(0, num_missing * page_size - self.cache.free_tokens)
         pages = self.cache.allocate(num_missing)
         request.pages += pages
         if request.is_sampled:

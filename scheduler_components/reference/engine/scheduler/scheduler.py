@@ -30,6 +30,7 @@ from scheduler_components import (
     ConfigError,
     KvEventSink,
     KvMetricsSink,
+    LiveStats,
     LoadInquirer,
     LoadSource,
     MetricsEmitter,
@@ -58,7 +59,7 @@ from scheduler_components.reference.engine.scheduler.cache_tiers import (
     DeviceOnlyTiers,
     PrefixCache,
 )
-from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity, SchedulerStatsSource
+from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
@@ -235,9 +236,9 @@ class Scheduler:
             gate=quiesce, dp=dp or DpBatchSync(), chunk_sizer=DynamicChunkSizer(page_size=config.page_size)
         )
         budget.forecast.clock = clocks.monotonic
-        request_metrics = RequestMetrics(tiers=tiers, clock=clocks.monotonic, quiesce=quiesce, budget=budget)
+        request_metrics = RequestMetrics(clock=clocks.monotonic, budget=budget)
         guard = SchedulerIntegrity.compose(config.integrity, parallel, tiers.cache, queues)
-        kv_cache = RequestKvCache(cache=tiers.cache, totals=request_metrics.counters, owners=guard.owners)
+        kv_cache = RequestKvCache(cache=tiers.cache, counters=request_metrics.counters, owners=guard.owners)
         load = LoadInquirer(
             parallel=parallel,
             queues=queues,
@@ -278,8 +279,18 @@ class Scheduler:
                 parallel=parallel,
                 load=load,
                 sink=sinks.metrics,
-                totals=SchedulerStatsSource(request_metrics=request_metrics, integrity=guard),
-                publisher=kv_events,
+                sources={
+                    "counters": request_metrics,
+                    "publisher": kv_events,
+                    "latencies": request_metrics.latencies,
+                    "tiers": tiers,
+                    "receiver": LiveStats(request_metrics.receiver),
+                    "quiesce": quiesce,
+                    "integrity": guard.checker,
+                    "pools": guard.pools,
+                    "batching": budget,
+                    "outputs": output,
+                },
             ),
             integrity=guard,
         )

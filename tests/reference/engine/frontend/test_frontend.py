@@ -15,7 +15,6 @@ from scheduler_components import (
     LoadSnapshot,
     OutputBatch,
     OutputDelta,
-    OutputStats,
     TokenOutput,
 )
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
@@ -268,20 +267,11 @@ def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
     run(scenario())
 
 
-def test_the_board_keeps_each_replicas_newest_outputs() -> None:
-    async def scenario() -> None:
-        frontend, _ = make_front()
-        for num_batches in (1, 2):
-            frontend.receive(LoadReport(load(num_batches), OutputStats(batches_sent=num_batches)))
-        assert frontend.replies.outputs == {0: OutputStats(batches_sent=2)}
-
-    run(scenario())
-
-
 def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
-        waiting = asyncio.create_task(frontend.replies.wait_until(lambda: 0 in frontend.replies.outputs))
+        replica = frontend.dispatcher.replicas[0]
+        waiting = asyncio.create_task(frontend.replies.wait_until(lambda: replica.snapshot.sequence == 1))
         await asyncio.sleep(0)
         assert not waiting.done()
         frontend.receive(LoadReport(load(1)))

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability import ConformanceReport, check_conformance, fetch_kv_pool
+from observability import check_conformance, fetch_kv_pool
+from observability.conformance import ConformanceReport
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine

@@ -163,10 +163,9 @@ class Rank:
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
         self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.order.reader))
         self.load = ListSink()
-        frontend = FrontendLoadSink(reports=reports, outputs=scheduler.output)
-        self.load_publishers = [
-            LoadPublisher(parallel=parallel, load=scheduler.load, sink=sink) for sink in (self.load, frontend)
-        ]
+        self.load_publisher = LoadPublisher(
+            parallel=parallel, load=scheduler.load, sinks=(self.load, FrontendLoadSink(reports=reports))
+        )
 
     def deltas(self) -> list[OutputDelta]:
         """Outputs that have arrived."""
@@ -213,7 +212,7 @@ def lead(
         intake=intake,
         sleeper=IdleSleeper([pull], [rank.order.reader]),
         heartbeat=rank.heartbeat,
-        load_publishers=rank.load_publishers,
+        load_publisher=rank.load_publisher,
     ).run()
 
 
@@ -289,12 +288,11 @@ def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
     assert [load.dispatched_watermarks for load in newest] == [((FRONTEND_DISPATCHER, 7),)] * 2
 
 
-def test_a_report_has_the_counters_of_outputs_of_its_moment(wires: Wires) -> None:
+def test_the_statistics_of_an_idle_leader_have_the_newest_counters_of_outputs(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=3)
     lead(wires, rank, [submit("a")], [])
-    outputs = rank.reports(LoadReport)[-1].outputs
-    assert outputs == rank.executor.scheduler.output.stats()
-    assert outputs.tokens_sent == 3
+    assert rank.stats.newest.outputs == rank.executor.scheduler.output.stats()
+    assert rank.stats.newest.outputs.tokens_sent == 3
 
 
 def test_an_idle_leader_offers_again_what_the_front_did_not_take(wires: Wires) -> None:
@@ -349,18 +347,18 @@ def test_the_front_hears_that_a_replica_is_idle_when_its_last_statistics_are_wri
         def send(self, load: LoadSnapshot) -> None:
             told.append((load.num_running_reqs, rank.stats.newest.load.num_running_reqs))
 
-    rank.load_publishers[1].sink = Frontend()
-    rank.load_publishers[1].pacer = GaugePacer(min_interval_s=0.0)
+    rank.load_publisher.sinks = (Frontend(),)
+    rank.load_publisher.pacer = GaugePacer(min_interval_s=0.0)
     lead(wires, rank, [submit("a")], [])
     assert (1, 1) in told
     assert told[-1] == (0, 0)
     assert all(written == running for running, written in told)
-    assert rank.stats.newest.totals.generation_tokens_total == 3
+    assert rank.stats.newest.counters.generation_tokens_total == 3
 
 
 def test_load_reports_of_a_busy_replica_are_throttled(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=200)
     lead(wires, rank, [submit("a", max_new_tokens=200)], [])
-    pacer = rank.load_publishers[1].pacer
+    pacer = rank.load_publisher.pacer
     assert len(rank.reports(LoadReport)) == pacer.sent
     assert pacer.sent + pacer.throttled + pacer.unchanged >= 200

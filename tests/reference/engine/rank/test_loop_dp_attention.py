@@ -20,7 +20,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, ParallelState
+from scheduler_components import ConfigError, LoadPublisher, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, PrefillIntent, dp_rank_groups
 from scheduler_components.errors import SyncTimeoutError
@@ -218,7 +218,7 @@ class Replica:
             intake=RequestReceiver(rank=str(parallel), reader=CommandDecoder(), source=ZmqInputSource(socket=pull)),
             sleeper=IdleSleeper([pull, hub.inbox], [self._stop_reader]),
             heartbeat=heartbeat,
-            load_publishers=(),
+            load_publisher=LoadPublisher(parallel=parallel, load=self.scheduler.load),
             peers=hub,
         )
         self._thread = threading.Thread(target=self._run)
@@ -316,7 +316,7 @@ def dp_counts(engine: Engine) -> list[tuple[int, int, int]]:
     """Steps, idle batches, and positions of the longest batches, as each replica counts them."""
     counts = []
     for stats in engine.stats.read().values():
-        totals, batching = stats.totals, stats.totals.batching
+        totals, batching = stats.counters, stats.batching
         assert batching is not None
         own = totals.prompt_tokens_total - totals.cached_tokens_total
         own += totals.generation_tokens_total - totals.num_requests_total

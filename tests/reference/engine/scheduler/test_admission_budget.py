@@ -35,7 +35,7 @@ def test_forecasts_are_judged_and_told(make_bench: Callable) -> None:
     for number in range(6):
         bench.submit(f"b{number}", range(50_000 + number * 1000, 50_000 + number * 1000 + 60))
     bench.drain()
-    told = bench.sink.stats[-1].totals.batching
+    told = bench.sink.stats[-1].batching
     assert told.first_tokens_predicted >= 6
     assert told.first_token_error_p50_s <= told.first_token_error_p90_s < 0.02
     assert told.new_token_ratio == bench.scheduler.batcher.new_token_ratio.current

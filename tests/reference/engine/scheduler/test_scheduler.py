@@ -24,14 +24,14 @@ def test_a_refused_request_costs_nothing_else(
 ) -> None:
     bench = make_bench()
     first = bench.submit("first", range(10), 5)
-    before = (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.request_metrics.totals())
+    before = (bench.scheduler.state_digest, len(bench.scheduler.queues), bench.scheduler.request_metrics.stats())
     with pytest.raises(ConfigError) as refusal:
         bench.submit(rid, range(num_tokens), max_new)
     assert refusal.value.field == field
     assert before == (
         bench.scheduler.state_digest,
         len(bench.scheduler.queues),
-        bench.scheduler.request_metrics.totals(),
+        bench.scheduler.request_metrics.stats(),
     )
     bench.drain()
     assert first.output_ids == bench.foretold(first)
@@ -65,7 +65,7 @@ def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callab
     (result,) = bench.drain()
     assert result.num_prefill_tokens == 4
     assert bench.outputs.deltas[-1].output.num_cached_tokens == 16
-    assert bench.scheduler.request_metrics.totals().cached_tokens_total == 16
+    assert bench.scheduler.request_metrics.stats().cached_tokens_total == 16
 
 
 def test_the_same_prompt_twice_leaves_one_token_to_compute_a_page_at_least(make_bench: Callable) -> None:
@@ -121,8 +121,8 @@ def test_the_latest_arrival_gives_way_and_loses_no_token(make_bench: Callable) -
     assert sum(result.num_retracted for result in results) == late.num_retractions > 0
     assert early.num_retractions == 0
     assert (early.output_ids, late.output_ids) == (bench.foretold(early), bench.foretold(late))
-    assert bench.scheduler.request_metrics.totals().cached_tokens_total == 0  # its own pages found again are no hit
-    assert bench.scheduler.request_metrics.totals().num_retractions_total == late.num_retractions
+    assert bench.scheduler.request_metrics.stats().cached_tokens_total == 0  # its own pages found again are no hit
+    assert bench.scheduler.request_metrics.stats().num_retractions_total == late.num_retractions
     assert late.num_retractions == bench.outputs.deltas[-1].output.num_retractions
 
 
@@ -142,7 +142,7 @@ def test_an_abort_takes_everything_back(make_bench: Callable, num_steps: int) ->
     load = bench.sink.stats[-1].load
     assert (load.num_running_reqs, load.num_waiting_reqs, load.num_pending_tokens, load.num_used_tokens) == (0,) * 4
     assert bench.sink.kv_metrics[-1].request_active_slots == 0
-    assert bench.sink.stats[-1].totals.num_aborted_requests_total == 1
+    assert bench.sink.stats[-1].counters.num_aborted_requests_total == 1
     assert not bench.scheduler.abort("r")
     assert not bench.scheduler.abort("never seen")
 
@@ -252,7 +252,7 @@ def test_times_of_requests_and_of_prefill_are_in_the_reports(make_bench: Callabl
     bench.scheduler.abort("gone")
     bench.drain()
     stats = bench.sink.stats[-1]
-    latencies = stats.totals.latencies
+    latencies = stats.latencies
     assert (latencies.time_to_first_token.count, latencies.inter_token.count) == (1, 2)
     assert (latencies.queue.count, latencies.e2e.count) == (1, 2)
     assert stats.load.total_prefill_uncached_tokens == 10

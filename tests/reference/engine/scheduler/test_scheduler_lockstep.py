@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import BatchingStats, EventBatch, ParallelState, SchedulerTotals
+from scheduler_components import BatchingStats, EventBatch, ParallelState, SchedulerCounters
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -124,9 +124,9 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
     assert {batch.attn_dp_rank for rank in speakers for batch in rank.publisher.batches} <= {1}
 
 
-def counters(rank: Rank) -> SchedulerTotals:
+def counters(rank: Rank) -> SchedulerCounters:
     """All totals but times, rates and forecasts, which each rank takes by its own clock."""
-    totals = rank.scheduler.request_metrics.totals()
+    totals = rank.scheduler.request_metrics.stats()
     assert totals.batching is not None
     batching = BatchingStats(new_token_ratio=totals.batching.new_token_ratio)
     return msgspec.structs.replace(totals, latencies=None, preemptions_per_s=0.0, batching=batching)

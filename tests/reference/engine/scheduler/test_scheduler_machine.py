@@ -286,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.cache.used_tokens == 0
         load = scheduler.load.get_loads()
         assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_tokens) == (0, 0, 0)
-        totals = scheduler.request_metrics.totals()
+        totals = scheduler.request_metrics.stats()
         if self.config.min_new_token_ratio == 1.0:  # all output reserved: nobody is ever in another's way
             assert totals.num_retractions_total == self.num_put_back
         assert totals.num_requests_total == len(self.requests)

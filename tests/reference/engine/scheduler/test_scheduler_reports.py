@@ -74,7 +74,7 @@ def test_every_step_reports_and_ranks_that_do_not_report_stay_silent(make_bench:
         bench.submit("r", range(8), 6)
         assert len(bench.drain()) == 6
     assert [stats.load.num_running_reqs for stats in leader.sink.stats] == [1, 1, 1, 1, 1, 0]
-    told = [stats.totals.generation_tokens_total for stats in leader.sink.stats]
+    told = [stats.counters.generation_tokens_total for stats in leader.sink.stats]
     assert told == [1, 1, 1, 1, 1, 6], "counters are read every 32nd step, and when nothing is left to do"
     assert leader.sink.stats[-1].load.num_running_reqs == 0
     assert [metrics.request_active_slots for metrics in leader.sink.kv_metrics] == [1, 1, 0]
@@ -112,7 +112,7 @@ def test_decode_moments_and_preemptions_are_told(make_bench: Callable) -> None:
     results = bench.drain()
     assert sum(result.num_retracted for result in results) > 0
     decoded = [each.num_decode_tokens for each in results if each.num_decode_tokens and not each.num_prefill_tokens]
-    load, totals = bench.sink.stats[-1].load, bench.sink.stats[-1].totals
+    load, totals = bench.sink.stats[-1].load, bench.sink.stats[-1].counters
     moments = load.decode_moments
     assert moments.steps == len(decoded)
     assert moments.requests == moments.tokens == sum(decoded)

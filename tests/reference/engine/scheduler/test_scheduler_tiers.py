@@ -64,7 +64,7 @@ def test_each_step_reports_where_prompts_were_found(tiers: HiCacheTiers) -> None
         scheduler.submit(Request(rid, range(first, first + 41), SamplingLimits(max_new_tokens=1)))
         for _ in scheduler.drain():
             pass
-    told = sink.stats.totals.tiers
+    told = sink.stats.tiers
     assert told == tiers.stats()
     assert told is not None
     assert (told.prompt_tokens, told.device_hit_tokens + told.host_hit_tokens) == (4 * 41, 40)
@@ -78,4 +78,4 @@ def test_a_scheduler_without_tiers_tells_of_none(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(8))
     bench.drain()
-    assert bench.sink.stats[-1].totals.tiers is None
+    assert bench.sink.stats[-1].tiers is None

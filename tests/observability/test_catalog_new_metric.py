@@ -1,0 +1,76 @@
+"""A new metric needs two edits: a field and a row of the catalogue. Everything else follows from them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+ROOT = Path(__file__).parent.parent.parent
+
+FIELD = ("    evicted_tokens_total: int = 0\n", "    evicted_tokens_total: int = 0\n    num_naps_total: int = 0\n")
+BEFORE = '        counter("evicted_tokens_total",'
+ROW = (BEFORE, '        counter("naps_total", "naps", "counters.num_naps_total", "Naps."),\n' + BEFORE)
+SCRIPT = """
+import json, tempfile
+from pathlib import Path
+from prometheus_client import CollectorRegistry
+from observability import MetricsBoardCollector, PrometheusSink, render_metrics
+from observability.catalog import render_markdown
+from observability.grafana.dashboard import render_dashboard
+from observability.testing import METRICS_SINK_CHECKS
+from scheduler_components import LiveStats, LoadSnapshot, MetricsEmitter, ParallelState, SchedulerCounters
+from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
+
+class Load:
+    def get_loads(self):
+        return LoadSnapshot()
+
+counters = SchedulerCounters()
+counters.num_naps_total += 3
+with tempfile.TemporaryDirectory() as directory:
+    inside, outside = CollectorRegistry(), CollectorRegistry()
+    MetricsBoardCollector(outside, board=open_shm_metrics_board(Path(directory), 1))
+    for sink in (PrometheusSink(inside), open_shm_metrics_sink(Path(directory), ParallelState())):
+        sources = {"counters": LiveStats(counters)}
+        MetricsEmitter(parallel=ParallelState(), load=Load(), sink=sink, sources=sources).emit()
+    for registry in (inside, outside):
+        assert 'sglang:naps_total{dp_rank="0",pp_rank="0",tp_rank="0"} 3.0' in render_metrics(registry)[0].decode()
+assert "| `sglang:naps_total` | counter | naps | Naps. |" in render_markdown()
+assert "rate(sglang:naps_total{" in json.dumps(render_dashboard())
+
+class Reader:
+    def __init__(self, registry):
+        self.registry = registry
+
+    def value(self, metric, labels):
+        return self.registry.get_sample_value(f"sglang:{metric}", dict(labels))
+
+def open_sink():
+    registry = CollectorRegistry()
+    return PrometheusSink(registry), Reader(registry)
+
+for check in METRICS_SINK_CHECKS:
+    check(open_sink)
+"""
+
+
+def insert(file: Path, edit: tuple[str, str]) -> None:
+    text = file.read_text()
+    assert text.count(edit[0]) == 1
+    file.write_text(text.replace(*edit))
+
+
+def test_a_field_and_a_row_add_a_metric_to_every_export_the_dashboard_and_the_documentation(tmp_path: Path) -> None:
+    for package in ("scheduler_components", "observability"):
+        copytree(ROOT / package, tmp_path / package, ignore=ignore_patterns("__pycache__", "reference", "engines"))
+    insert(tmp_path / "scheduler_components" / "values" / "stats.py", FIELD)
+    insert(tmp_path / "observability" / "catalog.py", ROW)
+    command = [sys.executable, "-c", SCRIPT]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, check=False, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
