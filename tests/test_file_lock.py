@@ -27,7 +27,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
         lock.close()
 
 
-def test_what_the_file_holds_stays_and_belongs_to_its_owner_alone(tmp_path: Path) -> None:
+def test_the_files_content_stays_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"kept")
     lock = acquire_file_lock(path)
@@ -37,7 +37,7 @@ def test_what_the_file_holds_stays_and_belongs_to_its_owner_alone(tmp_path: Path
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
 
-def test_who_waits_gets_it_after_its_holder(tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_lock_after_its_holder(tmp_path: Path) -> None:
     path, order = tmp_path / "lock", list[str]()
     holder, waiter = acquire_file_lock(path), open_file_lock(path)
     started = threading.Event()
@@ -58,7 +58,7 @@ def test_who_waits_gets_it_after_its_holder(tmp_path: Path) -> None:
     waiter.close()
 
 
-def test_a_closed_lock_is_not_taken(tmp_path: Path) -> None:
+def test_a_closed_lock_cannot_be_acquired(tmp_path: Path) -> None:
     lock = open_file_lock(tmp_path / "lock")
     lock.close()
     assert not lock.is_open
@@ -76,7 +76,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_file_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_its_holder_removed_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes the file and lets go between a newcomer's opening and its locking: both must not hold it."""
     path = tmp_path / "lock"
     holder = acquire_file_lock(path)
@@ -95,7 +95,7 @@ def test_a_file_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_many_who_want_one_file_get_it_one_after_the_other(tmp_path: Path) -> None:
+def test_many_contenders_get_one_lock_in_turn(tmp_path: Path) -> None:
     path, holders, most = tmp_path / "lock", [0], [0]
     counting = threading.Lock()
 
@@ -124,7 +124,7 @@ def test_many_who_want_one_file_get_it_one_after_the_other(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_holder_releases_the_lock(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path

@@ -23,7 +23,7 @@ class Owner:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12 warns of what is tested here
-def test_a_child_is_told_and_its_parent_is_not() -> None:
+def test_a_child_is_notified_and_its_parent_is_not() -> None:
     notes: list[str] = []
     kept, lost = Owner(notes, "kept"), Owner(notes, "lost")
     del lost

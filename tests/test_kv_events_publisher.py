@@ -171,7 +171,7 @@ def test_no_more_blocks_are_in_use_than_there_are(page_size: int, capacity: int,
     assert metrics.kv_active_blocks * page_size >= min(used, metrics.kv_total_blocks * page_size)
 
 
-def test_a_sink_that_wants_no_kv_metrics_costs_no_look_at_the_load() -> None:
+def test_the_load_is_not_read_for_a_sink_that_wants_no_kv_metrics() -> None:
     class Unasked:
         def get_loads(self) -> LoadSnapshot:
             raise AssertionError("nobody wants it")

@@ -31,7 +31,7 @@ def opened(cache: RadixCache, sink: ListEventSink) -> SchedulerKvEventsPublisher
     return SchedulerKvEventsPublisher(parallel=ParallelState.trivial(), source=cache, sink=sink)
 
 
-def test_what_was_recorded_goes_out_before_the_reading_and_bears_its_number() -> None:
+def test_recorded_events_are_published_before_the_read() -> None:
     cache, sink = RadixCache(page_size=2, capacity_tokens=8, record=True), Numbering()
     reader = KvPoolReader(publisher=opened(cache, sink), blocks=cache)
     assert reader.read().sequence == -1
@@ -44,7 +44,7 @@ def test_what_was_recorded_goes_out_before_the_reading_and_bears_its_number() ->
     assert sink.num_idled == 2
 
 
-def test_a_reading_beside_batches_on_their_way_does_not_claim_a_number() -> None:
+def test_a_snapshot_with_pending_batches_has_no_sequence() -> None:
     cache, sink = RadixCache(page_size=2, capacity_tokens=8, record=True), Numbering()
     sink.num_pending = 1
     assert KvPoolReader(publisher=opened(cache, sink), blocks=cache).read().sequence is None

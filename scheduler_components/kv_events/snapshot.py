@@ -32,6 +32,7 @@ from scheduler_components.events import (
     WireEvent,
     block_location,
     signed_block_hash,
+    true_runs,
 )
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
 from scheduler_components.kv_events.dialects import BlockChange, BlockChanges
@@ -283,16 +284,12 @@ class _SourceRuns(Generic[T]):
             yield RunSegment(run, 0, len(run.block_hashes))
             return
         owners, places = self._owners, self.places
-        first = None
-        for index, block_hash in enumerate(run.block_hashes):
-            is_cached = owners.get(block_hash) is source and places[block_hash] == (number, index)
-            if is_cached and first is None:
-                first = index
-            elif not is_cached and first is not None:
-                yield RunSegment(run, first, index)
-                first = None
-        if first is not None:
-            yield RunSegment(run, first, len(run.block_hashes))
+        are_cached = [
+            owners.get(block_hash) is source and places[block_hash] == (number, index)
+            for index, block_hash in enumerate(run.block_hashes)
+        ]
+        for first, stop in true_runs(are_cached):
+            yield RunSegment(run, first, stop)
 
 
 _Position: TypeAlias = tuple[int, int, int]

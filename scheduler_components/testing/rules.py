@@ -354,7 +354,7 @@ _BEYOND = (
         "Dynamo ignores a stream that begins at 0 again until it passes the old number",
         "start at the wall clock in microseconds or above; keep a floor in a file if clocks may be set back",
         verified_by="tests/kv_events/test_file_sequence_floor.py: "
-        "test_every_life_starts_above_all_numbers_of_all_earlier_ones",
+        "test_every_epoch_starts_above_all_numbers_of_all_earlier_ones",
         is_error=False,
     ),
     _rule(
@@ -529,7 +529,7 @@ _BEYOND = (
         "batches are sent from a number only if epoch and digest match there; otherwise a snapshot is sent",
         "a reader of an earlier epoch continues from a state that never existed",
         "compare both before you reply",
-        verified_by="tests/kv_events/test_replay.py: test_otherwise_sync_is_base_then_window",
+        verified_by="tests/kv_events/test_replay.py: test_otherwise_sync_is_the_snapshot_and_then_the_buffer",
     ),
     _rule(
         "KVE-804",

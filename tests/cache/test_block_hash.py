@@ -27,7 +27,7 @@ def test_golden_page_hashes(vector: PageHashVector) -> None:
     assert hashes == vector.block_hashes
 
 
-def test_a_chain_goes_on_from_the_whole_digest_of_the_page_before() -> None:
+def test_a_digest_continues_from_the_whole_digest_of_the_previous_page() -> None:
     first = bytes.fromhex("cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72")
     assert page_digests(pack_tokens([1, 2, 3, 4]), 4, b"") == first
 
@@ -47,7 +47,7 @@ def test_hashes_are_the_chain_written_slowly(token_ids: list[int], page_size: in
 
 @settings(deadline=None)
 @given(token_ids=TOKEN_IDS)
-def test_packing_is_little_endian_and_comes_back(token_ids: list[int]) -> None:
+def test_tokens_are_packed_little_endian_and_unpacked(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert packed == b"".join(token.to_bytes(4, "little") for token in token_ids)
     assert unpack_tokens(packed) == tuple(token_ids)
@@ -56,7 +56,7 @@ def test_packing_is_little_endian_and_comes_back(token_ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("bad", [array("q", [1, -1]), array("q", [1, 2**32]), [1, -1], [2**70], array("d", [1.0])])
-def test_what_is_no_token_id_is_refused_in_any_form(bad: Sequence[int]) -> None:
+def test_an_invalid_token_id_is_refused_in_every_container(bad: Sequence[int]) -> None:
     with pytest.raises(ConfigError, match="token_ids"):
         pack_tokens(bad)
 
@@ -77,7 +77,7 @@ def test_every_kind_of_sequence_packs_alike(token_ids: list[int]) -> None:
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**64, 1.0, None, "7"])
 @given(before=st.lists(st.integers(0, 9), max_size=3), after=st.lists(st.integers(0, 9), max_size=3))
 @settings(deadline=None, max_examples=20)
-def test_what_is_no_token_id_is_named(bad: object, before: list[int], after: list[int]) -> None:
+def test_the_first_invalid_token_id_is_named(bad: object, before: list[int], after: list[int]) -> None:
     with pytest.raises(ConfigError) as caught:
         pack_tokens([*before, bad, *after])  # type: ignore[list-item]
     assert (caught.value.field, caught.value.value) == ("token_ids", bad)
@@ -125,6 +125,6 @@ def test_seeds_are_equal_only_for_equal_identities(left: dict[str, object], righ
 
 
 @pytest.mark.parametrize("namespace", [PrefixNamespace(lora_id=2**64), PrefixNamespace(cache_salt="\ud800")])
-def test_what_cannot_be_encoded_is_refused(namespace: PrefixNamespace) -> None:
+def test_a_namespace_that_cannot_be_encoded_is_refused(namespace: PrefixNamespace) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         namespace.seed()

@@ -42,7 +42,7 @@ class BlockTableMachine(RecorderMachine):
         assert (counters.duplicate_stores, counters.unknown_removals) == (0, 0)
 
     @invariant()
-    def it_knows_what_it_told(self) -> None:
+    def its_hashes_are_those_of_its_events(self) -> None:
         held = {(place[1], each) for (place, each), count in self.table.copies.items() if count}
         told = {(place[1], each) for place in self.places for each in self.table.reachable_hashes(place)}
         assert self.own.num_blocks == len(held)
@@ -83,7 +83,7 @@ def test_blocks_of_one_chain_become_one_event_over_several_calls() -> None:
     assert removed == BlockRemoved((9, 3, 2))
 
 
-def test_a_very_long_run_takes_several_events() -> None:
+def test_a_very_long_run_becomes_several_events() -> None:
     recorder, many = BlockTableRecorder(1), MAX_EVENT_TOKENS + 1
     recorder.store(range(1, many + 1), [5] * many)
     first, second = (stored(event) for event in recorder.take_events())
@@ -92,7 +92,7 @@ def test_a_very_long_run_takes_several_events() -> None:
     assert [len(event.block_hashes) for event in recorder.take_events()] == [many - 1, 1]  # type: ignore[attr-defined]
 
 
-def test_orphans_are_counted_and_told_with_their_parent() -> None:
+def test_orphans_are_counted_and_published_with_their_parent() -> None:
     recorder = BlockTableRecorder(1)
     recorder.store((2,), (12,), 1)
     assert (recorder.num_orphans, recorder.num_unreachable_blocks, recorder.take_events()) == (1, 1, ())
@@ -114,7 +114,7 @@ def test_a_copy_with_another_content_is_counted_and_changes_nothing() -> None:
     assert recorder.take_events() == (BlockRemoved((1,)),)
 
 
-def test_blocks_that_are_their_own_ancestors_are_never_told() -> None:
+def test_blocks_that_are_their_own_ancestors_are_never_published() -> None:
     recorder = BlockTableRecorder(1)
     recorder.store((1,), (11,), 2)
     recorder.store((2,), (12,), 1)
@@ -134,7 +134,7 @@ def test_the_device_has_two_names() -> None:
     assert [event.medium for event in recorder.take_events()] == [None, None]  # type: ignore[attr-defined]
 
 
-def test_a_block_that_leaves_one_of_two_media_takes_nobody_along() -> None:
+def test_a_block_that_leaves_one_of_two_media_keeps_its_descendants() -> None:
     recorder = BlockTableRecorder(1)
     recorder.store((1, 2), (11, 12))
     recorder.store((1,), (11,), medium="CPU")
@@ -143,7 +143,7 @@ def test_a_block_that_leaves_one_of_two_media_takes_nobody_along() -> None:
     assert recorder.take_events() == (BlockRemoved((2, 1)), BlockStored((2,), 1, (12,), 1, None))
 
 
-def test_the_identity_of_a_prefix_splits_events_and_stands_in_them() -> None:
+def test_events_are_split_by_namespace_and_carry_it() -> None:
     recorder = BlockTableRecorder(1)
     tenant = PrefixNamespace(lora_id=1, lora_name="a", cache_salt="s", extra_key="v", session_id="x")
     recorder.store((1, 2), (11, 12), namespace=tenant, extra_keys=[None, ["image", 3]])
@@ -154,7 +154,7 @@ def test_the_identity_of_a_prefix_splits_events_and_stands_in_them() -> None:
     assert (plain.block_hashes, plain.extra_keys, plain.cache_salt) == ((3,), None, None)
 
 
-def test_events_that_nobody_takes_collapse_into_the_table() -> None:
+def test_events_that_are_not_taken_collapse_into_the_table() -> None:
     recorder, ledger = BlockTableRecorder(1, max_pending_blocks=4), EventLedger()
     recorder.store((1, 2, 3), (11, 12, 13))
     recorder.store((5, 6), (15, 16), 1)
@@ -169,7 +169,7 @@ def test_events_that_nobody_takes_collapse_into_the_table() -> None:
     assert recorder.take_events() == (BlockRemoved((6,)),)
 
 
-def test_a_collapse_comes_after_as_many_blocks_as_are_allowed_and_is_counted_each_time() -> None:
+def test_a_collapse_happens_above_the_maximum_of_blocks_and_is_counted() -> None:
     recorder = BlockTableRecorder(1, max_pending_blocks=2)
     for told in range(1, 3):
         first = 10 * told
@@ -181,7 +181,7 @@ def test_a_collapse_comes_after_as_many_blocks_as_are_allowed_and_is_counted_eac
         assert recorder.num_collapses == told
 
 
-def test_nothing_more_is_kept_of_events_that_have_collapsed() -> None:
+def test_a_collapsed_backlog_does_not_grow() -> None:
     recorder = BlockTableRecorder(1, max_pending_blocks=2)
     recorder.store((1, 2, 3), (1, 1, 1))
     tracemalloc.start()
@@ -218,7 +218,7 @@ def test_a_hash_is_folded_to_its_low_64_bits_as_readers_fold_it(given: int | byt
         ("extra_keys", {"block_hashes": [1], "token_ids": [1], "extra_keys": []}),
     ],
 )
-def test_what_cannot_be_told_is_refused_whole(field: str, call: dict[str, Any]) -> None:
+def test_an_invalid_store_is_refused_without_effect(field: str, call: dict[str, Any]) -> None:
     recorder = BlockTableRecorder(1)
     with pytest.raises(ConfigError) as refused:
         recorder.store(**call)
@@ -239,7 +239,7 @@ def num_objects_of(module: str) -> int:
 
 
 @pytest.mark.parametrize("medium", [None, "CPU"])
-def test_nothing_is_kept_of_a_parent_that_never_came(medium: str | None) -> None:
+def test_no_entry_remains_of_a_parent_that_was_never_stored(medium: str | None) -> None:
     """An orphan leaves a mark for its parent; when the last orphan goes, so does the mark: a table runs for months."""
     recorder, module = BlockTableRecorder(1), BlockTableRecorder.__module__
     before = num_objects_of(module)

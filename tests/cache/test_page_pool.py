@@ -118,7 +118,7 @@ TestPagePoolMachine = PagePoolMachine.TestCase
 TestPagePoolMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-def test_pages_come_in_a_fixed_order() -> None:
+def test_pages_are_allocated_in_a_fixed_order() -> None:
     pool = PagePool(6)
     assert list(pool.allocate(4)) == [0, 1, 2, 3]
     pool.free([1, 3])
@@ -128,7 +128,7 @@ def test_pages_come_in_a_fixed_order() -> None:
     assert list(pool.allocate(4)) == [3, 0, 4, 5]
 
 
-def test_what_begins_and_ends_like_a_run_need_not_be_one() -> None:
+def test_equal_ends_do_not_make_a_run() -> None:
     pool = PagePool(16)
     pool.allocate(16)
     pool.move_to_cache([0, 9, 2, 3])
@@ -190,7 +190,7 @@ def test_bytes_are_numbers_of_pages_like_any_sequence() -> None:
 
 
 @pytest.mark.parametrize("page", [-1, 4, 2**32, 2**80])
-def test_what_is_no_page_is_named(page: int) -> None:
+def test_an_invalid_page_is_named(page: int) -> None:
     pool = PagePool(4)
     held = pool.allocate(2)
     for call in (pool.free, pool.move_to_cache, pool.free_cached, pool.check_held, pool.as_array):

@@ -25,7 +25,7 @@ MADE: list[RadixCache] = []
 
 
 @pytest.fixture(autouse=True)
-def _every_cache_is_whole_in_the_end() -> Iterator[None]:
+def _check_every_cache_at_the_end() -> Iterator[None]:
     MADE.clear()
     yield
     for cache in MADE:
@@ -161,7 +161,7 @@ def test_events_carry_the_namespace() -> None:
     )
 
 
-def test_a_split_tells_nothing() -> None:
+def test_a_split_records_no_event() -> None:
     cache = make_cache()
     store(cache, [1, 1, 2, 2, 3, 3])
     (whole,) = cache.take_events()
@@ -300,7 +300,7 @@ DAMAGES: dict[str, tuple[Callable[[RadixCache, RadixNode], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_tree_is_told(name: str) -> None:
+def test_a_damaged_tree_is_reported(name: str) -> None:
     damage, message = DAMAGES[name]
     cache = RadixCache(page_size=2, capacity_tokens=16, record=True)
     damage(cache, store(cache, [1, 1, 2, 2]).node)
@@ -315,7 +315,7 @@ prompts = st.lists(
 
 @settings(deadline=None)
 @given(page_size=st.integers(1, 3), prompts=prompts, num_evicted=st.integers(0, 6))
-def test_hashes_asked_for_late_are_those_computed_at_once(
+def test_hashes_computed_later_equal_those_kept(
     page_size: int, prompts: list[tuple[list[int], str | None]], num_evicted: int
 ) -> None:
     early, late = (RadixCache(page_size=page_size, capacity_tokens=200, record=record) for record in (True, False))

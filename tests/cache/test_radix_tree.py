@@ -31,7 +31,7 @@ def test_a_path_is_evicted_from_its_end() -> None:
     assert order.num_pages == 0
 
 
-def test_a_parent_before_its_child_is_told() -> None:
+def test_a_parent_before_its_child_is_reported() -> None:
     parent, child = parent_and_child()
     order = LruList()
     order.touch([parent])
@@ -40,7 +40,7 @@ def test_a_parent_before_its_child_is_told() -> None:
         order.check([parent, child])
 
 
-def test_a_missing_node_is_told() -> None:
+def test_a_missing_node_is_reported() -> None:
     parent, child = parent_and_child()
     order = LruList()
     order.touch([child])
@@ -48,7 +48,7 @@ def test_a_missing_node_is_told() -> None:
         order.check([parent, child])
 
 
-def test_a_wrong_count_of_pages_is_told() -> None:
+def test_a_wrong_count_of_pages_is_reported() -> None:
     parent, child = parent_and_child()
     order = LruList()
     order.touch([child])
@@ -73,7 +73,7 @@ def test_locks_are_counted_along_the_path() -> None:
     order.check([parent, child])
 
 
-def test_a_parent_with_fewer_locks_than_its_children_is_told() -> None:
+def test_a_parent_with_fewer_locks_than_its_children_is_reported() -> None:
     parent, child = parent_and_child()
     order = LruList()
     order.touch([child, parent])

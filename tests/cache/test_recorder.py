@@ -57,7 +57,7 @@ def test_removals_from_two_media_are_two_events() -> None:
     assert events[3] == BlockRemoved(block_hashes=hashes)
 
 
-def test_a_clear_makes_what_was_before_it_moot() -> None:
+def test_a_clear_drops_the_events_before_it() -> None:
     tree, node = tree_with([1])
     recorder = EventRecorder(tree, max_pending_blocks=100)
     recorder.record_removed(node)
@@ -68,7 +68,7 @@ def test_a_clear_makes_what_was_before_it_moot() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 7])
-def test_a_very_long_run_takes_several_events(page_size: int) -> None:
+def test_a_very_long_run_becomes_several_events(page_size: int) -> None:
     num_pages = 2 * (MAX_EVENT_TOKENS // page_size) + 1
     tokens = [token % 1000 for token in range(num_pages * page_size)]
     tree, node = tree_with(tokens, page_size)
@@ -89,7 +89,7 @@ def test_a_very_long_run_takes_several_events(page_size: int) -> None:
     assert replay((*stored, *recorder.take_events())) == set()
 
 
-def test_a_page_longer_than_the_limit_still_goes_out_whole() -> None:
+def test_a_page_longer_than_the_limit_is_one_event() -> None:
     page_size = MAX_EVENT_TOKENS + 1
     tree, node = tree_with([5] * page_size, page_size)
     recorder = EventRecorder(tree, max_pending_blocks=1)
@@ -100,7 +100,7 @@ def test_a_page_longer_than_the_limit_still_goes_out_whole() -> None:
 
 
 @pytest.mark.parametrize("end", ["content", "nothing", "clear"])
-def test_events_that_nobody_takes_collapse_into_the_present_content(end: str) -> None:
+def test_events_that_are_not_taken_collapse_into_the_present_content(end: str) -> None:
     cache = RadixCache(page_size=1, capacity_tokens=4, record=True)
     for token in range(50):
         cache.insert([token, token], cache.allocate(2))
@@ -119,7 +119,7 @@ def test_events_that_nobody_takes_collapse_into_the_present_content(end: str) ->
     assert cache.num_event_collapses == 1
 
 
-def test_nothing_more_is_kept_of_events_that_have_collapsed() -> None:
+def test_a_collapsed_backlog_does_not_grow() -> None:
     tree, node = tree_with([5, 6, 7], 1)
     recorder = EventRecorder(tree, max_pending_blocks=2)
     for collapses in (1, 2):
@@ -137,7 +137,7 @@ def test_nothing_more_is_kept_of_events_that_have_collapsed() -> None:
         assert recorder.num_collapses == collapses
 
 
-def test_one_turnover_of_the_whole_pool_in_one_step_is_told_as_it_was() -> None:
+def test_one_turnover_of_the_whole_pool_in_one_step_does_not_collapse() -> None:
     cache = RadixCache(page_size=1, capacity_tokens=4, record=True)
     cache.insert([1, 2, 3, 4], cache.allocate(4))
     cache.take_events()

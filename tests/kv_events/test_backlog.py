@@ -28,7 +28,7 @@ CALLS = st.tuples(GAPS_S, COSTS, st.booleans(), st.booleans(), st.integers(0, 10
 
 @settings(max_examples=300)
 @given(st.integers(1, 2 * MAX_WAITING), st.lists(CALLS, max_size=60))
-def test_what_waits_is_bounded_in_number_cost_and_age(
+def test_waiting_batches_are_bounded_in_number_cost_and_age(
     max_queue_size: int, calls: list[tuple[float, float, bool, bool, int]]
 ) -> None:
     """A call: time since the last one, cost, is the thread prompt, does it have the sockets, how many it has sent."""
@@ -56,7 +56,7 @@ def test_what_waits_is_bounded_in_number_cost_and_age(
 
 
 @given(st.integers(1, 20), st.integers(0, 7))
-def test_what_was_not_noted_is_too_old_to_wait(num_noted: int, num_unknown: int) -> None:
+def test_an_unrecorded_batch_is_too_old_to_wait(num_noted: int, num_unknown: int) -> None:
     """Batches that wait for ``idle()`` are not told of; nobody knows how old they are."""
     backlog = Backlog()
     for number in range(num_noted):
@@ -106,12 +106,12 @@ def test_a_batch_costs_by_its_events_and_their_tokens(dearer: Any, cheaper: Any)
 
 
 @pytest.mark.parametrize("junk", [None, object(), EventBatch(1.0, None), EventBatch(1.0, 5)])  # type: ignore[arg-type]
-def test_what_is_no_batch_is_sent_at_once_to_be_refused(junk: Any) -> None:
+def test_an_object_that_is_no_batch_is_sent_immediately(junk: Any) -> None:
     assert batch_cost(junk) >= MAX_WAITING_COST
 
 
 @given(st.floats(0.0001, 0.01), st.floats(0.0, 0.02), st.sampled_from([17.0, 90.0, 1_000.0]))
-def test_the_thread_looks_again_before_a_batch_is_too_old_and_lets_the_scheduler_have_the_gil(
+def test_the_thread_polls_before_a_batch_is_too_old_and_pauses_for_the_scheduler(
     gap_s: float, since_s: float, cost: float
 ) -> None:
     backlog = Backlog()

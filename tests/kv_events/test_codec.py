@@ -45,7 +45,7 @@ def test_every_dialect_has_vectors() -> None:
 
 @settings(deadline=None)
 @given(dialect=st.sampled_from(DIALECTS), events=any_events(), rank=st.integers(0, 64))
-def test_what_is_written_is_read_back(dialect: str, events: tuple[KVCacheEvent, ...], rank: int) -> None:
+def test_encoded_events_are_decoded_unchanged(dialect: str, events: tuple[KVCacheEvent, ...], rank: int) -> None:
     decoded = BatchDecoder().decode(BatchEncoder(dialect).encode(KVEventBatch(2.25, events), rank))
     assert (decoded.ts, decoded.events, decoded.attn_dp_rank, decoded.errors) == (2.25, events, rank, ())
 
@@ -69,7 +69,7 @@ def block_by_block(events: tuple[KVCacheEvent, ...]) -> list[object]:
 @given(any_events())
 @example((BlockRemoved((1, 2)),))
 @example((BlockRemoved((1,)), BlockRemoved((2,))))
-def test_what_is_too_large_is_cut_in_two_that_say_the_same(events: tuple[KVCacheEvent, ...]) -> None:
+def test_a_too_large_batch_is_split_without_a_change_of_meaning(events: tuple[KVCacheEvent, ...]) -> None:
     parts = split_events(events) if events else None
     if parts is None:
         assert len(events) < 2
@@ -211,7 +211,7 @@ def test_no_payload_fills_the_errors_of_its_batch(later: list[object]) -> None:
     assert (decoded.ts, decoded.attn_dp_rank, decoded.errors) == (1.0, 0, ())
 
 
-def test_sglangs_event_with_metadata_is_taken() -> None:
+def test_sglangs_event_with_metadata_is_decoded() -> None:
     metadata = {"cache_salt": "tenant", "later": 1}
     decoded = decode([1.0, [["BlockStoredWithMetadata", [5], None, [1], 1, None, "GPU", metadata]], 0])
     assert decoded.events == (BlockStored((5,), None, (1,), 1, None, medium="GPU", cache_salt="tenant"),)
@@ -239,13 +239,13 @@ def test_sglangs_event_with_metadata_may_have_none(rest: list[object]) -> None:
         (["BlockRemoved", [b""]], "a block hash is an integer or bytes, not bytes"),
     ],
 )
-def test_a_bad_event_is_reported_by_what_is_wrong_with_it(event: object, reason: str) -> None:
+def test_the_error_of_a_bad_event_names_the_problem(event: object, reason: str) -> None:
     (error,) = decode([1.0, [event], 0]).errors
     assert error.reason == reason
 
 
 @pytest.mark.parametrize("payload", [[1.0, [["BlockMoved"]] * 1_001, 0], [float("nan"), [], 0], [1.0]])
-def test_a_bad_batch_says_what_is_wrong_with_it(payload: list[object]) -> None:
+def test_the_error_of_a_bad_batch_names_the_problem(payload: list[object]) -> None:
     named = "more than 1000 bad events, such as: unknown event" if len(payload) == 3 and payload[1] else "batch"
     with pytest.raises(DecodeError, match=named):
         decode(payload)
@@ -265,7 +265,7 @@ def test_a_payload_of_the_largest_size_is_read_and_no_larger_one() -> None:
 
 
 @pytest.mark.parametrize("ts", ["soon", None, 2**63, -(2**63), 10**400, float("inf"), float("nan")], ids=str)
-def test_what_is_left_of_a_batch_with_an_odd_time_has_a_time_that_readers_take(ts: Any) -> None:
+def test_the_rest_of_a_batch_with_an_invalid_time_gets_a_valid_one(ts: Any) -> None:
     event = BlockStored((5,), None, (1,), 1, None)
     payload, _, _ = BatchEncoder().encode_valid(KVEventBatch(ts, (event,)), 0)
     assert payload is not None
@@ -406,7 +406,7 @@ def test_tokens_that_are_not_read_are_counted(count: int, *, as_map: bool) -> No
 
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
 @pytest.mark.parametrize("count", [1, 15, 16, 255, 256, 0x0203, 65_535, 65_536, 0x0102_03])
-def test_an_honest_batch_is_read_at_once_whatever_its_tokens_are_counted_by(count: int, *, as_map: bool) -> None:
+def test_a_valid_batch_is_decoded_in_one_typed_decode(count: int, *, as_map: bool) -> None:
     reader = BatchDecoder(decode_tokens=False)
     assert reader.decode_typed(stored_with([7] * count, as_map=as_map, count=count)) is not None
     assert reader.decode_typed(stored_with([7] * count, as_map=as_map, count=count - 1)) is None
@@ -414,7 +414,7 @@ def test_an_honest_batch_is_read_at_once_whatever_its_tokens_are_counted_by(coun
 
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
 @pytest.mark.parametrize("tokens", [[-1], [2**32], ["x"], [None], [0.5]], ids=str)
-def test_tokens_that_are_not_read_may_be_anything(tokens: list[object], *, as_map: bool) -> None:
+def test_tokens_that_are_not_decoded_may_be_invalid(tokens: list[object], *, as_map: bool) -> None:
     """Who does not need them takes the blocks; who reads them drops the event."""
     payload = stored_with(tokens, as_map=as_map)
     assert len(BatchDecoder().decode(payload).errors) == 1

@@ -121,7 +121,7 @@ def test_a_bad_setting_is_named_with_its_hint(given_settings: dict[str, Any], fi
 
 
 @pytest.mark.parametrize("text", ["", "zmq", "{", "{'publisher': 'zmq'}", "[]", "null", "1", '"zmq"', "NaN"])
-def test_what_is_not_a_json_object_is_refused(text: str) -> None:
+def test_text_that_is_no_json_object_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="JSON") as refused:
         KVEventsConfig.from_cli(text)
     assert refused.value.field == "kv_events_config"

@@ -114,7 +114,7 @@ def replayed(payloads: Payloads, encoder: BatchEncoder, *, kept: int) -> Payload
     history=[(AllBlocksCleared(), BlockStored((5,), None, (7,), 1, None, extra_keys=(("a",),))), ()], dialect="map"
 )
 @given(history=ODD_HISTORIES, dialect=st.sampled_from(DIALECTS))
-def test_a_late_reader_sees_what_a_live_one_saw(history: list[tuple[KVCacheEvent, ...]], dialect: str) -> None:
+def test_a_late_reader_has_the_view_of_a_live_one(history: list[tuple[KVCacheEvent, ...]], dialect: str) -> None:
     encoder = BatchEncoder(dialect)
     sent = [payload for events in history if (payload := written(encoder, events)) is not None]
     assert view_of(replayed(sent, encoder, kept=1)) == view_of(sent)
@@ -124,9 +124,7 @@ def test_a_late_reader_sees_what_a_live_one_saw(history: list[tuple[KVCacheEvent
 @example(history=[(BlockStored((5, 2**64 - 1), None, (7, 7), 1, None),), (BlockRemoved((-1,)),)], dialect="array")
 @example(history=[(SEVEN_TIMES,), (BlockRemoved((5.0,)),)], dialect="array")  # type: ignore[arg-type]
 @given(history=ODD_HISTORIES, dialect=st.sampled_from(DIALECTS))
-def test_a_collapsed_queue_says_what_the_queue_would_have(
-    history: list[tuple[KVCacheEvent, ...]], dialect: str
-) -> None:
+def test_a_collapsed_queue_has_the_effect_of_the_queue(history: list[tuple[KVCacheEvent, ...]], dialect: str) -> None:
     encoder = BatchEncoder(dialect)
     sent = [payload for events in history if (payload := written(encoder, events)) is not None]
     merged = merge_batches([KVEventBatch(1.0, events) for events in history])
@@ -241,7 +239,7 @@ def stream_after(batches: list[KVEventBatch], *, kept: int) -> EventStream:
 
 @settings(deadline=None, max_examples=25)
 @given(num_batches=st.integers(4, 24), blocks=st.integers(50, 1500), max_chunks=st.integers(1, 24), hole=st.booleans())
-def test_chunks_are_bounded_and_whole_or_there_is_none(
+def test_chunks_are_bounded_and_complete_or_there_is_none(
     num_batches: int, blocks: int, max_chunks: int, *, hole: bool
 ) -> None:
     encoder, decoder = BatchEncoder(), BatchDecoder()
@@ -262,7 +260,7 @@ def test_chunks_are_bounded_and_whole_or_there_is_none(
         assert stream.num_snapshot_bytes > max_chunks * 1024 * 1024
 
 
-def test_the_bytes_of_the_base_are_those_of_payloads_of_which_a_block_stands() -> None:
+def test_the_bytes_of_the_snapshot_are_those_of_payloads_with_a_cached_block() -> None:
     stream = stream_after([], kept=1)
     encoder = BatchEncoder()
     payloads = [

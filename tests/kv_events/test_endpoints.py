@@ -183,7 +183,7 @@ def test_bad_endpoints_are_refused(text: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 5557, b"tcp://*:5557"])
-def test_what_is_not_a_text_is_refused(value: object) -> None:
+def test_a_value_that_is_no_string_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="is not a string"):
         Endpoint.parse(value)  # type: ignore[arg-type]
 
@@ -302,7 +302,7 @@ def test_hosts_and_ports_are_checked_when_they_are_replaced() -> None:
         ("inproc://kv", None, True),
     ],
 )
-def test_who_binds(text: str, bind: bool | None, binds: bool) -> None:
+def test_the_default_of_bind_follows_the_host(text: str, bind: bool | None, binds: bool) -> None:
     assert Endpoint.parse(text).resolve_bind(bind) is binds
 
 
@@ -315,7 +315,7 @@ def test_who_binds(text: str, bind: bool | None, binds: bool) -> None:
         ("tcp://10.0.0.7:0", False, "port 0"),
     ],
 )
-def test_nobody_can_be_dialled_at_a_wildcard_or_at_port_0(text: str, bind: bool | None, problem: str) -> None:
+def test_a_wildcard_or_port_0_cannot_be_dialled(text: str, bind: bool | None, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Endpoint.parse(text).resolve_bind(bind)
 
@@ -348,7 +348,7 @@ def fits(bases: list[Endpoint], stream_count: int) -> bool:
 @settings(deadline=None)
 @given(colliding_endpoints(), st.none() | colliding_endpoints(), st.none() | colliding_endpoints(), st.integers(1, 6))
 @example(Endpoint.parse("ipc:///tmp/kv"), Endpoint.parse("ipc:///tmp/kv_dp1"), None, 2)
-def test_a_plan_stands_exactly_when_all_its_endpoints_differ(
+def test_a_plan_is_valid_exactly_if_all_its_endpoints_differ(
     events: Endpoint, replay: Endpoint | None, load: Endpoint | None, stream_count: int
 ) -> None:
     given_bases = [base for base in (events, replay, load) if base is not None]

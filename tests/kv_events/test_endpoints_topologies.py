@@ -90,7 +90,7 @@ def test_all_ranks_of_a_cache_agree_on_its_stream_and_one_of_them_reports(
 
 @settings(deadline=None)
 @given(engines())
-def test_metric_labels_tell_all_reporting_ranks_apart(engine: list[EngineRank]) -> None:
+def test_metric_labels_differ_for_all_reporting_ranks(engine: list[EngineRank]) -> None:
     labels = [state.metric_labels for _, state in engine if state.reports_metrics]
     assert len(labels) == len(set(labels))
 

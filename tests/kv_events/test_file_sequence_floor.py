@@ -29,7 +29,7 @@ LIVES = st.lists(
 @given(lives=LIVES)
 @example(lives=[(0, [40] * 5, False), (-(10**15), [1], False), (0, [1], True)])
 @example(lives=[(0, [], False), (-1, [], True), (-2, [1], True)])
-def test_every_life_starts_above_all_numbers_of_all_earlier_ones(lives: list[tuple[int, list[int], bool]]) -> None:
+def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(lives: list[tuple[int, list[int], bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
         patched.setattr(file_sequence_floor, "_RESERVED", 100)  # less than a life may send
         path = Path(directory) / "floor"
@@ -58,7 +58,7 @@ def test_without_a_file_the_clock_is_all_there_is() -> None:
     assert (floor.first, open_sequence_floor(None, wanted=3).first) == (7, 3)
 
 
-def test_a_clean_close_gives_back_what_was_not_used(tmp_path: Path) -> None:
+def test_a_clean_close_returns_unused_numbers(tmp_path: Path) -> None:
     floor = open_sequence_floor(tmp_path / "floor", wanted=1_000)
     floor.close(1_005)
     floor.close(2_000)

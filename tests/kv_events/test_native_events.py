@@ -132,7 +132,7 @@ def test_the_payload_is_that_of_the_engines_own_publisher(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_reader_takes_all_of_it(batch: Any) -> None:
+def test_a_reader_decodes_all_fields(batch: Any) -> None:
     decoded = BatchDecoder().decode(BatchEncoder("native").encode(batch, 3))
     assert decoded.errors == ()
     assert len(decoded.events) == len(batch.events)
@@ -238,17 +238,17 @@ class LeastStored(msgspec.Struct, tag="BlockStored"):
     ],
     ids=range(4),
 )
-def test_what_some_engines_leave_out_is_not_missed(event: Any) -> None:
+def test_fields_that_some_engines_omit_may_be_missing(event: Any) -> None:
     payload = BatchEncoder("native").encode(VllmBatch(1.0, [event]), 0)
     assert BatchDecoder().decode(payload).events == (BlockStored((1,), None, (7,), 1, None),)
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_an_object_that_is_no_batch_is_refused() -> None:
     with pytest.raises(AttributeError):
         BatchEncoder("native").encode(Unknown([1]), 0)  # type: ignore[arg-type]
 
 
-def test_events_of_this_kit_go_among_them_as_maps() -> None:
+def test_events_of_this_kit_are_encoded_as_maps_among_them() -> None:
     """The publisher's own clear, and what an engine composed with this kit's caches publishes."""
     payload = BatchEncoder("native").encode(
         KVEventBatch(1.0, (AllBlocksCleared(), BlockStored((1,), None, (7,), 1, None))), 0
@@ -336,7 +336,7 @@ PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 @example(history=[[VllmStored([5], None, [7], 1, None, "GPU", None), VllmRemoved([5], "CPU"), AllBlocksCleared()]])
 @example(history=[[VllmRemoved([5], "GPU"), VllmRemoved([6], "GPU", 1), VllmRemoved([7], "GPU", 1, "REMOTE")]])
 @given(history=NATIVE_HISTORIES)
-def test_what_is_told_of_an_engines_events_is_what_their_payload_says(
+def test_the_changes_of_an_engines_events_equal_those_of_their_payload(
     joined: Callable[[BlockChanges], object], history: list[list[Any]]
 ) -> None:
     encoder = BatchEncoder("native")
@@ -358,7 +358,7 @@ def test_of_plain_events_of_an_engine_no_payload_is_read() -> None:
 @example(history=[[ArrayStored([5, DIGEST], None, [7, 7], 1, None)], [VllmRemoved([5], None)], []])
 @example(history=[[PAIR], [VllmRemoved([5], "GPU", None, "REMOTE")], []])  # another worker's copy went
 @given(history=NATIVE_HISTORIES)
-def test_a_late_reader_sees_what_a_live_one_saw(history: list[list[Any]]) -> None:
+def test_a_late_reader_has_the_view_of_a_live_one(history: list[list[Any]]) -> None:
     sent = sent_of(history)
     assert view_of(replayed(sent)) == view_of(sent)
 
@@ -366,7 +366,7 @@ def test_a_late_reader_sees_what_a_live_one_saw(history: list[list[Any]]) -> Non
 @settings(deadline=None, max_examples=300)
 @example(history=[[PAIR], [VllmRemoved([WIDE], "GPU")]])
 @given(history=NATIVE_HISTORIES)
-def test_a_collapsed_queue_says_what_the_queue_would_have(history: list[list[Any]]) -> None:
+def test_a_collapsed_queue_has_the_effect_of_the_queue(history: list[list[Any]]) -> None:
     merged = merge_batches([VllmBatch(1.0, events, 3) for events in history])  # type: ignore[misc]
     payloads = [] if merged is None else [BatchEncoder("native").encode(merged, 0)]
     assert merged is None or merged.attn_dp_rank == 3
@@ -375,7 +375,7 @@ def test_a_collapsed_queue_says_what_the_queue_would_have(history: list[list[Any
 
 @pytest.mark.parametrize("as_raw", [False, True])
 @pytest.mark.parametrize(("sent", "read"), [(1, 1), (WIDE, -3), (DIGEST, -3)], ids=["signed", "unsigned", "bytes"])
-def test_an_engines_parent_that_was_stored_again_stands_before_its_child(sent: Any, read: int, as_raw: bool) -> None:
+def test_an_engines_parent_that_was_stored_again_precedes_its_child(sent: Any, read: int, as_raw: bool) -> None:
     def told(event: Any) -> Any:
         return msgspec.Raw(msgspec.msgpack.encode(event)) if as_raw else event
 
@@ -410,11 +410,11 @@ LATER = LaterStored(
 )  # fmt: skip
 
 
-def test_a_whole_run_goes_out_again_as_it_came() -> None:
+def test_a_whole_run_keeps_its_bytes() -> None:
     assert base_of([LATER]) == [msgspec.msgpack.decode(msgspec.msgpack.encode(LATER))]
 
 
-def test_a_part_of_a_run_keeps_the_fields_that_nobody_knows() -> None:
+def test_a_part_of_a_run_keeps_unknown_fields() -> None:
     whole = msgspec.msgpack.decode(msgspec.msgpack.encode(LATER))
     first, last = base_of([LATER], [VllmRemoved([-3], None, 0)])
     assert first == whole | {

@@ -73,7 +73,7 @@ def test_a_publisher_written_for_the_seed_gets_the_seeds_arguments(factory: type
     assert publisher.given == (3, "tcp://*:5557", "tcp://*:5567", 10_000, 5, 100_000, "kv")
 
 
-def test_options_go_to_the_publisher_that_takes_them(factory: type[EventPublisherFactory]) -> None:
+def test_options_are_passed_to_the_publisher_that_accepts_them(factory: type[EventPublisherFactory]) -> None:
     factory.register_publisher("broker", BrokerPublisher)
     publisher = factory.create('{"publisher": "broker", "options": {"brokers": ["a", "b"]}}')
     assert isinstance(publisher, BrokerPublisher)
@@ -92,7 +92,7 @@ def test_options_that_do_not_fit_are_refused_before_the_call(
         assert refused.value.field == "options"
 
 
-def test_a_type_error_inside_a_publisher_is_not_taken_for_a_bad_option(factory: type[EventPublisherFactory]) -> None:
+def test_a_type_error_inside_a_publisher_is_not_reported_as_a_bad_option(factory: type[EventPublisherFactory]) -> None:
     def broken(**_: Any) -> EventPublisher:
         raise TypeError("inside")
 
@@ -110,7 +110,7 @@ def test_a_name_is_registered_once(factory: type[EventPublisherFactory], name: s
         factory.register_publisher(name, SeedStylePublisher)
 
 
-def test_what_one_registry_learns_no_other_knows(factory: type[EventPublisherFactory]) -> None:
+def test_a_name_is_registered_in_one_registry_only(factory: type[EventPublisherFactory]) -> None:
     factory.register_publisher("mine", SeedStylePublisher)
     with pytest.raises(ConfigError, match="not a known publisher"):
         EventPublisherFactory.create('{"publisher": "mine"}')
@@ -255,7 +255,7 @@ def test_zmq_is_the_kits_publisher_with_all_its_settings() -> None:
         publisher.shutdown()
 
 
-def test_looking_publishers_up_loads_no_zmq() -> None:
+def test_finding_a_publisher_does_not_import_zmq() -> None:
     code = (
         "import sys; from scheduler_components.kv_events.registry import open_event_publisher;"
         "from scheduler_components.parallel_state import ParallelState;"
@@ -275,7 +275,7 @@ def test_looking_publishers_up_loads_no_zmq() -> None:
         ("{}", False),
     ],
 )
-def test_settings_without_a_publisher_publish_nothing_and_say_so(
+def test_settings_without_a_publisher_publish_nothing_and_log_a_warning(
     text: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert isinstance(open_event_publisher(text, parallel=ParallelState.trivial()), NullEventPublisher)

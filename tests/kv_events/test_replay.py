@@ -64,7 +64,7 @@ def test_meta_is_a_map_of_the_named_fields() -> None:
     assert ReplayMeta.decode(meta().encode()) == meta()
 
 
-def test_what_a_relay_says_of_its_upstream_is_the_golden_bytes() -> None:
+def test_a_relays_upstream_state_has_the_golden_bytes() -> None:
     *_, golden = replay_frame_vectors()["META of a relay whose upstream is partial"].message
     stream = EventStream(epoch=EPOCH, max_steps=8, max_bytes=1_000, first_sequence=3)
     cursors = cursors_of(stream)
@@ -176,7 +176,7 @@ def test_unknown_framing_is_a_config_error() -> None:
     start=st.integers(0, 2**64 - 1) | st.integers(0, 13),
     framing=st.sampled_from(REPLAY_FRAMINGS),
 )
-def test_a_plain_answer_holds_all_that_was_sent_from_start(kept: int, sent: int, start: int, framing: str) -> None:
+def test_a_plain_answer_contains_everything_from_start(kept: int, sent: int, start: int, framing: str) -> None:
     stream = stream_of(sent, max_steps=kept)
     cursors = cursors_of(stream, framing=framing)
     ask(cursors, start)
@@ -210,7 +210,7 @@ def test_a_malformed_request_gets_a_bare_end_marker(frames: list[bytes]) -> None
     assert cursors.num_refused == 1
 
 
-def test_who_waits_and_then_asks_badly_or_leaves_waits_no_more() -> None:
+def test_a_waiting_client_that_sends_garbage_or_leaves_is_removed() -> None:
     cursors = cursors_of(stream_of(3), max_clients=1)
     for client in (b"c", b"d", b"e"):
         ask(cursors, 0, client)
@@ -224,7 +224,7 @@ def test_who_waits_and_then_asks_badly_or_leaves_waits_no_more() -> None:
     assert (len(cursors), cursors.num_refused) == (0, 2)
 
 
-def test_what_is_sent_again_is_counted_and_what_is_folded_has_the_rank() -> None:
+def test_replayed_batches_are_counted_and_folded_ones_carry_the_rank() -> None:
     stream = stream_of(8, max_steps=3)
     cursors = ReplaySessions(stream, encoder=ENCODER, rank=5)
     for turn in (1, 2):
@@ -243,7 +243,7 @@ def test_one_client_too_many_waits_for_its_turn() -> None:
     assert (cursors.num_served, cursors.num_refused, cursors.num_waiting) == (2, 0, 0)
 
 
-def test_who_waits_keeps_its_turn_and_may_change_what_it_asks() -> None:
+def test_a_waiting_client_keeps_its_turn_when_it_changes_its_request() -> None:
     cursors = cursors_of(stream_of(3), max_clients=1)
     for client, start in ((b"a", 0), (b"b", 0), (b"c", 0), (b"b", 2)):
         ask(cursors, start, client)
@@ -340,7 +340,7 @@ class Crowd(RuleBasedStateMachine):
             assert self.now_s - began_s < 20.0
 
 
-def test_who_waits_and_asks_again_is_served_in_its_turn() -> None:
+def test_a_waiting_client_that_requests_again_is_served_in_its_turn() -> None:
     crowd = Crowd()
     for client in (b"0", b"1", b"2", b"3", b"4"):
         crowd.ask(client)
@@ -351,7 +351,7 @@ TestCrowd = Crowd.TestCase
 TestCrowd.settings = settings(deadline=None, max_examples=30, stateful_step_count=20)
 
 
-def test_an_answer_covers_what_had_been_sent_when_it_was_asked_for() -> None:
+def test_an_answer_covers_the_batches_sent_before_its_request() -> None:
     stream = stream_of(2)
     cursors = cursors_of(stream)
     ask(cursors, 0)
@@ -367,7 +367,7 @@ def test_asking_again_starts_over() -> None:
     assert numbers(answer(cursors)) == [2, -1]
 
 
-def test_a_plain_client_overtaken_by_the_window_gets_the_base_instead() -> None:
+def test_a_plain_client_overtaken_by_the_replay_buffer_gets_the_snapshot() -> None:
     stream = stream_of(3, max_steps=3)
     cursors = cursors_of(stream)
     ask(cursors, 0)
@@ -392,7 +392,7 @@ def stream_of_runs(count: int, *, max_steps: int) -> EventStream:
 
 
 @pytest.mark.parametrize("behind", [3, 6, 20])
-def test_a_large_base_goes_out_in_bounded_messages_below_the_window(behind: int) -> None:
+def test_a_large_snapshot_is_sent_in_bounded_messages_below_the_buffer(behind: int) -> None:
     stream = stream_of_runs(25, max_steps=5)
     cursors = cursors_of(stream)
     ask(cursors, stream.first - behind)
@@ -405,7 +405,7 @@ def test_a_large_base_goes_out_in_bounded_messages_below_the_window(behind: int)
     assert BatchDecoder().decode(messages[0][-1]).events[0] == AllBlocksCleared()
 
 
-def test_a_base_that_does_not_fit_below_the_window_shows_as_a_gap() -> None:
+def test_a_snapshot_that_does_not_fit_below_the_buffer_shows_as_a_gap() -> None:
     stream = stream_of_runs(25, max_steps=5)
     cursors = cursors_of(stream)
     ask(cursors, stream.first - 2)
@@ -426,7 +426,7 @@ def test_a_step_of_an_answer_builds_a_bounded_part_of_a_large_message() -> None:
 
 
 @pytest.mark.parametrize("request_", [ReplayRequest(0), ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN)])
-def test_the_first_chunk_of_a_base_clears_and_no_other_does(request_: ReplayRequest) -> None:
+def test_only_the_first_chunk_of_a_snapshot_clears(request_: ReplayRequest) -> None:
     cursors = cursors_of(stream_of_runs(60, max_steps=2))
     ask(cursors, request_)
     batches = [BatchDecoder().decode(message[-1]) for message in answer(cursors) if message[-2] != END_SEQ]
@@ -481,7 +481,7 @@ def chain_through(stream: EventStream, stop: int) -> bytes:
     return chain
 
 
-def test_status_says_where_the_stream_stands() -> None:
+def test_status_reports_the_position_of_the_stream() -> None:
     stream = stream_of(5)
     cursors = cursors_of(stream)
     ask(cursors, ReplayRequest(3, ReplayVerb.STATUS, TOKEN, EPOCH))
@@ -490,7 +490,7 @@ def test_status_says_where_the_stream_stands() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 3, 5])
-def test_sync_in_the_window_is_incremental(start: int) -> None:
+def test_sync_within_the_replay_buffer_is_incremental(start: int) -> None:
     stream = stream_of(5)
     cursors = cursors_of(stream)
     ask(cursors, ReplayRequest(start, ReplayVerb.SYNC, TOKEN, EPOCH))
@@ -512,7 +512,7 @@ def test_sync_in_the_window_is_incremental(start: int) -> None:
         (ReplayRequest(1, ReplayVerb.SYNC, TOKEN, bytes(16)), 0),  # nothing folded yet: an empty base, then the window
     ],
 )
-def test_otherwise_sync_is_base_then_window(request_: ReplayRequest, folded: int) -> None:
+def test_otherwise_sync_is_the_snapshot_and_then_the_buffer(request_: ReplayRequest, folded: int) -> None:
     stream = stream_of(8, max_steps=8 - folded)
     cursors = cursors_of(stream)
     ask(cursors, request_)
@@ -525,7 +525,7 @@ def test_otherwise_sync_is_base_then_window(request_: ReplayRequest, folded: int
     assert hashes(messages) == list(range(1, 9))
 
 
-def test_a_snapshot_holds_the_base_still_until_it_is_sent_or_its_client_leaves() -> None:
+def test_a_replayed_snapshot_is_pinned_until_it_is_sent_or_its_client_leaves() -> None:
     stream = stream_of(8, max_steps=3)
     cursors = cursors_of(stream)
     for client in (b"c", b"leaves"):
@@ -539,7 +539,7 @@ def test_a_snapshot_holds_the_base_still_until_it_is_sent_or_its_client_leaves()
 
 
 @pytest.mark.parametrize("verb", [ReplayVerb.SYNC, ReplayVerb.SNAPSHOT])
-def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: ReplayVerb) -> None:
+def test_a_client_that_is_too_slow_is_cut_and_must_request_again(verb: ReplayVerb) -> None:
     stream = stream_of(8, max_steps=3)
     cursors = cursors_of(stream)
     ask(cursors, ReplayRequest(5, verb, TOKEN, EPOCH))
@@ -552,7 +552,7 @@ def test_a_client_that_is_too_slow_is_cut_and_must_ask_again(verb: ReplayVerb) -
     assert (stream.pins, cursors.num_truncated) == (0, 1)
 
 
-def test_who_holds_the_base_up_is_cut_and_nobody_else() -> None:
+def test_only_the_client_that_pins_the_snapshot_is_cut() -> None:
     stream = stream_of(30, max_steps=5)
     cursors = cursors_of(stream)
     ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), b"slow")
@@ -568,7 +568,7 @@ def test_who_holds_the_base_up_is_cut_and_nobody_else() -> None:
     assert (stream.pins, cursors.num_truncated) == (0, 2)
 
 
-def test_a_window_that_overtakes_its_last_batch_does_not_break_an_extended_answer() -> None:
+def test_a_buffer_that_overtakes_its_last_batch_does_not_break_an_extended_answer() -> None:
     stream = stream_of(4, max_steps=3)
     cursors = cursors_of(stream)
     ask(cursors, ReplayRequest(2, ReplayVerb.SYNC, TOKEN, EPOCH))
@@ -583,7 +583,7 @@ def test_a_window_that_overtakes_its_last_batch_does_not_break_an_extended_answe
     assert metas[-1].chain != end_digest
 
 
-def test_a_snapshot_says_how_many_chunks_its_base_has() -> None:
+def test_a_replayed_snapshot_reports_its_number_of_chunks() -> None:
     cursors = cursors_of(stream_of(4, max_steps=2))
     ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN))
     metas = [ReplayMeta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
@@ -643,7 +643,9 @@ class Turns:
 @pytest.mark.parametrize(
     "request_", [ReplayRequest(0), ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH)], ids=["plain", "snapshot"]
 )
-def test_a_client_that_was_cut_and_asks_again_at_once_gets_all(batches: int, request_: ReplayRequest) -> None:
+def test_a_client_that_was_cut_and_requests_again_immediately_gets_everything(
+    batches: int, request_: ReplayRequest
+) -> None:
     turns = Turns()
     for _ in range(60):
         turns.take(batches=8, sends=0)
@@ -662,7 +664,7 @@ def test_a_client_that_was_cut_and_asks_again_at_once_gets_all(batches: int, req
     assert turns.cursors.num_truncated == 1
 
 
-def test_what_comes_is_folded_as_quickly_as_it_comes() -> None:
+def test_batches_are_folded_as_fast_as_they_arrive() -> None:
     turns = Turns()
     for _ in range(50):
         turns.take(batches=30, sends=0)

@@ -55,7 +55,7 @@ STEPS = st.lists(
     ]
 )
 @given(STEPS)
-def test_sources_are_counted_as_long_as_one_of_their_blocks_stands(steps: list[tuple[Any, ...]]) -> None:
+def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[tuple[Any, ...]]) -> None:
     """Half gone ones are told once, from the moment on at which no more than half of their blocks stand."""
     state: CachedBlocks[Any] = CachedBlocks(NoRuns())
     owner: dict[tuple[BlockLocation, int], PayloadRef] = {}
@@ -108,7 +108,7 @@ def test_sources_are_counted_as_long_as_one_of_their_blocks_stands(steps: list[t
             assert completed[serial][0].content is None
 
 
-def test_what_was_cleared_before_its_source_was_full_is_not_kept() -> None:
+def test_payloads_that_were_cleared_before_their_reference_was_full_are_dropped() -> None:
     base, encoder = StreamSnapshot(), BatchEncoder()
     base.fold(encoder.encode(KVEventBatch(1.0, (BlockStored((5,), None, (1,), 1, None),)), 0))
     base.fold(encoder.encode(KVEventBatch(1.0, (AllBlocksCleared(),)), 0))

@@ -51,7 +51,7 @@ def test_different_histories_have_different_digests(payloads: list[bytes], other
 
 
 @given(payloads=HISTORIES, epoch=st.binary(min_size=16, max_size=16), first_sequence=st.integers(0, 2**62))
-def test_another_life_or_other_numbers_have_another_digest(
+def test_another_epoch_or_other_numbers_have_another_digest(
     payloads: list[bytes], epoch: bytes, first_sequence: int
 ) -> None:
     same = epoch == bytes(16) and first_sequence == 0
@@ -59,7 +59,7 @@ def test_another_life_or_other_numbers_have_another_digest(
 
 
 @pytest.mark.parametrize("sequence", [-1, 2, 3, 8, 9])
-def test_what_has_left_the_window_or_not_come_yet_is_an_error(sequence: int) -> None:
+def test_a_batch_outside_the_replay_buffer_is_an_error(sequence: int) -> None:
     stream = EventStream(epoch=bytes(16), max_steps=4, max_bytes=10**6)
     for _ in range(8):
         stream.append(b"\x93\xcb" + bytes(8) + b"\x90\x00")
@@ -112,7 +112,7 @@ def new_base(shared_bytes: int) -> StreamSnapshot:
 @example(history=PARENT_STORED_AGAIN, dialect="array", tells=True, shared_bytes=10_000)
 @example(history=CYCLE, dialect="array", tells=True, shared_bytes=1)
 @given(history=invalid_histories(), dialect=st.sampled_from(DIALECTS), tells=st.booleans(), shared_bytes=SHARED_BYTES)
-def test_a_folded_history_stands_for_the_history(
+def test_a_folded_history_has_the_state_of_the_history(
     history: list[KVEventBatch], dialect: str, shared_bytes: int, *, tells: bool
 ) -> None:
     encoder, decoder = BatchEncoder(dialect), BatchDecoder()
@@ -146,7 +146,7 @@ def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch],
 @example(history=FOREBEARS_COME_LAST, shared_bytes=1)
 @example(history=FOREBEARS_COME_LAST, shared_bytes=100)
 @given(history=invalid_histories(), shared_bytes=SHARED_BYTES)
-def test_parents_come_before_children(history: list[KVEventBatch], shared_bytes: int) -> None:
+def test_parents_precede_children(history: list[KVEventBatch], shared_bytes: int) -> None:
     state = new_base(shared_bytes)
     for batch in history:
         state.fold(BatchEncoder().encode(batch, 0))
@@ -183,7 +183,7 @@ def _in_cycle(parents: dict[tuple[MediumGroup, int], int | None], place: MediumG
     max_steps=st.integers(1, 5),
     max_bytes=st.integers(1, 600),
 )
-def test_the_window_is_bounded_and_its_bytes_are_counted(
+def test_the_replay_buffer_is_bounded_and_its_bytes_are_counted(
     steps: list[tuple[str, int]], max_steps: int, max_bytes: int
 ) -> None:
     stream = EventStream(epoch=bytes(16), max_steps=max_steps, max_bytes=max_bytes)
@@ -208,7 +208,7 @@ def test_the_window_is_bounded_and_its_bytes_are_counted(
     assert stream.num_snapshot_blocks == sum(counts[: stream.first + 1])
 
 
-def test_a_base_is_given_in_as_few_messages_as_it_needs_and_not_in_fewer() -> None:
+def test_a_snapshot_fits_into_as_few_messages_as_it_needs() -> None:
     stream = EventStream(epoch=bytes(16), max_steps=1, max_bytes=10**9)
     encoder = BatchEncoder("array")
     for number in range(1, 200):
@@ -231,7 +231,7 @@ def test_a_base_is_given_in_as_few_messages_as_it_needs_and_not_in_fewer() -> No
 
 @settings(deadline=None, max_examples=300)
 @given(events=any_events(), dialect=st.sampled_from(DIALECTS), are_checked=st.booleans())
-def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
+def test_the_changes_of_the_encoder_equal_those_of_the_payload(
     joined: Callable[[BlockChanges], object], events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool
 ) -> None:
     batch = KVEventBatch(1.0, ValidatedEvents(events) if are_checked else events)
@@ -244,7 +244,7 @@ def test_what_the_encoder_tells_of_a_batch_is_what_its_payload_says(
 
 
 @pytest.mark.parametrize("events_per_batch", [1, 16])
-def test_what_is_kept_in_vain_is_no_more_than_what_stands(events_per_batch: int) -> None:
+def test_no_more_gone_blocks_than_cached_ones_are_kept(events_per_batch: int) -> None:
     """One block of sixteen of each batch stays: whole batches would keep sixteen times its bytes."""
     encoder, base = BatchEncoder(), StreamSnapshot(shared_bytes=4_096)
 
@@ -267,16 +267,14 @@ def test_what_is_kept_in_vain_is_no_more_than_what_stands(events_per_batch: int)
         assert 0 <= base.num_bytes < 4_096  # of the source that is being filled
 
 
-def test_an_event_that_nobody_knows_changes_nothing_and_hides_nothing() -> None:
+def test_an_unknown_event_changes_nothing_and_hides_nothing() -> None:
     known = [["BlockStored", [1], None, [7], 1, None], ["BlockRemoved", [1]]]
     payload = msgspec.msgpack.encode([1.0, [known[0], ["Unheard", [2]], known[1]], 0])
     assert [change.kind for change in PayloadReader().changes(payload)] == [BlockStored, BlockRemoved]
 
 
 @pytest.mark.parametrize("events_per_batch", [1, 40, 400])
-def test_a_cache_that_forgets_in_order_has_no_payload_read(
-    events_per_batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_payload_is_decoded_if_blocks_leave_in_order(events_per_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes in the order in which it came is soon gone whole; to write it anew before would be for nothing."""
     read: list[bytes] = []
     runs = PayloadReader.runs
@@ -293,7 +291,7 @@ def test_a_cache_that_forgets_in_order_has_no_payload_read(
 
 
 @pytest.mark.parametrize("max_steps", [10, 10_000], ids=["base", "window"])
-def test_the_garbage_collector_walks_neither_window_nor_base(max_steps: int) -> None:
+def test_the_garbage_collector_walks_neither_buffer_nor_snapshot(max_steps: int) -> None:
     encoder = BatchEncoder()
     stream = EventStream(epoch=bytes(16), max_steps=max_steps, max_bytes=10**7)
     gc.collect()
@@ -307,7 +305,7 @@ def test_the_garbage_collector_walks_neither_window_nor_base(max_steps: int) -> 
     assert len(gc.get_objects()) - num_walked < 100
 
 
-def test_collapse_keeps_what_it_does_not_know_for_the_encoder_to_refuse() -> None:
+def test_collapse_keeps_unknown_events_for_the_encoder_to_refuse() -> None:
     class Unknown(KVCacheEvent, frozen=True):
         pass
 
@@ -323,7 +321,7 @@ def test_collapse_keeps_what_it_does_not_know_for_the_encoder_to_refuse() -> Non
     max_bytes=st.integers(1, 300),
     max_chunks=st.none() | st.integers(1, 2),
 )
-def test_base_plus_window_is_the_whole_state(
+def test_snapshot_plus_replay_buffer_is_the_whole_state(
     history: list[KVEventBatch], max_steps: int, max_bytes: int, max_chunks: int | None
 ) -> None:
     encoder, decoder = BatchEncoder(), BatchDecoder()
@@ -354,13 +352,13 @@ def test_base_plus_window_is_the_whole_state(
     ],
     ids=str,
 )
-def test_a_collapsed_removal_is_told_of_the_place_where_it_was(removed: BlockRemoved) -> None:
+def test_a_collapsed_removal_keeps_its_location(removed: BlockRemoved) -> None:
     one = merge_batches([KVEventBatch(1.0, (removed,)), KVEventBatch(2.0, ())])
     assert one is not None
     assert one.events == (removed,)
 
 
-def test_a_parent_that_was_stored_again_stands_before_its_child() -> None:
+def test_a_parent_that_was_stored_again_precedes_its_child() -> None:
     parent, child = BlockStored((1,), None, (7,), 1, None), BlockStored((2,), 1, (8,), 1, None)
     one = merge_batches([KVEventBatch(1.0, (parent, child)), KVEventBatch(2.0, (BlockRemoved((1,)), parent))])
     assert one is not None

@@ -55,14 +55,14 @@ def backstop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, naps: None) 
     assert backstop.stop(10.0)
 
 
-def test_it_looks_once_more_after_it_has_said_that_it_sleeps(backstop: Backstop, scheduler: Scheduler) -> None:
+def test_it_polls_once_more_after_it_has_stopped_deferring(backstop: Backstop, scheduler: Scheduler) -> None:
     assert backstop.watch()
     assert scheduler.sleeps.wait(30.0)
     assert scheduler.notes[-2:] == ["stop deferring", "look"]
     assert scheduler.notes.count("stop deferring") == 1
 
 
-def test_what_came_just_before_it_slept_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
+def test_a_batch_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
     def look() -> DrainResult:
         """A batch is found by the very last look, once."""
         is_last = scheduler.notes[-2:] == ["stop deferring", "look"]
@@ -102,7 +102,7 @@ def test_it_wakes_again(backstop: Backstop, scheduler: Scheduler, eventually: Ev
 
 
 @pytest.mark.parametrize("moment", ["in a nap", "after the last nap", "fast asleep"])
-def test_who_rings_while_it_falls_asleep_is_heard(
+def test_a_wakeup_while_it_falls_asleep_is_not_lost(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, moment: str
 ) -> None:
     monkeypatch.setattr(thread_backstop, "_NAPS_S", (0.001,))
@@ -144,7 +144,7 @@ def test_it_dozes_first_and_then_sleeps_on_its_descriptors(
     assert backstop.stop(10.0)
 
 
-def test_a_dead_one_says_so(scheduler: Scheduler, eventually: Eventually) -> None:
+def test_a_dead_thread_is_reported(scheduler: Scheduler, eventually: Eventually) -> None:
     def look() -> DrainResult:
         raise RuntimeError("a bug")
 
@@ -170,7 +170,7 @@ def test_a_descriptor_that_becomes_readable_wakes_it(scheduler: Scheduler, event
         os.close(writer)
 
 
-def test_it_sleeps_at_once_when_nothing_is_handed_over_any_more(backstop: Backstop, scheduler: Scheduler) -> None:
+def test_it_sleeps_immediately_when_no_more_is_handed_over(backstop: Backstop, scheduler: Scheduler) -> None:
     scheduler.look = lambda: DrainResult.HANDED_OVER if len(scheduler.notes) < 5 else DrainResult.LULL
     backstop.soon_s = 0.0001
     assert backstop.watch()
@@ -178,7 +178,7 @@ def test_it_sleeps_at_once_when_nothing_is_handed_over_any_more(backstop: Backst
     assert scheduler.notes == ["look"] * 5 + ["stop deferring", "look"]
 
 
-def test_what_was_handed_over_just_before_it_slept_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
+def test_a_handover_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
     founds = [DrainResult.LULL, DrainResult.SHARING, DrainResult.SHARING, DrainResult.LULL, DrainResult.LULL]
     scheduler.look = lambda: founds.pop(0)
     assert backstop.watch()
@@ -190,7 +190,7 @@ def test_what_was_handed_over_just_before_it_slept_keeps_it_awake(backstop: Back
 @pytest.mark.parametrize(
     "found", [DrainResult.SHARING, DrainResult.HANDED_OVER, DrainResult.DRAINING, DrainResult.QUIET, DrainResult.BUSY]
 )
-def test_it_says_how_late_each_look_comes(
+def test_it_reports_the_delay_of_each_poll(
     backstop: Backstop,
     scheduler: Scheduler,
     monkeypatch: pytest.MonkeyPatch,
@@ -213,7 +213,7 @@ def test_it_says_how_late_each_look_comes(
     assert all(0.005 < late_s < 0.011 for late_s in scheduler.late_s[:4])
 
 
-def test_who_was_woken_by_a_client_is_not_late(scheduler: Scheduler, eventually: Eventually) -> None:
+def test_a_poll_after_a_clients_request_is_not_late(scheduler: Scheduler, eventually: Eventually) -> None:
     reader, writer = os.pipe()
     backstop = Backstop(scheduler, watched_fds=(reader,), name="backstop-under-test")
     backstop.start()

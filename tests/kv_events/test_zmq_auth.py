@@ -190,7 +190,7 @@ def test_a_path_that_is_none_is_a_config_error(path: str) -> None:
         ),
     ],
 )
-def test_auth_settings_come_together(given_settings: dict[str, object], field: str, said: str) -> None:
+def test_auth_settings_require_each_other(given_settings: dict[str, object], field: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         KVEventsConfig.from_cli(json.dumps(given_settings))
     assert refused.value.field == field

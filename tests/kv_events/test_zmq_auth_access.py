@@ -79,7 +79,9 @@ def test_an_allowed_key_reads_live_and_replay(stream: Stream, open_socket: OpenS
 
 
 @pytest.mark.parametrize("who", ["plain", "unknown key", "wrong publisher"])
-def test_nobody_else_hears_anything(stream: Stream, open_socket: OpenSocket, eventually: Eventually, who: str) -> None:
+def test_a_client_without_an_allowed_key_receives_nothing(
+    stream: Stream, open_socket: OpenSocket, eventually: Eventually, who: str
+) -> None:
     publisher = stream.publisher
     publisher.publish(BATCH)
     subscriber, client = open_socket(zmq.SUB), open_socket(zmq.DEALER)
@@ -107,13 +109,13 @@ def test_counted_once_a_connection(stream: Stream, open_socket: OpenSocket, even
         eventually(lambda expected=expected: stream.publisher.stats().subscribers_seen == expected)
 
 
-def test_a_secret_is_not_in_what_is_shown(tmp_path: Path) -> None:
+def test_repr_omits_the_secret_key(tmp_path: Path) -> None:
     _, secret_file = write_key_pair(tmp_path, "a")
     pair = read_key_pair(secret_file, field="x")
     assert pair.secret.decode() not in f"{pair!r} {CurveClientKeys(keys=pair, publisher=pair.public)!r}"
 
 
-def test_without_anybody_to_answer_for_keys_nobody_gets_in(
+def test_without_an_authenticator_no_client_is_admitted(
     stream: Stream, tmp_path: Path, open_socket: OpenSocket, eventually: Eventually
 ) -> None:
     access = CurveServerKeys.read(str(tmp_path / "own" / "publisher.key_secret"), str(tmp_path / "allowed"))

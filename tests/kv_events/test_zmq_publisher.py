@@ -87,7 +87,7 @@ def test_all_batches_arrive_in_order(opened: Open, subscribe: Subscribe, connect
     assert [int.from_bytes(message[1], "big") for message in messages] == list(range(probes, probes + 500))
 
 
-def test_the_tail_arrives_when_the_scheduler_stops_calling(
+def test_the_tail_is_sent_when_the_scheduler_stops_calling(
     opened: Open, subscribe: Subscribe, connected: Connected
 ) -> None:
     publisher = opened()
@@ -114,7 +114,7 @@ def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
 
 
 @pytest.mark.parametrize("max_queue_size", [1, 3])
-def test_a_burst_is_not_held_back_until_it_overflows(opened: Open, max_queue_size: int) -> None:
+def test_a_burst_is_sent_before_it_overflows(opened: Open, max_queue_size: int) -> None:
     publisher = opened(max_queue_size=max_queue_size)
     for number in range(50):
         publisher.publish(batch(number))
@@ -151,7 +151,9 @@ def test_any_odd_request_gets_the_end_marker(opened: Open, ask_replay: Ask, requ
     assert ask_replay(publisher.replay_endpoint, request_bytes) == [[b"", publisher.END_SEQ, b""]]
 
 
-def test_a_slow_client_gets_a_long_replay_whole(opened: Open, open_socket: Callable[[int], zmq.Socket[bytes]]) -> None:
+def test_a_slow_client_gets_a_complete_long_replay(
+    opened: Open, open_socket: Callable[[int], zmq.Socket[bytes]]
+) -> None:
     publisher = opened()
     blocks = KVEventBatch(1.0, (BlockStored(tuple(range(20)), None, tuple(range(320)), 16, None),))
     for _ in range(3_000):
@@ -198,7 +200,7 @@ class Poison(KVCacheEvent, frozen=True):
     x: int
 
 
-def test_poison_takes_no_number_and_no_good_event_along(opened: Open, ask_replay: Ask) -> None:
+def test_an_invalid_event_takes_no_number_and_costs_no_valid_event(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     publisher.publish(KVEventBatch(1.0, (Poison(1),)))
     publisher.publish(KVEventBatch(1.0, (Poison(1), BlockRemoved((9,)))))
@@ -217,7 +219,7 @@ def test_no_replay_endpoint_keeps_nothing(opened: Open) -> None:
     assert (stats.batches_sent, stats.batches_buffered, stats.bytes_buffered) == (1, 0, 0)
 
 
-def test_counters_tell_what_happened(opened: Open, ask_replay: Ask, eventually: Eventually) -> None:
+def test_counters_count_every_outcome(opened: Open, ask_replay: Ask, eventually: Eventually) -> None:
     publisher = opened(buffer_steps=3)
     for number in range(5):
         publisher.publish(batch(number))
@@ -230,7 +232,7 @@ def test_counters_tell_what_happened(opened: Open, ask_replay: Ask, eventually: 
     assert (stats.last_sequence, stats.batches_pending, stats.open_bind_without_auth) == (4, 0, 0)
 
 
-def test_clock_base_starts_high_and_clears_first(opened: Open, ask_replay: Ask) -> None:
+def test_seq_base_clock_starts_high_and_clears_first(opened: Open, ask_replay: Ask) -> None:
     publisher = opened(seq_base="clock")
     publisher.publish(batch(1))
     cleared, stored, _ = ask_replay(publisher.replay_endpoint, bytes(8))
@@ -238,7 +240,7 @@ def test_clock_base_starts_high_and_clears_first(opened: Open, ask_replay: Ask) 
     assert int.from_bytes(stored[-2], "big") == int.from_bytes(cleared[-2], "big") + 1 > 1_700_000_000_000
 
 
-def test_a_life_after_a_step_back_of_the_clock_starts_above_the_earlier_one(
+def test_an_epoch_after_the_clock_is_set_back_starts_above_the_earlier_one(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     floor, clock_ns = str(tmp_path / "floor"), 1_800_000_000_000_000_000
@@ -255,14 +257,16 @@ def test_a_life_after_a_step_back_of_the_clock_starts_above_the_earlier_one(
     assert [each.name for each in tmp_path.iterdir()] == ["floor_dp1"]
 
 
-def test_a_start_that_fails_lets_go_of_the_floor(opened: Open, tmp_path: Path) -> None:
+def test_a_failed_start_releases_the_floor(opened: Open, tmp_path: Path) -> None:
     taken, floor = opened(), str(tmp_path / "floor")
     with pytest.raises(StartError, match="cannot bind"):
         opened(endpoint=taken.endpoint, seq_base="clock", seq_floor_file=floor)
     opened(seq_base="clock", seq_floor_file=floor)
 
 
-def test_shutdown_sends_what_is_pending_and_lets_go(opened: Open, subscribe: Subscribe, connected: Connected) -> None:
+def test_shutdown_sends_pending_batches_and_releases_resources(
+    opened: Open, subscribe: Subscribe, connected: Connected
+) -> None:
     publisher = opened(send_mode="inline")
     subscriber = subscribe(publisher.endpoint)
     connected(publisher.publish, subscriber)
@@ -348,7 +352,7 @@ def test_bad_settings_name_their_field_before_anything_opens(
     assert threading.active_count() == 1
 
 
-def test_concrete_host_connects_unless_told_to_bind(
+def test_a_concrete_host_is_connected_to_unless_bind_is_true(
     open_socket: Callable[[int], zmq.Socket[bytes]], opened: Open
 ) -> None:
     collector = open_socket(zmq.SUB)
@@ -361,9 +365,7 @@ def test_concrete_host_connects_unless_told_to_bind(
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:*", "tcp://0.0.0.0:0", "tcp://[::]:0"])
-def test_wildcards_bind_and_say_that_the_world_can_read(
-    opened: Open, caplog: pytest.LogCaptureFixture, endpoint: str
-) -> None:
+def test_wildcards_bind_and_log_a_warning(opened: Open, caplog: pytest.LogCaptureFixture, endpoint: str) -> None:
     publisher = opened(endpoint=endpoint, bind=None)
     assert int(publisher.endpoint.rpartition(":")[2]) > 0
     assert publisher.stats().open_bind_without_auth == 1
@@ -441,7 +443,7 @@ def test_an_open_replay_is_an_open_bind(opened: Open, caplog: pytest.LogCaptureF
     assert "readable by anyone who reaches tcp://*:0" in caplog.text
 
 
-def test_somebody_elses_destroy_does_not_reach_the_stream(opened: Open, read_replay: ReadReplay) -> None:
+def test_destroying_another_context_does_not_affect_the_stream(opened: Open, read_replay: ReadReplay) -> None:
     publisher = opened()
     zmq.Context.instance().destroy(linger=0)
     publisher.publish(batch(1))
@@ -500,7 +502,7 @@ def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeyp
     assert wakes  # the next batch may wait, so somebody must look
 
 
-def test_lag_is_the_age_of_what_waits(opened: Open) -> None:
+def test_lag_is_the_age_of_the_oldest_waiting_batch(opened: Open) -> None:
     publisher = opened(replay_endpoint=None, send_mode="inline")
     assert publisher.stats().lag_s == 0
     publisher.publish(batch(1))
@@ -508,7 +510,7 @@ def test_lag_is_the_age_of_what_waits(opened: Open) -> None:
     assert publisher.stats().lag_s == 0
 
 
-def test_ipc_is_taken_with_a_lock_and_leaves_nothing(tmp_path: Path, opened: Open) -> None:
+def test_ipc_paths_are_locked_and_removed(tmp_path: Path, opened: Open) -> None:
     addresses = {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     first = opened(**addresses)
     for taken in (addresses, {"endpoint": addresses["endpoint"]}, {"endpoint": addresses["replay_endpoint"]}):

@@ -56,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.usefixtures("sleeping")
 @pytest.mark.parametrize("max_queue_size", [1, 3, 100])
-def test_a_thread_that_never_comes_is_behind_by_a_few_at_most(opened: Open, max_queue_size: int) -> None:
+def test_a_starved_thread_leaves_few_batches_waiting(opened: Open, max_queue_size: int) -> None:
     publisher = opened(max_queue_size=max_queue_size)
     for number in range(100):
         publisher.publish(batch(number))
@@ -66,7 +66,7 @@ def test_a_thread_that_never_comes_is_behind_by_a_few_at_most(opened: Open, max_
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_what_is_old_or_dear_is_sent_by_publish(opened: Open, clock: list[float]) -> None:
+def test_old_or_expensive_batches_are_sent_by_publish(opened: Open, clock: list[float]) -> None:
     publisher = opened()
     publisher.publish(batch(0))
     assert publisher.stats().batches_pending == 1
@@ -79,7 +79,7 @@ def test_what_is_old_or_dear_is_sent_by_publish(opened: Open, clock: list[float]
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_a_thread_that_comes_late_leaves_the_sockets_to_publish(opened: Open, clock: list[float]) -> None:
+def test_a_late_thread_leaves_the_sockets_to_publish(opened: Open, clock: list[float]) -> None:
     publisher = opened()
     publisher.publish(batch(0))
     clock[0] += 0.0005
@@ -123,7 +123,7 @@ def test_a_thread_that_lost_the_gil_in_the_middle_is_not_counted_on(
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
+def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
     opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     publisher = opened()
@@ -155,7 +155,7 @@ def test_what_came_while_the_thread_had_the_sockets_is_looked_for_again(
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
-def test_what_waits_goes_out_when_the_scheduler_stops_calling(
+def test_waiting_batches_are_sent_when_the_scheduler_stops_calling(
     opened: Open, read_replay: ReadReplay, eventually: Eventually, count: int
 ) -> None:
     publisher = opened()
@@ -165,7 +165,7 @@ def test_what_waits_goes_out_when_the_scheduler_stops_calling(
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in range(count)]
 
 
-def test_thread_and_scheduler_never_have_the_sockets_at_once(
+def test_thread_and_scheduler_never_own_the_sockets_together(
     opened: Open, monkeypatch: pytest.MonkeyPatch, read_replay: ReadReplay
 ) -> None:
     drain = zmq_publisher.ZmqStreamSockets.drain
@@ -206,7 +206,7 @@ def test_publish_sends_by_itself_when_the_thread_has_died(opened: Open, eventual
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_close_takes_what_waits(opened: Open) -> None:
+def test_close_sends_waiting_batches(opened: Open) -> None:
     publisher = opened()
     for number in range(3):
         publisher.publish(batch(number))

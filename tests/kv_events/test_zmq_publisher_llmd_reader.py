@@ -148,7 +148,7 @@ def test_it_follows_live_batches(opened: Opened, open_socket: OpenSocket) -> Non
     assert pod.is_read_by(reader)
 
 
-def test_a_late_reader_has_all_though_the_window_has_passed(opened: Opened, open_socket: OpenSocket) -> None:
+def test_a_late_reader_gets_everything_after_the_buffer_has_passed(opened: Opened, open_socket: OpenSocket) -> None:
     pod = Pod(opened(**settings(buffer_steps=4)))
     pod.publish(33)
     assert len(pod.held) > 4
@@ -159,7 +159,7 @@ def test_a_late_reader_has_all_though_the_window_has_passed(opened: Opened, open
 
 
 @pytest.mark.parametrize("missed", [3, 30])
-def test_what_it_missed_is_replayed(opened: Opened, open_socket: OpenSocket, missed: int) -> None:
+def test_missed_batches_are_replayed(opened: Opened, open_socket: OpenSocket, missed: int) -> None:
     """Within the window, and from before it: then the whole present state comes."""
     pod = Pod(opened(**settings(buffer_steps=8)))
     reader = LlmdReader(open_socket, pod.publisher)
@@ -170,7 +170,9 @@ def test_what_it_missed_is_replayed(opened: Opened, open_socket: OpenSocket, mis
 
 
 @pytest.mark.parametrize("seq_base", ["zero", "clock"])
-def test_a_restart_leaves_nothing_of_the_life_before(opened: Opened, open_socket: OpenSocket, seq_base: str) -> None:
+def test_a_restart_clears_the_blocks_of_the_earlier_epoch(
+    opened: Opened, open_socket: OpenSocket, seq_base: str
+) -> None:
     first = Pod(opened(**settings(seq_base=seq_base)))
     reader = LlmdReader(open_socket, first.publisher)
     first.publish(20)
@@ -182,7 +184,7 @@ def test_a_restart_leaves_nothing_of_the_life_before(opened: Opened, open_socket
     assert reader.num_resets
 
 
-def test_the_default_framing_of_replays_is_malformed_to_it(opened: Opened, open_socket: OpenSocket) -> None:
+def test_the_default_framing_of_replays_is_malformed_for_it(opened: Opened, open_socket: OpenSocket) -> None:
     """Why the guide says ``topic``: two frames where it reads three."""
     pod = Pod(opened(**settings(replay_framing="seed")))
     pod.publish(3)
@@ -190,7 +192,7 @@ def test_the_default_framing_of_replays_is_malformed_to_it(opened: Opened, open_
         LlmdReader(open_socket, pod.publisher).ask(0)
 
 
-def test_a_name_with_the_topics_own_separator_hides_pod_and_model(opened: Opened, open_socket: OpenSocket) -> None:
+def test_a_name_with_the_topics_separator_hides_pod_and_model(opened: Opened, open_socket: OpenSocket) -> None:
     """Why the guide says no ``@`` in either: three parts are read, or none."""
     pod = Pod(opened(**settings(topic="kv@pod@org@model")))
     pod.publish(1)

@@ -117,7 +117,7 @@ def test_shutdown_with_a_long_backlog_loses_nothing_of_a_prompt_reader(start_pub
     assert len(numbers) >= 100_000
 
 
-def test_a_deadline_that_cuts_a_slow_reader_is_told(start_publisher: Start, dial: Start) -> None:
+def test_a_deadline_that_cuts_a_slow_reader_is_reported(start_publisher: Start, dial: Start) -> None:
     publisher = start_publisher(replay_endpoint=None)
     slow = dial(zmq.SUB, publisher.endpoint, hwm=1)
     while not slow.poll(5):

@@ -67,7 +67,7 @@ class SleepingBackstop(Backstop):
 
 
 @pytest.mark.parametrize("looks", ["backstop", "idle", "publish"])
-def test_what_came_while_the_sockets_were_taken_goes_out_when_they_are_let_go(
+def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
     opened: Open, monkeypatch: pytest.MonkeyPatch, looks: str
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)

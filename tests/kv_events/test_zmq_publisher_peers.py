@@ -26,7 +26,7 @@ def batch(number: int) -> KVEventBatch:
     return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
 
 
-def test_a_client_that_only_asks_keeps_nobody_from_being_answered(
+def test_a_client_that_only_sends_requests_does_not_prevent_answers(
     opened: Open, open_socket: OpenSocket, read_replay: ReadReplay
 ) -> None:
     publisher = opened()
@@ -77,7 +77,7 @@ def test_a_bogus_handshake_is_hung_up_on_and_counted(opened: Open, eventually: E
     assert publisher.stats().subscribers_seen == 0
 
 
-def test_noise_on_both_ports_disturbs_nobody(opened: Open, read_replay: ReadReplay) -> None:
+def test_noise_on_both_ports_does_not_affect_readers(opened: Open, read_replay: ReadReplay) -> None:
     publisher = opened()
     draw = random.Random(3)
     for number in range(200):
@@ -89,7 +89,7 @@ def test_noise_on_both_ports_disturbs_nobody(opened: Open, read_replay: ReadRepl
     assert len(read_replay(publisher.replay_endpoint)) == 200
 
 
-def test_who_says_nothing_is_hung_up_on(opened: Open) -> None:
+def test_a_silent_connection_is_closed(opened: Open) -> None:
     publisher = opened()
     connections = [raw_connection(publisher.endpoint), raw_connection(publisher.replay_endpoint)]
     for connection in connections:
@@ -144,7 +144,7 @@ def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
 
 
 @pytest.mark.parametrize("stuck_after_s", [60.0, 0.0], ids=["slow", "stuck"])
-def test_a_slow_client_gets_all_of_it_where_no_descriptor_tells_that_it_takes_again(
+def test_a_slow_client_gets_everything_without_a_readable_descriptor(
     tmp_path: Path,
     opened: Open,
     open_socket: OpenSocket,

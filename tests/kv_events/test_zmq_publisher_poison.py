@@ -61,7 +61,7 @@ def test_a_batch_without_a_time_keeps_its_events(opened: Open, read_replay: Read
 
 
 @pytest.mark.parametrize("medium", [5, ["GPU"]])
-def test_an_event_that_no_reader_takes_folds_to_nothing(opened: Open, read_replay: ReadReplay, medium: object) -> None:
+def test_an_event_that_readers_refuse_is_not_folded(opened: Open, read_replay: ReadReplay, medium: object) -> None:
     publisher = opened(buffer_steps=1)
     publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, (7,), 1, None, medium=medium),)))  # type: ignore[arg-type]
     publisher.publish(KVEventBatch(1.0, (BlockStored((2,), None, (7,), 1, None),)))
@@ -103,7 +103,7 @@ def test_events_too_large_for_a_reader_go_out_in_parts(opened: Open, read_replay
     ids=["-1", "33 bits", "text", "float", "text hash", "no size", "bytes hash", "raw"],
 )
 @pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
-def test_what_harms_a_reader_takes_no_number(
+def test_a_harmful_event_takes_no_number(
     opened: Open, read_replay: ReadReplay, caplog: pytest.LogCaptureFixture, harmful: KVCacheEvent, dialect: str
 ) -> None:
     publisher = opened(dialect=dialect, buffer_steps=1)
@@ -131,7 +131,7 @@ def test_what_harms_a_reader_takes_no_number(
     ],
     ids=["a block", "three blocks", "a name for many", "a medium", "a medium for many"],
 )
-def test_an_event_that_no_part_of_which_a_reader_takes_is_refused_once(
+def test_an_event_whose_parts_readers_refuse_is_refused_once(
     opened: Open, read_replay: ReadReplay, caplog: pytest.LogCaptureFixture, giant: KVCacheEvent
 ) -> None:
     publisher = opened()
@@ -153,7 +153,7 @@ class Republishing(tuple):  # type: ignore[type-arg]
         return super().__iter__()
 
 
-def test_what_overflows_is_collapsed_and_nothing_is_lost(
+def test_an_overflow_is_collapsed_without_a_loss(
     opened: Open, read_replay: ReadReplay, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = opened(max_queue_size=10)

@@ -40,7 +40,7 @@ def test_killed_in_mid_stream_and_started_again(
     view.converge(set(range(-second_life, 0)))
 
 
-def test_a_killed_publishers_ipc_path_is_taken_over(start_publisher: Start, watch: Start, tmp_path: Path) -> None:
+def test_the_ipc_path_of_a_killed_publisher_is_reused(start_publisher: Start, watch: Start, tmp_path: Path) -> None:
     addresses = {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     first = start_publisher(**addresses)
     view = watch(first.endpoint, first.replay_endpoint)
@@ -56,7 +56,7 @@ def test_a_killed_publishers_ipc_path_is_taken_over(start_publisher: Start, watc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_stopped_subscriber_catches_up_and_holds_up_nobody(start_publisher: Start, start_subscriber: Start) -> None:
+def test_a_stopped_subscriber_catches_up_and_delays_no_other(start_publisher: Start, start_subscriber: Start) -> None:
     # The socket's queue and the window are both far smaller than what it misses.
     publisher = start_publisher(hwm=100, buffer_steps=500)
     subscriber = start_subscriber(publisher.endpoint, publisher.replay_endpoint)

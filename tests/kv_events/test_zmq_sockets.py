@@ -15,7 +15,7 @@ from scheduler_components import StartError
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
 
 
-def test_a_path_is_taken_once_and_free_after_release(tmp_path: Path) -> None:
+def test_a_path_is_locked_once_and_free_after_release(tmp_path: Path) -> None:
     path = str(tmp_path / "kv")
     for _ in range(3):
         lock = lock_ipc_path(path)
@@ -31,7 +31,7 @@ def test_the_abstract_namespace_needs_no_lock() -> None:
     assert lock_ipc_path("@kv") is None
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a person's notes")
     with pytest.raises(StartError, match="not a socket"):
         lock_ipc_path(str(tmp_path / "kv"))
@@ -62,7 +62,7 @@ def test_the_lock_file_is_not_followed_elsewhere(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_owner_releases_the_path(tmp_path: Path) -> None:
     path = str(tmp_path / "kv")
     script = (
         "import os, signal, sys; from scheduler_components.kv_events.zmq_sockets import lock_ipc_path\n"
@@ -97,7 +97,7 @@ def test_a_forked_child_keeps_no_lock_alive(tmp_path: Path) -> None:
     owner.stdout.close()
 
 
-def test_many_who_want_one_path_get_it_one_after_the_other(tmp_path: Path) -> None:
+def test_many_contenders_get_one_path_in_turn(tmp_path: Path) -> None:
     path, holders, most = str(tmp_path / "kv"), [0], [0]
     counting = threading.Lock()
 
