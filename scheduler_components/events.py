@@ -262,7 +262,7 @@ def signed_block_hash(block_hash: object) -> int:
     if isinstance(block_hash, bytes) and block_hash:
         block_hash = int.from_bytes(block_hash[-8:], "big")
     if not isinstance(block_hash, int) or isinstance(block_hash, bool):
-        raise TypeError(f"a block hash is an integer or bytes, not {type(block_hash).__name__}")
+        raise TypeError(f"a block hash is an integer or non-empty bytes, not {block_hash!r:.60}")
     low = block_hash & 0xFFFF_FFFF_FFFF_FFFF
     return low - 2**64 if low >= 2**63 else low
 

@@ -236,7 +236,7 @@ def test_sglangs_event_with_metadata_may_have_none(rest: list[object]) -> None:
             ["BlockStored", [5], "AAAA", [1], 1, None],
             "Expected `int | bytes | null`, got `str` - at `$.parent_block_hash`",
         ),
-        (["BlockRemoved", [b""]], "a block hash is an integer or bytes, not bytes"),
+        (["BlockRemoved", [b""]], "a block hash is an integer or non-empty bytes, not b''"),
     ],
 )
 def test_the_error_of_a_bad_event_names_the_problem(event: object, reason: str) -> None:

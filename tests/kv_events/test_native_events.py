@@ -201,7 +201,7 @@ REFUSED: list[tuple[Any, str]] = [
     (msgspec.Raw(msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": ["x"]})), "block_hashes"),
     (msgspec.Raw(msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": ["AAAA"]})), "got `str`"),
     (msgspec.Raw(msgspec.msgpack.encode({"type": "BlockRemoved"})), "block_hashes is missing"),
-    (msgspec.Raw(msgspec.msgpack.encode(["BlockStored", [1], b"", [7], 1, None])), "a hash"),
+    (msgspec.Raw(msgspec.msgpack.encode(["BlockStored", [1], b"", [7], 1, None])), "a block hash"),
     (stored(medium=StorageMedium.GPU, token_ids=[-1]), "token_ids"),
 ]
 
