@@ -76,7 +76,7 @@ class BatcherSettings:
         batcher = self.batcher
         return {
             **attrs.asdict(batcher.config),
-            "new_token_ratio_now": batcher.new_token_ratio.current,
+            "new_token_ratio_now": batcher.budget.new_token_ratio.current,
             "num_running_reqs": len(batcher.queues.running),
             "num_waiting_reqs": len(batcher.queues.waiting),
         }

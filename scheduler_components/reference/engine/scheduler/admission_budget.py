@@ -1,4 +1,4 @@
-"""What decides over a batch beside queues and pages, and what is known of how batches were made."""
+"""AdmissionBudget: what limits a batch besides queues and pages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["AdmissionBudget"]
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionBudget:
-    """Who else has a say in a batch.
+    """The limits of a batch that do not depend on queues and pages.
 
     Attributes:
-        gate: orders: whether requests may be admitted, and go on.
-        dp: the other replicas of an engine with DP attention; by default this one is alone.
-        new_token_ratio: share of possible output that an admission reserves now.
-        chunk_sizer: how long the next chunk of a prompt may be.
-        forecast: when first tokens will come; decides nothing.
+        gate: says whether control requests allow to admit and to compute requests.
+        dp: exchange with the other replicas under DP attention; by default there are none.
+        new_token_ratio: share of a request's possible output that an admission reserves now.
+        chunk_sizer: limits the length of the next chunk of a prompt.
+        forecast: predicts times to first token; no decision depends on it.
     """
 
     gate: ComputeGate = field(default_factory=NullComputeGate)
@@ -38,29 +38,29 @@ class AdmissionBudget:
 
     @property
     def can_admit(self) -> bool:
-        """Requests may be admitted now."""
+        """True if requests may be admitted now."""
         return self.gate.can_admit and self.dp.last.may_prefill
 
     def observe_prefill(self, batch: ScheduledBatch[Request], busy_s: float) -> None:
-        """A batch with prefills took so long."""
+        """Record how long a batch with prefills took, for the length of later chunks."""
         pairs = sum(work.end**2 - work.start**2 for work in batch.works if work.is_prefill)
         self.chunk_sizer.fit.observe(batch.num_prefill_tokens, pairs, busy_s)
 
     def on_first_tokens(self, batch: ScheduledBatch[Request]) -> None:
-        """Requests have got the tokens of a batch: some of them their first."""
+        """Record the requests of a batch that have received their first token."""
         for work in batch.works:
             if work.is_prefill and work.request.num_output_tokens == 1:
                 self.forecast.on_first_token(work.request.rid)
 
-    def ended(self, request: Request) -> None:
-        """A request is over; one that got its only token with its end has got its first."""
+    def on_finished(self, request: Request) -> None:
+        """Record the end of a request, which may have come with its first token."""
         if request.num_output_tokens:
             self.forecast.on_first_token(request.rid)
         else:
             self.forecast.discard(request.rid)
 
     def stats(self) -> BatchingStats:
-        """Return the counts of this moment."""
+        """Return the current counters."""
         dp, forecast = self.dp.stats, self.forecast
         return BatchingStats(
             self.new_token_ratio.current,

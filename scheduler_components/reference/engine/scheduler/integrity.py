@@ -1,4 +1,4 @@
-"""What watches over a scheduler: who holds its pages and slots, the checks of both, and where its step stands."""
+"""SchedulerIntegrity: the pool checks of a scheduler, its allocation log, and the progress of its step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ REQUEST_SLOT_POOL = "req"
 
 @dataclass(slots=True, kw_only=True)
 class RequestPageHolders:
-    """The ``PageHolders`` of a scheduler's requests: of those that wait too, which should hold none.
-
-    Attributes:
-        queues: requests in flight.
-    """
+    """The ``PageHolders`` of a scheduler: its requests. Waiting requests are included; they should hold no page."""
 
     queues: RequestQueues
 
@@ -47,11 +43,7 @@ class RequestPageHolders:
 
 @dataclass(slots=True, kw_only=True)
 class RequestSlotPool:
-    """The ``AuditedPool`` of request slots. The reference scheduler numbers none: a slot is a place in ``running``.
-
-    Attributes:
-        queues: what runs, and which requests say that they do.
-    """
+    """The ``AuditedPool`` of request slots. Slots have no numbers here: a slot is an index of ``queues.running``."""
 
     queues: RequestQueues
     name: str = REQUEST_SLOT_POOL
@@ -65,9 +57,9 @@ class RequestSlotPool:
         return range(len(self.queues.running), self.queues.max_running_requests)
 
     def holdings(self) -> Iterator[PageHolding]:
-        for place, request in enumerate(self.queues.running):
+        for slot, request in enumerate(self.queues.running):
             if request.state is RequestState.RUNNING:
-                yield PageHolding(request.rid, "request", (place,))
+                yield PageHolding(request.rid, "request", (slot,))
 
     def tree_nodes(self) -> Iterable[RadixNode]:
         return ()
@@ -75,14 +67,14 @@ class RequestSlotPool:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerIntegrity:
-    """Made by ``SchedulerIntegrity.over``; the scheduler tells it where the step stands and calls ``after_step``.
+    """The checks of one scheduler. Made by ``SchedulerIntegrity.compose``.
 
     Attributes:
-        progress: the step and its phase.
-        checker: looks at the pools.
-        owners: is told who takes and gives pages.
-        events: what the publisher takes events from.
-        pools: says how full they are.
+        checker: checks the pools every few steps.
+        owners: records which request allocates and frees which pages.
+        events: source of the publisher: the cache, or a wrapper that also follows the events.
+        pools: measures how full the pools are.
+        progress: the current step and its phase, which the watchdog reads.
     """
 
     checker: PoolInvariantChecker
@@ -95,7 +87,7 @@ class SchedulerIntegrity:
     def compose(
         cls, config: IntegrityConfig, parallel: ParallelState, cache: PrefixCache, queues: RequestQueues
     ) -> SchedulerIntegrity:
-        """Make one for a scheduler's cache and queues. A rank without a stream has no events to compare."""
+        """Wire the checks of a scheduler's cache and queues. A rank without an event stream compares no events."""
         progress, requests = StepProgress(), RequestPageHolders(queues=queues)
         if isinstance(cache, RadixCache):
             pool = RadixCachePool(cache=cache, requests=requests)

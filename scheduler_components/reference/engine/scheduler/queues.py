@@ -1,4 +1,4 @@
-"""The waiting and running requests of one scheduler."""
+"""RequestQueues: the waiting and running requests of one scheduler."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ __all__ = [
 
 
 class _PrefillCount:
-    """What admitted prefills have still to compute, as a sum that is kept, so that a load inquiry walks nothing.
+    """The number of prefill tokens that running requests have still to compute, kept as a sum for load reports.
 
-    A request's tokens are remembered as they were counted, and exactly that count leaves with it.
+    It remembers the count of each request, so that it subtracts exactly what it has added.
     """
 
     __slots__ = ("_by_rid", "num_tokens")
 
     def __init__(self) -> None:
-        self._by_rid: dict[str, int] = {}  # requests in prefill alone
+        self._by_rid: dict[str, int] = {}  # requests in prefill only
         self.num_tokens = 0
 
     def count(self, request: Request) -> None:
-        """Count a running request, or count it anew."""
-        self.forget(request)
+        """Count a running request. An earlier count of it is replaced."""
+        self.remove(request)
         if num_tokens := request.num_prefill_tokens_left:
             self._by_rid[request.rid] = num_tokens
             self.num_tokens += num_tokens
 
-    def forget(self, request: Request) -> None:
-        """The request runs no more, or never did."""
+    def remove(self, request: Request) -> None:
+        """Subtract the count of a request, if it has one."""
         if self._by_rid:
             self.num_tokens -= self._by_rid.pop(request.rid, 0)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestQueues:
-    """Every request in flight stands in exactly one of ``waiting`` and ``running``; a ``QueueSource`` for load reports.
+    """The requests in flight. Each is in exactly one of ``waiting`` and ``running``.
 
-    Both are kept in order of arrival, and all that run arrived before all that wait: requests are admitted from
-    the front, and the latest of the running ones is the first to be retracted.
+    Both queues are in order of arrival, and every running request arrived before every waiting one, because the oldest
+    waiting request is admitted first and the latest running request is retracted first. Load reports read this class
+    as a ``QueueSource``.
 
     Attributes:
-        max_running_requests: slots of ``running``.
+        max_running_requests: request slots of ``running``.
         waiting: requests without pages.
         running: requests with pages, in prefill or decode.
     """
@@ -56,7 +57,7 @@ class RequestQueues:
     waiting: TokenCountedQueue[Request] = field(default_factory=TokenCountedQueue)
     running: list[Request] = field(default_factory=list)
     _by_rid: dict[str, Request] = field(default_factory=dict, init=False, repr=False)
-    _untold_rids: set[str] = field(default_factory=set, init=False, repr=False)
+    _unreported_aborts: set[str] = field(default_factory=set, init=False, repr=False)
     _num_arrivals: int = field(default=0, init=False)
     _prefills: _PrefillCount = field(default_factory=_PrefillCount, init=False, repr=False)
 
@@ -69,11 +70,11 @@ class RequestQueues:
 
     @property
     def num_chunked_tokens_left(self) -> int:
-        """Tokens that admitted prefills have still to compute: ``num_prefill_tokens_left`` of all running ones."""
+        """Sum of ``num_prefill_tokens_left`` over all running requests."""
         return self._prefills.num_tokens
 
     def update_prefill_tokens(self, request: Request) -> None:
-        """More of a request's prefill is computed; one that has ended with it is no longer counted anyway."""
+        """Update the count after a part of a prefill was computed. A finished request is not counted any more."""
         if request.state is RequestState.RUNNING:
             self._prefills.count(request)
 
@@ -82,43 +83,43 @@ class RequestQueues:
         return self._by_rid.get(rid)
 
     def is_taken(self, rid: str) -> bool:
-        """Say whether a new request must not have this id: one is in flight, or its abort is still to be told."""
-        return rid in self._by_rid or rid in self._untold_rids
+        """Return True if the id is in use: by a request in flight, or by an abort that is not streamed yet."""
+        return rid in self._by_rid or rid in self._unreported_aborts
 
     def on_aborts_streamed(self) -> None:
-        """Every abort has been told: the ids of aborted requests may come again."""
-        self._untold_rids.clear()
+        """Allow new requests with the ids of aborted ones, because all aborts have been streamed."""
+        self._unreported_aborts.clear()
 
     def add(self, request: Request) -> None:
-        """Put a new request at the end of the waiting ones and number its arrival."""
+        """Append a new request to the waiting queue and number its arrival."""
         self._by_rid[request.rid] = request
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.waiting.append(request)
 
     def admit(self, request: Request) -> None:
-        """Move a request from waiting to running; its ``prefill_end`` is set."""
+        """Move a request from waiting to running. The caller has set its ``prefill_end``."""
         self.waiting.remove(request)
         self.running.append(request)
         request.state = RequestState.RUNNING
         self._prefills.count(request)
 
     def requeue(self, request: Request) -> None:
-        """Move a request from running to the front of the waiting ones."""
+        """Move a request from running to the head of the waiting queue."""
         self.running.remove(request)
-        self._prefills.forget(request)
+        self._prefills.remove(request)
         request.state = RequestState.WAITING
         self.waiting.appendleft(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Take a request out, wherever it stands."""
+        """Remove a request from its queue and set its finish reason."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-            self._prefills.forget(request)
+            self._prefills.remove(request)
         del self._by_rid[request.rid]
         if reason is FinishReason.ABORT:
-            self._untold_rids.add(request.rid)
+            self._unreported_aborts.add(request.rid)
         request.state = RequestState.FINISHED
         request.finish_reason = reason

@@ -1,4 +1,4 @@
-"""Requests: what one holds while it runs, and the queues in which those of one scheduler stand."""
+"""Request: the state of one request in the scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GREEDY = SamplingParams()
 
 
 class RequestState(enum.Enum):
-    """Where a request stands. A retraction leads from RUNNING back to WAITING."""
+    """The state of a request. A retraction changes RUNNING to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,32 +28,32 @@ class RequestState(enum.Enum):
 
 
 class Request:
-    """A request and what it holds. Only the scheduler that it was submitted to changes it.
+    """A request with its tokens and pages. Only the scheduler to which it was submitted changes it.
 
-    KV is computed one position behind the tokens: the last token of ``token_ids`` has no KV until it has gone
-    through the device, and that pass gives the token after it. So there is one rule for every running request:
-    compute positions ``num_computed_tokens`` to ``len(token_ids)``, which are many in prefill and one in decode.
+    KV is computed one position behind the tokens. The last token of ``token_ids`` has no KV until the device has
+    computed it, which also produces the next token. One rule therefore holds for every running request: compute
+    positions ``num_computed_tokens`` to ``len(token_ids)``. These are many in prefill and one in decode.
 
     Attributes:
-        rid: unique among the requests in flight.
-        token_ids: u32; the prompt, then what was generated.
-        num_prompt_tokens: where the prompt ends in ``token_ids``.
+        rid: request id, unique among the requests in flight.
+        token_ids: u32; the prompt, then the generated tokens.
+        num_prompt_tokens: length of the prompt.
         limits: when to stop.
-        sampling: how its tokens are chosen.
-        logprobs: one per generated token, where ``sampling`` asks for them; kept by the scheduler.
-        stream_interval: tokens between two messages to the client; 0 for all at the end.
-        arrival: number given by the scheduler at submission; every order between requests comes from it.
+        sampling: how tokens are chosen.
+        logprobs: one entry per generated token if ``sampling`` requests them, else None.
+        stream_interval: tokens between two deltas to the client; 0 for one delta at the end.
+        arrival: number assigned at submission, which defines the order of requests.
         state, finish_reason: the reason is None until the state is FINISHED.
-        pages: KV pages of positions 0 to ``num_computed_tokens`` and of what this step computes; the first
-            ``num_cached_pages`` belong to the cache's tree and are locked through ``node``, the others to the request.
-        num_computed_tokens: positions whose KV stands in ``pages``.
-        prefill_end: ``len(token_ids)`` when the request was last admitted: computing up to here is prefill.
-        num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
-        num_cached_prompt_tokens: the same at the first admission: what the client is told.
-        cached_prompt: the same by the tier on which they were found.
-        num_retractions: how often the request lost its pages to others.
-        is_sampled: the ledger of owners notes its pages; no decision looks at it.
-        times: kept by the scheduler from submission on; no decision looks at them.
+        pages: KV pages of positions 0 to ``num_computed_tokens`` and of the positions that this step computes. The
+            first ``num_cached_pages`` belong to the radix tree and are locked through ``node``.
+        num_computed_tokens: positions whose KV is in ``pages``.
+        prefill_end: ``len(token_ids)`` at the last admission; computing positions below it is prefill.
+        num_cached_tokens: number of ``token_ids`` that the cache covered at the last match.
+        num_cached_prompt_tokens: the same at the first admission, as reported to the client.
+        cached_prompt: the same, by tier.
+        num_retractions: how often the request lost its pages to other requests.
+        is_sampled: the allocation log records its pages; no decision depends on it.
+        times: time stamps for latencies; no decision depends on them.
 
     Raises:
         ConfigError: no input tokens, a token id that is not u32, or an id that is empty or not valid text.
@@ -121,16 +121,16 @@ class Request:
 
     @property
     def output_ids(self) -> tuple[int, ...]:
-        """What was generated so far; a retraction keeps it."""
+        """The tokens generated so far. A retraction keeps them."""
         return tuple(self.token_ids[self.num_prompt_tokens :])
 
     def append_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Keep what the device says of the token that it gives next; not where the request did not ask."""
+        """Append the logprobs of the next token, if the request wants logprobs."""
         if self.logprobs is not None and len(self.logprobs) == self.num_output_tokens:
             self.logprobs.append(logprobs)
 
     def output_since(self, start: int) -> TokenOutput:
-        """Return the output from its token ``start`` on, and the counts that go with it."""
+        """Return the output from token ``start`` on, with the counts of the request."""
         logprobs = None if self.logprobs is None else self.logprobs[start : self.num_output_tokens]
         return TokenOutput(
             token_ids=tuple(self.token_ids[self.num_prompt_tokens + start :]),
@@ -144,7 +144,7 @@ class Request:
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens to prefill when nothing is cached: prompt plus what was generated before a retraction."""
+        """Number of tokens to prefill if none is cached: the prompt and the tokens generated before a retraction."""
         return len(self.token_ids)
 
     @property
@@ -153,17 +153,17 @@ class Request:
 
     @property
     def num_output_tokens_left(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.limits.max_new_tokens - self.num_output_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Positions that must go through the device before the next token is known."""
+        """Number of positions to compute before the next token is known."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_prefill_tokens_left(self) -> int:
-        """The part of a prefill that is still to compute; 0 in decode and while waiting."""
+        """Number of prefill positions still to compute; 0 in decode and while waiting."""
         return max(0, self.prefill_end - self.num_computed_tokens)
 
     def __repr__(self) -> str:
@@ -185,7 +185,7 @@ def _checked_rid(rid: str) -> str:
 
 
 def _as_token_array(input_ids: Iterable[int]) -> array[int]:
-    # array() would take bytes as raw memory instead of as a sequence of ids.
+    # array() would interpret bytes as raw memory instead of as a sequence of ids.
     ids = list(input_ids) if isinstance(input_ids, bytes | bytearray | memoryview) else input_ids
     try:
         tokens = array("I", ids)
@@ -193,7 +193,7 @@ def _as_token_array(input_ids: Iterable[int]) -> array[int]:
         raise ConfigError(
             "input_ids",
             type(input_ids).__name__,
-            f"holds something that is not a token id ({error})",
+            f"has an item that is not a token id ({error})",
             f"give 0 to {MAX_TOKEN_ID}",
         ) from None
     if not tokens:

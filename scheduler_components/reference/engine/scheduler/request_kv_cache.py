@@ -1,4 +1,4 @@
-"""The KV pages of requests."""
+"""RequestKvCache: match, grow, cache and free the KV pages of requests."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = [
 ]
 
 KV_POOL = "full"
-"""The name of the KV pool to checks and ledgers, as SGLang's reports have it."""
+"""Name of the KV pool in checks and allocation logs, as in SGLang's reports."""
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold ``num_tokens`` positions."""
+    """Return the number of pages that hold ``num_tokens`` positions."""
     return -(-num_tokens // page_size)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestKvCache:
-    """Gives pages to requests and takes them back.
+    """Assigns KV pages to requests and frees them.
 
-    A page that a request holds is either its own (allocated, being filled) or shared (it stands in the cache's tree,
-    locked through ``request.node``). ``share`` turns own pages into shared ones once they are full, so that others
-    find them, and events say "stored", from the step in which their KV is usable.
+    A page of a request is either its own, which means allocated and not yet full, or shared, which means that it is in
+    the radix tree and locked through ``request.node``. ``cache_unfinished`` moves full pages into the tree, so that
+    other requests can match them and a stored event is recorded, in the step in which their KV becomes usable.
 
     Attributes:
         cache: the KV pool and its radix tree.
-        counters: counts evictions.
-        owners: is told who takes and gives which pages.
-        namespace: what else than tokens identifies a prefix: the weights that compute it.
+        counters: counts evicted tokens.
+        owners: records which request allocates and frees which pages.
+        namespace: identifies a prefix together with its tokens; it depends on the weights that compute the KV.
     """
 
     cache: PrefixCache
@@ -47,18 +47,18 @@ class RequestKvCache:
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had now: free ones, and cached ones that nobody holds."""
+        """Number of pages that can be allocated now: free pages, and cached pages that no request locks."""
         cache = self.cache
         return (cache.free_tokens + cache.evictable_tokens) // cache.page_size
 
     def match_length(self, request: Request) -> int:
-        """Return how many of the request's tokens the cache covers, without holding them."""
+        """Return how many of the request's tokens are cached, without locking them."""
         return self.cache.match_prefix(request.token_ids[:-1], self.namespace).num_tokens
 
     def match(self, request: Request) -> None:
-        """Hold the longest cached prefix of a request that is about to run.
+        """Match and lock the longest cached prefix of a request that is about to run.
 
-        The last token is left out: it must go through the device to give the next one.
+        The match leaves out the last token, because the device must compute it to produce the next one.
         """
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
@@ -71,7 +71,7 @@ class RequestKvCache:
         request.num_computed_tokens = request.num_cached_tokens = match.num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` more positions, evicting what nobody holds; False if the pool is too full."""
+        """Allocate pages for ``num_tokens`` more positions, evicting if necessary. Return False if the pool is full."""
         page_size = self.cache.page_size
         num_missing = pages_for(request.num_computed_tokens + num_tokens, page_size) - len(request.pages)
         if num_missing <= 0:
@@ -86,9 +86,9 @@ class RequestKvCache:
         return True
 
     def cache_unfinished(self, request: Request) -> None:
-        """Put the request's full pages into the tree and hold them there.
+        """Insert the request's full pages into the tree and lock them there.
 
-        Where another request has put the same prefix there before, its pages replace this one's, which are freed.
+        If another request has inserted the same prefix already, its pages replace this request's, which are freed.
         """
         page_size = self.cache.page_size
         num_pages = request.num_computed_tokens // page_size
@@ -109,7 +109,7 @@ class RequestKvCache:
         request.num_cached_pages = num_pages
 
     def free(self, request: Request) -> None:
-        """Let go of all pages: full ones stay in the cache for whoever comes next, the unfinished one is freed."""
+        """Release all pages. Full pages stay in the cache for later requests; the unfinished page is freed."""
         self.cache_unfinished(request)
         shared, own = request.pages[: request.num_cached_pages], request.pages[request.num_cached_pages :]
         self.cache.free(own)

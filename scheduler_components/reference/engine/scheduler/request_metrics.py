@@ -84,7 +84,7 @@ class RequestMetrics:
     def on_finished(self, request: Request, reason: FinishReason) -> None:
         """Record the end of a request."""
         self.latencies.on_finished(_times(request))
-        self.budget.ended(request)
+        self.budget.on_finished(request)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests_total += 1
 

@@ -87,10 +87,10 @@ def test_a_new_ratio_begins_at_once_and_other_changes_leave_it(scheduler: Schedu
     scheduler.submit(Request("r", range(8), SamplingLimits(max_new_tokens=20)))
     for _ in range(5):
         scheduler.step()
-    decayed = scheduler.batcher.new_token_ratio.current
+    decayed = scheduler.batcher.budget.new_token_ratio.current
     assert decayed < CONFIG.new_token_ratio
     control.answer("set_internal_state", b'{"chunk_tokens": 64}')
-    assert scheduler.batcher.new_token_ratio.current == decayed
+    assert scheduler.batcher.budget.new_token_ratio.current == decayed
     control.answer("set_internal_state", b'{"new_token_ratio": 0.5}')
     assert control.answer("get_internal_state", b"")["new_token_ratio_now"] == 0.5
 

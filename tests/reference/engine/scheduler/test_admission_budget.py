@@ -38,7 +38,7 @@ def test_forecasts_are_judged_and_told(make_bench: Callable) -> None:
     told = bench.sink.stats[-1].batching
     assert told.first_tokens_predicted >= 6
     assert told.first_token_error_p50_s <= told.first_token_error_p90_s < 0.02
-    assert told.new_token_ratio == bench.scheduler.batcher.new_token_ratio.current
+    assert told.new_token_ratio == bench.scheduler.batcher.budget.new_token_ratio.current
 
 
 def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_computed(make_bench: Callable) -> None:

@@ -175,10 +175,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             oldest = min(self.scheduler.queues, key=lambda request: request.arrival, default=None)
             before = progress(oldest) if oldest is not None else (0, 0)
             was_running = bool(self.scheduler.queues.running)
-            ratio_before = self.scheduler.batcher.new_token_ratio.current
+            ratio_before = self.scheduler.batcher.budget.new_token_ratio.current
             result = self.scheduler.step()
             self.read(result)
-            ratio = self.scheduler.batcher.new_token_ratio.current
+            ratio = self.scheduler.batcher.budget.new_token_ratio.current
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
             may_move = self.scheduler.batcher.budget.gate.can_admit
