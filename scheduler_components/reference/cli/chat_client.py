@@ -1,4 +1,4 @@
-"""A conversation over ``/v1/chat/completions``, as any client has one: streamed, with what each answer cost."""
+"""Talk over ``/v1/chat/completions`` as any client does: streamed answers with usage statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AnswerStats", "ChatSession", "ChatRequestError"]
 
 
 class ChatRequestError(ComponentError):
-    """The engine gave no answer; the text says why."""
+    """The engine returned no answer. The text gives the reason."""
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -61,15 +61,15 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True, kw_only=True)
 class AnswerStats:
-    """What an answer cost.
+    """Usage and latency of an answer.
 
     Attributes:
-        prompt_tokens, output_tokens: of the request.
-        cached: of the prompt, by tier.
-        rank: data-parallel rank that served it.
-        finish_reason: as the API names it.
-        first_token_s: from sending to the first token.
-        output_s: from the first token to the last.
+        prompt_tokens, output_tokens: tokens of the request.
+        cached: cached prompt tokens by tier.
+        rank: data-parallel rank that served the request.
+        finish_reason: the API's name for the reason.
+        first_token_s: seconds from sending the request to the first token.
+        output_s: seconds from the first token to the last.
     """
 
     prompt_tokens: int = 0
@@ -82,24 +82,24 @@ class AnswerStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the output, without the first token's wait; 0 for a single token."""
+        """Output tokens per second after the first token; 0 for a single token."""
         return (self.output_tokens - 1) / self.output_s if self.output_s > 0 else 0.0
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the prompt that no tier had."""
+        """Prompt tokens that no tier had cached."""
         return self.prompt_tokens - self.cached.device - self.cached.host - self.cached.storage
 
 
 @dataclass(slots=True, kw_only=True)
 class ChatSession:
-    """Messages so far, and a way to the engine.
+    """One conversation with the engine.
 
     Attributes:
-        client: its base URL is the engine's.
-        max_tokens: of an answer.
+        client: HTTP client whose base URL is the engine's.
+        max_tokens: longest answer, in tokens.
         temperature: 0 is greedy.
-        messages: what was said; a question without an answer is not in it.
+        messages: the messages so far, without questions that got no answer.
         clock: monotonic seconds.
     """
 
@@ -111,10 +111,10 @@ class ChatSession:
     _name: str = field(default_factory=lambda: f"chat-{uuid4().hex}")
 
     async def ask(self, question: str, facts: AnswerStats) -> AsyncIterator[str]:
-        """Yield the answer as it comes, and fill ``facts`` in by its end. What was given up is kept as far as it came.
+        """Yield the answer as it streams, and fill in ``facts``. An interrupted answer stays in ``messages``.
 
         Raises:
-            ChatRequestError: the engine does not answer, or only in part.
+            ChatRequestError: the engine returned no answer, or an incomplete one.
         """
         asked = [*self.messages, ChatMessage("user", question)]
         pieces: list[str] = []
@@ -146,12 +146,12 @@ class ChatSession:
                     raise ChatRequestError(_message_in(await response.aread()))
                 facts.rank = response.headers[RANK_HEADER]
                 async for event in _events_of(response):
-                    self._note(event, facts, sent_s)
+                    self._record(event, facts, sent_s)
                     yield event
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             raise ChatRequestError(str(error) or type(error).__name__) from error
 
-    def _note(self, event: _Event, facts: AnswerStats, sent_s: float) -> None:
+    def _record(self, event: _Event, facts: AnswerStats, sent_s: float) -> None:
         now_s = self.clock()
         if event.choices:
             if not facts.first_token_s:

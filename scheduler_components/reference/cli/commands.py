@@ -1,7 +1,7 @@
-"""The commands of ``scheduler-components``: options in, exit code out.
+"""The commands of ``scheduler-components``. Each maps options to an exit code.
 
-What a person did wrong comes out of ``run_command`` as one sentence. The commands that look at engines are here, and
-``keygen``; those that run one, ``hicache-sim`` and ``dp-attn-sim`` have files of their own.
+``run_command`` reports a user's mistake in one sentence. This module has the commands that observe engines, and
+``keygen``. The other commands have their own modules.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def watch(
     /,
     *,
     as_json: Annotated[AsJson, Parameter(help="One JSON object per line.")] = False,
-    history: Annotated[bool, Parameter(show_default=False, help="Also replay what was published before.")] = False,
+    history: Annotated[bool, Parameter(show_default=False, help="Also replay earlier events.")] = False,
     replay_endpoint: ReplayEndpoint = None,
-    topic: Annotated[str | None, Parameter(help="Topic to follow. Default: what the worker says, or all.")] = None,
-    count: Annotated[int | None, Parameter(validator=Number(gte=1), help="Stop after so many events.")] = None,
-    duration: Annotated[float | None, Parameter(validator=Number(gte=0), help="Stop after so many seconds.")] = None,
+    topic: Annotated[str | None, Parameter(help="Topic to follow. Default: the worker's topic, or all.")] = None,
+    count: Annotated[int | None, Parameter(validator=Number(gte=1), help="Stop after this many events.")] = None,
+    duration: Annotated[float | None, Parameter(validator=Number(gte=0), help="Stop after this many seconds.")] = None,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
@@ -74,7 +74,7 @@ def watch(
         duration_s=duration,
         keys=read_client_keys(secret_key_file, publisher_key_file),
     )
-    with suppress(KeyboardInterrupt):  # the usual end of it
+    with suppress(KeyboardInterrupt):  # the usual way to end it
         watch_streams(target, sys.stdout, options)
     return 0
 
@@ -89,9 +89,9 @@ def doctor(
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
-    """Dial what a worker's /server_info advertises and say what is wrong with it.
+    """Connect to the endpoints that a worker's /server_info advertises, and report what is wrong.
 
-    Exit code 1 when something is wrong, 3 when nothing answers there.
+    The exit code is 1 if something is wrong and 3 if nothing answers.
     """
     keys = read_client_keys(secret_key_file, publisher_key_file)
     report = check_worker(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
@@ -110,29 +110,31 @@ def conformance(
     ] = None,
     listen: Annotated[float, Parameter(validator=Number(gte=0), help="Seconds to listen at most.")] = 10.0,
     batches: Annotated[
-        int, Parameter(validator=Number(gte=1), help="Stop when each stream has sent so many live batches.")
+        int, Parameter(validator=Number(gte=1), help="Stop when each stream has sent this many live batches.")
     ] = 200,
     timeout: Annotated[
-        float, Parameter(validator=Number(gte=0.1), help="Longest silence in which a replay is waited for.")
+        float, Parameter(validator=Number(gte=0.1), help="Longest silence, in seconds, while waiting for a replay.")
     ] = 3.0,
     oracle: Annotated[
         str | None,
-        Parameter(help="URL of an engine that serves /kv_pool: compare with what its pools really hold."),
+        Parameter(help="URL of an engine that serves /kv_pool, to compare the streams with its pools."),
     ] = None,
-    junit: Annotated[Path | None, Parameter(help="Write JUnit XML there: one test case per rule and stream.")] = None,
-    badge: Annotated[Path | None, Parameter(help="Write a badge there, as shields.io's endpoint JSON.")] = None,
+    junit: Annotated[
+        Path | None, Parameter(help="Write JUnit XML to this file: one test case per rule and stream.")
+    ] = None,
+    badge: Annotated[Path | None, Parameter(help="Write a badge to this file, as endpoint JSON of shields.io.")] = None,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
 ) -> int:
-    """Judge an engine by what its event streams really send, rule by rule.
+    """Check the event streams of an engine against every rule of the wire.
 
-    Exit code 1 when it does not conform, 3 when no stream takes connections or the oracle does not answer, 4 when a
-    stream tells something else than the pool holds. Send the engine requests meanwhile: a rule that nothing could break
-    is reported as not judged.
+    The exit code is 1 if the engine does not conform, 3 if no stream accepts a connection or the oracle does not
+    answer, and 4 if a stream differs from the pool. Send requests to the engine during the check: a rule that no
+    event could break is reported as not judged.
     """
     for option, path in (("junit", junit), ("badge", badge)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ConfigError(
-                option, str(path), "is no file in a folder that exists", "make the folder, or name another"
+                option, str(path), "is not a file in an existing folder", "create the folder or name another file"
             )
     report = check_conformance(
         target,
@@ -158,17 +160,19 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def keygen(
-    directory: Annotated[Path, Parameter(help="Where the two files go; made, private, where it is not there.")],
-    name: Annotated[str, Parameter(help="Of the publisher or the client, for example router-1.")],
+    directory: Annotated[
+        Path, Parameter(help="Directory of the two files. A missing directory is created with private permissions.")
+    ],
+    name: Annotated[str, Parameter(help="Name of the publisher or client, for example router-1.")],
     /,
 ) -> int:
-    """Make a CURVE key pair for an event publisher or one of its clients; SECURITY.md says where each file goes."""
+    """Make a CURVE key pair for an event publisher or one of its clients. SECURITY.md says where each file goes."""
     public_file, secret_file = write_key_pair(directory, name)
     print_lines((f"public key, to hand out:  {public_file}", f"secret key, to keep here: {secret_file}"))
     return 0
 
 
-def completion(shell: Annotated[Shell, Parameter(help="Whose completions to write.")], /) -> int:
+def completion(shell: Annotated[Shell, Parameter(help="The shell.")], /) -> int:
     """Write a script that completes commands and options: ``eval "$(scheduler-components completion bash)"``."""
     print_lines((make_app().generate_completion(shell=shell),))
     return 0
@@ -187,17 +191,17 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "keygen": keygen,
     "completion": completion,
 }
-"""By the names that a person types."""
+"""Commands by name."""
 
 
 def run_command(arguments: Sequence[str]) -> tuple[int, str]:
-    """Run what the command line asks for.
+    """Run the command of a command line.
 
     Args:
-        arguments: of the command line, without the program's name.
+        arguments: command-line arguments without the program name.
 
     Returns:
-        The exit code, and one line for standard error when there is something to complain of.
+        The exit code, and a line for standard error; empty for success.
     """
     try:
         return make_app()(arguments) or 0, ""
@@ -216,7 +220,7 @@ def run_command(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def make_app() -> App:
-    """Return what reads a command line, with all commands."""
+    """Make the command-line parser with all commands."""
     app = App(
         name="scheduler-components",
         help="A reference engine composed of scheduler components, and tools that look at engines.",

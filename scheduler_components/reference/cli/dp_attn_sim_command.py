@@ -1,4 +1,4 @@
-"""The command ``dp-attn-sim``: what it buys, and costs, to let the prefills of replicas wait for each other."""
+"""The command ``dp-attn-sim``: gain and cost of letting the prefills of replicas wait for each other."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["dp_attn_sim", "format_dp_report"]
 def dp_attn_sim(
     *,
     dp_size: Annotated[int, Parameter(validator=Number(gte=2), help="Replicas.")] = 4,
-    requests: Annotated[int, Parameter(validator=Number(gte=1), help="In all.")] = 400,
-    rate: Annotated[float, Parameter(validator=Number(gt=0), help="Arrivals per second in all.")] = 20.0,
-    prompt_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Of a prompt, on average.")] = 500,
-    output_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Of an answer, on average.")] = 100,
-    delay_steps: Annotated[int, Parameter(validator=Number(gte=1), help="Prefills wait so long at most.")] = 10,
-    seed: Annotated[int, Parameter(help="Of arrivals and lengths.")] = 0,
+    requests: Annotated[int, Parameter(validator=Number(gte=1), help="Number of requests.")] = 400,
+    rate: Annotated[float, Parameter(validator=Number(gt=0), help="Arrivals per second, over all replicas.")] = 20.0,
+    prompt_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Mean length of a prompt.")] = 500,
+    output_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Mean length of an answer.")] = 100,
+    delay_steps: Annotated[int, Parameter(validator=Number(gte=1), help="Longest delay of a prefill, in steps.")] = 10,
+    seed: Annotated[int, Parameter(help="Seed of arrivals and lengths.")] = 0,
 ) -> int:
-    """Serve the same requests with and without the delay of prefill under DP attention, in simulated time."""
+    """Serve the same requests with and without delayed prefills under DP attention, in simulated time."""
     config = DpSimConfig(
         dp_size=dp_size,
         num_requests=requests,
@@ -41,9 +41,9 @@ def dp_attn_sim(
 
 
 def format_dp_report(delay_steps: int, report: DpSimReport) -> Iterator[str]:
-    """Lines that say what came of one run."""
+    """Yield the lines that summarize one run."""
     stats = report.stats[0]
-    waits = f"prefills wait {delay_steps} steps at most" if delay_steps else "prefills wait for nobody"
+    waits = f"prefills wait at most {delay_steps} steps" if delay_steps else "prefills do not wait"
     yield f"{waits}: {report.num_tokens:,} tokens in {report.makespan_s:.1f} s"
     for what, values in (("between tokens", report.inter_token_s), ("to the first token", report.first_token_s)):
         p50, p90, p99 = (1e3 * percentile(values, share) for share in (0.5, 0.9, 0.99))

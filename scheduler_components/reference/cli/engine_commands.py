@@ -1,4 +1,4 @@
-"""The commands that run the reference engine: ``serve`` and ``demo``, and the options that both take."""
+"""The commands that run the reference engine, ``serve`` and ``demo``, and their common options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
     "serve",
 ]
 
-_HOST_TO_DEVICE = 4  # tokens on the host for each on the device, unless the operator says
+_HOST_TO_DEVICE = 4  # default size of the host tier, relative to the device
 _DEFAULT_WORKLOAD = WorkloadConfig()
 
 Port = Annotated[
@@ -60,7 +60,7 @@ RunningRequests = Annotated[int, Parameter(help="Request slots of each replica."
 
 @attrs.frozen(kw_only=True)
 class EngineSizes:
-    """What is taken where an option does not say: it differs by command and device. The fields are the options'."""
+    """Default sizes, which depend on command and device. Each field is the default of the option of its name."""
 
     dp_size: int
     attn_cp_size: int
@@ -69,18 +69,15 @@ class EngineSizes:
     chunk_tokens: int
 
 
-# One process has the cores for itself. A chunk of 512 tokens takes a small model seconds on a CPU, in which all others
-# wait for their next token; and 16,384 tokens of KV are 0.75 GB of a model of 135 million parameters in float32.
+# One process uses all cores. On a CPU a small model computes a chunk of 512 tokens in seconds, while all other requests
+# wait. 16,384 tokens of KV are 0.75 GB for a model of 135 million parameters in float32.
 _MODEL_SIZES = EngineSizes(dp_size=1, attn_cp_size=1, attn_tp_size=1, kv_tokens=16_384, chunk_tokens=512)
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=2))
 @attrs.frozen(kw_only=True)
 class EngineOptions:
-    """One field per option; the help says what each is. The defaults are of an engine that serves.
-
-    ``sizes`` says what those are that are None.
-    """
+    """The options of ``serve``, one field per option. ``sizes`` resolves the options that are None."""
 
     simulated_sizes: ClassVar[EngineSizes] = EngineSizes(
         dp_size=2, attn_cp_size=2, attn_tp_size=2, kv_tokens=262_144, chunk_tokens=2048
@@ -105,13 +102,13 @@ class EngineOptions:
     pp_size: Annotated[int, Parameter(help="Pipeline stages.")] = 1
     dp_attention: Annotated[
         bool,
-        Parameter(show_default=False, help="Replicas share the layers behind attention: all take every step together."),
+        Parameter(show_default=False, help="Replicas share the layers behind attention and step in lockstep."),
     ] = False
     prefill_delay_steps: Annotated[
-        int, Parameter(help="With --dp-attention: prefills of replicas wait for each other so long at most, in steps.")
+        int, Parameter(help="With --dp-attention: longest wait of the replicas' prefills for each other, in steps.")
     ] = 0
     prefill_delay_low_usage: Annotated[
-        float, Parameter(help="With a smaller share of its KV tokens in use, 0 to 1, a replica's prefills do not wait.")
+        float, Parameter(help="Below this usage of its KV tokens, 0 to 1, a replica's prefills do not wait.")
     ] = 0.0
     page_size: Annotated[int, Parameter(help="Tokens per KV page, and per block of the events.")] = 16
     kv_tokens: Annotated[
@@ -121,14 +118,12 @@ class EngineOptions:
     max_running_requests: RunningRequests = 64
     chunk_tokens: Annotated[
         int | None,
-        Parameter(
-            help="The most that one request prefills in a step, in tokens. Default: by command; with --model 512."
-        ),
+        Parameter(help="Most tokens of one request that a step prefills. Default: by command; with --model 512."),
     ] = None
     recv_interval: Annotated[int, Parameter(help="Decode steps that share one receive of input.")] = 1
     kv_events_config: Annotated[
         str | None,
-        Parameter(help="Event publisher's configuration, as JSON. Default: loopback, free ports, with replay."),
+        Parameter(help="Configuration of the event publisher, as JSON. Default: loopback, free ports, with replay."),
     ] = None
     affinity_tokens: Annotated[
         int,
@@ -138,19 +133,19 @@ class EngineOptions:
         bool,
         Parameter(
             show_default=False,
-            help="Serve /kv_pool: the hashes that each pool really holds, for conformance --oracle. "
-            "They tell who can guess a prompt whether it was sent; so it is off.",
+            help="Serve /kv_pool: the block hashes of each pool, for conformance --oracle. "
+            "Off by default, because a hash reveals to a reader who guesses a prompt whether it was sent.",
         ),
     ] = False
     profile_directory: Annotated[
         str,
-        Parameter(show_default=False, help="Where ranks write profiles; without it /start_profile is refused."),
+        Parameter(show_default=False, help="Directory of profiles. Without it /start_profile is refused."),
     ] = ""
     speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
-    seed: Annotated[int, Parameter(help="Of the generated workload and of the tokens that come out.")] = 0
+    seed: Annotated[int, Parameter(help="Seed of the generated workload and of the output tokens.")] = 0
 
     def sizes(self, *, of_a_model: bool) -> EngineSizes:
-        """What was given, and for the rest the defaults of this command's simulated device, or of a model."""
+        """Return the given sizes, and for the others this command's defaults for a model or a simulated device."""
         default = self.model_sizes if of_a_model else self.simulated_sizes
         given = {each.name: getattr(self, each.name) for each in attrs.fields(EngineSizes)}
         return attrs.evolve(default, **{name: size for name, size in given.items() if size is not None})
@@ -159,7 +154,7 @@ class EngineOptions:
 @Parameter(name="*", group=Group("Engine", sort_key=2))
 @attrs.frozen(kw_only=True)
 class DemoOptions(EngineOptions):
-    """The same options; so small a pool by default that the generated chats push each other's pages out."""
+    """The options of ``demo``. By default the pool is so small that the generated chats evict each other's pages."""
 
     simulated_sizes: ClassVar[EngineSizes] = attrs.evolve(
         EngineOptions.simulated_sizes, kv_tokens=6144, chunk_tokens=512
@@ -173,20 +168,20 @@ class DemoOptions(EngineOptions):
 @Parameter(name="*", group=Group("Model", sort_key=4))
 @attrs.frozen(kw_only=True)
 class ModelOptions:
-    """A real model; one field per option."""
+    """The options of a real model, one field per option."""
 
     model: Annotated[
         Path | None,
         Parameter(help="Serve this model: a folder with config.json and *.safetensors, or a .gguf file."),
     ] = None
-    dtype: Annotated[ModelDtype, Parameter(help="Of its weights, keys and values.")] = "float32"
-    device: Annotated[str, Parameter(help="What it runs on: cpu, cuda or cuda:N.")] = "cpu"
+    dtype: Annotated[ModelDtype, Parameter(help="Type of weights, keys and values.")] = "float32"
+    device: Annotated[str, Parameter(help="Device: cpu, cuda or cuda:N.")] = "cpu"
 
     def spec(self) -> ModelSpec | None:
-        """Look at the model; None without ``--model``.
+        """Inspect the model; None without ``--model``.
 
         Raises:
-            ConfigError: it cannot be served, or there is none.
+            ConfigError: the model cannot be served, or an option needs ``--model``.
             StartError: a library of an extra is not installed.
         """
         if self.model is None:
@@ -196,7 +191,7 @@ class ModelOptions:
             return None
         for module in ("torch", "transformers", "gguf", "accelerate"):
             _require(module, "model", "leave --model out")
-        # Imported here: other commands, and an engine without a model, start without torch.
+        # Other commands, and an engine without a model, must start without torch.
         from scheduler_components.reference.device.torch_model import inspect_model
 
         return inspect_model(self.model, dtype=self.dtype, device=self.device)
@@ -208,48 +203,48 @@ _POLICY = HiCachePolicy()
 @Parameter(name="*", group=Group("Hierarchical cache", sort_key=3))
 @attrs.frozen(kw_only=True)
 class HiCacheOptions:
-    """Tiers behind the device; one field per option."""
+    """The options of the hierarchical cache, one field per option."""
 
-    hicache: Annotated[bool, Parameter(show_default=False, help="Keep on the host what the device evicts.")] = False
+    hicache: Annotated[bool, Parameter(show_default=False, help="Keep evicted pages on the host.")] = False
     hicache_host_tokens: Annotated[
         int | None,
         Parameter(validator=Number(gte=1), help="Size of the host tier. Default: four times --kv-tokens."),
     ] = None
     hicache_host_layout: Annotated[
-        HostLayout, Parameter(help="Which bytes of the host tier lie together: a page's, for storage, or a layer's.")
+        HostLayout, Parameter(help="Memory layout of the host tier: contiguous pages, for storage, or layers.")
     ] = "page_first"
-    hicache_storage: Annotated[StorageKind, Parameter(help="The tier behind the host.")] = "none"
+    hicache_storage: Annotated[StorageKind, Parameter(help="The storage tier behind the host.")] = "none"
     hicache_storage_path: Annotated[
-        Path | None, Parameter(help="Directory of the file storage; outlives the engine.")
+        Path | None, Parameter(help="Directory of the file storage. It outlives the engine.")
     ] = None
     hicache_storage_checksum: Annotated[
         StorageChecksum,
-        Parameter(help="Copy pages into frames with a checksum, or use them in place, with one beside each or none."),
+        Parameter(help="Store framed copies with a checksum, or pages in place with a separate checksum or none."),
     ] = "frame"
     hicache_mooncake_master: Annotated[str, Parameter(help="Address of Mooncake's master, host:port.")] = (
         MOONCAKE_MASTER
     )
     hicache_mooncake_metadata: Annotated[str, Parameter(help="URL of Mooncake's metadata server.")] = MOONCAKE_METADATA
-    hicache_write: Annotated[WritePolicy, Parameter(help="When pages are copied to the host.")] = "write_through"
+    hicache_write: Annotated[WritePolicy, Parameter(help="When to copy pages to the host.")] = "write_through"
     hicache_write_hits: Annotated[
-        int, Parameter(validator=Number(gte=1), help="Of write_through_selective: copied once found so often.")
+        int, Parameter(validator=Number(gte=1), help="Hits before write_through_selective copies a page.")
     ] = _POLICY.write_threshold_hits
-    hicache_prefetch: Annotated[PrefetchPolicy, Parameter(help="When a prefetch from storage ends.")] = "best_effort"
+    hicache_prefetch: Annotated[PrefetchPolicy, Parameter(help="When to stop a prefetch from storage.")] = "best_effort"
     hicache_retry_steps: Annotated[
-        int, Parameter(validator=Number(gte=0), help="After a miss, storage is asked again so much later; 0: never.")
+        int, Parameter(validator=Number(gte=0), help="Steps after a miss until storage is queried again; 0: never.")
     ] = _POLICY.prefetch_retry_steps
     hicache_load: Annotated[
-        LoadBackMode, Parameter(help="When a request runs: once its pages are there, or while its layers come.")
+        LoadBackMode, Parameter(help="When a request starts: after all its pages are loaded, or layer by layer.")
     ] = "whole"
     hicache_load_pages: Annotated[
-        int, Parameter(validator=Number(gte=1), help="Shorter runs are computed and not loaded from the host.")
+        int, Parameter(validator=Number(gte=1), help="Shorter runs of pages are computed, not loaded from the host.")
     ] = _POLICY.load_threshold_pages
 
     def config(self, kv_tokens: int) -> HiCacheConfig | None:
-        """Put the options together, for a device of ``kv_tokens``; None without ``--hicache``.
+        """Return the configuration for a device of ``kv_tokens``; None without ``--hicache``.
 
         Raises:
-            ConfigError: naming what cannot work.
+            ConfigError: an option has an invalid value; the error names it.
             StartError: a library of an extra is not installed.
         """
         if not self.hicache:
@@ -279,7 +274,7 @@ class HiCacheOptions:
 
 
 def _require(module: str, extra: str, otherwise: str) -> None:
-    """Look for a library that the ranks import, so that it is missed once and not by each of them."""
+    """Check for a library that the ranks import, so that one error reports it instead of one per rank."""
     if find_spec(module) is None:
         raise StartError(module, "is not installed", f"pip install 'scheduler-components[{extra}]', or {otherwise}")
 
@@ -288,10 +283,10 @@ _SERVE, _DEMO, _NO_TIERS, _SIMULATED = EngineOptions(), DemoOptions(), HiCacheOp
 
 
 def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelOptions = _SIMULATED) -> EngineConfig:
-    """Put the options together.
+    """Return the engine's configuration.
 
     Raises:
-        ConfigError: naming what cannot work.
+        ConfigError: an option has an invalid value; the error names it.
     """
     spec = model.spec()
     sizes = options.sizes(of_a_model=spec is not None)
@@ -322,17 +317,17 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
 
 
 def _prefill_budget(sizes: EngineSizes, *, of_a_model: bool) -> int:
-    """One chunk per step of a model: its time is real, and the others wait for it."""
+    """Return the prefill budget: one chunk per step for a model, because all other requests wait for it."""
     return sizes.chunk_tokens if of_a_model else max(sizes.chunk_tokens, SchedulerConfig().max_prefill_tokens)
 
 
 def _check_memory(engine: EngineConfig) -> None:
-    """Refuse a model and pools that this machine has no memory for, before a process finds out by being killed."""
+    """Refuse a model and pools that exceed this machine's memory, before the kernel kills a process."""
     model = engine.model
     if model is None or model.device != "cpu":
         return
     pool_bytes = model.kv_bytes_per_token * engine.scheduler.kv_tokens
-    # Each rank reads all weights before it keeps its part, and has its part of each page.
+    # Each rank reads all weights before it keeps its shard. It stores its shard of each page.
     needed_gb = (model.weight_bytes + pool_bytes / engine.attn_tp_size) * engine.world_size / 1e9
     has_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if needed_gb > has_gb:
@@ -350,7 +345,7 @@ def _dp_attention(options: EngineOptions) -> DpAttentionConfig | None:
 
 
 def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:
-    """Add the event stream's configuration, checked here so that a mistake costs no process."""
+    """Add the configuration of the event stream, checked before any process starts."""
     if text is None:
         return attrs.evolve(engine, kv_events=default_kv_events(engine))
     settings = KVEventsConfig.from_cli(text)
@@ -372,9 +367,9 @@ def serve(
     limit: Annotated[
         int | None, Parameter(validator=Number(gte=1), help="Replay only the first requests of the trace.")
     ] = None,
-    keep_serving: Annotated[bool, Parameter(show_default=False, help="Go on serving after the trace.")] = False,
+    keep_serving: Annotated[bool, Parameter(show_default=False, help="Keep serving after the trace.")] = False,
     duration: Annotated[
-        float | None, Parameter(validator=Number(gte=0), help="Stop serving after so many seconds.")
+        float | None, Parameter(validator=Number(gte=0), help="Stop serving after this many seconds.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -403,12 +398,12 @@ def demo(
     requests: Annotated[
         int | None, Parameter(help="Requests of the generated multi-turn chats. Default: 300; with --model 16.")
     ] = None,
-    chats_per_s: Annotated[float, Parameter(help="Chats that begin per second.")] = _DEFAULT_WORKLOAD.chats_per_s,
+    chats_per_s: Annotated[float, Parameter(help="New chats per second.")] = _DEFAULT_WORKLOAD.chats_per_s,
     as_json: AsJson = False,
 ) -> int:
-    """Run the engine under a generated workload, follow its event streams, and check what was seen.
+    """Run the engine under a generated workload, follow its event streams, and verify the run.
 
-    With --model the answers are compared, token by token, with what transformers makes of the same weights.
+    With --model the command also compares every answer, token by token, with transformers' generate.
     """
     engine = engine_config(options, hicache, model)
     workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(engine.model))
@@ -426,7 +421,7 @@ def demo(
 
 
 def _workload_of(model: ModelSpec | None) -> dict[str, int]:
-    """What differs from the defaults: of a model, as much as two cores compute in a minute, in tokens that it has."""
+    """Return the sizes that differ from the defaults: for a model, about a minute of work for two cores."""
     if model is None:
         return {}
     sizes = {"num_requests": 16, "num_system_prompts": 2, "max_system_prompt_tokens": 96}
@@ -439,7 +434,7 @@ def _run(config: SessionConfig, *, as_json: bool) -> int:
 
 
 async def _until_terminated(config: SessionConfig, screen: RunReporter) -> bool:
-    """Ctrl-C cancels this task by itself (``asyncio.run``); SIGTERM shall do the same."""
+    """Let SIGTERM cancel this task, as Ctrl-C does by ``asyncio.run``."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,7 +1,7 @@
-"""The entry point of ``scheduler-components``: how a run ends, in one line and a code.
+"""The entry point of ``scheduler-components``: run a command and exit with a code and at most one line of error.
 
-Exit codes: 0 all is well, 1 a check or the engine failed, 2 a person's mistake, 3 nothing answers, 130
-Ctrl-C, 143 SIGTERM.
+Exit codes: 0 success, 1 a check or the engine failed, 2 wrong usage, 3 nothing answers at the address, 130 Ctrl-C,
+143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GO_ON = "run from another directory (with python -m: add -P), take its director
 def main() -> None:
     """Run one command and exit."""
     try:
-        # Half a second of imports, in which a Ctrl-C must not end in a traceback either.
+        # The imports take half a second. A Ctrl-C during that time must not print a traceback.
         from scheduler_components.reference.cli.commands import run_command
     except KeyboardInterrupt:
         _fail(_INTERRUPTED, "interrupted")
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _shadow() -> str:
-    """The file of another package that Python finds first under the name of ours; empty when there is none."""
+    """Return the file of another package named ``observability`` that Python finds first; empty for none."""
     found = find_spec("observability")
     ours = Path(scheduler_components.__file__).parent.parent / "observability" / "__init__.py"
     if found is None or found.origin is None or Path(found.origin).resolve() == ours.resolve():

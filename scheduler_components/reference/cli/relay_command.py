@@ -1,4 +1,4 @@
-"""The command ``relay``: a sidecar that follows an engine's streams and publishes them again, with its HTTP answers."""
+"""The command ``relay``: a sidecar that follows an engine's event streams, publishes them again, and serves HTTP."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.engine.config import DEFAULT_HOST
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 
-if TYPE_CHECKING:  # the command works without the extra `jetstream`, as long as nobody asks for it
+if TYPE_CHECKING:  # only --jetstream needs the extra `jetstream`
     from observability.jetstream import JetStreamWriter
 
 __all__ = ["ScheduledGarbageCollector", "jetstream_writer", "relay"]
 
 _POLL_S = 0.1
 _ROUTES = ("/health", "/server_info", "/get_server_info", "/metrics")
-"""What a relay can answer; it has neither model nor load."""
+"""The routes of a relay, which has neither model nor load."""
 
 
 Source = Annotated[
@@ -61,12 +61,12 @@ def relay(
     source: Source,
     /,
     *more_sources: Annotated[str, Parameter(help="Further sources of the same worker.")],
-    kv_events_config: Annotated[str, Parameter(help="Where and how to publish, as JSON; as an engine's.")],
+    kv_events_config: Annotated[str, Parameter(help="Configuration of the publisher, as JSON, as for an engine.")],
     host: Annotated[str, Parameter(help="Address of the HTTP server.")] = DEFAULT_HOST,
     port: Annotated[
         int, Parameter(validator=Number(gte=0, lte=65535), help="Port of the HTTP server; 0 lets the system choose.")
     ] = 0,
-    topic: Annotated[str | None, Parameter(help="Topic of the sources. Default: what a worker says, or all.")] = None,
+    topic: Annotated[str | None, Parameter(help="Topic of the sources. Default: the worker's topic, or all.")] = None,
     block_size: Annotated[
         int | None, Parameter(validator=Number(gte=1), help="Tokens per block, to advertise. Default: as seen.")
     ] = None,
@@ -76,7 +76,7 @@ def relay(
             help="Write the streams into NATS JetStream as well: nats://host:port, or a JSON object of settings."
         ),
     ] = None,
-    worker: Annotated[str | None, Parameter(help="The worker's name there, by which readers ask for it.")] = None,
+    worker: Annotated[str | None, Parameter(help="Name of the worker in JetStream.")] = None,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
@@ -105,7 +105,7 @@ def jetstream_writer(settings: str | None, worker: str | None, topic: str) -> Je
         raise StartError("nats-py", "is not installed", "pip install 'scheduler-components[jetstream]'")
     config = JetStreamConfig.from_cli(settings)
     if worker is None:
-        raise ConfigError("worker", worker, "is missing", "give the name by which readers of JetStream ask for it")
+        raise ConfigError("worker", worker, "is missing", "give the name that JetStream readers ask for")
     return observability.jetstream.open_jetstream_writer(config, worker, topic=topic)
 
 
@@ -121,7 +121,7 @@ async def _relay(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     sinks: RelaySinkFactory = published if writer is None else TeeSinkFactory(others=published, writer=writer)
-    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_complain) as opened:
+    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_print_error) as opened:
         registry = CollectorRegistry()
         RelayCollector(registry, opened)
         if writer is not None:
@@ -129,21 +129,21 @@ async def _relay(
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
         routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
         async with open_http_server(Starlette(routes=routes), listener) as url:
-            print_lines((f"relaying {_named(config)}; {url}/health says how it is; Ctrl-C stops",))
+            print_lines((f"relaying {_source_names(config)}; {url}/health says how it is; Ctrl-C stops",))
             await _follow(opened)
 
 
-# Garbage. A relay makes few cycles, all of them in its HTTP answers, and keeps tuples of hashes by the ten thousand.
-# The interpreter's collector walks all that is new whenever it thinks fit, in the middle of a batch: 4 ms every 50 ms,
-# and 50 ms for its first look at all modules (measured at 2,000 batches of 16 events per second; the goal is 2 ms).
-# What has been walked once and holds no container is not walked again, so little and often costs next to nothing.
+# Garbage collection. A relay creates few cycles, all in its HTTP responses, and keeps tens of thousands of tuples of
+# hashes. The interpreter would collect in the middle of a batch: 4 ms every 50 ms, and 50 ms for the first walk over
+# all modules (measured at 2,000 batches of 16 events per second; the goal is 2 ms). The collector does not walk a tuple
+# without containers again, so small and frequent collections between polls cost almost nothing.
 
 _COLLECT_EVERY_S = (0.02, 5.0, 60.0)
-"""By generation: a walk of some hundred objects, of some ten thousand, and of all that was made since the start."""
+"""Interval per generation: some hundred objects, some ten thousand, and all objects since the start."""
 
 
 class ScheduledGarbageCollector:
-    """Collects between two polls, and never within one; in a ``with`` block, which is the process's life.
+    """Collect garbage between two polls only, while a ``with`` block runs.
 
     Args:
         clock: monotonic seconds.
@@ -156,19 +156,19 @@ class ScheduledGarbageCollector:
         self._last_s = [clock()] * len(_COLLECT_EVERY_S)
 
     def __enter__(self) -> ScheduledGarbageCollector:
-        """Let nobody look again at what is there."""
+        """Exclude all existing objects from later collections."""
         gc.disable()
         gc.collect()
         gc.freeze()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the rest to the interpreter."""
+        """Return collection to the interpreter."""
         gc.unfreeze()
         gc.enable()
 
     def collect_due(self) -> None:
-        """Collect what is due."""
+        """Collect the oldest generation that is due."""
         now_s = self._clock()
         for generation in reversed(range(len(_COLLECT_EVERY_S))):
             if now_s - self._last_s[generation] >= _COLLECT_EVERY_S[generation]:
@@ -178,7 +178,7 @@ class ScheduledGarbageCollector:
 
 
 async def _follow(opened: ZmqRelay) -> None:
-    """Poll on a thread of its own until this task is cancelled."""
+    """Poll on a separate thread until this task is cancelled."""
     stopping = threading.Event()
 
     def run() -> None:
@@ -195,10 +195,10 @@ async def _follow(opened: ZmqRelay) -> None:
         await asyncio.wait([following])
 
 
-def _named(config: RelayConfig) -> str:
+def _source_names(config: RelayConfig) -> str:
     return " and ".join(source.text for source in config.sources)
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"scheduler-components: {text}\n")
     sys.stderr.flush()

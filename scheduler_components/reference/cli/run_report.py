@@ -1,7 +1,7 @@
-"""The report of a run: what must be true of the event streams after it, checked from evidence alone.
+"""Verify a run: compare what an observer outside has seen with the caches of the ranks, and name the differences.
 
-Pure. It compares what was gathered from outside (listening ports, the observer's view) with what the ranks say of
-themselves (their caches), and names the differences.
+The observer has the listening ports and the view of each event stream. ``verify`` is pure; ``probe_ports`` connects to
+the ports.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _TIERS = ("device", "host", "storage")
 
 @attrs.frozen(kw_only=True)
 class ObservedStream:
-    """One stream as the observer has seen it.
+    """The observer's view of one stream.
 
     Attributes:
-        stats: its counters when it was last read.
-        published_sequence: number of the last batch that its publisher sent.
-        blocks, host_blocks, stored_blocks: hashes that the observer believes to be in the rank's cache, by tier.
+        stats: the stream's counters at the last read.
+        published_sequence: number of the publisher's last batch.
+        blocks, host_blocks, stored_blocks: hashes in the view of the rank's cache, by tier.
     """
 
     stats: StreamStats
@@ -51,12 +51,12 @@ class ObservedStream:
 
 @attrs.frozen(kw_only=True)
 class PortProbe:
-    """Who listens where a stream could be: one port per rank, from the advertised base on.
+    """The candidate ports of streams: one port per rank, starting at the advertised base.
 
     Attributes:
-        probed: ports that were dialled.
-        speaking: those that answered in ZMQ's protocol.
-        advertised: those that ``/server_info`` names.
+        probed: ports that were probed.
+        speaking: ports that answered in ZMQ's protocol.
+        advertised: ports that ``/server_info`` names.
     """
 
     probed: tuple[int, ...]
@@ -66,14 +66,14 @@ class PortProbe:
 
 @attrs.frozen(kw_only=True)
 class TextComparison:
-    """What transformers says of the answers of a real model.
+    """The comparison of a real model's answers with transformers'.
 
     Attributes:
-        num_answers, num_tokens: that were compared.
-        num_near_ties: tokens that differ where its arithmetic cannot tell the two apart.
-        widest_gap: of their logits.
-        noise: how far apart logits may be that are equal to its arithmetic.
-        problems: of answers with other tokens, one sentence each.
+        num_answers, num_tokens: compared answers and tokens.
+        num_near_ties: tokens that differ although their logits are equal within the noise.
+        widest_gap: largest difference of the logits of a near tie.
+        noise: largest difference of logits that rounding explains.
+        problems: one sentence per answer with other tokens.
     """
 
     num_answers: int
@@ -86,16 +86,17 @@ class TextComparison:
 
 @attrs.frozen(kw_only=True)
 class RunFacts:
-    """All that a report rests on.
+    """The evidence of a report.
 
     Attributes:
-        dp_size, pp_size, ranks_per_stage: the topology; a replica has so many ranks in each pipeline stage.
-        owners: ranks that say that they opened a stream.
-        probe: None where the streams are not on tcp ports of this machine.
-        streams: one entry per stream; empty when nothing could be followed, and ``no_streams_reason`` says why.
-        dumps: rank to its cache.
-        counters: the workload's outcomes.
-        texts: of a real model; None where the device is simulated, or nothing was said.
+        dp_size, pp_size, ranks_per_stage: the topology; ``ranks_per_stage`` counts a replica's ranks per pipeline
+            stage.
+        owners: ranks that report an open stream.
+        probe: the probed ports; None if the streams are not on tcp ports of this machine.
+        streams: one entry per stream; empty without streams, for ``no_streams_reason``.
+        dumps: the cache of each rank.
+        counters: the outcomes of the workload.
+        texts: the comparison of a real model's answers; None for a simulated device or without answers.
     """
 
     dp_size: int
@@ -115,17 +116,17 @@ class RunFacts:
 
     @property
     def leaders(self) -> list[int]:
-        """Each replica's first rank, by stream."""
+        """The first rank of each replica, by stream."""
         return [replica * self.ranks_per_stage for replica in range(self.dp_size)]
 
     def leader_rank(self, rank: int) -> int:
-        """The first rank of a rank's replica."""
+        """Return the first rank of a rank's replica."""
         return self.leaders[rank // self.ranks_per_stage % self.dp_size]
 
 
 @attrs.frozen
 class Check:
-    """One thing that must be true, whether it is, and the facts in one line."""
+    """One check: its name, its result, and the facts in one line."""
 
     name: str
     passed: bool
@@ -144,7 +145,7 @@ class RunReport:
 
 
 def verify(evidence: RunFacts) -> RunReport:
-    """Check everything that the evidence allows. Without streams to follow, only ranks and requests are checked."""
+    """Run every check that the evidence allows. Without streams, check ranks and requests only."""
     checks = [_check_requests(evidence), _check_replicas(evidence)]
     if evidence.no_streams_reason:
         checks.append(Check("streams", True, f"not checked: {evidence.no_streams_reason}"))
@@ -164,12 +165,12 @@ def _check_requests(evidence: RunFacts) -> Check:
 
 
 def _check_replicas(evidence: RunFacts) -> Check:
-    """All ranks of a replica hold the same blocks and took the same decisions."""
+    """Check that all ranks of a replica hold equal blocks and made equal decisions."""
     differing = []
     for rank in range(evidence.world_size):
         dump, expected = evidence.dumps[rank], evidence.dumps[evidence.leader_rank(rank)]
         same = (dump.step, dump.digest) == (expected.step, expected.digest)
-        if not same or _held(dump) != _held(expected):
+        if not same or _cached_blocks(dump) != _cached_blocks(expected):
             differing.append(rank)
     facts = f"{evidence.world_size} ranks in {evidence.dp_size} replicas, each in lockstep with its leader"
     if differing:
@@ -177,13 +178,13 @@ def _check_replicas(evidence: RunFacts) -> Check:
     return Check("replicas agree", not differing, facts)
 
 
-def _held(dump: CacheDump) -> tuple[Set[int], Set[int], Set[int]]:
-    """What a rank holds on each tier."""
+def _cached_blocks(dump: CacheDump) -> tuple[Set[int], Set[int], Set[int]]:
+    """Return the block hashes of a rank by tier."""
     return unpack_hashes(dump.block_hashes), unpack_hashes(dump.host_hashes), unpack_hashes(dump.stored_hashes)
 
 
 def _check_stream_count(evidence: RunFacts) -> Check:
-    """Exactly one stream per replica, by what ranks say and by what answers on the ports."""
+    """Check for exactly one stream per replica, by the ranks' reports and by the ports that answer."""
     problems = []
     if evidence.owners != frozenset(evidence.leaders):
         problems.append(f"streams were opened by ranks {sorted(evidence.owners)}, expected {evidence.leaders}")
@@ -217,17 +218,17 @@ def _stream_problems(stream: ObservedStream) -> Iterator[str]:
 
 
 def _check_views(evidence: RunFacts) -> Check:
-    """The observer's view of each stream is its leader's cache, block by block and tier by tier."""
+    """Check that the observer's view of each stream equals its leader's cache, block by block and tier by tier."""
     facts, passed = [], True
     for stream in evidence.streams:
         rank = stream.stats.rank
-        held = _held(evidence.dumps[evidence.leaders[rank]])
+        held = _cached_blocks(evidence.dumps[evidence.leaders[rank]])
         seen = (stream.blocks, stream.host_blocks, stream.stored_blocks)
         missing = sum(len(blocks - others) for blocks, others in zip(held, seen, strict=True))
         extra = sum(len(others - blocks) for blocks, others in zip(held, seen, strict=True))
         passed = passed and not missing and not extra
         counts = " + ".join(f"{len(blocks)} {tier}" for tier, blocks in zip(_TIERS, held, strict=True) if blocks)
-        counts = counts.removesuffix(f" {_TIERS[0]}") or "0"  # nothing else: no need to say where
+        counts = counts.removesuffix(f" {_TIERS[0]}") or "0"  # omit the tier if there is only the device
         facts.append(
             f"dp{rank}: {missing} missing and {extra} extra of {counts} blocks"
             if missing or extra
@@ -237,7 +238,7 @@ def _check_views(evidence: RunFacts) -> Check:
 
 
 def _check_texts(texts: TextComparison) -> Check:
-    """Greedy text is what transformers makes of the same weights, whatever the cache did."""
+    """Check that greedy text equals that of transformers with the same weights."""
     facts = f"{texts.num_answers} answers of {texts.num_tokens} tokens compared with transformers'"
     if texts.num_near_ties:
         facts += (
@@ -252,10 +253,10 @@ _SIGNATURE_BYTES = 10  # of ZMTP 3: 0xff, eight bytes of padding, 0x7f
 
 
 async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> PortProbe | None:
-    """Dial one port per rank, from the first stream's on; None when the streams are not on tcp, or not in a row.
+    """Probe one port per rank, starting at the first stream's; None unless the streams use consecutive tcp ports.
 
-    An engine that let every rank publish, which is the mistake to be found, would answer on all of them. Ports
-    that are advertised for replay or load are left out.
+    An engine in which every rank publishes, the mistake that this check is for, would answer on all of them. The probe
+    skips ports that are advertised for replay or load.
     """
     streams = list(addresses)
     events = [address.events for address in streams]
@@ -263,7 +264,7 @@ async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> Po
     if first.port is None or [endpoint.port for endpoint in events] != list(
         range(first.port, first.port + len(events))
     ):
-        return None  # ports that the system gave have neighbours that say nothing
+        return None  # the neighbours of system-assigned ports prove nothing
     others = {side.port for address in streams for side in (address.replay, address.load) if side is not None}
     probed = tuple(port for port in range(first.port, first.port + world_size) if port not in others)
     answers = await asyncio.gather(*(is_zmq_listening(first.host, port) for port in probed))
@@ -275,7 +276,7 @@ async def probe_ports(addresses: Iterable[StreamAddress], world_size: int) -> Po
 
 
 async def is_zmq_listening(host: str, port: int) -> bool:
-    """True when a peer at ``host:port`` greets as ZMQ does; the connection is closed at once."""
+    """Return whether a peer at ``host:port`` sends ZMQ's greeting, then close the connection."""
     try:
         async with asyncio.timeout(_GREETING_S):
             reader, writer = await asyncio.open_connection(host, port)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table on a terminal, plain lines in a log, then summary and report."""
+"""Report a run: a live table on a terminal, plain lines in a log, or JSON lines; then a summary and the checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scheduler_components.shm_board import ShmBoard
 
 __all__ = [
     "JsonReporter",
-    "NoStreams",
+    "NullStreamStatsSource",
     "CounterRates",
     "RankRow",
     "RunView",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def format_tier_stats(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]]:
-    """Name and facts of each line of a summary over all replicas; nothing for none."""
+    """Yield name and facts of each summary line over all replicas; nothing without replicas."""
     if not replicas:
         return
 
@@ -59,10 +59,10 @@ def format_tier_stats(replicas: Sequence[TierStats]) -> Iterator[tuple[str, str]
         f"{total('pages_written'):,} to the host, {total('pages_loaded'):,} back, "
         f"{total('pages_backed_up'):,} to storage, {total('pages_prefetched'):,} from it",
     )
-    given_up = [total(name) for name in ("pages_not_written", "pages_not_loaded", "pages_not_backed_up")]
+    not_moved = [total(name) for name in ("pages_not_written", "pages_not_loaded", "pages_not_backed_up")]
     yield (
         "pages given up",
-        f"{given_up[0]:,} to the host, {given_up[1]:,} back, {given_up[2]:,} to storage, "
+        f"{not_moved[0]:,} to the host, {not_moved[1]:,} back, {not_moved[2]:,} to storage, "
         f"{total('pages_revoked'):,} from it; {total('pages_dropped'):,} evicted without a copy",
     )
 
@@ -81,12 +81,12 @@ _HEADINGS = (
     "gaps",
     "stream",
 )
-"""Eleven columns that fit 100 characters with their numbers: a heading that is cut says nothing."""
+"""Eleven columns, which fit 100 characters with their numbers, so that no heading is truncated."""
 
 
 @attrs.frozen(kw_only=True)
 class RankRow:
-    """One data-parallel rank at one moment. Events and batches per second are those that the observer applied."""
+    """One data-parallel rank at one moment. Events and batches per second count what the observer applied."""
 
     dp_rank: int
     load: LoadSnapshot
@@ -99,12 +99,12 @@ class RankRow:
 
 @dataclass(slots=True)
 class CounterRates:
-    """Turns growing counters into rates between two looks."""
+    """Convert counters to rates between two reads."""
 
     _seen: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
 
     def rate(self, name: str, rank: int, value: int, now_s: float) -> float:
-        """Growth per second of a rank's counter since it was last asked for; 0 at first."""
+        """Return the growth per second of a rank's counter since the last read; 0 for the first."""
         before_s, before = self._seen.get((name, rank), (now_s, value))
         self._seen[name, rank] = (now_s, value)
         return (value - before) / (now_s - before_s) if now_s > before_s else 0.0
@@ -113,7 +113,7 @@ class CounterRates:
 def make_rank_rows(
     reports: Mapping[int, SchedulerStats], streams: Mapping[int, StreamStats], *, rates: CounterRates, now_s: float
 ) -> list[RankRow]:
-    """One row for each rank that has reported or is followed."""
+    """Return one row per rank that has reported or whose stream is followed."""
     rows = []
     for rank in sorted({*reports, *streams}):
         load = reports[rank].load if rank in reports else _NO_LOAD
@@ -135,11 +135,11 @@ def make_rank_rows(
     return rows
 
 
-_SHOWN_BEHIND_S = 1.0  # less is what a busy event loop does to every timer
+_SHOWN_BEHIND_S = 1.0  # a busy event loop delays every timer by less
 
 
 def format_progress(counters: WorkloadCounters, elapsed_s: float, *, behind_s: float = 0.0) -> str:
-    """How far the workload is, and how far sending is behind its plan when it is."""
+    """Return the progress of the workload and, if sending is late, its delay."""
     of_total = f"/{counters.total}" if counters.total is not None else ""
     open_requests = counters.sent - counters.ended
     behind = f", {behind_s:.0f} s behind the trace" if behind_s > _SHOWN_BEHIND_S else ""
@@ -147,7 +147,7 @@ def format_progress(counters: WorkloadCounters, elapsed_s: float, *, behind_s: f
 
 
 def render_rank_table(rows: Sequence[RankRow], title: str) -> Table:
-    """The table as a terminal shows it."""
+    """Render the rows as a table for a terminal."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -157,7 +157,7 @@ def render_rank_table(rows: Sequence[RankRow], title: str) -> Table:
 
 
 def format_rank_line(rows: Sequence[RankRow], title: str) -> str:
-    """The same facts in one line, for a log."""
+    """Format the rows as one line of a log."""
     return " | ".join([title, *(_plain_cells(row) for row in rows)])
 
 
@@ -185,18 +185,18 @@ def _plain_cells(row: RankRow) -> str:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to standard output as they are, each at once: for commands whose output other programs read."""
+    """Write lines to standard output unchanged, and flush each, for commands whose output other programs read."""
     for line in lines:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
-_TABLE_EVERY_S = 0.5
-_LINE_EVERY_S = 2.0
+_TABLE_INTERVAL_S = 0.5
+_LINE_INTERVAL_S = 2.0
 
 
-class NoStreams:
-    """The counts of an engine that publishes no stream."""
+class NullStreamStatsSource:
+    """The statistics of an engine without streams."""
 
     def stats(self) -> Mapping[int, StreamStats]:
         return {}
@@ -204,13 +204,13 @@ class NoStreams:
 
 @dataclass(slots=True, kw_only=True)
 class RunView:
-    """What the table is made of; read late, so it always shows the present.
+    """The sources of the live table, read at each refresh.
 
     Attributes:
-        counters: of the workload.
-        board: where the ranks' newest statistics are read.
-        streams: what the observer sees.
-        lag: of the workload.
+        counters: counters of the workload.
+        board: the newest statistics of the ranks.
+        streams: the observer's statistics.
+        lag: delay of the workload.
         clock: monotonic seconds.
     """
 
@@ -227,7 +227,7 @@ class RunView:
         self._start_s = self.clock()
 
     def stop_clock(self) -> None:
-        """The workload is over: its time stands still."""
+        """Freeze the elapsed time at the end of the workload."""
         self._end_s = self.clock()
 
     @property
@@ -242,36 +242,36 @@ class RunView:
 
 
 class RunReporter(Protocol):
-    """Where a session says what it does: for a person (``ConsoleReporter``) or a program (``JsonReporter``)."""
+    """The output of a session, for a user (``ConsoleReporter``) or a program (``JsonReporter``)."""
 
     def note(self, text: str) -> None:
-        """Tell what happens."""
+        """Report what happens."""
         ...
 
     def note_ready(self, url: str) -> None:
-        """Tell that the engine answers at ``url``."""
+        """Report that the engine answers at ``url``."""
         ...
 
     def warn(self, text: str) -> None:
-        """Pass on a line of a rank's standard error."""
+        """Forward a line of a rank's standard error."""
         ...
 
     def live_view(self, view: RunView) -> AbstractAsyncContextManager[None]:
-        """Show the view until the block is left."""
+        """Show the view while the block runs."""
         ...
 
     def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
-        """Tell what the run came to; ``tiers`` are those of each replica that has them."""
+        """Report the totals of the run; ``tiers`` has an entry per replica with a hierarchical cache."""
         ...
 
     def show_report(self, report: RunReport) -> None:
-        """Tell what was checked."""
+        """Report the checks."""
         ...
 
 
 @asynccontextmanager
 async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Do ``work`` until the block is left."""
+    """Run ``work`` while the block runs."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -283,11 +283,11 @@ async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ConsoleReporter:
-    """Where text goes.
+    """Report to a user as text.
 
     Attributes:
-        out: what a person asked for.
-        err: what ranks complain of.
+        out: console of the output.
+        err: console of the ranks' standard error.
     """
 
     out: Console
@@ -309,7 +309,7 @@ class ConsoleReporter:
 
     @asynccontextmanager
     async def live_view(self, view: RunView) -> AsyncIterator[None]:
-        """Keep the view on the screen until the block is left."""
+        """Keep the view on the screen while the block runs."""
         async with _meanwhile(self._show_table(view) if self.out.is_terminal else self._show_lines(view)):
             yield
 
@@ -318,23 +318,23 @@ class ConsoleReporter:
             try:
                 while True:
                     live.update(render_rank_table(view.rows(), view.title()), refresh=True)
-                    await asyncio.sleep(_TABLE_EVERY_S)
+                    await asyncio.sleep(_TABLE_INTERVAL_S)
             finally:
-                live.update(render_rank_table(view.rows(), view.title()), refresh=True)  # what stays on the screen
+                live.update(render_rank_table(view.rows(), view.title()), refresh=True)  # stays on the screen
 
     async def _show_lines(self, view: RunView) -> None:
         while True:
-            await asyncio.sleep(_LINE_EVERY_S)
+            await asyncio.sleep(_LINE_INTERVAL_S)
             self.note(format_rank_line(view.rows(), view.title()))
 
     def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:
-        """What the run came to, and what of the prompts each tier of a hierarchical cache had."""
+        """Print the totals of the run, and the hit rate of each tier of a hierarchical cache."""
         self.note("\nSummary")
         for name, facts in chain(_summary(view), format_tier_stats(tiers)):
             self.note(f"  {name:<18} {facts}")
 
     def show_report(self, report: RunReport) -> None:
-        """Each check with its facts, then whether all passed."""
+        """Print each check with its facts, then the overall result."""
         self.note("\nReport")
         for check in report.checks:
             self.note(f"  {check.name:<18} {'ok  ' if check.passed else 'FAIL'}  {check.facts}")
@@ -343,11 +343,11 @@ class ConsoleReporter:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class JsonReporter:
-    """One JSON object per line, each with a ``kind``: note, ready, progress, summary, report.
+    """Report one JSON object per line, each with a ``kind``: note, ready, progress, summary, report.
 
     Attributes:
-        out: where the lines go.
-        err: what ranks complain of, as text.
+        out: stream of the JSON lines.
+        err: stream of the ranks' standard error, as text.
     """
 
     out: TextIO
@@ -370,13 +370,13 @@ class JsonReporter:
 
     @asynccontextmanager
     async def live_view(self, view: RunView) -> AsyncIterator[None]:
-        """Write a line of progress every two seconds until the block is left."""
+        """Write a line of progress every two seconds while the block runs."""
         async with _meanwhile(self._write_progress(view)):
             yield
 
     async def _write_progress(self, view: RunView) -> None:
         while True:
-            await asyncio.sleep(_LINE_EVERY_S)
+            await asyncio.sleep(_LINE_INTERVAL_S)
             self._write("progress", **_progress_facts(view), ranks=[attrs.asdict(row) for row in view.rows()])
 
     def show_summary(self, view: RunView, tiers: Sequence[TierStats]) -> None:

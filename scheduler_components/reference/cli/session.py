@@ -1,4 +1,4 @@
-"""One run of the engine from start to report: what ``serve`` and ``demo`` have in common."""
+"""Run the engine from start to report, for ``serve`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scheduler_components.reference.cli.run_report import (
     probe_ports,
     verify,
 )
-from scheduler_components.reference.cli.run_reporter import NoStreams, RunReporter, RunView
+from scheduler_components.reference.cli.run_reporter import NullStreamStatsSource, RunReporter, RunView
 from scheduler_components.reference.cli.workload_driver import ChatDriver, ChatTranscript, TraceDriver, WorkloadCounters
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.device.workload import (
@@ -50,17 +50,17 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class SessionConfig:
-    """What to run.
+    """The configuration of a run.
 
     Attributes:
         engine: the engine.
-        host, port: of its HTTP server; port 0 lets the system choose.
-        kv_pool: serve ``/kv_pool``, which says what each pool really holds.
+        host, port: address of its HTTP server; port 0 lets the system choose.
+        kv_pool: whether to serve ``/kv_pool`` with the blocks of each pool.
         affinity_tokens: see ``LoadDispatcher``.
-        workload: generated chats to play; None plays none.
-        trace: a trace to replay, at most ``limit`` of its requests; None replays none.
-        keep_serving: go on after workload or trace.
-        duration_s: stop serving after this; None serves until interrupted.
+        workload: the generated chats; None for none.
+        trace: the trace to replay, at most ``limit`` of its requests; None for none.
+        keep_serving: whether to keep serving after workload or trace.
+        duration_s: seconds of serving; None serves until interrupted.
     """
 
     engine: EngineConfig
@@ -79,25 +79,25 @@ class SessionConfig:
         return self.workload is not None or self.trace is not None
 
 
-_SETTLE_S = 30.0  # a healthy stream is read to its end in well under a second; a stuck one must end too
+_SETTLE_S = 30.0  # a healthy stream ends in well under a second; this bounds the wait for a stuck one
 
 
 async def run_session(config: SessionConfig, screen: RunReporter) -> bool:
-    """Start the engine, play or replay what is asked for, check the run, stop. False when a check failed.
+    """Start the engine, run the workload or trace, verify the run, and stop. Return whether all checks passed.
 
     Raises:
-        ConfigError: the trace cannot be read, has no requests, or a line of it is wrong.
-        StartError: a port is taken, or a rank did not start.
-        EngineFailedError: a rank ended while the engine ran.
+        ConfigError: the trace cannot be read, has no requests, or has a wrong line.
+        StartError: a port is in use, or a rank did not start.
+        EngineFailedError: a rank exited while the engine ran.
     """
     engine_config = config.engine
     if config.trace is not None:
         trace = check_trace(config.trace, limit=config.limit)  # before eight processes start
         screen.note(_trace_text(trace, engine_config.speed))
-        config = attrs.evolve(config, limit=trace.num_requests)  # what is replayed is what was checked
+        config = attrs.evolve(config, limit=trace.num_requests)  # replay only checked lines
     check_ports_free(engine_config)
-    codec = await asyncio.to_thread(open_text_codec, engine_config)  # a model without a tokenizer costs no process
-    with bind_http(config.host, config.port) as listener:  # taken here too, and kept
+    codec = await asyncio.to_thread(open_text_codec, engine_config)  # fails before any process starts
+    with bind_http(config.host, config.port) as listener:  # binds before any process starts
         return await _run_engine(config, codec, listener, screen)
 
 
@@ -119,7 +119,7 @@ async def _run_engine(
             try:
                 return await _use(config, engine, url, registry, screen)
             finally:
-                engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server
+                engine.frontend.fail(EngineFailedError("the engine is stopping"))  # before the server closes
 
 
 def _trace_text(trace: TraceSummary, speed: float) -> str:
@@ -152,7 +152,7 @@ async def _run_workload(
 ) -> RunReport:
     counters = WorkloadCounters()
     async with _observing(url, registry) as observed:
-        view = RunView(counters=counters, board=engine.stats, streams=observed.subscriber or NoStreams())
+        view = RunView(counters=counters, board=engine.stats, streams=observed.subscriber or NullStreamStatsSource())
         async with screen.live_view(view):
             chats = await _drive(config, engine, url, view, screen)
             await engine.wait_until_idle()
@@ -161,13 +161,13 @@ async def _run_workload(
         tiers = [dump.tiers for leader in evidence.leaders if (dump := evidence.dumps[leader]).tiers is not None]
         screen.show_summary(view, tiers)
         if config.engine.model is not None and chats:
-            evidence = attrs.evolve(evidence, texts=await _judge_texts(config.engine.model, chats, screen))
+            evidence = attrs.evolve(evidence, texts=await _verify_texts(config.engine.model, chats, screen))
         return verify(evidence)
 
 
-async def _judge_texts(model: ModelSpec, chats: Sequence[ChatTranscript], screen: RunReporter) -> TextComparison:
-    """Let transformers compute every answer once more; the engine goes on meanwhile."""
-    # Imported here: without a model nothing needs torch.
+async def _verify_texts(model: ModelSpec, chats: Sequence[ChatTranscript], screen: RunReporter) -> TextComparison:
+    """Let transformers compute every answer again while the engine keeps running."""
+    # Only a run with a model needs torch.
     from scheduler_components.reference.cli.torch_text_verifier import verify_texts
 
     screen.note("asking transformers for the same answers, from the same weights")
@@ -176,7 +176,7 @@ async def _judge_texts(model: ModelSpec, chats: Sequence[ChatTranscript], screen
 
 @attrs.frozen(kw_only=True)
 class _Observed:
-    """The engine's streams as anybody finds them who knows its URL; without a subscriber, why there are none."""
+    """The engine's streams as a router finds them by its URL, or the reason for having none."""
 
     addresses: tuple[StreamAddress, ...] = ()
     subscriber: AsyncSubscriber | None = None
@@ -185,10 +185,10 @@ class _Observed:
 
 @asynccontextmanager
 async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Observed]:
-    """Follow the engine's streams as a router would, and show the recovery on ``/metrics``, until the block is left.
+    """Follow the engine's streams as a router does, and export the recovery on ``/metrics``, while the block runs.
 
     Raises:
-        StartError, DecodeError: the engine cannot be reached, or what it advertises cannot be dialled.
+        StartError, DecodeError: the engine cannot be reached, or its description is unusable.
     """
     try:
         addresses = await asyncio.to_thread(discover, url)
@@ -206,7 +206,7 @@ async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Ob
 async def _drive(
     config: SessionConfig, engine: Engine, url: str, view: RunView, screen: RunReporter
 ) -> Sequence[ChatTranscript]:
-    """Send everything; returns what was said, of a workload that is chats."""
+    """Send the workload or trace. Return the transcripts of chats."""
     speed, counters = config.engine.speed, view.counters
     if config.trace is not None:
         driver = TraceDriver(frontend=engine.frontend, speed=speed, counters=counters, lag=view.lag)
@@ -241,11 +241,11 @@ async def _gather_evidence(engine: Engine, observed: _Observed, counters: Worklo
 
 
 async def _follow_to_the_end(subscriber: AsyncSubscriber, last_sequences: Mapping[int, int]) -> list[ObservedStream]:
-    """Follow every stream up to its last batch, and say what was seen by then, whether or not it got there.
+    """Follow every stream to its last batch, or until the deadline, and return what was seen.
 
     Args:
         subscriber: follows the streams.
-        last_sequences: rank of the stream to the number of the last batch that was published on it.
+        last_sequences: number of the last published batch, by rank of the stream.
     """
     deadline_s = time.monotonic() + _SETTLE_S
     for rank, sequence in last_sequences.items():

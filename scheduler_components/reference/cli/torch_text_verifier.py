@@ -1,4 +1,4 @@
-"""What transformers says of the answers of a run: the model once more, with its own attention and without a cache."""
+"""Verify the answers of a run with transformers: the same model with its own attention and without a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["verify_texts"]
 
 
 def verify_texts(spec: ModelSpec, chats: Sequence[ChatTranscript]) -> TextComparison:
-    """Compare every answer of every chat; loads the model a second time.
+    """Compare every answer of every chat with transformers' generate. This loads the model a second time.
 
     Raises:
         ConfigError: the model cannot be loaded.

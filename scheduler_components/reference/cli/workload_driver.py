@@ -1,7 +1,7 @@
-"""Sends a workload to the engine, and counts what became of it: chats over HTTP as clients do, a trace into the front.
+"""Send a workload to the engine and count the outcomes: chats over HTTP as clients do, a trace into the frontend.
 
-A trace has requests of a hundred thousand tokens; taking them apart as JSON would cost more than the engine does, so
-they skip HTTP and nothing else.
+A trace has requests of a hundred thousand tokens. Parsing them as JSON would cost more than the engine does, so they
+bypass HTTP, and only HTTP.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = [
     "percentile",
 ]
 
-_KEPT_REASONS = 8  # reasons carry numbers, so a trace of long prompts would make thousands of them
+_KEPT_REASONS = 8  # reasons contain numbers, so a trace of long prompts would produce thousands
 
 
 @dataclass(slots=True, kw_only=True)
 class OutcomeCount:
-    """How many requests went one way, and the first few reasons."""
+    """The number of requests with one outcome, and their first reasons."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -69,18 +69,18 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class ChatTranscript:
-    """A conversation as far as it came.
+    """The conversation so far.
 
     Attributes:
-        token_ids: u32; prompts and answers.
-        answers: positions of each answer in them.
+        token_ids: prompts and answers; u32.
+        answers: positions of each answer in ``token_ids``.
     """
 
     token_ids: array[int]
     answers: list[range] = field(default_factory=list)
 
     def add_answer(self, output_ids: Iterable[int]) -> None:
-        """The last prompt was answered."""
+        """Append the answer to the last prompt."""
         start = len(self.token_ids)
         self.token_ids.extend(output_ids)
         self.answers.append(range(start, len(self.token_ids)))
@@ -88,15 +88,15 @@ class ChatTranscript:
 
 @dataclass(slots=True, kw_only=True)
 class WorkloadCounters:
-    """Kept by a driver while it runs; every request that was sent ends as finished, refused or failed.
+    """The counters of a running driver. Every sent request ends as finished, refused or failed.
 
     Attributes:
-        total: requests that will be sent; None before that is known.
+        total: requests to send; None while unknown.
         sent, finished: requests.
-        refused: the scheduler could never have served them.
-        failed: anything else that is no answer.
-        tokens: of finished requests.
-        first_token_s: seconds from sending to the first token, where it was seen.
+        refused: requests that the scheduler can never serve.
+        failed: requests with any other outcome that is not an answer.
+        tokens: tokens of finished requests.
+        first_token_s: seconds from sending to the first token, of streamed requests.
     """
 
     total: int | None = None
@@ -121,29 +121,29 @@ class WorkloadCounters:
 
 @dataclass(slots=True)
 class ScheduleLag:
-    """How far sending is behind a trace, because the engine is slower than the trace asks: so many requests are open.
+    """The delay of sending relative to a trace. Sending is late if the engine is slower than the trace requires.
 
     Attributes:
-        due_s: when the next request should be sent, on the driver's clock; None when none is to be sent.
-        max_s: real seconds that a request was sent too late, at worst.
+        due_s: time of the next request, on the driver's clock; None after the last.
+        max_s: largest delay of a request, in real seconds.
     """
 
     due_s: float | None = None
     max_s: float = 0.0
 
     def lag_s(self, now_s: float) -> float:
-        """How long the next request has been due; 0 while sending is in time."""
+        """Return how long the next request has been due; 0 while sending is on time."""
         return 0.0 if self.due_s is None else max(0.0, now_s - self.due_s)
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed; 0 for none."""
+    """Return the smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed; 0 for no values."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)] if ordered else 0.0
 
 
-_STREAMED_CHATS = 4  # every fourth chat streams, the others ask for whole answers: both kinds of client exist
-_MAX_OPEN_TRACE_REQUESTS = 512  # each holds its prompt, half a megabyte for the longest
+_STREAM_EVERY_CHATS = 4  # every fourth chat streams and the others request whole answers, as clients do
+_MAX_OPEN_TRACE_REQUESTS = 512  # each keeps its prompt, up to half a megabyte
 
 
 class _RefusedError(Exception):
@@ -170,14 +170,14 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 @dataclass(slots=True, kw_only=True)
 class ChatDriver:
-    """Plays generated chats against ``/generate``.
+    """Send generated chats to ``/generate``.
 
     Attributes:
-        url: of the engine.
+        url: URL of the engine.
         speed: divides the workload's time.
-        counters: what became of the requests.
+        counters: outcomes of the requests.
         clock: monotonic seconds.
-        chats: what was said.
+        chats: transcripts of the chats.
     """
 
     url: str
@@ -187,13 +187,13 @@ class ChatDriver:
     chats: list[ChatTranscript] = field(default_factory=list)
 
     async def run(self, chats: Iterable[Chat]) -> None:
-        """Start each chat at its time; returns when all of them have ended."""
+        """Start each chat at its time, and wait until all have ended."""
         async with httpx.AsyncClient(base_url=self.url, timeout=None) as client:  # noqa: S113  a queue may be long
             async with asyncio.TaskGroup() as playing:
                 start_s = self.clock()
                 for number, chat in enumerate(chats):
                     await asyncio.sleep(start_s + chat.start_s / self.speed - self.clock())
-                    playing.create_task(self._play(client, chat, stream=number % _STREAMED_CHATS == 0))
+                    playing.create_task(self._play(client, chat, stream=number % _STREAM_EVERY_CHATS == 0))
 
     async def _play(self, client: httpx.AsyncClient, chat: Chat, *, stream: bool) -> None:
         served = ChatTranscript(array("I", chat.system_ids))
@@ -217,10 +217,10 @@ class ChatDriver:
                 return
             except (httpx.HTTPError, msgspec.DecodeError, _UnexpectedAnswerError) as error:
                 self.counters.failed.add(f"{chat.chat_id}: {str(error) or type(error).__name__}")
-                return  # without this answer the chat cannot go on
+                return  # the chat cannot continue without this answer
 
     async def _ask(self, client: httpx.AsyncClient, body: bytes) -> list[int]:
-        """Send one request; the tokens of its answer, streamed or whole."""
+        """Send one request and return the tokens of its answer, streamed or whole."""
         sent_s = self.clock()
         output_ids: list[int] = []
         async with client.stream("POST", "/generate", content=body) as response:
@@ -229,7 +229,7 @@ class ChatDriver:
             if response.status_code != httpx.codes.OK:
                 raise _UnexpectedAnswerError(f"{response.status_code} {(await response.aread()).decode()}")
             async for answer in _answers(response):
-                if not output_ids and answer.meta_info.completion_tokens == 1:  # a whole answer does not tell
+                if not output_ids and answer.meta_info.completion_tokens == 1:  # a whole answer has no first token
                     self.counters.first_token_s.append(self.clock() - sent_s)
                 output_ids += answer.output_ids
                 counts = answer.meta_info
@@ -240,7 +240,7 @@ class ChatDriver:
 
 
 async def _answers(response: httpx.Response) -> AsyncIterator[_Answer]:
-    """The one answer in a JSON body, or those of a stream of events, of which there is at least one."""
+    """Yield the answer of a JSON body, or the answers of an event stream, at least one."""
     if not response.headers["content-type"].startswith("text/event-stream"):
         yield _decode_answer(await response.aread())
         return
@@ -255,14 +255,14 @@ async def _answers(response: httpx.Response) -> AsyncIterator[_Answer]:
 
 @dataclass(slots=True, kw_only=True)
 class TraceDriver:
-    """Replays a trace against the front.
+    """Replay a trace against the frontend.
 
     Attributes:
-        front: of the engine.
+        frontend: the engine's frontend.
         speed: divides the trace's time.
-        counters: what became of the requests.
+        counters: outcomes of the requests.
         clock: monotonic seconds.
-        lag: how far sending is behind.
+        lag: delay of sending.
     """
 
     frontend: Frontend
@@ -272,16 +272,16 @@ class TraceDriver:
     lag: ScheduleLag = field(default_factory=ScheduleLag)
 
     async def run(self, requests: Iterable[TraceRequest]) -> None:
-        """Send each request at its time; returns when all of them have ended.
+        """Send each request at its time, and wait until all have ended.
 
         Raises:
-            ConfigError: a line of the trace is wrong, which was not when it was checked; what was sent has ended.
+            ConfigError: a line of the trace has become wrong since its check. All sent requests have ended.
         """
         bad_line: ConfigError | None = None
         async with asyncio.TaskGroup() as sending:
             try:
                 await self._send_all(requests, sending)
-            except ConfigError as error:  # kept: raised in here it would come out as a group
+            except ConfigError as error:  # raised here, it would become an exception group
                 bad_line = error
         if bad_line is not None:
             raise bad_line
@@ -301,16 +301,16 @@ class TraceDriver:
         counters, sent_s = self.counters, self.clock()
         counters.sent += 1
         limits = SamplingLimits(max_new_tokens=request.output_length, ignore_eos=True)
-        wanted = GenerateReqInput(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
+        generate = GenerateReqInput(input_ids=prompt_tokens(request), limits=limits, conversation=request.conversation)
         try:
-            async with self.frontend.open_request(wanted) as news:
-                async for delta in news:
+            async with self.frontend.open_request(generate) as deltas:
+                async for delta in deltas:
                     if not delta.start:
                         counters.first_token_s.append(self.clock() - sent_s)
         except RequestRefusedError as error:
             counters.refused.add(f"request {request.index}: {error}")
             return
-        except (TooBusyError, RequestFailedError, RankSilentError) as error:  # too busy: with other clients' requests
+        except (TooBusyError, RequestFailedError, RankSilentError) as error:  # TooBusyError: other clients' requests
             counters.failed.add(f"request {request.index}: {error}")
             return
         counters.finish(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 def test_both_runs_serve_the_same_and_the_difference_is_told(command_line: Callable) -> None:
     found = command_line("dp-attn-sim", "--dp-size", "3", "--requests", "60", "--rate", "30", "--output-tokens", "40")
     assert found.code == 0
-    assert "prefills wait for nobody" in found.out and "prefills wait 10 steps at most" in found.out
+    assert "prefills do not wait" in found.out and "prefills wait at most 10 steps" in found.out
     assert len(set(re.findall(r": ([\d,]+) tokens in", found.out))) == 1
     between = [float(p90) for p90 in re.findall(r"between tokens: .*p90 ([\d.]+) ms", found.out)]
     first = [float(p50) for p50 in re.findall(r"to the first token: p50 ([\d.]+) ms", found.out)]
