@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.control_requests import FlushCache, PauseGeneration, PauseMode
-from scheduler_components.quiesce import QuiesceStepper
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.quiesce import QuiesceState, QuiesceStepper
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.values import FlushCache, PauseGeneration, PauseMode
 
 NAME = "quiesce"
 _RUNNING = 64

@@ -156,7 +156,7 @@ def _checks_of(scheduler: Scheduler) -> Callable[[], None]:
 
     def step() -> None:
         for phase in ("tiers", "batch", "device", "results", "report", "idle"):
-            progress.enter(phase)
+            progress.enter_phase(phase)
         checker.after_step(is_idle=False)
 
     return step

@@ -1,71 +1,137 @@
-"""BatchResultProcessor: from a batch's tokens to requests, cache and clients."""
+"""BatchResultProcessor: apply the results of a batch to its requests, the prefix cache and the clients.
+
+Each step the scheduler passes the tokens of one computed batch to `process`. The processor appends them, caches full
+pages, ends finished requests and passes everything that changed to the `OutputStreamer`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.ports import (
-    KvReleaser,
-    NullResultObserver,
-    OutputStream,
-    ProcessedRequest,
-    RequestFinisher,
-    ResultObserver,
-    StopConditions,
-)
+from scheduler_components.output_streamer import OutputStreamer, StreamedRequest
 from scheduler_components.values import FinishReason
 
 __all__ = [
-    "check_finished",
     "BatchResultProcessor",
+    "KvReleaser",
+    "NullResultObserver",
+    "ProcessedRequest",
+    "RequestFinisher",
     "RequestResult",
+    "ResultObserver",
+    "StopConditions",
+    "check_finished",
 ]
-
-
-def check_finished(
-    token: int, num_output_tokens: int, limits: StopConditions, eos_token_ids: Container[int]
-) -> FinishReason | None:
-    """Return why a request is over once ``token`` is its last, or None while it goes on. A stop wins over the length.
-
-    Args:
-        token: the newest token; one that stops is part of the output.
-        num_output_tokens: generated so far, ``token`` included.
-        limits: the request's own.
-        eos_token_ids: the model's end-of-sequence tokens, which ``ignore_eos`` makes tokens like others.
-    """
-    if token in limits.stop_token_ids or (token in eos_token_ids and not limits.ignore_eos):
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_output_tokens >= limits.max_new_tokens else None
-
 
 logger = logging.getLogger(__name__)
 
-_BOOKING = "booking a request's result"
+_PROCESSING = "processing a request's result"
 _COMPUTING = "computing a batch"
-_ENDING = "ending a request"
-_RELEASING = "releasing a request's pages"
+_FINISHING = "finishing a request"
+_FREEING = "freeing a request's pages"
 _OBSERVING = "observing results"
 
+
+class StopConditions(Protocol):
+    """When a request ends: its sampling parameters. Read by `check_finished`."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def stop_token_ids(self) -> Container[int]: ...
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+
+class ProcessedRequest(StreamedRequest, Protocol):
+    """A request, as `BatchResultProcessor` sees it: the scheduler's own class.
+
+    KV lags the tokens by one position: the last token has no KV until it has gone through the device.
+    """
+
+    num_computed_tokens: int
+    """Positions whose KV is in the request's pages. The processor writes it."""
+
+    @property
+    def token_ids(self) -> MutableSequence[int]:
+        """The prompt, followed by the output."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def limits(self) -> StopConditions: ...
+
+
 R = TypeVar("R", bound=ProcessedRequest)
+Request_contra = TypeVar("Request_contra", contravariant=True)
+
+
+class KvReleaser(Protocol[Request_contra]):
+    """Cache and free the KV pages of requests: `RequestKvCache` of the scheduler."""
+
+    def cache_unfinished(self, request: Request_contra) -> None:
+        """Insert the full pages, up to `num_computed_tokens`, into the prefix cache."""
+        ...
+
+    def free(self, request: Request_contra) -> None:
+        """Free all pages. Computed ones may stay in the prefix cache."""
+        ...
+
+
+class RequestFinisher(Protocol[Request_contra]):
+    """Remove ended requests from the queues: the scheduler itself."""
+
+    def finish(self, request: Request_contra, reason: FinishReason) -> None:
+        """Remove a waiting or running request, free its slot, and set its `finish_reason`."""
+        ...
+
+
+class ResultObserver(Protocol[Request_contra]):
+    """Count what requests receive (totals, rates, latencies). It changes nothing."""
+
+    def on_tokens(self, requests: Sequence[Request_contra], num_tokens: Sequence[int]) -> None:
+        """Handle the new tokens of one step; a request has more than one where drafts were accepted.
+
+        Called once per step with new tokens, before `on_finished` of the requests that these tokens ended.
+        """
+        ...
+
+    def on_finished(self, request: Request_contra, reason: FinishReason) -> None:
+        """Handle the end of a request; its `finish_reason` is set."""
+        ...
+
+
+class NullResultObserver:
+    """The observer of a scheduler that counts nothing."""
+
+    def on_tokens(self, requests: Sequence[object], num_tokens: Sequence[int]) -> None:
+        pass
+
+    def on_finished(self, request: object, reason: FinishReason) -> None:
+        pass
 
 
 class RequestResult(msgspec.Struct, Generic[R], frozen=True):
-    """What the device made of one request in one step.
+    """What the device computed for one request in one step.
 
     Attributes:
-        request: whose result it is; at most one per request and batch.
-        start, end: positions whose KV the step has computed, drafts not counted. ``start`` is the request's
-            ``num_computed_tokens`` at the time.
-        token_ids: the tokens after position ``end``: one, or several where drafts were accepted. Not looked at for
-            a chunk from within the prompt, after which the next token is known already.
+        request: at most one result per request and batch.
+        start, end: positions whose KV the step has computed, drafts excluded. `start` equals the request's
+            `num_computed_tokens`.
+        token_ids: the tokens after position `end`: one, or several where drafts were accepted. Ignored for a chunk
+            that ends inside the prompt, because the next token is known.
         is_prefill: False for a decode.
-        error: why there is no result; empty where there is one.
+        error: why there is no result; empty if there is one.
     """
 
     request: R
@@ -76,81 +142,99 @@ class RequestResult(msgspec.Struct, Generic[R], frozen=True):
     error: str = ""
 
 
+def check_finished(
+    token: int, num_output_tokens: int, limits: StopConditions, eos_token_ids: Container[int]
+) -> FinishReason | None:
+    """Return why a request ends with `token`, or None if it continues. A stop token takes precedence over the length.
+
+    Args:
+        token: the newest token. A stop token is part of the output.
+        num_output_tokens: generated so far, `token` included.
+        limits: the request's stop conditions.
+        eos_token_ids: the model's end-of-sequence tokens. `ignore_eos` disables them.
+    """
+    if token in limits.stop_token_ids or (token in eos_token_ids and not limits.ignore_eos):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output_tokens >= limits.max_new_tokens else None
+
+
 @dataclass(slots=True)
-class _StepNews(Generic[R]):
-    """What the observer is told of one step: who got how many tokens, and who is over, why."""
+class _StepSummary(Generic[R]):
+    """The tokens and ends of one step, for the observer."""
 
     requests: list[R] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    ends: list[tuple[R, FinishReason]] = field(default_factory=list)
+    finished: list[tuple[R, FinishReason]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchResultProcessor(Generic[R]):
-    """Books results: new tokens, KV that became usable, requests that ended.
+    """Applies results: appends new tokens, caches computed KV, ends requests, streams the output.
 
-    What goes wrong with one request's result ends that request with ``FinishReason.ERROR`` and touches no other. It
-    is counted in ``failures`` and logged once per episode. Positions that a failed step was to compute are not
-    marked as computed, so nothing of it gets into the prefix cache.
+    The scheduler calls `process` after each batch, `fail` if the device could not compute it, and `abort` between two
+    steps. An exception about one request ends that request with `FinishReason.ERROR` and affects no other. It is
+    counted in `failures` and logged once per episode. Positions of a failed step are not marked as computed, so its KV
+    never enters the prefix cache.
 
     Attributes:
-        kv: full pages go to the prefix cache after each prefill chunk, all pages back at the end.
-        requests: ended requests leave it.
-        output: is told the news, once per step.
-        observer: totals, rates, latencies.
+        kv: caches full pages after each prefill chunk and frees all pages of an ended request.
+        requests: removes ended requests from the queues.
+        output: streams the requests that changed, once per step.
+        observer: counts totals, rates and latencies.
         eos_token_ids: the model's end-of-sequence tokens.
-        failures: what went wrong so far.
+        failures: exceptions so far, by activity.
     """
 
     kv: KvReleaser[R]
     requests: RequestFinisher[R]
-    output: OutputStream[R]
+    output: OutputStreamer
     observer: ResultObserver[R] = field(default_factory=NullResultObserver)
     eos_token_ids: frozenset[int] = frozenset()
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
-    _untold: list[R] = field(default_factory=list, init=False, repr=False)
+    _to_stream: list[R] = field(default_factory=list, init=False, repr=False)
 
     def process(self, results: Iterable[RequestResult[R]] = ()) -> list[R]:
-        """Book one computed batch and stream the news; returns the requests that have some, aborted ones first.
+        """Apply one computed batch and stream the output; return the requests that changed, aborted ones first.
 
-        A result of a request that has ended meanwhile is left out: an abort may come while the device computes.
+        A result is ignored if its request has ended: it may be aborted while the device computes.
         """
-        step = _StepNews[R]()
+        step = _StepSummary[R]()
+        guard = self.failures.guard(_PROCESSING)
+        is_computed = False
         for result in results:
             request = result.request
             if request.finish_reason is not None:
                 continue
-            try:
-                num_accepted, reason = self._book(result)
-            except Exception as error:  # noqa: BLE001 - one request's trouble is not the batch's; counted and logged
-                self.failures.failed(_BOOKING, error)
-                num_accepted, reason = 0, FinishReason.ERROR
-            else:
-                self.failures.succeeded(_COMPUTING)
-                self.failures.succeeded(_BOOKING)
+            num_accepted: int = 0
+            reason: FinishReason | None = FinishReason.ERROR
+            with guard:
+                num_accepted, reason = self._apply(result)
+                is_computed = True
             if num_accepted:
                 step.requests.append(request)
                 step.num_tokens.append(num_accepted)
             if reason is not None:
-                self._take_out(request, reason)
-                step.ends.append((request, reason))
+                self._finish(request, reason)
+                step.finished.append((request, reason))
             if num_accepted or reason is not None:
-                self._untold.append(request)
+                self._to_stream.append(request)
+        if is_computed:
+            self.failures.succeeded(_COMPUTING)
         self._observe(step)
-        return self._tell()
+        return self._stream()
 
     def fail(self, requests: Iterable[R], error: Exception) -> list[R]:
-        """End the requests of a batch that the device could not compute, and stream it; returns them."""
+        """End and stream the requests of a batch that the device could not compute; return them."""
         for request in requests:
             if request.finish_reason is None:
                 self.failures.failed(_COMPUTING, error)
                 self._end(request, FinishReason.ERROR)
-        return self._tell()
+        return self._stream()
 
     def abort(self, request: R) -> bool:
-        """End a request that nobody waits for any more; the next ``process`` tells of it. False if it had ended.
+        """End a request that has no client any more; the next `process` streams its end. Return False if it had ended.
 
-        Its pages are free at once. Where the device may still be computing it, abort it after the step instead.
+        Its pages are free immediately. If the device may still be computing it, abort it after the step instead.
         """
         if request.finish_reason is not None:
             return False
@@ -159,82 +243,75 @@ class BatchResultProcessor(Generic[R]):
 
     @property
     def has_pending_outputs(self) -> bool:
-        """True when aborts wait for a ``process`` to tell of them."""
-        return bool(self._untold)
+        """Whether ended requests wait for the next `process` to stream their ends."""
+        return bool(self._to_stream)
 
-    def _tell(self) -> list[R]:
-        news, self._untold = self._untold, []
-        self.output.stream(news)
-        return news
+    def _stream(self) -> list[R]:
+        changed, self._to_stream = self._to_stream, []
+        self.output.stream(changed)
+        return changed
 
-    def _book(self, result: RequestResult[R]) -> tuple[int, FinishReason | None]:
-        """Book one result; returns how many tokens the request got, and why it is over, or None."""
+    def _apply(self, result: RequestResult[R]) -> tuple[int, FinishReason | None]:
+        """Apply one result; return the number of accepted tokens, and why the request ends, or None."""
         request = result.request
         if result.error:
-            raise _FailedResultError(result.error)
+            raise _DeviceError(result.error)
         num_tokens = len(request.token_ids)
         if not result.start == request.num_computed_tokens < result.end <= num_tokens:
             raise ValueError(
-                f"positions {result.start} to {result.end} of {request!r}, which has {num_tokens} tokens and KV of "
-                f"{request.num_computed_tokens}: it was retracted, or mixed up with another"
+                f"the result covers positions {result.start} to {result.end} of {request!r}, which has {num_tokens} "
+                f"tokens and KV of {request.num_computed_tokens}: the request was retracted, or the result belongs to "
+                "another request"
             )
         if result.end < num_tokens:
             request.num_computed_tokens = result.end
             self.kv.cache_unfinished(request)
             return 0, None
         num_accepted, reason = self._append(request, result.token_ids)
-        # The drafts that became tokens have their KV; the last token has none yet.
+        # Accepted drafts have their KV already; the last token has none yet.
         request.num_computed_tokens = result.end + num_accepted - 1
         if result.is_prefill:
             self.kv.cache_unfinished(request)
         return num_accepted, reason
 
     def _append(self, request: R, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
-        """Append tokens up to the one that ends the request; drafts accepted beyond it never were."""
+        """Append tokens up to the one that ends the request; discard the drafts accepted after it."""
         if not token_ids:
-            raise ValueError(f"no token for {request!r}")
+            raise ValueError(f"the result of {request!r} has no token")
         tokens = request.token_ids
         num_prompt_tokens = request.num_prompt_tokens
-        for place, token in enumerate(token_ids, start=1):
+        for num_accepted, token in enumerate(token_ids, start=1):
             tokens.append(token)
             reason = check_finished(token, len(tokens) - num_prompt_tokens, request.limits, self.eos_token_ids)
             if reason is not None:
-                return place, reason
+                return num_accepted, reason
         return len(token_ids), None
 
     def _end(self, request: R, reason: FinishReason) -> None:
-        """End a request outside of a batch that was computed."""
-        self._take_out(request, reason)
-        self._observe_end(request, reason)
-        self._untold.append(request)
+        """End a request outside a computed batch."""
+        self._finish(request, reason)
+        self._observe_finished(request, reason)
+        self._to_stream.append(request)
 
-    def _take_out(self, request: R, reason: FinishReason) -> None:
-        """Take a request out and its pages back; whatever fails in one part, the other is done."""
-        try:
+    def _finish(self, request: R, reason: FinishReason) -> None:
+        """Remove a request and free its pages; a failure of one part does not prevent the other."""
+        with self.failures.guard(_FINISHING):
             self.requests.finish(request, reason)
-        except Exception as error:  # noqa: BLE001 - its pages must come back all the same
-            self.failures.failed(_ENDING, error)
-        try:
+        with self.failures.guard(_FREEING):
             self.kv.free(request)
-        except Exception as error:  # noqa: BLE001 - a broken cache says so in its own integrity check too
-            self.failures.failed(_RELEASING, error)
 
-    def _observe(self, step: _StepNews[R]) -> None:
-        """Tell the observer of a whole step, ends last: one call for all tokens costs a fraction of one each."""
+    def _observe(self, step: _StepSummary[R]) -> None:
+        """Report a step to the observer with one call for all tokens, then one call per ended request."""
         if step.requests:
-            try:
+            with self.failures.guard(_OBSERVING):
                 self.observer.on_tokens(step.requests, step.num_tokens)
-            except Exception as error:  # noqa: BLE001 - a broken counter must not fail a request
-                self.failures.failed(_OBSERVING, error)
-        for request, reason in step.ends:
-            self._observe_end(request, reason)
+        for request, reason in step.finished:
+            self._observe_finished(request, reason)
 
-    def _observe_end(self, request: R, reason: FinishReason) -> None:
-        try:
+    def _observe_finished(self, request: R, reason: FinishReason) -> None:
+        with self.failures.guard(_OBSERVING):
             self.observer.on_finished(request, reason)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.failures.failed(_OBSERVING, error)
 
 
-class _FailedResultError(Exception):
-    """The device said why it has no result for a request."""
+class _DeviceError(Exception):
+    """The device reported an error instead of a result for one request."""

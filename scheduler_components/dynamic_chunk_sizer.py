@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.ports import StateValue
+from scheduler_components.internal_state import StateValue
 from scheduler_components.validators import check_integer, check_number
 
 __all__ = ["DynamicChunkSizer", "FirstTokenPredictor", "PrefillLatencyFit", "PrefillLatencyModel"]

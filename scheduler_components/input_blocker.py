@@ -1,19 +1,19 @@
-"""InputBlocker: which of the messages that came go to all ranks, and in which order. On the leading rank alone, pure.
+"""InputBlocker: admit, hold or reject each message that arrives. It runs on the leading rank only and does no I/O.
 
-Messages go on in the order in which they came, with these exceptions:
+Messages are relayed in order of arrival, with these exceptions:
 
-| message | what becomes of it |
+| message | result |
 | --- | --- |
-| a request | goes on; held while input is blocked; refused while it drains, and beyond a bound |
-| a further copy of a request in flight | dropped: the first one's answer is the answer |
-| another request with an id in use | refused; the first goes on |
-| a further copy of a request that has ended | refused: it was served, and would be computed again |
-| an abort | goes on; that of a held request ends it here |
-| an abort that comes before its request | kept for a while; the request is refused when it comes |
-| a command | goes on, past requests that are held: what is to be done while input is blocked is a command |
+| a request | relayed; held while input is blocked; rejected while draining, and beyond a limit |
+| a copy of a request in flight | dropped, because the first one is answered |
+| a different request with an id in use | rejected; the first one continues |
+| a copy of a request that has ended | rejected: it was served, and would be computed again |
+| an abort | relayed; the abort of a held request ends it here |
+| an abort that arrives before its request | kept for a while; the request is rejected when it arrives |
+| a command | relayed, ahead of held requests: what has to happen while input is blocked is a command |
 
-Whatever is not let in is answered, except a copy of what is in flight. Other ranks never screen: they get what went on,
-so the screen may look at a clock.
+Every rejected request is answered; only copies of requests in flight are not. The other ranks receive the admitted
+messages, so this component may use its clock.
 """
 
 from __future__ import annotations
@@ -22,26 +22,41 @@ import enum
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 from zlib import crc32
 
 import attrs
 
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.ports import NullRejectionSink, NullRequestIds, RejectionSink, RequestIds
 from scheduler_components.validators import check_number, integer_validator, number_validator
 from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection
 
-__all__ = ["InputLimits", "InputBlocker", "BlockerState"]
+__all__ = ["BlockerState", "InputBlocker", "InputLimits", "NullRejectionSink", "RejectionSink", "RelayedMessage"]
 
 logger = logging.getLogger(__name__)
 
-_ANSWERING = "answering a request that was not let in"
+_REJECTING = "answering a rejected request"
+
+
+class RejectionSink(Protocol):
+    """Answer rejected requests: the path back to the frontend."""
+
+    def reject(self, rejection: RequestRejection, incoming: InputMessage[object]) -> None:
+        """Store or send the answer to one request without waiting."""
+        ...
+
+
+class NullRejectionSink:
+    """The sink of a rank that answers no client."""
+
+    def reject(self, rejection: RequestRejection, incoming: InputMessage[object]) -> None:
+        pass
 
 
 class BlockerState(enum.StrEnum):
-    """Whether requests go on."""
+    """Whether requests are admitted."""
 
     OPEN = "open"
     BLOCKED = "blocked"
@@ -55,20 +70,20 @@ def _check_rate(_: object, attribute: attrs.Attribute[float | None], value: floa
 
 @attrs.frozen(kw_only=True)
 class InputLimits:
-    """How much input a replica takes.
+    """Limits of the input that one replica admits.
 
     Attributes:
         max_recv_per_poll: messages per receive; further ones wait in the source. SGLang's name.
-        max_request_bytes: of one request's frame.
-        max_requests_per_s: on average; None for no bound on the rate.
-        burst_requests: how many may come at once before the rate counts.
-        max_held_requests: while input is blocked.
-        max_known_requests: ids of requests that went on, and of aborts that came before their requests, that are kept;
-            by default some seconds of a very busy front.
-        abort_memory_s: how long the abort of a request that has not come is kept.
+        max_request_bytes: size of one request's frame.
+        max_requests_per_s: average rate; None for no limit.
+        burst_requests: requests that may arrive together before the rate applies.
+        max_held_requests: requests held while input is blocked.
+        max_known_requests: remembered ids of admitted requests, and of early aborts; the default covers some seconds of
+            a very busy frontend.
+        abort_memory_s: how long the abort of a request that has not arrived is remembered.
 
     Raises:
-        ConfigError: naming the bound that cannot work.
+        ConfigError: naming the invalid limit.
     """
 
     max_recv_per_poll: int = attrs.field(default=256, validator=integer_validator())
@@ -82,7 +97,7 @@ class InputLimits:
 
 @attrs.frozen
 class RelayedMessage:
-    """A message that goes to all ranks: its frame for them, and what this rank has read of it."""
+    """An admitted message: its frame for the other ranks, and the decoded message for this one."""
 
     frame: bytes
     incoming: InputMessage[object]
@@ -90,14 +105,14 @@ class RelayedMessage:
 
 @dataclass(slots=True, kw_only=True)
 class _TokenBucket:
-    """As many requests as the rate allows, and a burst."""
+    """A token bucket: the admitted rate, and a burst."""
 
     bounds: InputLimits
     _left: float = field(default=-1.0, init=False)
     _at_s: float = field(default=0.0, init=False)
 
     def wait_s(self, now_s: float) -> float:
-        """Take one request in: 0.0, or in how many seconds there will be room for it."""
+        """Admit one request and return 0.0, or return the seconds until it could be admitted."""
         rate = self.bounds.max_requests_per_s
         if rate is None:
             return 0.0
@@ -111,8 +126,8 @@ class _TokenBucket:
         return 0.0
 
 
-class _KnownRequests:
-    """Requests that went on lately, by a sum over their frames, and aborts that came before their requests."""
+class _RecentRequests:
+    """Checksums of recently admitted requests, and aborts that arrived before their requests."""
 
     __slots__ = ("_early_aborts", "_most", "_sums")
 
@@ -124,7 +139,7 @@ class _KnownRequests:
     def __contains__(self, rid: str) -> bool:
         return rid in self._sums
 
-    def went_on(self, rid: str, frame: bytes) -> None:
+    def on_admitted(self, rid: str, frame: bytes) -> None:
         self._sums[rid] = crc32(frame)
         self._sums.move_to_end(rid)
         if len(self._sums) > self._most:
@@ -133,45 +148,47 @@ class _KnownRequests:
     def is_copy(self, rid: str, frame: bytes) -> bool:
         return self._sums.get(rid) == crc32(frame)
 
-    def aborted_early(self, rid: str, now_s: float) -> None:
+    def on_early_abort(self, rid: str, now_s: float) -> None:
         self._early_aborts[rid] = now_s
         self._early_aborts.move_to_end(rid)
         if len(self._early_aborts) > self._most:
             self._early_aborts.popitem(last=False)
 
-    def take_abort(self, rid: str, since_s: float) -> bool:
-        """Whether the request was aborted since; asked once, for a later request of this id is another one."""
+    def pop_abort(self, rid: str, since_s: float) -> bool:
+        """Return and forget whether the request was aborted since then: a later request of this id is another one."""
         at_s = self._early_aborts.pop(rid, None)
         return at_s is not None and at_s >= since_s
 
 
 @dataclass(slots=True, kw_only=True)
 class _Requests:
-    """What a screen knows of requests: those that wait for it to be unblocked, those between it and the scheduler."""
+    """Requests that are held while input is blocked, and those admitted but not yet relayed."""
 
     bucket: _TokenBucket
-    known: _KnownRequests
+    known: _RecentRequests
     state: BlockerState = BlockerState.OPEN
     held: dict[str, RelayedMessage] = field(default_factory=dict)
-    under_way: set[str] = field(default_factory=set)
+    admitted: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
 class InputBlocker:
-    """Decides what goes on.
+    """Admits, holds or rejects messages.
+
+    `RequestReceiver` passes each decoded message to `handle` and calls `on_broadcast` after each relay.
 
     Attributes:
-        bounds: how much is taken.
-        ids: which request ids are in use in the scheduler.
-        refusals: where answers go.
-        stats: what was counted.
+        bounds: the limits.
+        active_ids: request ids that the scheduler has in use.
+        rejections: where the answers to rejected requests go.
+        stats: the counters of the receiver.
         clock: monotonic seconds.
-        failures: answers that could not be given.
+        failures: answers that could not be sent.
     """
 
     bounds: InputLimits = field(default_factory=InputLimits)
-    ids: RequestIds = field(default_factory=NullRequestIds)
-    refusals: RejectionSink = field(default_factory=NullRejectionSink)
+    active_ids: Container[str] = frozenset()
+    rejections: RejectionSink = field(default_factory=NullRejectionSink)
     stats: ReceiverStats = field(default_factory=ReceiverStats)
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
@@ -179,16 +196,16 @@ class InputBlocker:
 
     def __post_init__(self) -> None:
         self._requests = _Requests(
-            bucket=_TokenBucket(bounds=self.bounds), known=_KnownRequests(self.bounds.max_known_requests)
+            bucket=_TokenBucket(bounds=self.bounds), known=_RecentRequests(self.bounds.max_known_requests)
         )
 
     @property
     def state(self) -> BlockerState:
-        """Whether requests go on."""
+        """Whether requests are admitted."""
         return self._requests.state
 
     def handle(self, frame: bytes, incoming: InputMessage[object]) -> Iterator[RelayedMessage]:
-        """Take one message in; returns what goes on because of it, in order."""
+        """Process one message; yield the messages to relay because of it, in order."""
         if incoming.kind is InputKind.REQUEST:
             yield from self._request(RelayedMessage(frame, incoming))
         elif incoming.kind is InputKind.ABORT:
@@ -199,47 +216,47 @@ class InputBlocker:
             yield from self._switch(incoming.kind)
 
     def on_broadcast(self) -> None:
-        """What went on is in the scheduler now, whose ``ids`` know it."""
-        self._requests.under_way.clear()
+        """Forget the relayed requests: the scheduler has them now, and `active_ids` contains their ids."""
+        self._requests.admitted.clear()
 
-    def _request(self, letter: RelayedMessage) -> Iterator[RelayedMessage]:
-        requests, rid = self._requests, letter.incoming.rid
-        refusal = self._refusal(rid, letter.frame)
-        if refusal is not None:
-            if refusal.reason is RejectionReason.IN_USE and self._is_copy_in_flight(rid, letter.frame):
+    def _request(self, message: RelayedMessage) -> Iterator[RelayedMessage]:
+        requests, rid = self._requests, message.incoming.rid
+        rejection = self._rejection(rid, message.frame)
+        if rejection is not None:
+            if rejection.reason is RejectionReason.IN_USE and self._is_copy_in_flight(rid, message.frame):
                 self.stats.requests_repeated += 1
             else:
-                self._refuse(refusal, letter)
+                self._reject(rejection, message)
         elif requests.state is BlockerState.BLOCKED:
-            requests.held[rid] = letter
+            requests.held[rid] = message
             self.stats.requests_held = len(requests.held)
         else:
-            yield self._let_in(letter)
+            yield self._admit(message)
 
-    def _refusal(self, rid: str, frame: bytes) -> RequestRejection | None:
-        """Why a request may not come in; None when it may. The rate is asked last: only what comes in counts."""
+    def _rejection(self, rid: str, frame: bytes) -> RequestRejection | None:
+        """Return why a request is rejected, or None. The rate is checked last, to count admitted requests only."""
         requests, bounds, now_s = self._requests, self.bounds, self.clock()
-        if rid in requests.held or rid in requests.under_way or self.ids.is_taken(rid):
-            text = f"rid={rid!r}: is already in flight; give each request an id of its own"
+        if rid in requests.held or rid in requests.admitted or rid in self.active_ids:
+            text = f"rid={rid!r}: is already in flight; give each request a unique id"
             return RequestRejection(rid, RejectionReason.IN_USE, text)
         if requests.known.is_copy(rid, frame):
-            text = f"rid={rid!r}: this very request was served before; send it with another id to have it served again"
+            text = f"rid={rid!r}: this request was served before; send it with another id to have it served again"
             return RequestRejection(rid, RejectionReason.SERVED, text)
-        if requests.known.take_abort(rid, now_s - bounds.abort_memory_s):
-            return RequestRejection(rid, RejectionReason.ABORTED, f"rid={rid!r}: was aborted before it came")
+        if requests.known.pop_abort(rid, now_s - bounds.abort_memory_s):
+            return RequestRejection(rid, RejectionReason.ABORTED, f"rid={rid!r}: was aborted before it arrived")
         if len(frame) > bounds.max_request_bytes:
             text = f"rid={rid!r}: has {len(frame)} bytes, the limit is {bounds.max_request_bytes}; shorten the prompt"
             return RequestRejection(rid, RejectionReason.TOO_LARGE, text)
         if requests.state is BlockerState.DRAINING:
-            text = f"rid={rid!r}: this replica takes no more requests; send it to another one"
+            text = f"rid={rid!r}: this replica is draining; send the request to another one"
             return RequestRejection(rid, RejectionReason.DRAINING, text)
         if requests.state is BlockerState.BLOCKED and len(requests.held) >= bounds.max_held_requests:
-            text = f"rid={rid!r}: {len(requests.held)} requests wait already while input is blocked; try again later"
+            text = f"rid={rid!r}: input is blocked and {len(requests.held)} requests are held already; try again later"
             return RequestRejection(rid, RejectionReason.HELD_FULL, text)
         wait_s = requests.bucket.wait_s(now_s)
         if wait_s:
             text = (
-                f"rid={rid!r}: more than {bounds.max_requests_per_s:g} requests per second come; "
+                f"rid={rid!r}: exceeds the rate of {bounds.max_requests_per_s:g} requests per second; "
                 f"try again in {wait_s:.3f} s"
             )
             return RequestRejection(rid, RejectionReason.TOO_MANY, text, wait_s)
@@ -249,36 +266,32 @@ class InputBlocker:
         held = self._requests.held.get(rid)
         return held.frame == frame if held is not None else self._requests.known.is_copy(rid, frame)
 
-    def _let_in(self, letter: RelayedMessage) -> RelayedMessage:
-        rid = letter.incoming.rid
-        self._requests.known.went_on(rid, letter.frame)
-        self._requests.under_way.add(rid)
+    def _admit(self, message: RelayedMessage) -> RelayedMessage:
+        rid = message.incoming.rid
+        self._requests.known.on_admitted(rid, message.frame)
+        self._requests.admitted.add(rid)
         self.stats.requests_admitted += 1
-        return letter
+        return message
 
-    def _refuse(self, refusal: RequestRejection, letter: RelayedMessage) -> None:
+    def _reject(self, rejection: RequestRejection, message: RelayedMessage) -> None:
         self.stats.requests_refused += 1
-        try:
-            self.refusals.reject(refusal, letter.incoming)
-        except Exception as error:  # noqa: BLE001 - counted and logged there; a sink must not end a step
-            self.failures.failed(_ANSWERING, error)
-        else:
-            self.failures.succeeded(_ANSWERING)
+        with self.failures.guard(_REJECTING):
+            self.rejections.reject(rejection, message.incoming)
 
-    def _abort(self, letter: RelayedMessage) -> Iterator[RelayedMessage]:
-        requests, rid = self._requests, letter.incoming.rid
+    def _abort(self, message: RelayedMessage) -> Iterator[RelayedMessage]:
+        requests, rid = self._requests, message.incoming.rid
         held = requests.held.pop(rid, None)
         if held is not None:
             self.stats.requests_held = len(requests.held)
-            text = f"rid={rid!r}: was aborted before it was let in"
-            self._refuse(RequestRejection(rid, RejectionReason.ABORTED, text), held)
-        elif rid in requests.under_way or rid in requests.known or self.ids.is_taken(rid):
-            yield letter
+            text = f"rid={rid!r}: was aborted before it was admitted"
+            self._reject(RequestRejection(rid, RejectionReason.ABORTED, text), held)
+        elif rid in requests.admitted or rid in requests.known or rid in self.active_ids:
+            yield message
         else:
-            requests.known.aborted_early(rid, self.clock())
+            requests.known.on_early_abort(rid, self.clock())
 
     def _switch(self, kind: InputKind) -> Iterator[RelayedMessage]:
-        """Block, unblock or drain. Said twice it changes nothing; unblocking also ends a drain."""
+        """Block, unblock or drain. A repetition changes nothing; unblocking also ends a drain."""
         requests = self._requests
         requests.state = {
             InputKind.BLOCK: BlockerState.BLOCKED,
@@ -287,8 +300,8 @@ class InputBlocker:
         }[kind]
         if requests.state is BlockerState.BLOCKED:
             return
-        # Who waited came before the drain: it is let in.
+        # Held requests arrived before the drain, so they are admitted.
         held, requests.held = requests.held, {}
         self.stats.requests_held = 0
-        for letter in held.values():
-            yield self._let_in(letter)
+        for message in held.values():
+            yield self._admit(message)

@@ -1,58 +1,330 @@
-"""PoolInvariantChecker: looks between two steps whether all pools still add up, and says what, whose and since when.
+"""PoolInvariantChecker: check between steps that every page of every pool is in exactly one place.
 
-Three depths, by what they cost. In most steps: a counter. Every few steps, and whenever the scheduler is idle: the
-counts of each pool. When these are wrong, when pages are protected though nobody holds any (a lock that was lost moves
-no page, so it shows in no sum), and now and then while idle: a census of every page, lock and told block.
-What is found is told once for as long as it stands. ``census`` has the rules.
+The rules hold between any two steps:
+
+1. **Counts.** available + evictable + protected + session_held + uncached + in_transfer = total, idle and busy; each
+   term equals the length of its lists. A pool of request slots is a pool: free + held = size.
+2. **Places.** Every page is in one place: once in the free list, or in one node of the tree, or with one holder. A page
+   in no place is *lost*; a page in two places is *owned twice* or *owned and free*. The cached pages that a holder uses
+   are in the tree.
+3. **Locks.** The locks of a tree node equal the holders whose prefix ends in it or below it.
+4. **Events.** The blocks that the published events add up to are those that the cache holds.
+
+Checks have three depths. Most steps only decrement a counter. Every few steps, and whenever the scheduler is idle, the
+counts of each pool are added up. A full check of every page, lock and published block runs if the counts are wrong, if
+pages are protected while no request holds any (a lost lock moves no page, so no sum shows it), and occasionally while
+idle. Counts show that something is wrong; the full check shows which pages, which holders, and with an `AllocationLog`
+which call caused it. Each violation is reported once for as long as it lasts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import attrs
 import msgspec
 
+from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.errors import ConfigError, PoolInvariantError
+from scheduler_components.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    MediumGroup,
+    medium_group,
+)
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.invariant_rules import PoolViolation, find_event_violations, find_pool_violations
-from scheduler_components.ports import AuditedPool, HeldBlocksSource, NullHeldBlocksSource, NullOwnerTrails, OwnerTrails
-from scheduler_components.step_progress import StepProgress
+from scheduler_components.ports import HeldBlocksSource, KvEventSource, NullHeldBlocksSource
 from scheduler_components.validators import integer_validator
-from scheduler_components.values import IntegrityStats, PageHolding, PoolCount
+from scheduler_components.values import AllocationRecord, IntegrityStats, PageHolding, PoolCount
+from scheduler_components.watchdog import StepProgress
 
-__all__ = ["CheckAction", "CheckPolicy", "PoolInvariantChecker", "PoolReport"]
+if TYPE_CHECKING:  # the frontend process reads CheckPolicy and must not load the cache
+    from scheduler_components.cache import RadixNode
+    from scheduler_components.pool_stats_observer import AuditedPool
+
+__all__ = [
+    "CheckPolicy",
+    "PoolInvariantChecker",
+    "PoolReport",
+    "PoolViolation",
+    "PublishedBlocks",
+    "find_event_violations",
+    "find_pool_violations",
+]
 
 logger = logging.getLogger(__name__)
 
+ViolationRule: TypeAlias = Literal[
+    "count", "lost", "owned-and-free", "owned-twice", "free-twice", "no-such-page", "not-cached", "locks",
+    "event-missing", "event-extra",
+]  # fmt: skip
+
 CheckAction: TypeAlias = Literal["count", "log", "dump", "raise"]
-CHECK_ACTIONS = ("count", "log", "dump", "raise")
 
 _CHECKING = "checking the pools"
+_CACHE = "the cache"
+_MAX_SHOWN = 8
+_MAX_HISTORY = 12
+
+_CAUSES: dict[str, tuple[str, ...]] = {
+    "lost": ("allocated", "freed", "cached"),
+    "owned-and-free": ("freed",),
+    "free-twice": ("freed",),
+    "owned-twice": ("allocated", "cached"),
+    "not-cached": ("unlocked", "freed", "locked"),
+    "locks": ("locked", "unlocked"),
+}
+"""Rule -> the actions that can break it. The last recorded one is the culprit."""
+
+
+class PoolViolation(msgspec.Struct, frozen=True):
+    """One broken rule of one pool. `str` gives a sentence.
+
+    Attributes:
+        rule: the rule, as described at the top of this file.
+        pool: name of the pool, or the medium of published blocks.
+        detail: the arithmetic, as a clause.
+        pages: affected pages, or hashes of blocks, in ascending order.
+        holders: current holders of these pages.
+        history: the newest entries of the allocation log about them, oldest first.
+    """
+
+    rule: ViolationRule
+    pool: str
+    detail: str
+    pages: tuple[int, ...] = ()
+    holders: tuple[str, ...] = ()
+    history: tuple[AllocationRecord, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, object]:
+        """Equal for the same violation found by two checks."""
+        return self.rule, self.pool, self.pages or self.detail
+
+    @property
+    def culprit(self) -> AllocationRecord | None:
+        """The log entry that caused the violation; None if the log does not contain it."""
+        causes = [record for record in self.history if record.action in _CAUSES.get(self.rule, ())]
+        if self.rule == "locks":
+            causes = _unpaired(causes, self.holders) or causes
+        return causes[-1] if causes else None
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.pages[:_MAX_SHOWN])) + (", ..." if len(self.pages) > _MAX_SHOWN else "")
+        text = f"[{self.pool}] {self.rule}: {self.detail}" + (f": {shown}" if shown else "")
+        held = f"; held by {', '.join(self.holders[:_MAX_SHOWN])}" if self.holders else ""
+        return text + held + (f"; {self.culprit}" if self.culprit is not None else "")
+
+
+def _unpaired(records: list[AllocationRecord], holders: Collection[str]) -> list[AllocationRecord]:
+    """Return the locks and unlocks of holders that hold nothing any more and whose locks and unlocks differ."""
+    balance = Counter[str]()
+    for record in records:
+        balance[record.holder] += 1 if record.action == "locked" else -1
+    return [each for each in records if each.holder not in holders and balance[each.holder]]
+
+
+def find_pool_violations(pool: AuditedPool, log: AllocationLog | None = None) -> list[PoolViolation]:
+    """Check every page and every lock of a pool. The cost is proportional to its pages.
+
+    Args:
+        pool: the pool to check.
+        log: adds the history of the affected pages to each violation.
+    """
+    holdings, nodes = list(pool.holdings()), list(pool.tree_nodes())
+    count, free = pool.count(), pool.free_pages()
+    found = [
+        *_check_counts(count, free, nodes, holdings),
+        *_check_places(count, free, nodes, holdings),
+        *_check_locks(count.name, nodes, holdings),
+    ]
+    return found if log is None else [_with_history(violation, log) for violation in found]
+
+
+def _with_history(violation: PoolViolation, log: AllocationLog) -> PoolViolation:
+    if violation.rule == "count" or not violation.pages:
+        return violation
+    history = tuple(log.history(violation.pool, violation.pages)[-_MAX_HISTORY:])
+    return msgspec.structs.replace(violation, history=history)
+
+
+def _check_counts(
+    count: PoolCount, free: Sequence[int], nodes: Iterable[RadixNode], holdings: Iterable[PageHolding]
+) -> Iterator[PoolViolation]:
+    if count.num_missing:
+        yield PoolViolation("count", count.name, f"{count.num_missing} pages are missing")
+    listed = Counter(available=len(free))
+    for node in nodes:
+        listed["protected" if node.lock_count else "evictable"] += len(node.pages)
+    terms = {"request": "uncached", "session": "session_held", "transfer": "in_transfer"}
+    for holding in holdings:
+        listed[terms[holding.kind]] += len(holding.pages)
+    for term in ("available", "evictable", "protected", "session_held", "uncached", "in_transfer"):
+        counted: int = getattr(count, term)
+        if counted != listed[term]:
+            # Only the difference: it stays constant while the pool works, so the violation keeps its key.
+            yield PoolViolation(
+                "count", count.name, f"{term} differs from the lists by {counted - listed[term]:+d} pages"
+            )
+
+
+def _check_places(
+    count: PoolCount, free: Sequence[int], nodes: Iterable[RadixNode], holdings: Sequence[PageHolding]
+) -> Iterator[PoolViolation]:
+    name, places = count.name, _PageOwners(count.name)
+    for node in nodes:
+        places.claim(_CACHE, node.pages)
+    cached = set(places.owner_of)
+    for holding in holdings:
+        places.claim(holding.holder, holding.pages)
+    yield from places.violations
+    is_free = set(free)
+    if len(is_free) != len(free):
+        twice = [page for page, times in Counter(free).items() if times > 1]
+        yield PoolViolation(
+            "free-twice", name, f"{len(twice)} pages are in the free list more than once", _sorted(twice)
+        )
+    both = is_free & places.owner_of.keys()
+    if both:
+        holders = tuple(sorted({places.owner_of[page] for page in both}))
+        yield PoolViolation("owned-and-free", name, f"{len(both)} pages are free and owned", _sorted(both), holders)
+    for holding in holdings:
+        if not cached.issuperset(holding.shared):
+            stale = set(holding.shared) - cached
+            detail = f"{len(stale)} pages that {holding.holder} uses are not in the cache"
+            yield PoolViolation("not-cached", name, detail, _sorted(stale), (holding.holder,))
+    pages = set(range(count.first_page, count.first_page + count.total))
+    if wrong := (is_free | places.owner_of.keys()) - pages:
+        yield PoolViolation("no-such-page", name, f"{len(wrong)} pages do not belong to this pool", _sorted(wrong))
+    if lost := pages - is_free - places.owner_of.keys():
+        yield PoolViolation("lost", name, f"{len(lost)} pages are neither free nor owned", _sorted(lost))
+
+
+class _PageOwners:
+    """Records the owner of each page and reports pages with two owners."""
+
+    __slots__ = ("_name", "owner_of", "violations")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.owner_of: dict[int, str] = {}
+        self.violations: list[PoolViolation] = []
+
+    def claim(self, owner: str, pages: Sequence[int]) -> None:
+        owner_of = self.owner_of
+        if not owner_of.keys().isdisjoint(pages):
+            both = {page for page in pages if page in owner_of}
+            holders = tuple(sorted({owner, *(owner_of[page] for page in both)}))
+            self._report(f"{len(both)} pages have two owners", both, holders)
+        if len(set(pages)) != len(pages):
+            twice = {page for page, times in Counter(pages).items() if times > 1}
+            self._report(f"{owner} lists {len(twice)} pages twice", twice, (owner,))
+        owner_of.update(dict.fromkeys(pages, owner))
+
+    def _report(self, detail: str, pages: Collection[int], holders: tuple[str, ...]) -> None:
+        self.violations.append(PoolViolation("owned-twice", self._name, detail, _sorted(pages), holders))
+
+
+def _check_locks(name: str, nodes: Iterable[RadixNode], holdings: Iterable[PageHolding]) -> Iterator[PoolViolation]:
+    in_tree = {id(node): node for node in nodes}
+    holders_of: dict[int, list[str]] = {}
+    for holding in holdings:
+        node = cast("RadixNode | None", holding.node)
+        if node is not None and node.parent is None and holding.shared:
+            yield _not_in_tree(name, holding)
+        while node is not None and node.parent is not None:
+            if id(node) not in in_tree:
+                yield _not_in_tree(name, holding)
+                break
+            holders_of.setdefault(id(node), []).append(holding.holder)
+            node = node.parent
+    for identity, node in in_tree.items():
+        holders = holders_of.get(identity, [])
+        if node.lock_count != len(holders):
+            detail = f"a node has {node.lock_count} locks and {len(holders)} holders"
+            yield PoolViolation("locks", name, detail, tuple(node.pages), tuple(sorted(holders)))
+
+
+def _not_in_tree(name: str, holding: PageHolding) -> PoolViolation:
+    detail = f"the prefix that {holding.holder} has locked is not in the tree"
+    return PoolViolation("locks", name, detail, tuple(holding.shared), (holding.holder,))
+
+
+def find_event_violations(published: HeldBlocksSource, cached: HeldBlocksSource) -> Iterator[PoolViolation]:
+    """Compare the published blocks with the cached ones, in the places that the cache names."""
+    published_blocks, cached_blocks = published.held_blocks(), cached.held_blocks()
+    for place, hashes in cached_blocks.items():
+        held, sent = set(hashes), set(published_blocks.get(place, ()))
+        name = place[0]
+        if missing := held - sent:
+            yield PoolViolation(
+                "event-missing", name, f"{len(missing)} cached blocks were never published", _sorted(missing)
+            )
+        if extra := sent - held:
+            yield PoolViolation("event-extra", name, f"{len(extra)} published blocks are not cached", _sorted(extra))
+
+
+def _sorted(pages: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(pages))
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishedBlocks:
+    """A `KvEventSource` between a cache and its publisher, and the `HeldBlocksSource` of the events that passed.
+
+    Costs one set operation per block, and 60 bytes per cached block.
+
+    Attributes:
+        source: the cache.
+    """
+
+    source: KvEventSource
+    _blocks: dict[MediumGroup, set[int]] = field(default_factory=dict, init=False, repr=False)
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Return the cache's events since the last call, and apply them."""
+        events = self.source.take_events()
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._blocks.setdefault(medium_group(event.medium, event.group_idx), set()).update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self._blocks.setdefault(medium_group(event.medium, event.group_idx), set()).difference_update(
+                    event.block_hashes
+                )
+            elif isinstance(event, AllBlocksCleared):
+                self._blocks.clear()
+        return events
+
+    def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
+        """Return the blocks that a reader knows that has missed no event."""
+        return self._blocks
 
 
 def _check_action(_: CheckPolicy, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in CHECK_ACTIONS:
-        raise ConfigError(attribute.name, value, "is no action", f"give one of {', '.join(CHECK_ACTIONS)}")
+    if value not in get_args(CheckAction):
+        raise ConfigError(attribute.name, value, "is no action", f"give one of {', '.join(get_args(CheckAction))}")
 
 
 @attrs.frozen(kw_only=True)
 class CheckPolicy:
-    """How often to look, and what to do about what is found.
+    """How often to check, and how to report violations.
 
     Attributes:
-        action: ``count`` counts it for the metrics; ``log`` also logs each problem once; ``dump`` also logs every
-            pool and who holds what; ``raise`` also raises into the step, which is for tests.
-        count_every_steps: how often a busy scheduler adds its pools up. A leak is found by then.
-        full_check_every_steps: how often every page is looked at without a suspicion: at the next idle moment after so
-            many steps. 36,000 pages take some 10 ms, which a request that comes just then waits.
+        action: ``count`` counts violations for the metrics; ``log`` also logs each one once; ``dump`` also logs every
+            pool and its holders; ``raise`` also raises into the step, which is for tests.
+        count_every_steps: how often a busy scheduler adds its pools up. It finds a leak within so many steps.
+        full_check_every_steps: how often every page is checked without a suspicion: at the first idle moment after so
+            many steps. 36,000 pages take about 10 ms, which delays a request that arrives at that moment.
         is_full_check_in_steps: do not wait for an idle moment. For tests.
 
     Raises:
-        ConfigError: naming the value that cannot work.
+        ConfigError: naming the invalid value.
     """
 
     action: CheckAction = attrs.field(default="log", validator=_check_action)
@@ -62,218 +334,217 @@ class CheckPolicy:
 
 
 class PoolReport(msgspec.Struct, frozen=True):
-    """What one census found; as text, a line per pool and problem.
+    """Result of one full check. `str` gives one line per pool and violation.
 
     Attributes:
-        step: after which it was taken.
-        last_sound_step: step after which the counts last added up; -1 before the first time.
-        counts: of each pool.
-        problems: none in a sound scheduler.
+        step: the step before the check.
+        last_sound_step: the last step after which the counts added up; -1 before the first.
+        counts: the count of each pool.
+        violations: empty for a sound scheduler.
     """
 
     step: int
     last_sound_step: int
     counts: tuple[PoolCount, ...]
-    problems: tuple[PoolViolation, ...]
+    violations: tuple[PoolViolation, ...]
 
     @property
     def head(self) -> str:
         """The first line."""
         return (
-            f"step {self.step}: {len(self.problems)} problems; counts last added up after step {self.last_sound_step}"
+            f"step {self.step}: {len(self.violations)} violations; counts last added up after step "
+            f"{self.last_sound_step}"
         )
 
     def __str__(self) -> str:
-        return "\n  ".join((self.head, *map(str, self.counts), *map(str, self.problems)))
+        return "\n  ".join((self.head, *map(str, self.counts), *map(str, self.violations)))
 
 
 @dataclass(slots=True, kw_only=True)
 class PoolInvariantChecker:
-    """Checks any number of pools after steps. Nothing that a pool raises reaches the step, and nothing that is found
-    does, unless the policy says ``raise``. Changes nothing.
+    """Checks all pools of a scheduler after its steps.
+
+    The scheduler calls `after_step` after each step and when it becomes idle. The checker changes nothing. No exception
+    of a pool reaches the step, and no violation does, unless the policy is ``raise``.
 
     Attributes:
         pools: all pools of one scheduler, of pages and of request slots.
-        policy: how often, and what then.
-        progress: gives the number of the step.
-        owners: names who took and gave a page; a ledger.
-        published: what the events add up to; an ``PublishedBlocks``.
-        cached: what the cache holds. Compared with ``told``, in the places that it names.
-        failures: pools that raised instead of answering.
+        policy: how often to check, and how to report.
+        progress: the number of the step.
+        log: names the calls that allocated and freed a page; None without one.
+        published: the blocks that the events add up to: a `PublishedBlocks`.
+        cached: the blocks in the cache, compared with `published` in the places that it names.
+        failures: exceptions of the pools.
     """
 
     pools: Sequence[AuditedPool]
     policy: CheckPolicy = field(default_factory=CheckPolicy)
     progress: StepProgress = field(default_factory=StepProgress)
-    owners: OwnerTrails = field(default_factory=NullOwnerTrails)
+    log: AllocationLog | None = None
     published: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
     cached: HeldBlocksSource = field(default_factory=NullHeldBlocksSource)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _schedule: _Schedule = field(init=False, repr=False)
-    _found: _Found = field(init=False, repr=False)
+    _found: _Findings = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._schedule = _Schedule(
-            counts_every=self.policy.count_every_steps, census_every=self.policy.full_check_every_steps
+            count_every=self.policy.count_every_steps, full_check_every=self.policy.full_check_every_steps
         )
-        self._found = _Found()
+        self._found = _Findings()
 
     def after_step(self, *, is_idle: bool) -> None:
-        """Look, if it is time to. Call it after each step, and when the scheduler becomes idle.
+        """Run the checks that are due. Call it after each step, and when the scheduler becomes idle.
 
         Args:
-            is_idle: no request holds pages and no page is on its way; requests may wait.
+            is_idle: no request holds pages and no page is being transferred. Requests may wait.
 
         Raises:
-            PoolInvariantError: something new is wrong, and the policy is to raise.
+            PoolInvariantError: a new violation was found, and the policy is to raise.
         """
         schedule = self._schedule
-        schedule.steps_to_counts -= 1
-        if schedule.steps_to_counts > 0 and not is_idle:
+        schedule.steps_to_count -= 1
+        if schedule.steps_to_count > 0 and not is_idle:
             return
-        try:
-            report = self._look(is_idle=is_idle)
-        except Exception as error:  # noqa: BLE001 - a broken check must not take the engine down; counted and logged
-            self.failures.failed(_CHECKING, error)
-            return
-        self.failures.succeeded(_CHECKING)
+        report = None
+        with self.failures.guard(_CHECKING):
+            report = self._check(is_idle=is_idle)
         if report is not None:
-            self._tell(report)
+            self._report(report)
 
     def check_fully(self) -> PoolReport:
-        """Look at every page, lock and told block now, and return what is wrong. Tells nobody.
+        """Check every page, lock and published block now and return the result, without logging or raising.
 
-        Raises:
-            Exception: whatever a pool raises.
+        An exception of a pool propagates.
         """
         counts = tuple(pool.count() for pool in self.pools)
-        problems = [problem for pool in self.pools for problem in find_pool_violations(pool, self.owners)]
-        problems += find_event_violations(self.published, self.cached)
+        violations = [violation for pool in self.pools for violation in find_pool_violations(pool, self.log)]
+        violations += find_event_violations(self.published, self.cached)
         found = self._found
-        found.num_censuses += 1
-        self._schedule.counted(counts, is_census=True)
-        return PoolReport(self.progress.step, found.last_sound_step, counts, tuple(problems))
+        found.num_full_checks += 1
+        self._schedule.on_full_check(counts)
+        return PoolReport(self.progress.step, found.last_sound_step, counts, tuple(violations))
 
     def stats(self) -> IntegrityStats:
-        """Return the counters of this moment."""
+        """Return the current counters."""
         return self._found.stats(checks_failed=self.failures.total, stalls=self.progress.num_stalls)
 
     @property
     def last_report(self) -> PoolReport | None:
-        """The last census that found something; None before the first one."""
+        """The last full check with a violation; None before the first one."""
         return self._found.last_report
 
-    def _look(self, *, is_idle: bool) -> PoolReport | None:
-        """Count, and take a census where the counts or the calendar ask for one."""
+    def _check(self, *, is_idle: bool) -> PoolReport | None:
+        """Add up the counts; return the result of a full check if the counts or the schedule require one."""
         schedule, found = self._schedule, self._found
         counts = tuple(pool.count() for pool in self.pools)
         found.num_checks += 1
-        is_suspicious = schedule.counted(counts, is_census=False)
+        is_suspicious = schedule.on_count(counts)
         if is_idle:
-            is_suspicious |= schedule.protected_at_rest(sum(count.protected for count in counts))
+            is_suspicious |= schedule.on_idle(sum(count.protected for count in counts))
         if not any(schedule.missing):
             found.last_sound_step = self.progress.step
-        is_due = schedule.steps_to_census <= 0 and (is_idle or self.policy.is_full_check_in_steps)
+        is_due = schedule.steps_to_full_check <= 0 and (is_idle or self.policy.is_full_check_in_steps)
         return self.check_fully() if is_suspicious or is_due else None
 
-    def _tell(self, report: PoolReport) -> None:
-        """Do what the policy says about what is new."""
-        new = self._found.take(report)
+    def _report(self, report: PoolReport) -> None:
+        """Report the new violations as the policy says."""
+        new = self._found.update(report)
         if not new or self.policy.action == "count":
             return
         logger.error("%s", "\n  ".join((report.head, *map(str, report.counts), *map(str, new))))
         if self.policy.action == "dump":
-            logger.error("%s", "\n".join(describe_pools(self.pools)))
+            logger.error("%s", "\n".join(_describe_pools(self.pools)))
         if self.policy.action == "raise":
             raise PoolInvariantError(report.step, tuple(map(str, new)))
 
 
-def describe_pools(pools: Sequence[AuditedPool]) -> Iterator[str]:
-    """A line per pool and holder: what a person reads beside a report."""
+def _describe_pools(pools: Sequence[AuditedPool]) -> Iterator[str]:
+    """Yield a line per pool and holder, to read next to a report."""
     for pool in pools:
         yield str(pool.count())
         for holding in pool.holdings():
-            yield f"  {_description(holding)}"
+            yield f"  {_describe_holding(holding)}"
 
 
-def _description(holding: PageHolding) -> str:
-    shown = ", ".join(map(str, holding.pages[:8])) + (", ..." if len(holding.pages) > 8 else "")
+def _describe_holding(holding: PageHolding) -> str:
+    shown = ", ".join(map(str, holding.pages[:_MAX_SHOWN])) + (", ..." if len(holding.pages) > _MAX_SHOWN else "")
     own = f"{len(holding.pages)} own pages ({shown})" if holding.pages else "no own page"
     return f"{holding.kind} {holding.holder}: {own}, {len(holding.shared)} of the cache"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Schedule:
-    """When to look again.
+    """When to check again.
 
-    A leak stays until the engine restarts. So it is not searched for anew at each count, but when the counts are wrong
-    in another way than at the last census.
+    A leak stays until the engine restarts. So wrong counts require a full check only if they differ from those of the
+    last full check.
     """
 
-    counts_every: int
-    census_every: int
-    steps_to_counts: int = 0
-    steps_to_census: int = 0
+    count_every: int
+    full_check_every: int
+    steps_to_count: int = 0
+    steps_to_full_check: int = 0
     missing: tuple[int, ...] = ()
-    _missing_at_census: tuple[int, ...] = ()
+    _missing_at_full_check: tuple[int, ...] = ()
     _num_protected: int = 0
 
-    def counted(self, counts: Sequence[PoolCount], *, is_census: bool) -> bool:
-        """The pools were counted; returns whether that asks for a census."""
+    def on_count(self, counts: Sequence[PoolCount]) -> bool:
+        """Handle a count of the pools; return whether it requires a full check."""
         self.missing = tuple(count.num_missing for count in counts)
-        if is_census:
-            self._missing_at_census = self.missing
-            self.steps_to_census = self.census_every
-            return False
-        self.steps_to_census -= self.counts_every - self.steps_to_counts
-        self.steps_to_counts = self.counts_every
-        return self.missing != (self._missing_at_census or (0,) * len(counts))
+        self.steps_to_full_check -= self.count_every - self.steps_to_count
+        self.steps_to_count = self.count_every
+        return self.missing != (self._missing_at_full_check or (0,) * len(counts))
 
-    def protected_at_rest(self, num_pages: int) -> bool:
-        """So many pages are protected while no request holds any; returns whether that asks for a census.
+    def on_full_check(self, counts: Sequence[PoolCount]) -> None:
+        self.missing = self._missing_at_full_check = tuple(count.num_missing for count in counts)
+        self.steps_to_full_check = self.full_check_every
 
-        Sessions may protect some, so it does when there are others than the last time.
+    def on_idle(self, num_protected: int) -> bool:
+        """Handle the number of protected pages while no request holds any; return whether it requires a full check.
+
+        Sessions may protect some pages, so only a changed number does.
         """
-        before, self._num_protected = self._num_protected, num_pages
-        return num_pages not in (0, before)
+        before, self._num_protected = self._num_protected, num_protected
+        return num_protected not in (0, before)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
-    """What was found so far; a problem that stands is new once."""
+class _Findings:
+    """Counters of the checks, and the open violations. A violation is new only once while it lasts."""
 
     num_checks: int = 0
-    num_censuses: int = 0
-    num_problems: int = 0
+    num_full_checks: int = 0
+    num_violations: int = 0
     num_pages_lost: int = 0
     last_sound_step: int = -1
     last_report: PoolReport | None = None
     _open: dict[tuple[str, str, object], PoolViolation] = field(default_factory=dict)
 
-    def take(self, report: PoolReport) -> list[PoolViolation]:
-        """Remember what stands now; returns what did not stand before."""
-        now = {problem.key: problem for problem in report.problems}
-        new = [problem for key, problem in now.items() if key not in self._open]
-        known_lost = {page for problem in self._open.values() if problem.rule == "lost" for page in _named(problem)}
-        now_lost = {page for problem in new if problem.rule == "lost" for page in _named(problem)}
-        self.num_problems += len(new)
+    def update(self, report: PoolReport) -> list[PoolViolation]:
+        """Replace the open violations by those of `report`; return the new ones."""
+        now = {violation.key: violation for violation in report.violations}
+        new = [violation for key, violation in now.items() if key not in self._open]
+        known_lost = {page for each in self._open.values() if each.rule == "lost" for page in _named_pages(each)}
+        now_lost = {page for each in new if each.rule == "lost" for page in _named_pages(each)}
+        self.num_violations += len(new)
         self.num_pages_lost += len(now_lost - known_lost)
         self._open = now
-        if report.problems:
+        if report.violations:
             self.last_report = report
         return new
 
     def stats(self, *, checks_failed: int, stalls: int) -> IntegrityStats:
         return IntegrityStats(
             checks=self.num_checks,
-            censuses=self.num_censuses,
+            censuses=self.num_full_checks,
             checks_failed=checks_failed,
-            problems=self.num_problems,
+            problems=self.num_violations,
             pages_lost=self.num_pages_lost,
             stalls=stalls,
             problems_open=len(self._open),
         )
 
 
-def _named(problem: PoolViolation) -> Iterator[tuple[str, int]]:
-    return ((problem.pool, page) for page in problem.pages)
+def _named_pages(violation: PoolViolation) -> Iterator[tuple[str, int]]:
+    return ((violation.pool, page) for page in violation.pages)

@@ -1,4 +1,4 @@
-"""OutputStreamer: what to send of each request, and when; and the ends of requests that wait for a slow receiver."""
+"""OutputStreamer: send the new output of requests to their receiver, and buffer it while the receiver is slow."""
 
 from __future__ import annotations
 
@@ -6,111 +6,16 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.ports import OutputSink, StreamedRequest
+from scheduler_components.ports import OutputSink
 from scheduler_components.validators import check_integer
 from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
 
-__all__ = [
-    "FinalDeltaBuffer",
-    "OutputStreamer",
-]
-
-# Last news of requests that are over, kept until the receiver takes them: bounded, and counted where it overflows.
-
-_BYTES_A_TOKEN = 36
-"""A pointer in a tuple and a small int behind it."""
-
-_BYTES_A_LOGPROB = 32
-_BYTES_A_TOP_LOGPROB = 120  # a pair, its token and its number
-
-
-class FinalDeltaBuffer:
-    """Holds the last delta of ended requests, oldest first.
-
-    Beyond ``max_bytes`` the oldest lose their tokens, with logprobs and hidden states, and keep their end: their
-    clients learn that it is over and that tokens are missing. Beyond ``max_ends`` the oldest are dropped whole.
-
-    Args:
-        max_ends: requests; the default is some seconds of a busy scheduler.
-        max_bytes: what their tokens may take.
-
-    Attributes:
-        num_bytes: held now.
-        ends_dropped, tokens_dropped: lost so far.
-
-    Raises:
-        ConfigError: a bound below 1.
-    """
-
-    __slots__ = ("num_bytes", "ends_dropped", "tokens_dropped", "_bare", "_full", "_max_bytes", "_max_ends")
-
-    def __init__(self, *, max_ends: int = 16_384, max_bytes: int = 64 * 1024 * 1024) -> None:
-        check_integer("max_ends", max_ends)
-        check_integer("max_bytes", max_bytes)
-        self._max_ends = max_ends
-        self._max_bytes = max_bytes
-        self.num_bytes = self.ends_dropped = self.tokens_dropped = 0
-        # Tokens are taken from the oldest first, so all that have lost theirs are older than all that have not.
-        self._bare: deque[OutputDelta] = deque()
-        self._full: deque[OutputDelta] = deque()
-
-    def __len__(self) -> int:
-        return len(self._bare) + len(self._full)
-
-    @property
-    def deltas(self) -> tuple[OutputDelta, ...]:
-        """What is held, oldest first."""
-        return (*self._bare, *self._full)
-
-    def add(self, delta: OutputDelta) -> None:
-        """Take one request's last news in."""
-        self._full.append(delta)
-        self.num_bytes += _size_bytes(delta.output)
-        while self.num_bytes > self._max_bytes:
-            self._take_tokens_of_oldest()
-        if len(self) > self._max_ends:
-            self._drop_oldest()
-
-    def _take_tokens_of_oldest(self) -> None:
-        delta = self._full.popleft()
-        self._lose_tokens(delta)
-        output = msgspec.structs.replace(
-            delta.output, token_ids=(), logprobs=None, hidden_states=None, top_logprobs=None
-        )
-        self._bare.append(msgspec.structs.replace(delta, output=output))
-
-    def _drop_oldest(self) -> None:
-        self._lose_tokens((self._bare or self._full).popleft())
-        self.ends_dropped += 1
-
-    def _lose_tokens(self, delta: OutputDelta) -> None:
-        self.tokens_dropped += len(delta.output.token_ids)
-        self.num_bytes -= _size_bytes(delta.output)
-
-    def clear(self) -> None:
-        """Forget what is held: the receiver has it."""
-        self._bare.clear()
-        self._full.clear()
-        self.num_bytes = 0
-
-    def drop_all(self) -> None:
-        """Give up what is held: there will be no receiver."""
-        while self:
-            self._drop_oldest()
-
-
-def _size_bytes(output: TokenOutput) -> int:
-    return (
-        len(output.token_ids) * _BYTES_A_TOKEN
-        + len(output.logprobs or ()) * _BYTES_A_LOGPROB
-        + sum(map(len, output.hidden_states or ()))
-        + sum(map(len, output.top_logprobs or ())) * _BYTES_A_TOP_LOGPROB
-    )
-
+__all__ = ["FinalDeltaBuffer", "OutputStreamer", "StreamedRequest"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,24 +23,151 @@ _READING = "reading a request's output"
 _SENDING = "sending outputs"
 _CLOSING = "closing the output stream"
 
+_BYTES_PER_TOKEN = 36
+"""A pointer in a tuple and a small int."""
+
+_BYTES_PER_LOGPROB = 32
+_BYTES_PER_TOP_LOGPROB = 120
+"""A pair, its token and its number."""
+
+
+class StreamedRequest(Protocol):
+    """A request, as `OutputStreamer` sees it: the scheduler's own class. A retraction keeps its output."""
+
+    @property
+    def rid(self) -> str:
+        """Id, unique among the requests whose end has not been streamed."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None until the request ends."""
+        ...
+
+    @property
+    def stream_interval(self) -> int:
+        """Tokens per message of this request; 0 to send everything at its end."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def output_since(self, start: int) -> TokenOutput:
+        """Return the output from token `start` on, with the data that belongs to these tokens."""
+        ...
+
+
+class FinalDeltaBuffer:
+    """Holds the last delta of ended requests, oldest first, until the receiver accepts them.
+
+    Beyond `max_bytes` the oldest deltas lose their tokens, logprobs and hidden states, and keep their end: the clients
+    learn that the request ended and that tokens are missing. Beyond `max_ends` the oldest deltas are dropped.
+
+    Args:
+        max_ends: number of deltas; the default covers some seconds of a busy scheduler.
+        max_bytes: size of their tokens.
+
+    Attributes:
+        num_bytes: size of the held tokens.
+        ends_dropped, tokens_dropped: counters of lost deltas and tokens.
+
+    Raises:
+        ConfigError: a bound is below 1.
+    """
+
+    __slots__ = (
+        "_max_bytes",
+        "_max_ends",
+        "_with_tokens",
+        "_without_tokens",
+        "ends_dropped",
+        "num_bytes",
+        "tokens_dropped",
+    )
+
+    def __init__(self, *, max_ends: int = 16_384, max_bytes: int = 64 * 1024 * 1024) -> None:
+        check_integer("max_ends", max_ends)
+        check_integer("max_bytes", max_bytes)
+        self._max_ends = max_ends
+        self._max_bytes = max_bytes
+        self.num_bytes = self.ends_dropped = self.tokens_dropped = 0
+        # The oldest lose their tokens first, so every delta without tokens is older than every delta with tokens.
+        self._without_tokens: deque[OutputDelta] = deque()
+        self._with_tokens: deque[OutputDelta] = deque()
+
+    def __len__(self) -> int:
+        return len(self._without_tokens) + len(self._with_tokens)
+
+    @property
+    def deltas(self) -> tuple[OutputDelta, ...]:
+        """The held deltas, oldest first."""
+        return (*self._without_tokens, *self._with_tokens)
+
+    def add(self, delta: OutputDelta) -> None:
+        """Hold one more delta; shed the oldest if a bound is exceeded."""
+        self._with_tokens.append(delta)
+        self.num_bytes += _size_bytes(delta.output)
+        while self.num_bytes > self._max_bytes:
+            self._drop_oldest_tokens()
+        if len(self) > self._max_ends:
+            self._drop_oldest()
+
+    def _drop_oldest_tokens(self) -> None:
+        delta = self._with_tokens.popleft()
+        self._count_lost_tokens(delta)
+        output = msgspec.structs.replace(
+            delta.output, token_ids=(), logprobs=None, hidden_states=None, top_logprobs=None
+        )
+        self._without_tokens.append(msgspec.structs.replace(delta, output=output))
+
+    def _drop_oldest(self) -> None:
+        self._count_lost_tokens((self._without_tokens or self._with_tokens).popleft())
+        self.ends_dropped += 1
+
+    def _count_lost_tokens(self, delta: OutputDelta) -> None:
+        self.tokens_dropped += len(delta.output.token_ids)
+        self.num_bytes -= _size_bytes(delta.output)
+
+    def clear(self) -> None:
+        """Forget all deltas because the receiver has accepted them."""
+        self._without_tokens.clear()
+        self._with_tokens.clear()
+        self.num_bytes = 0
+
+    def drop_all(self) -> None:
+        """Drop and count all deltas because there is no receiver any more."""
+        while self:
+            self._drop_oldest()
+
+
+def _size_bytes(output: TokenOutput) -> int:
+    return (
+        len(output.token_ids) * _BYTES_PER_TOKEN
+        + len(output.logprobs or ()) * _BYTES_PER_LOGPROB
+        + sum(map(len, output.hidden_states or ()))
+        + sum(map(len, output.top_logprobs or ())) * _BYTES_PER_TOP_LOGPROB
+    )
+
 
 @dataclass(slots=True, kw_only=True)
 class OutputStreamer:
-    """Puts the news of a step's requests into one message, or keeps them while the receiver is behind.
+    """Sends the new output of a step's requests in one message, or keeps it while the receiver is slow.
 
-    A request's first token goes out at once, then as many at a time as its ``stream_interval`` says, and the rest
-    with its end. Which tokens were sent is remembered by their place in the output, so a request that is retracted
-    and computed again neither repeats nor loses one.
+    `BatchResultProcessor` calls `stream` once per step; an idle scheduler calls `flush` while `has_backlog` is true.
 
-    A receiver that is behind never blocks a step. What is due of requests in flight stays with the requests and goes
-    out later in one piece; ends are held, bounded by ``held``. Nothing raises into the step: a failing sink counts
-    as one that is not ready, in ``failures``. It gets the same message again; ``OutputDelta.start`` tells a receiver
-    that has it already.
+    The first token of a request is sent immediately, later ones `stream_interval` at a time, and the remainder with its
+    end. The streamer remembers the number of sent tokens, so a request that is retracted and computed again neither
+    repeats nor loses a token.
+
+    A slow receiver never blocks a step. Unsent output of running requests stays with the requests and is sent later in
+    one piece. The last deltas of ended requests are held in `held`, which is bounded. No exception reaches the step: a
+    sink that fails counts as not ready, and `failures` counts it. It receives the same message again, and
+    `OutputDelta.start` lets a receiver recognize the repetition.
 
     Attributes:
-        sink: the way to the receiver.
-        held: ends that wait, and the bounds on them.
-        failures: what went wrong so far.
+        sink: the path to the receiver.
+        held: last deltas of ended requests that wait for the receiver, and their bounds.
+        failures: exceptions so far, by activity.
     """
 
     sink: OutputSink
@@ -146,14 +178,14 @@ class OutputStreamer:
     _counts: OutputStats = field(default_factory=OutputStats, init=False, repr=False)
 
     def stream(self, requests: Iterable[StreamedRequest]) -> None:
-        """Take in a step's news: requests with new tokens, and each ended request once. Call it once per step.
+        """Send the new output of these requests: those with new tokens, and each ended request exactly once.
 
-        Nothing is sent when nothing is due. An ended request is read here and not kept; its id may be used again.
+        Nothing is sent if nothing is due. An ended request is read here and not kept, so its id may be used again.
         """
         for request in requests:
             rid = request.rid
             if request.finish_reason is not None:
-                self.held.add(self._read(request) or self._bare_end(request))
+                self.held.add(self._read(request) or self._end_without_tokens(request))
                 self._num_sent.pop(rid, None)
                 self._due.pop(rid, None)
             elif self._is_due(request):
@@ -162,12 +194,12 @@ class OutputStreamer:
             self._counts = msgspec.structs.replace(self._counts, steps_delayed=self._counts.steps_delayed + 1)
 
     def flush(self) -> None:
-        """Try again to deliver what waits. Call it where no step comes; ``has_backlog`` says whether to."""
+        """Try again to send the backlog. Call it while no step runs and `has_backlog` is true."""
         self._deliver()
 
     @property
     def has_backlog(self) -> bool:
-        """True while something is due that the receiver has not taken."""
+        """Whether the receiver has not yet accepted some output that is due."""
         return bool(self._due or len(self.held))
 
     def _is_due(self, request: StreamedRequest) -> bool:
@@ -179,44 +211,36 @@ class OutputStreamer:
         return num_new >= interval or (num_sent == 0 and num_new > 0)
 
     def _read(self, request: StreamedRequest) -> OutputDelta | None:
-        """Make a request's news; None when its output cannot be read, which costs its news and not the step."""
+        """Build the delta of a request; None if its output cannot be read. The next token of a running one retries."""
         start = self._num_sent.get(request.rid, 0)
-        try:
+        with self.failures.guard(_READING):
             output = request.output_since(start)
-        except Exception as error:  # noqa: BLE001 - counted and logged; in flight, the next token tries again
-            self.failures.failed(_READING, error)
-            return None
-        self.failures.succeeded(_READING)
-        return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
+            return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
+        return None
 
-    def _bare_end(self, request: StreamedRequest) -> OutputDelta:
-        """The end of a request without its last tokens: its client must not wait forever."""
+    def _end_without_tokens(self, request: StreamedRequest) -> OutputDelta:
+        """Build an end without the last tokens, so that the client does not wait forever."""
         start = self._num_sent.get(request.rid, 0)
         return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, TokenOutput())
 
     def _deliver(self) -> bool:
-        """Send what waits; False when something does and the receiver did not take it."""
+        """Send the backlog; return False if the receiver did not accept it."""
         if not self.has_backlog:
             return True
-        try:
-            batch = self._next_batch() if self.sink.is_ready() else None
-            is_taken = batch is not None and self.sink.send(batch)
-        except Exception as error:  # noqa: BLE001 - a lost receiver must not take the engine down
-            self.failures.failed(_SENDING, error)
-            is_taken, batch = False, None
-        else:
-            self.failures.succeeded(_SENDING)
-        if not is_taken or batch is None:
-            return False
-        self._note_taken(batch)
-        return True
+        with self.failures.guard(_SENDING):
+            if self.sink.is_ready():
+                batch = self._next_batch()
+                if self.sink.send(batch):
+                    self._record_sent(batch)
+                    return True
+        return False
 
     def _next_batch(self) -> OutputBatch:
-        in_flight = (self._read(request) for request in self._due.values())
-        deltas = (*self.held.deltas, *(delta for delta in in_flight if delta is not None))
+        running = (self._read(request) for request in self._due.values())
+        deltas = (*self.held.deltas, *(delta for delta in running if delta is not None))
         return OutputBatch(self._counts.batches_sent, deltas)
 
-    def _note_taken(self, batch: OutputBatch) -> None:
+    def _record_sent(self, batch: OutputBatch) -> None:
         num_tokens = 0
         for delta in batch.deltas:
             num_tokens += len(delta.output.token_ids)
@@ -233,7 +257,7 @@ class OutputStreamer:
         )
 
     def stats(self) -> OutputStats:
-        """Return the counters of this moment."""
+        """Return the current counters."""
         held = self.held
         return msgspec.structs.replace(
             self._counts,
@@ -245,11 +269,9 @@ class OutputStreamer:
         )
 
     def close(self) -> None:
-        """Deliver what the receiver takes now, count the rest as dropped, close the sink. Safe to call twice."""
+        """Send what the receiver accepts now, drop and count the remainder, and close the sink. Safe to call twice."""
         self._deliver()
         self.held.drop_all()
         self._due.clear()
-        try:
+        with self.failures.guard(_CLOSING):
             self.sink.close()
-        except Exception as error:  # noqa: BLE001 - a scheduler that ends has other things to close
-            self.failures.failed(_CLOSING, error)

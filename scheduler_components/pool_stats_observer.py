@@ -1,30 +1,139 @@
-"""PoolStatsObserver: how full the pools of a scheduler are, under SGLang's names."""
+"""PoolStatsObserver: report the usage of the page pools, and the pools that it and the invariant checker read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol
 
-from scheduler_components.ports import AuditedPool
-from scheduler_components.values import PoolCount, PoolStats
+from scheduler_components.cache import RadixCache, RadixNode
+from scheduler_components.ports import NullPageHolders, PageHolders
+from scheduler_components.values import PageHolding, PoolCount, PoolStats
 
-__all__ = ["PoolStatsObserver"]
+__all__ = ["AuditedPool", "PoolStatsObserver", "RadixCachePool", "SlotPool"]
+
+
+class AuditedPool(Protocol):
+    """A pool whose pages can be counted and listed: `RadixCachePool`, `SlotPool`.
+
+    Read by `PoolStatsObserver` and `PoolInvariantChecker`. Each fact comes from the object that keeps it, never from
+    the difference of other facts, because a derived count always adds up.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the pool, for example ``full``, ``swa`` or ``mamba``. Unique within the scheduler."""
+        ...
+
+    def count(self) -> PoolCount:
+        """Return how the pages are divided. Called in steps, so it does not walk over pages."""
+        ...
+
+    def free_pages(self) -> Sequence[int]:
+        """Return the free list as it is, duplicates included."""
+        ...
+
+    def holdings(self) -> Iterable[PageHolding]:
+        """Return the pages of each holder outside the tree."""
+        ...
+
+    def tree_nodes(self) -> Iterable[RadixNode]:
+        """Return every node below the root of the tree that caches pages; none if the pool has no tree."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class RadixCachePool:
+    """The `AuditedPool` of a `RadixCache`, or of the device tier of a `HiRadixCache`.
+
+    Attributes:
+        cache: has the free list, the tree and the eviction order.
+        requests: requests that hold pages outside the cache and lock its prefixes.
+        transfers: copies between tiers that do the same.
+        name: name of the pool.
+    """
+
+    cache: RadixCache
+    requests: PageHolders
+    transfers: PageHolders = field(default_factory=NullPageHolders)
+    name: str = "full"
+
+    def count(self) -> PoolCount:
+        pool, num_evictable = self.cache.pool, self.cache.lru.num_pages
+        requests, transfers = self.requests.count_held(), self.transfers.count_held()
+        return PoolCount(
+            self.name,
+            pool.num_pages,
+            pool.num_free,
+            num_evictable,
+            pool.num_cached - num_evictable,
+            requests.session_held + transfers.session_held,
+            requests.uncached + transfers.uncached,
+            requests.in_transfer + transfers.in_transfer,
+        )
+
+    def free_pages(self) -> Sequence[int]:
+        return self.cache.pool.free_pages()
+
+    def holdings(self) -> Iterable[PageHolding]:
+        return chain(self.requests.holdings(), self.transfers.holdings())
+
+    def tree_nodes(self) -> Iterator[RadixNode]:
+        return self.cache.tree.walk()
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotPool:
+    """The `AuditedPool` of units without a tree, such as mamba states and request slots.
+
+    Attributes:
+        name: name of the pool.
+        total: slots, numbered from 0.
+        holders: holders of the slots.
+        free: the free list itself, which its owner changes.
+    """
+
+    name: str
+    total: int
+    holders: PageHolders
+    free: Sequence[int] = field(default_factory=list)
+
+    def count(self) -> PoolCount:
+        held = self.holders.count_held()
+        return PoolCount(
+            self.name,
+            self.total,
+            len(self.free),
+            session_held=held.session_held,
+            uncached=held.uncached,
+            in_transfer=held.in_transfer,
+        )
+
+    def free_pages(self) -> Sequence[int]:
+        return tuple(self.free)
+
+    def holdings(self) -> Iterable[PageHolding]:
+        return self.holders.holdings()
+
+    def tree_nodes(self) -> Iterable[RadixNode]:
+        return ()
 
 
 @dataclass(slots=True, kw_only=True)
 class PoolStatsObserver:
-    """Reads the counts of pools and says them as metrics do. Pools are told apart by their names.
+    """Reads the counts of the pools and reports them under SGLang's metric names.
 
     Attributes:
-        pools: of pages: ``full``, ``swa`` and ``mamba`` have metrics of their own, any other counts for the fullest.
-        page_size: tokens per page of the KV pools; a page of ``mamba`` is one state.
+        pools: page pools. ``full``, ``swa`` and ``mamba`` have their own metrics; others only count for the fullest.
+        page_size: tokens per page of the KV pools. A page of ``mamba`` is one state.
     """
 
     pools: Sequence[AuditedPool]
     page_size: int
 
     def stats(self) -> PoolStats:
-        """Return how full each pool is now."""
+        """Return the current usage of each pool."""
         counts = {pool.name: pool.count() for pool in self.pools}
         return PoolStats(
             max((count.usage for count in counts.values()), default=0.0),
@@ -35,14 +144,19 @@ class PoolStatsObserver:
         )
 
     def get_kv_token_stats(self) -> tuple[int, float]:
-        """Return tokens in use and the share of the pool that they are, of the fuller one of ``full`` and ``swa``."""
+        """Return the tokens in use and their share of the pool, of the fuller one of ``full`` and ``swa``."""
         counts = [count for pool in self.pools if (count := pool.count()).name in ("full", "swa")]
         num_used = max((count.num_used for count in counts), default=0)
         return num_used * self.page_size, max((count.usage for count in counts), default=0.0)
 
 
-def _split(count: PoolCount | None, tokens: int) -> tuple[float | None, int | None, int | None, int | None]:
-    """Usage, available, evictable and used of a pool, in ``tokens`` per page; None for one that is not there."""
+def _split(count: PoolCount | None, tokens_per_page: int) -> tuple[float | None, int | None, int | None, int | None]:
+    """Return usage, available, evictable and used tokens of a pool; None for a missing pool."""
     if count is None:
         return None, None, None, None
-    return count.usage, count.available * tokens, count.evictable * tokens, count.num_used * tokens
+    return (
+        count.usage,
+        count.available * tokens_per_page,
+        count.evictable * tokens_per_page,
+        count.num_used * tokens_per_page,
+    )

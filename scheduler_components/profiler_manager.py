@@ -1,4 +1,4 @@
-"""ProfilerManager: from which step to which a profiler records, and under which names its traces are written."""
+"""ProfilerManager: start and stop a profiler at given steps, and name its traces."""
 
 from __future__ import annotations
 
@@ -6,35 +6,60 @@ import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.ports import NullProfiler, Profiler, StateValue
+from scheduler_components.internal_state import StateValue
 from scheduler_components.validators import check_integer
 
-__all__ = ["ProfileRequest", "ProfilerManager", "ProfileStage"]
+__all__ = ["NullProfiler", "ProfileRequest", "ProfileStage", "Profiler", "ProfilerManager"]
 
 logger = logging.getLogger(__name__)
 
 ProfileStage: TypeAlias = Literal["prefill", "decode"]
-"""What a step computes: prefill where it has any prompt's tokens."""
+"""What a step computes: prefill if it computes any prompt token."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_WORKING = "profiling"
+_PROFILING = "profiling"
+
+
+class Profiler(Protocol):
+    """Record the activity of this process: `TorchProfiler`, `StackSampler`.
+
+    `ProfilerManager` calls it on the scheduler's thread.
+    """
+
+    def start(self) -> None:
+        """Start recording. An exception ends the session."""
+        ...
+
+    def stop(self, name: str) -> str:
+        """Stop recording and write the trace to a file of this name plus the profiler's own suffix; return its path."""
+        ...
+
+
+class NullProfiler:
+    """The profiler of a scheduler that has none."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, name: str) -> str:  # noqa: ARG002 - the port's
+        return ""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to record. Names are those of SGLang's ``/start_profile``.
+    """Which steps to record. Field names are those of SGLang's `/start_profile`.
 
     Attributes:
-        profile_id: traces are named after it: up to 64 letters, digits, ``_`` and ``-``.
-        start_step: steps to let go by first.
-        num_steps: steps to record; None records until ``stop``.
-        profile_by_stage: one trace of steps with prefill and one of steps without, ``num_steps`` of each. A trace ends
-            early where a step of the other stage comes: none has steps of both.
+        profile_id: prefix of the trace names: up to 64 letters, digits, ``_`` and ``-``.
+        start_step: number of steps to skip first.
+        num_steps: number of steps to record; None records until `stop`.
+        profile_by_stage: write separate traces of steps with prefill and of steps without, `num_steps` of each. A trace
+            ends early at a step of the other stage, so no trace has steps of both.
     """
 
     profile_id: str = "profile"
@@ -43,10 +68,10 @@ class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile_by_stage: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot be recorded.
+        """Validate the request.
 
         Raises:
-            ConfigError: naming the field.
+            ConfigError: naming the invalid field.
         """
         if not _NAME.fullmatch(self.profile_id):
             hint = "give up to 64 letters, digits, _ and -"
@@ -55,43 +80,44 @@ class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.num_steps is not None:
             check_integer("num_steps", self.num_steps, "is not a number of steps")
         if self.profile_by_stage and self.num_steps is None:
-            raise ConfigError("num_steps", None, "is missing", "say how many steps of each stage to record")
+            raise ConfigError("num_steps", None, "is missing", "give the number of steps of each stage")
 
 
-class _Progress(msgspec.Struct):
-    """A session under way.
+class _Session(msgspec.Struct):
+    """A profiling session.
 
     Attributes:
-        plan: what to record.
-        steps_to_wait: before the first trace.
-        done: steps recorded, by stage; all of them under ``prefill`` where the plan does not tell stages apart.
-        stage: what is being recorded; None while nothing is.
+        request: what to record.
+        steps_to_skip: steps left before the first trace.
+        num_recorded: steps recorded, by stage; all under ``prefill`` unless the request records by stage.
+        stage: the stage being recorded; None while nothing is recorded.
     """
 
-    plan: ProfileRequest
-    steps_to_wait: int
-    done: dict[ProfileStage, int]
+    request: ProfileRequest
+    steps_to_skip: int
+    num_recorded: dict[ProfileStage, int]
     stage: ProfileStage | None = None
 
     @property
     def is_done(self) -> bool:
-        num_steps = self.plan.num_steps
-        stages: tuple[ProfileStage, ...] = ("prefill", "decode") if self.plan.profile_by_stage else ("prefill",)
-        return num_steps is not None and all(self.done[stage] >= num_steps for stage in stages)
+        num_steps = self.request.num_steps
+        stages: tuple[ProfileStage, ...] = ("prefill", "decode") if self.request.profile_by_stage else ("prefill",)
+        return num_steps is not None and all(self.num_recorded[stage] >= num_steps for stage in stages)
 
 
 @dataclass(slots=True, kw_only=True)
 class ProfilerManager:
-    """Told of each step before it is launched; starts and stops the profiler by the plan. A ``StateProvider``.
+    """Starts and stops the profiler as a `ProfileRequest` says. A `StateProvider`.
 
-    Nothing that the profiler raises in a step reaches the scheduler: it is counted and logged, and ends the session.
+    The scheduler calls `on_step_start` before it launches a step; `start` and `stop` serve the control requests. An
+    exception of the profiler never reaches a step: it is counted, logged, and ends the session.
 
     Attributes:
-        profiler: records; ``TorchProfiler``, ``StackSampler``, or none.
-        rank: the rank's name, which is the end of each trace's name.
-        traces: where those of the last session were written.
-        num_traces: written since the start.
-        failures: what went wrong.
+        profiler: `TorchProfiler`, `StackSampler`, or none.
+        rank: name of this rank, the suffix of every trace name.
+        traces: paths of the traces of the current or last session.
+        num_traces: traces written since the start.
+        failures: exceptions of the profiler.
     """
 
     profiler: Profiler = field(default_factory=NullProfiler)
@@ -99,89 +125,86 @@ class ProfilerManager:
     traces: list[str] = field(default_factory=list, init=False)
     num_traces: int = field(default=0, init=False)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
-    _progress: _Progress | None = field(default=None, init=False)
+    _session: _Session | None = field(default=None, init=False)
 
     @property
     def is_recording(self) -> bool:
-        """A trace is being recorded now."""
-        return self._progress is not None and self._progress.stage is not None
+        """Whether a trace is being recorded."""
+        return self._session is not None and self._session.stage is not None
 
-    def start(self, plan: ProfileRequest) -> None:
-        """Begin a session: with the next step, or with one that is to come.
+    def start(self, request: ProfileRequest) -> None:
+        """Start a session with the next step, or after `start_step` steps.
 
         Raises:
-            ConfigError: the plan cannot be carried out, or a session is under way.
+            ConfigError: the request is invalid, or another session is open.
         """
-        plan.check()
-        if self._progress is not None:
-            raise ConfigError("profile_id", plan.profile_id, "cannot begin yet", "stop the session that is under way")
+        request.check()
+        if self._session is not None:
+            raise ConfigError("profile_id", request.profile_id, "cannot start yet", "stop the open session first")
         self.traces.clear()
-        self._progress = _Progress(plan, plan.start_step, {"prefill": 0, "decode": 0})
+        self._session = _Session(request, request.start_step, {"prefill": 0, "decode": 0})
 
     def stop(self) -> tuple[str, ...]:
-        """End the session, and return where its traces are; nothing happens where none is under way."""
+        """End the session, if one is open, and return the paths of its traces."""
         self._end_trace()
-        self._progress = None
+        self._session = None
         return tuple(self.traces)
 
     def on_step_start(self, stage: ProfileStage) -> None:
-        """A step is about to be launched. Call it in every step that computes; costs a comparison while idle."""
-        progress = self._progress
-        if progress is None:
+        """Start or stop a trace before a step is launched. Call it in every step; without a session it returns."""
+        session = self._session
+        if session is None:
             return
-        if progress.steps_to_wait:
-            progress.steps_to_wait -= 1
+        if session.steps_to_skip:
+            session.steps_to_skip -= 1
             return
-        if not progress.plan.profile_by_stage:
+        if not session.request.profile_by_stage:
             stage = "prefill"
-        num_steps = progress.plan.num_steps
-        is_enough = num_steps is not None and progress.done[stage] >= num_steps
-        if progress.stage is not None and (progress.stage != stage or is_enough):
+        num_steps = session.request.num_steps
+        is_enough = num_steps is not None and session.num_recorded[stage] >= num_steps
+        if session.stage is not None and (session.stage != stage or is_enough):
             self._end_trace()
-        if progress.is_done:
-            self._progress = None
+        if session.is_done:
+            self._session = None
             return
         if not is_enough:
-            if progress.stage is None:
-                self._begin_trace(progress, stage)
-            progress.done[stage] += 1
+            if session.stage is None:
+                self._start_trace(session, stage)
+            session.num_recorded[stage] += 1
 
-    def _begin_trace(self, progress: _Progress, stage: ProfileStage) -> None:
+    def _start_trace(self, session: _Session, stage: ProfileStage) -> None:
         try:
             self.profiler.start()
-        except Exception as error:  # noqa: BLE001 - a profiler that fails must not take the step with it
-            self.failures.failed(_WORKING, error)
-            self._progress = None
+        except Exception as error:  # noqa: BLE001 - counted and logged; it ends the session and not the step
+            self.failures.failed(_PROFILING, error)
+            self._session = None
         else:
-            progress.stage = stage
+            session.stage = stage
 
     def _end_trace(self) -> None:
-        progress = self._progress
-        if progress is None or progress.stage is None:
+        session = self._session
+        if session is None or session.stage is None:
             return
-        stage, progress.stage = progress.stage, None
-        parts = [progress.plan.profile_id, self.rank, *([stage] if progress.plan.profile_by_stage else [])]
-        if progress.plan.profile_by_stage:
-            parts.append(str(len(self.traces)))  # a stage that was interrupted goes on in another trace
-        try:
+        stage, session.stage = session.stage, None
+        parts = [session.request.profile_id, self.rank]
+        if session.request.profile_by_stage:
+            parts += [stage, str(len(self.traces))]  # a stage that is interrupted continues in another trace
+        self._session = None
+        with self.failures.guard(_PROFILING):
             self.traces.append(self.profiler.stop("-".join(parts)))
-        except Exception as error:  # noqa: BLE001 - a profiler that fails must not take the step with it
-            self.failures.failed(_WORKING, error)
-            self._progress = None
-        else:
-            self.failures.succeeded(_WORKING)
             self.num_traces += 1
+            self._session = session
 
     @property
     def settable(self) -> Collection[str]:
         return ()
 
     def state(self) -> Mapping[str, StateValue]:
-        """Whether a trace is being recorded, and how many were written."""
+        """Return whether a trace is being recorded, and the number of traces written."""
         return {"profiler_is_recording": self.is_recording, "profiler_traces": self.num_traces}
 
     def check_state(self, changes: Mapping[str, StateValue]) -> None:
-        """Nothing can be set."""
+        pass
 
     def set_state(self, changes: Mapping[str, StateValue]) -> None:
-        """Nothing can be set."""
+        pass

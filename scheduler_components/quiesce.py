@@ -1,37 +1,42 @@
-"""QuiesceController: bring an engine to rest, do what needs rest, and let it go on; on all ranks in the same step.
+"""QuiesceController: quiesce an engine and change its weights, cache or memory, on all ranks in the same step.
 
-**What must be agreed.** All ranks of a replica get the same orders in the same order; what comes of one depends on
-what is each rank's own. A copy may still be on its way here, a clock has passed the deadline there, one rank has no
-memory, another has read other bytes. So a rank's own facts go into a proposal and nowhere else, and every decision
-follows from the agreed values.
+**What must be agreed.** All ranks of a replica get the same control requests in the same order, but the outcome depends
+on facts of each rank. One rank still copies pages, another rank's clock has passed the deadline, a third cannot
+allocate memory or has read different bytes. So the facts of a rank only enter its proposal, and every decision depends
+on the agreed values alone (see `agreement`).
 
-**One question per step, while an order stands.** Whether one stands follows from the orders that came and from the
-agreed values alone, so it is the same on all ranks, as HiCache's operations are. A rank that missed an order does not
-come to the question: the others end with a ``SyncTimeoutError`` that names it and what was ordered. One that has
-another order first ends with a ``SyncDivergenceError``; one whose state differs, with a ``QuiesceDivergenceError``.
-An engine without orders pays the look at an empty queue.
+**One agreement per step while a control request is pending.** Whether one is pending depends on the received requests
+and the agreed values, so it is the same on all ranks. A rank that missed a request does not take part: the others raise
+`SyncTimeoutError`, which names that rank and the request. A rank with a different request raises `SyncDivergenceError`,
+a rank in a different state raises `QuiesceDivergenceError`. Without pending requests a step checks an empty queue.
 
-**Rest, act, vote.** An order waits until all ranks say that they rest, or one says that the deadline has passed: then
-it is given up on all of them. What may fail on a rank (to load a part, to take memory) is done next, beside what is
-there. If it failed on any rank it is undone on all; otherwise all carry it out in the step that heard so. A rank that
-dies in between is missed in the next question.
+**Quiesce, act, vote.** A request waits until all ranks are quiesced, or until one rank says that the deadline has
+passed; then it is given up on all ranks. Next each rank does the part that may fail (load a tensor, allocate memory)
+without replacing anything. If it failed on any rank, all ranks undo it; otherwise all ranks carry the request out in
+the step that agreed. A rank that dies in between is missing in the next agreement.
 
-**A clear goes out.** Whatever empties the cache tells so on the stream at once, whether or not a step follows: an
-engine that is idle takes none, and routers would keep what is gone.
+**A cleared cache is published immediately.** An idle engine takes no step, and routers would keep the removed blocks.
 
-The invariant: after the n-th question all ranks have the same state and the same orders left.
+The invariant: after the n-th agreement all ranks have the same state and the same pending requests.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+from zlib import crc32
 
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
-from scheduler_components.control_requests import (
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.errors import QuiesceDivergenceError
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.values import (
+    DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
     CheckWeights,
     ClearStorageIndex,
@@ -45,52 +50,222 @@ from scheduler_components.control_requests import (
     MemoryTag,
     PauseGeneration,
     PauseMode,
+    QuiesceStats,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.errors import QuiesceDivergenceError
-from scheduler_components.failure_log import FailureLog
-from scheduler_components.ports import (
-    FlushableCache,
-    MemoryOccupation,
-    NullMemoryOccupation,
-    NullWeightStore,
-    PausableRequests,
-    WeightStore,
-)
-from scheduler_components.quiesce_state import PauseState, QuiesceState
+from scheduler_components.weight_updater import NullWeightStore, WeightStore
 
-__all__ = ["QuiesceController", "QuiesceStepper"]
+__all__ = [
+    "FlushableCache",
+    "MemoryOccupation",
+    "NullMemoryOccupation",
+    "PausableRequests",
+    "PauseState",
+    "QuiesceController",
+    "QuiesceState",
+    "QuiesceStepper",
+    "weight_namespace",
+]
 
 logger = logging.getLogger(__name__)
 
-_NOBODY = 2**62
-_SLOTS = Slots(("equal", "state"), ("all", "rest"), ("any", "late"), ("min", "failed_rank"), ("equal", "checksum"))
-_ACT_AT_ONCE = (LoadWeights, CheckWeights, EndWeightUpdate, ResumeMemory)
-_OF_SESSION = (BeginWeightUpdate, LoadWeights, CheckWeights, EndWeightUpdate)
+_NO_RANK = 2**62
+_SLOTS = Slots(("equal", "state"), ("all", "quiesced"), ("any", "late"), ("min", "failed_rank"), ("equal", "checksum"))
+_ACT_WITHOUT_WAITING = (LoadWeights, CheckWeights, EndWeightUpdate, ResumeMemory)
+_WEIGHT_UPDATE_REQUESTS = (BeginWeightUpdate, LoadWeights, CheckWeights, EndWeightUpdate)
+
+
+class PausableRequests(Protocol):
+    """The requests of a scheduler, as a pause sees them: the scheduler itself. Called between two steps."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no pages."""
+        ...
+
+    def abort_all(self) -> int:
+        """End every running and waiting request and notify its client; return their number."""
+        ...
+
+    def retract_all(self) -> int:
+        """Return every running request to the queue, without its pages and with its output; return their number."""
+        ...
+
+
+class FlushableCache(Protocol):
+    """The cache, its tiers and its stream, as a flush sees them. Called while no request holds a page."""
+
+    @property
+    def num_operations(self) -> int:
+        """Running transfers of pages on this rank."""
+        ...
+
+    def clear(self, weight_version: str) -> None:
+        """Discard every cached prefix on device and host, and publish that immediately.
+
+        Blocks cached from now on belong to the weights of this version, and never match blocks of other versions.
+        """
+        ...
+
+    def clear_storage_index(self) -> None:
+        """Treat no page as stored any more, and publish that immediately."""
+        ...
+
+
+class MemoryOccupation(Protocol):
+    """One rank's device memory by region: ``weights`` and ``kv_cache``, SGLang's tags."""
+
+    def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
+        """Release regions, also those already released. Weights move to the host or are discarded. Must not fail."""
+        ...
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Allocate regions again and restore weights that were kept. An exception undoes it on all ranks."""
+        ...
+
+
+class NullMemoryOccupation:
+    """The memory of a scheduler that releases none: a release request only stops the scheduler."""
+
+    def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
+        pass
+
+    def resume(self, tags: Sequence[str]) -> None:
+        pass
+
+
+def weight_namespace(weight_version: str) -> PrefixNamespace:
+    """Return the cache namespace of these weights: part of each block's hash, and published as its extra key.
+
+    A block of other weights never matches, wherever it is stored, even for a reader that missed the clear.
+    """
+    if weight_version == DEFAULT_WEIGHT_VERSION:
+        return DEFAULT_NAMESPACE
+    return PrefixNamespace(extra_key=f"weight_version={weight_version}")
+
+
+class PauseState(enum.Enum):
+    """What an engine computes: all requests, running ones only, none, or none with requests left in place."""
+
+    RUNNING = "running"
+    FINISHING = "finishing"
+    PAUSED = "paused"
+    FROZEN = "paused in place"
 
 
 @dataclass(slots=True, kw_only=True)
-class _Standing:
-    """An order that is not answered yet.
+class QuiesceState:
+    """What the engine may do now: a `ComputeGate` and a `StatsSource` of `QuiesceStats`.
+
+    `QuiesceController` changes it; the scheduler reads it when it builds a batch. It is equal on all ranks.
 
     Attributes:
-        order_id, order: as they came.
-        late_s: this rank's clock when it is given up.
-        refusal: why it cannot be carried out.
-        is_acting: it is time for each rank's part: the next question asks how that went.
-        has_acted: this rank has done its part, or could not.
-        failure: what went wrong with this rank's part.
-        checksum: what came of it.
-        phase_before: of the engine, for a pause that is given up.
+        phase: effect of the pauses.
+        released: released regions of device memory.
+        has_weights: False after a release that discarded the weights, until a weight update ends.
+        weight_version: version of the weights in use.
+        updating_to: version of the open weight update; None without one.
+        num_loaded: tensors loaded in that update.
+        counts: counters by their field in `QuiesceStats`.
     """
 
-    order_id: int
-    order: ControlRequest
-    late_s: float
-    refusal: str = ""
+    phase: PauseState = PauseState.RUNNING
+    released: frozenset[MemoryTag] = frozenset()
+    has_weights: bool = True
+    weight_version: str = DEFAULT_WEIGHT_VERSION
+    updating_to: str | None = None
+    num_loaded: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether waiting requests may start to run."""
+        return self.phase is PauseState.RUNNING and self._is_complete
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether running requests may continue."""
+        return self.phase in (PauseState.RUNNING, PauseState.FINISHING) and self._is_complete
+
+    @property
+    def _is_complete(self) -> bool:
+        return not self.released and self.has_weights and self.updating_to is None
+
+    def digest(self, *facts: object) -> int:
+        """Return 32 bits over the state and `facts`."""
+        parts = (self.phase, sorted(self.released), self.has_weights, self.weight_version, self.updating_to)
+        return crc32(repr((*parts, self.num_loaded, facts)).encode())
+
+    def rejection(self, request: ControlRequest, num_running: int) -> str:
+        """Return why a control request cannot be carried out in this state; empty if it can, now or later."""
+        if isinstance(request, IdleControlRequest) and self.phase is PauseState.FROZEN and num_running:
+            return f"{num_running} requests are paused in place; continue, or pause with retract or abort"
+        if isinstance(request, LoadWeights | CheckWeights | EndWeightUpdate | RollBackWeights):
+            return "" if self.updating_to is not None else "no weight update is open; begin one"
+        if isinstance(request, BeginWeightUpdate):
+            return self._rejection_of_update()
+        if isinstance(request, ReleaseMemory | ResumeMemory):
+            return self._rejection_of_memory(request)
+        return ""
+
+    def _rejection_of_update(self) -> str:
+        if self.updating_to is not None:
+            return f"an update to {self.updating_to!r} is open; end it or roll it back"
+        if MemoryTag.WEIGHTS in self.released:
+            return "the memory of the weights is released; resume it"
+        return ""
+
+    def _rejection_of_memory(self, request: ReleaseMemory | ResumeMemory) -> str:
+        tags = frozenset(request.tags)
+        if not tags:
+            return f"no memory is named; give tags of {', '.join(MemoryTag)}"
+        if isinstance(request, ResumeMemory):
+            missing = sorted(tags - self.released)
+            return f"{', '.join(missing)}: not released" if missing else ""
+        if self.updating_to is not None:
+            return f"an update to {self.updating_to!r} is open; end it or roll it back"
+        twice = sorted(tags & self.released)
+        return f"{', '.join(twice)}: released already" if twice else ""
+
+    def stats(self) -> QuiesceStats:
+        """Return the current state as flags, and the counters."""
+        is_resident = MemoryTag.WEIGHTS not in self.released
+        return QuiesceStats(
+            is_paused=int(self.phase in (PauseState.PAUSED, PauseState.FROZEN)),
+            is_awake=int(not self.released and self.has_weights),
+            has_weights_offloaded=int(self.has_weights and not is_resident),
+            has_discarded_all=int(not self.has_weights),
+            **self.counts,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _PendingRequest:
+    """A control request without a reply.
+
+    Attributes:
+        request_id, request: as received.
+        deadline_s: when this rank's clock gives it up.
+        rejection: why it cannot be carried out.
+        is_acting: each rank does its part now; the next agreement compares the outcomes.
+        has_acted: this rank has done its part, or failed to.
+        failure: why this rank's part failed.
+        checksum: result of this rank's part.
+        phase_before: the engine's phase, restored if a pause is given up.
+    """
+
+    request_id: int
+    request: ControlRequest
+    deadline_s: float
+    rejection: str = ""
     is_acting: bool = False
     has_acted: bool = False
     failure: str = ""
@@ -100,15 +275,17 @@ class _Standing:
 
 @dataclass(slots=True, kw_only=True)
 class QuiesceController:
-    """Carries orders out, one after the other. Pure: ``propose`` what this rank knows, ``settle`` what all agreed.
+    """Carries control requests out, one after the other. Pure: `propose` this rank's facts, `apply` the agreed values.
+
+    `QuiesceStepper` calls both in every step with a pending request.
 
     Attributes:
-        work: requests that run and wait.
-        cache: what flushes empty.
-        weights: what updates change.
-        memory: what is released and resumed.
-        state: what the engine may do now; its scheduler reads it.
-        failures: what went wrong with this rank's part of an order.
+        work: running and waiting requests.
+        cache: the cache that a flush empties.
+        weights: the weights that an update changes.
+        memory: the memory that is released and resumed.
+        state: what the engine may do now; the scheduler reads it.
+        failures: exceptions of this rank's parts, by request.
     """
 
     work: PausableRequests
@@ -117,179 +294,181 @@ class QuiesceController:
     memory: MemoryOccupation = field(default_factory=NullMemoryOccupation)
     state: QuiesceState = field(default_factory=QuiesceState)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
-    _orders: deque[_Standing] = field(default_factory=deque, init=False, repr=False)
+    _pending: deque[_PendingRequest] = field(default_factory=deque, init=False, repr=False)
 
     @property
     def has_pending(self) -> bool:
-        """An order stands: ask all ranks in this step. The same on each of them."""
-        return bool(self._orders)
+        """Whether a control request is pending, so that this step needs an agreement. Equal on all ranks."""
+        return bool(self._pending)
 
-    def enqueue(self, order_id: int, order: ControlRequest, *, now_s: float) -> None:
-        """An order has come; every rank is given the same ones in the same order.
+    def enqueue(self, request_id: int, request: ControlRequest, *, now_s: float) -> None:
+        """Append a control request. Every rank gets the same requests in the same order.
 
         Args:
-            order_id: tells its answer from others.
-            order: what is wanted.
-            now_s: this rank's monotonic clock, from which on a deadline runs.
+            request_id: identifies the reply.
+            request: what to do.
+            now_s: this rank's monotonic clock, the start of the deadline.
         """
-        deadline_s = order.deadline_s if isinstance(order, PauseGeneration | IdleControlRequest) else 0.0
-        self._orders.append(_Standing(order_id=order_id, order=order, late_s=now_s + deadline_s))
+        timeout_s = request.deadline_s if isinstance(request, PauseGeneration | IdleControlRequest) else 0.0
+        self._pending.append(_PendingRequest(request_id=request_id, request=request, deadline_s=now_s + timeout_s))
 
     def propose(self, step: int, *, rank: int, now_s: float) -> Proposal:
-        """Return what this rank brings to the step's question; ask ``has_pending`` first.
+        """Return this rank's facts for the agreement of this step. Call it only if `has_pending`.
 
         Args:
             step: the same number on all ranks.
-            rank: this one, which is named where its part fails.
-            now_s: this rank's monotonic clock; only ever compared with itself.
+            rank: this rank; the reply names it if its part fails.
+            now_s: this rank's monotonic clock, which is only compared with itself.
         """
-        standing = self._orders[0]
-        order = standing.order
-        if not standing.is_acting:
-            standing.refusal = self.state.refusal(order, self.work.num_running)
-            standing.is_acting = isinstance(order, _ACT_AT_ONCE)
-        failed_rank = _NOBODY
-        if standing.is_acting and not (standing.has_acted or standing.refusal):
-            standing.has_acted = True
+        pending = self._pending[0]
+        request = pending.request
+        if not pending.is_acting:
+            pending.rejection = self.state.rejection(request, self.work.num_running)
+            pending.is_acting = isinstance(request, _ACT_WITHOUT_WAITING)
+        failed_rank = _NO_RANK
+        if pending.is_acting and not (pending.has_acted or pending.rejection):
+            pending.has_acted = True
             try:
-                standing.checksum = self._act(order)
-            except Exception as error:  # noqa: BLE001 - one rank's trouble is all ranks' decision; counted and logged
-                self.failures.failed(control_request_name(order), error)
-                standing.failure, failed_rank = str(error) or type(error).__name__, rank
+                pending.checksum = self._act(request)
+            except Exception as error:  # noqa: BLE001 - counted and logged; the agreement decides for all ranks
+                self.failures.failed(control_request_name(request), error)
+                pending.failure, failed_rank = str(error) or type(error).__name__, rank
             else:
-                self.failures.succeeded(control_request_name(order))
-        proposal = Proposal(f"quiesce: {control_request_name(order)}", step=step)
-        state = self.state.digest(standing.order_id, standing.refusal, standing.is_acting)
-        is_late = now_s >= standing.late_s
-        proposal.fill(_SLOTS, (state, self._is_at_rest(order), is_late, failed_rank, standing.checksum))
+                self.failures.succeeded(control_request_name(request))
+        proposal = Proposal(f"quiesce: {control_request_name(request)}", step=step)
+        state = self.state.digest(pending.request_id, pending.rejection, pending.is_acting)
+        is_late = now_s >= pending.deadline_s
+        proposal.fill(_SLOTS, (state, self._is_quiesced(request), is_late, failed_rank, pending.checksum))
         return proposal
 
-    def settle(self, step: int, agreed: AgreedValues) -> ControlReply | None:
-        """Carry out what all ranks agreed; returns the answer of an order that is over.
+    def apply(self, step: int, agreed: AgreedValues) -> ControlReply | None:
+        """Carry out what all ranks agreed; return the reply to a request that is complete.
 
         Raises:
-            QuiesceDivergenceError: ranks are in different states; nothing is carried out.
+            QuiesceDivergenceError: the ranks are in different states. Nothing is carried out.
         """
-        standing = self._orders[0]
+        pending = self._pending[0]
         if not agreed.flags["state"]:
-            raise QuiesceDivergenceError(step, control_request_name(standing.order), self.state.phase.value)
-        answer = self._decide(standing, agreed)
-        if answer is not None:
-            self._orders.popleft()
-            if answer.problem:
+            raise QuiesceDivergenceError(step, control_request_name(pending.request), self.state.phase.value)
+        reply = self._decide(pending, agreed)
+        if reply is not None:
+            self._pending.popleft()
+            if reply.problem:
                 self.state.counts["num_orders_refused"] += 1
-        return answer
+        return reply
 
-    # --- what only this rank knows ---
+    # --- facts of this rank ---
 
-    def _is_at_rest(self, order: ControlRequest) -> bool:
+    def _is_quiesced(self, request: ControlRequest) -> bool:
         if self.work.num_running:
             return False
-        if isinstance(order, PauseGeneration):
+        if isinstance(request, PauseGeneration):
             return True
         return not self.cache.num_operations and not (self.work.num_waiting and self.state.can_admit)
 
-    def _act(self, order: ControlRequest) -> int:
-        """Do this rank's part, which can be undone; returns what all ranks must have in common."""
-        if isinstance(order, BeginWeightUpdate):
-            self.weights.begin(order.weight_version)
-        elif isinstance(order, LoadWeights):
-            self.weights.load(order.name, order.content)
-        elif isinstance(order, ResumeMemory):
-            self.memory.resume(order.tags)
-        elif isinstance(order, CheckWeights | EndWeightUpdate):
+    def _act(self, request: ControlRequest) -> int:
+        """Do this rank's part, which can be undone; return a checksum that must be equal on all ranks."""
+        if isinstance(request, BeginWeightUpdate):
+            self.weights.begin(request.weight_version)
+        elif isinstance(request, LoadWeights):
+            self.weights.load(request.name, request.content)
+        elif isinstance(request, ResumeMemory):
+            self.memory.resume(request.tags)
+        elif isinstance(request, CheckWeights | EndWeightUpdate):
             checksum = self.weights.checksum()
-            if isinstance(order, EndWeightUpdate) and checksum != order.checksum:
-                raise ValueError(f"the weights have checksum {checksum:016x}, not {order.checksum:016x}")
+            if isinstance(request, EndWeightUpdate) and checksum != request.checksum:
+                raise ValueError(f"the weights have checksum {checksum:016x}, not {request.checksum:016x}")
             return checksum
         return 0
 
-    # --- what follows from the agreed values alone ---
+    # --- decisions that depend on the agreed values alone ---
 
-    def _decide(self, standing: _Standing, agreed: AgreedValues) -> ControlReply | None:
-        order = standing.order
-        if standing.refusal:
-            return ControlReply(standing.order_id, standing.refusal)
-        if isinstance(order, PauseGeneration):
-            return self._pause(standing, order, agreed)
-        if standing.is_acting:
-            problem = self._problem_of_parts(standing, agreed)
+    def _decide(self, pending: _PendingRequest, agreed: AgreedValues) -> ControlReply | None:
+        request = pending.request
+        if pending.rejection:
+            return ControlReply(pending.request_id, pending.rejection)
+        if isinstance(request, PauseGeneration):
+            return self._pause(pending, request, agreed)
+        if pending.is_acting:
+            problem = self._describe_failure(pending, agreed)
             if problem:
-                self._undo(order)
-                return ControlReply(standing.order_id, problem)
-        is_begun = isinstance(order, BeginWeightUpdate) and standing.is_acting
-        if isinstance(order, IdleControlRequest) and not is_begun and not agreed.flags["rest"]:
-            return self._busy(standing) if agreed.flags["late"] else None
-        if isinstance(order, BeginWeightUpdate) and not is_begun:
-            # From this step on nothing is computed, so that all ranks still rest when they have made room.
-            self.state.updating_to, self.state.num_parts, standing.is_acting = order.weight_version, 0, True
+                self._undo(request)
+                return ControlReply(pending.request_id, problem)
+        has_begun = isinstance(request, BeginWeightUpdate) and pending.is_acting
+        if isinstance(request, IdleControlRequest) and not has_begun and not agreed.flags["quiesced"]:
+            return self._give_up(pending) if agreed.flags["late"] else None
+        if isinstance(request, BeginWeightUpdate) and not has_begun:
+            # Nothing is computed from this step on, so all ranks are still quiesced when they have allocated memory.
+            self.state.updating_to, self.state.num_loaded, pending.is_acting = request.weight_version, 0, True
             return None
-        return self._carry_out(standing)
+        return self._carry_out(pending)
 
-    def _pause(self, standing: _Standing, order: PauseGeneration, agreed: AgreedValues) -> ControlReply | None:
+    def _pause(self, pending: _PendingRequest, request: PauseGeneration, agreed: AgreedValues) -> ControlReply | None:
         state, num_requests = self.state, 0
-        if order.mode is PauseMode.IN_PLACE:
+        if request.mode is PauseMode.IN_PLACE:
             state.phase = PauseState.FROZEN
-        elif order.mode is not PauseMode.FINISH:
-            num_requests = self.work.abort_all() if order.mode is PauseMode.ABORT else self.work.retract_all()
+        elif request.mode is not PauseMode.FINISH:
+            num_requests = self.work.abort_all() if request.mode is PauseMode.ABORT else self.work.retract_all()
             state.phase = PauseState.PAUSED
-        elif agreed.flags["rest"]:
+        elif agreed.flags["quiesced"]:
             state.phase = PauseState.PAUSED
         else:
             if state.phase is not PauseState.FINISHING:
-                standing.phase_before, state.phase = state.phase, PauseState.FINISHING
+                pending.phase_before, state.phase = state.phase, PauseState.FINISHING
             if not agreed.flags["late"]:
                 return None
-            state.phase = standing.phase_before
-            return self._busy(standing)
+            state.phase = pending.phase_before
+            return self._give_up(pending)
         state.counts["num_pauses"] += 1
-        return ControlReply(standing.order_id, num_requests=num_requests)
+        return ControlReply(pending.request_id, num_requests=num_requests)
 
-    def _busy(self, standing: _Standing) -> ControlReply:
+    def _give_up(self, pending: _PendingRequest) -> ControlReply:
         work = self.work
-        under_way = f"{work.num_running} requests run, {work.num_waiting} wait"
-        problem = f"given up at its deadline: {under_way}, {self.cache.num_operations} transfers of pages are under way"
-        return ControlReply(standing.order_id, problem)
+        problem = (
+            f"given up at its deadline: {work.num_running} requests run, {work.num_waiting} wait, "
+            f"{self.cache.num_operations} transfers of pages are running"
+        )
+        return ControlReply(pending.request_id, problem)
 
-    def _problem_of_parts(self, standing: _Standing, agreed: AgreedValues) -> str:
-        """Say which rank could not do its part, and why if it was this one; empty where all could, alike."""
+    def _describe_failure(self, pending: _PendingRequest, agreed: AgreedValues) -> str:
+        """Return which rank failed in its part, and why if it was this one; empty if all ranks agree."""
         failed_rank = agreed.numbers["failed_rank"]
-        if failed_rank != _NOBODY:
-            problem = f"rank {failed_rank} could not {control_request_name(standing.order)}"
-            return f"{problem}: {standing.failure}" if standing.failure else problem
+        if failed_rank != _NO_RANK:
+            problem = f"rank {failed_rank} could not {control_request_name(pending.request)}"
+            return f"{problem}: {pending.failure}" if pending.failure else problem
         return "" if agreed.flags["checksum"] else "ranks have loaded different weights"
 
-    def _undo(self, order: ControlRequest) -> None:
-        if isinstance(order, _OF_SESSION):
+    def _undo(self, request: ControlRequest) -> None:
+        if isinstance(request, _WEIGHT_UPDATE_REQUESTS):
             self._roll_back()
-        elif isinstance(order, ResumeMemory):
-            self.memory.release(order.tags, keep_weights=self.state.has_weights)
+        elif isinstance(request, ResumeMemory):
+            self.memory.release(request.tags, keep_weights=self.state.has_weights)
 
-    def _carry_out(self, standing: _Standing) -> ControlReply:
-        order, state = standing.order, self.state
-        if isinstance(order, ContinueGeneration):
+    def _carry_out(self, pending: _PendingRequest) -> ControlReply:
+        request, state = pending.request, self.state
+        if isinstance(request, ContinueGeneration):
             state.phase = PauseState.RUNNING
-        elif isinstance(order, FlushCache):
+        elif isinstance(request, FlushCache):
             self.cache.clear(state.weight_version)
             state.counts["num_flushes"] += 1
-        elif isinstance(order, ClearStorageIndex):
+        elif isinstance(request, ClearStorageIndex):
             self.cache.clear_storage_index()
-        elif isinstance(order, LoadWeights):
-            state.num_parts += 1
-        elif isinstance(order, EndWeightUpdate):
+        elif isinstance(request, LoadWeights):
+            state.num_loaded += 1
+        elif isinstance(request, EndWeightUpdate):
             self._commit_weights()
-        elif isinstance(order, RollBackWeights):
+        elif isinstance(request, RollBackWeights):
             self._roll_back()
-        elif isinstance(order, ReleaseMemory):
-            self._release(order)
-        elif isinstance(order, ResumeMemory):
-            state.released -= frozenset(order.tags)
-        return ControlReply(standing.order_id, checksum=standing.checksum)
+        elif isinstance(request, ReleaseMemory):
+            self._release(request)
+        elif isinstance(request, ResumeMemory):
+            state.released -= frozenset(request.tags)
+        return ControlReply(pending.request_id, checksum=pending.checksum)
 
     def _commit_weights(self) -> None:
-        """From here on the new weights compute; nothing that the old ones computed may be found any more."""
+        """Switch to the new weights and clear the cache, because the old weights computed its content."""
         state = self.state
-        assert state.updating_to is not None, "an update was ended that was refused"
+        assert state.updating_to is not None, "a rejected update was committed"
         self.weights.commit()
         state.weight_version, state.updating_to, state.has_weights = state.updating_to, None, True
         state.counts["num_weight_updates"] += 1
@@ -297,27 +476,28 @@ class QuiesceController:
 
     def _roll_back(self) -> None:
         self.weights.roll_back()
-        self.state.updating_to, self.state.num_parts = None, 0
+        self.state.updating_to, self.state.num_loaded = None, 0
         self.state.counts["num_weight_rollbacks"] += 1
 
-    def _release(self, order: ReleaseMemory) -> None:
+    def _release(self, request: ReleaseMemory) -> None:
         state = self.state
-        if MemoryTag.KV_CACHE in order.tags:
+        if MemoryTag.KV_CACHE in request.tags:
             self.cache.clear(state.weight_version)
-        self.memory.release(order.tags, keep_weights=order.keep_weights)
-        state.released |= frozenset(order.tags)
-        state.has_weights = state.has_weights and (order.keep_weights or MemoryTag.WEIGHTS not in order.tags)
+        self.memory.release(request.tags, keep_weights=request.keep_weights)
+        state.released |= frozenset(request.tags)
+        state.has_weights = state.has_weights and (request.keep_weights or MemoryTag.WEIGHTS not in request.tags)
 
 
 @dataclass(slots=True, kw_only=True)
 class QuiesceStepper:
-    """Lets orders and the ranks of a replica meet, once per step. On the scheduler's thread.
+    """Runs the agreement about the pending control request, once per step, on the scheduler's thread.
 
     Attributes:
-        quiesce: decides.
-        groups: agrees. Who shares it asks on the same thread, in one order on all ranks.
+        quiesce: proposes and decides.
+        groups: reduces the proposals. Other users of the same groups call it on the same thread, in the same order on
+            all ranks.
         clock: monotonic seconds of this rank.
-        num_rounds: asked so far.
+        num_rounds: agreements so far.
     """
 
     quiesce: QuiesceController
@@ -325,21 +505,21 @@ class QuiesceStepper:
     clock: Callable[[], float] = time.monotonic
     num_rounds: int = field(default=0, init=False)
 
-    def enqueue(self, order_id: int, order: ControlRequest) -> None:
-        """An order has come; every rank is given the same ones in the same order, between the same two steps."""
-        self.quiesce.enqueue(order_id, order, now_s=self.clock())
+    def enqueue(self, request_id: int, request: ControlRequest) -> None:
+        """Append a control request. Every rank gets the same ones in the same order, between the same two steps."""
+        self.quiesce.enqueue(request_id, request, now_s=self.clock())
 
     def step(self) -> ControlReply | None:
-        """Ask all ranks about the order that stands, before anything is computed; returns its answer when it is over.
+        """Agree on the pending request before anything is computed; return its reply when it is complete.
 
         Raises:
-            SyncTimeoutError: ranks did not come in time: they died, hang, or missed the order. The error names them.
-            SyncDivergenceError: ranks have different orders.
-            QuiesceDivergenceError: ranks are in different states.
+            SyncTimeoutError: some ranks did not take part in time: they died, hang, or missed the request. Names them.
+            SyncDivergenceError: the ranks have different requests.
+            QuiesceDivergenceError: the ranks are in different states.
         """
         quiesce = self.quiesce
         if not quiesce.has_pending:
             return None
         self.num_rounds += 1
         proposal = quiesce.propose(self.num_rounds, rank=self.groups.rank, now_s=self.clock())
-        return quiesce.settle(self.num_rounds, self.groups.reduce(proposal))
+        return quiesce.apply(self.num_rounds, self.groups.reduce(proposal))

@@ -1,4 +1,4 @@
-"""RecvSkipper: in which steps input is taken in."""
+"""RecvSkipper: choose the steps before which a scheduler receives input."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ DEFAULT_RECV_WEIGHTS: Mapping[ForwardMode, int] = {
     ForwardMode.DECODE: 1,
     ForwardMode.TARGET_VERIFY: 1,
 }
-"""SGLang's defaults (``SGLANG_SCHEDULER_RECV_SKIPPER_WEIGHT_*``, 0.5.23): a step that computed prompts is long, so
-input is taken after it; decode steps are short, so that many of them share one receive."""
+"""SGLang's defaults (``SGLANG_SCHEDULER_RECV_SKIPPER_WEIGHT_*``, 0.5.23). A prefill step is long, so input is received
+after each one. Decode steps are short, so many of them share one receive."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RecvSkipper:
-    """Adds up the weights of the steps' forward modes; at ``recv_interval`` input is taken, and the sum begins again.
+    """Sums the weights of the steps' forward modes and receives when the sum reaches `recv_interval`.
 
-    A receive costs all ranks a meeting, which a short decode step feels. All ranks of a replica must skip the same
-    steps: give each the same weights, and the mode of the last step, which is equal on them. After an idle step input
-    is always taken: there is nothing that a meeting could delay.
+    A receive is a collective call of all ranks, which a short decode step notices. All ranks of a replica must skip the
+    same steps: give each the same weights, and the mode of the last step, which is equal on them. After an idle step
+    input is always received, because the call delays no work.
 
     Attributes:
-        recv_interval: sum that is needed; 1 takes input in every step. SGLang's ``--scheduler-recv-interval``.
-        weights: of each forward mode; a mode that is not named counts as ``recv_interval``.
+        recv_interval: the sum to reach; 1 receives before every step. SGLang's ``--scheduler-recv-interval``.
+        weights: weight of each forward mode; a missing mode counts as `recv_interval`.
 
     Raises:
-        ConfigError: an interval below 1 or a weight below 0.
+        ConfigError: the interval is below 1 or a weight below 0.
     """
 
     recv_interval: int = 1
@@ -45,10 +45,10 @@ class RecvSkipper:
         check_integer("recv_interval", self.recv_interval, "is not an interval")
         for mode, weight in self.weights.items():
             if weight < 0:
-                raise ConfigError(f"weights[{mode}]", weight, "is below 0", "give 0 to never take input after it")
+                raise ConfigError(f"weights[{mode}]", weight, "is below 0", "give 0 to never receive after this mode")
 
     def should_receive(self, mode: ForwardMode) -> bool:
-        """Say whether input is taken before the next step, after one of ``mode``. Call it once per step."""
+        """Return whether to receive before the next step, after one of `mode`. Call it once per step."""
         if mode is ForwardMode.IDLE:
             self._sum = 0
             return True

@@ -1,24 +1,25 @@
-"""RequestReceiver: one rank receives, and all ranks of the replica get the same messages in one order.
+"""RequestReceiver: one rank receives messages, and every rank of the replica gets them in the same order.
 
-**What must be agreed.** All ranks of a replica run one scheduler on their own slices, layers or copies of one model.
-Its decisions follow from its steps and from what comes in between them. So every message must reach every rank before
-the same step, and two messages in the same order. Ranks that listened for themselves would part with the first message
-that one of them hears a moment later than another.
+**What must be agreed.** All ranks of a replica run the same scheduler on their own slices, layers or copies of one
+model. Its decisions depend on its steps and on the messages between them. So every message must reach every rank before
+the same step, and any two messages in the same order. If each rank read its own socket, the ranks would diverge at the
+first message that arrives at one of them a moment later than at another.
 
-**One rank decides, all others are told.** The leading rank (first of its pipeline, attention-TP and attention-CP
-groups) takes messages, screens them, and relays what goes on; the others have no source. What the leading rank decides
-may depend on its clock and on chance: the others do not decide, they get its answer. So bounds, blocking and duplicates
-need no agreement of their own.
+**The leading rank decides.** It is the first rank of its pipeline, attention-TP and attention-CP groups. It receives
+messages, passes them through the `InputBlocker` and relays the admitted ones. The other ranks have no source. Their
+input is the leading rank's decision, so limits, blocking and duplicates need no agreement, and the leading rank may use
+its clock.
 
-**Who meets when.** A relay is a meeting of all ranks. Whether there is one before a step follows from what is equal on
-all of them: the mode of the last step, and the weights of the skipper. Nothing that one rank alone knows (a message
-that waits, say) may decide it.
+**When the ranks meet.** A relay is a collective call of all ranks. Whether one happens before a step depends only on
+facts that are equal on all of them: the mode of the last step and the weights of the `RecvSkipper`. A fact that one
+rank alone knows, such as a waiting message, must not decide it.
 
-**What finds out.** With each meeting go the step, a digest of the caller's state, and one of all frames relayed before.
-A rank that differs in any of them raises before it takes the step.
+**How divergence is found.** Each relay carries the step, a digest of the caller's state, and a digest of all frames
+relayed before. A rank that differs in any of them raises before it takes the step.
 
-The invariant: after meeting n each rank has returned the same messages in the same order, between the same steps.
-``tests/test_request_receiver.py`` lets ranks listen for themselves instead, and sees them part and be found.
+The invariant: after relay n every rank has returned the same messages in the same order, between the same steps.
+``tests/test_request_receiver.py`` has a variant in which each rank reads its own socket; the test sees the ranks
+diverge and the divergence reported.
 """
 
 from __future__ import annotations
@@ -26,46 +27,98 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 from zlib import crc32
 
 from scheduler_components.errors import DecodeError, LockstepError
 from scheduler_components.input_blocker import InputBlocker, RelayedMessage
-from scheduler_components.ports import InputRelay, InputSource, MessageDecoder, NullInputRelay, NullInputSource
 from scheduler_components.recv_skipper import RecvSkipper
-from scheduler_components.values import ForwardMode, ReceiverStats, RelayedInput
+from scheduler_components.values import ForwardMode, InputMessage, ReceiverStats, RelayedInput
 
-__all__ = ["RequestReceiver"]
+__all__ = ["InputRelay", "InputSource", "MessageDecoder", "NullInputRelay", "NullInputSource", "RequestReceiver"]
 
 T = TypeVar("T")
+Message_co = TypeVar("Message_co", covariant=True)
+
+
+class InputSource(Protocol):
+    """Where messages arrive on the leading rank: `ZmqInputSource`, or the queue of an embedded server."""
+
+    def poll(self, most: int) -> Sequence[bytes]:
+        """Return at most `most` received messages, oldest first. Never wait."""
+        ...
+
+
+class NullInputSource:
+    """The source of a rank that does not lead: all of its input comes through the relay."""
+
+    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - the port's
+        return ()
+
+
+class MessageDecoder(Protocol[Message_co]):
+    """Decode the engine's messages; the same on every rank."""
+
+    def read(self, frame: bytes) -> InputMessage[Message_co]:
+        """Return the decoded message. Raise DecodeError if the frame is no message of this engine."""
+        ...
+
+
+class InputRelay(Protocol):
+    """Broadcast the leading rank's input to all ranks of the replica: `SyncGroupRelay`, `ZmqLeaderRelay`."""
+
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
+        """Return the leading rank's input; the leading rank itself gets `own` back. Every rank calls it equally often.
+
+        Raises:
+            SyncTimeoutError, SyncDivergenceError, StopRequestedError: not all ranks made the call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release sockets and groups. Safe to call twice."""
+        ...
+
+
+class NullInputRelay:
+    """The relay of a replica with one rank."""
+
+    def broadcast(self, own: RelayedInput) -> RelayedInput:
+        return own
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(slots=True, kw_only=True)
-class _Order:
-    """What waits to be brought, and what has been."""
+class _InputLog:
+    """Admitted messages that are not relayed yet, and the digest of all relayed frames."""
 
-    to_bring: deque[RelayedMessage] = field(default_factory=deque)
+    pending: deque[RelayedMessage] = field(default_factory=deque)
     digest: int = 0
 
-    def take(self, most: int) -> list[RelayedMessage]:
-        return [self.to_bring.popleft() for _ in range(min(most, len(self.to_bring)))]
+    def pop(self, most: int) -> list[RelayedMessage]:
+        return [self.pending.popleft() for _ in range(min(most, len(self.pending)))]
 
-    def relayed(self, frames: Sequence[bytes]) -> None:
+    def on_relayed(self, frames: Sequence[bytes]) -> None:
         for frame in frames:
             self.digest = crc32(frame, crc32(len(frame).to_bytes(8, "little"), self.digest))
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestReceiver(Generic[T]):
-    """Brings the same messages, in one order, to all ranks of a replica. Call it from the scheduler's thread.
+    """Receives input and broadcasts it to all ranks of a replica. Used on the scheduler's thread.
+
+    Every rank calls `receive` before each step. An idle leading rank calls `poll` first, to find out whether it has to
+    wake the others.
 
     Attributes:
-        rank: this one, as ``ParallelState`` puts it: shown in errors.
-        reader: reads messages; the same on every rank.
-        source: where messages come in; ``NullInputSource`` on all ranks but the leading one.
-        relay: the way to the other ranks.
-        screen: which messages go on; used where there is a source.
-        skipper: in which steps there is a meeting; equal on all ranks.
+        rank: description of this rank, shown in errors.
+        reader: decodes messages; the same on every rank.
+        source: where messages arrive; `NullInputSource` on all ranks but the leading one.
+        relay: the path to the other ranks.
+        blocker: admits or rejects messages; used on the leading rank only.
+        recv_skipper: chooses the steps with a relay; equal on all ranks.
     """
 
     rank: str
@@ -74,70 +127,70 @@ class RequestReceiver(Generic[T]):
     relay: InputRelay = field(default_factory=NullInputRelay)
     blocker: InputBlocker = field(default_factory=InputBlocker)
     recv_skipper: RecvSkipper = field(default_factory=RecvSkipper)
-    _order: _Order = field(default_factory=_Order, init=False, repr=False)
+    _log: _InputLog = field(default_factory=_InputLog, init=False, repr=False)
 
     @property
     def stats(self) -> ReceiverStats:
-        """What was counted on this rank."""
+        """The counters of this rank."""
         return self.blocker.stats
 
     def poll(self) -> bool:
-        """Take in what has come, without a meeting; True when something waits to be brought to all ranks.
+        """Receive messages without a relay; return whether some wait to be relayed.
 
-        For a leading rank that is idle: it need not wake the others for what is refused here. Others have no source.
+        An idle leading rank calls it, so that a rejected message does not wake the other ranks.
         """
-        most, to_bring = self.blocker.bounds.max_recv_per_poll, self._order.to_bring
-        for frame in self.source.poll(most) if len(to_bring) < most else ():
+        most, pending = self.blocker.bounds.max_recv_per_poll, self._log.pending
+        for frame in self.source.poll(most) if len(pending) < most else ():
             try:
                 incoming = self.reader.read(frame)
             except DecodeError:
                 self.stats.messages_unreadable += 1
                 continue
-            to_bring += self.blocker.handle(frame, incoming)
-        return bool(to_bring)
+            pending += self.blocker.handle(frame, incoming)
+        return bool(pending)
 
     def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[T]:
-        """Return the messages to obey before step ``step``: the same on every rank.
+        """Return the messages to process before step `step`: the same on every rank.
 
-        Every rank calls it before each of its steps, with the same ``step`` and ``mode``. The others wait here for the
-        leading rank.
+        Every rank calls it before each of its steps, with the same `step` and `mode`. The other ranks wait in this call
+        for the leading rank.
 
         Args:
-            step: number of the step to come.
-            state_digest: 32 bits over the caller's state; 0 where it has none.
-            mode: what the last step computed; ``ForwardMode.IDLE`` where the caller has no work.
+            step: number of the next step.
+            state_digest: 32 bits over the caller's state; 0 if it has none.
+            mode: what the last step computed; `ForwardMode.IDLE` if the caller has no work.
 
         Raises:
-            LockstepError: this rank's step, state or input is not the leading rank's.
-            SyncTimeoutError, SyncDivergenceError, StopRequestedError: of the relay.
+            LockstepError: the step, state or input of this rank differs from the leading rank's.
+            SyncTimeoutError, SyncDivergenceError, StopRequestedError: raised by the relay.
         """
         if not self.recv_skipper.should_receive(mode):
             self.stats.receives_skipped += 1
             return ()
         self.poll()
-        letters = self._order.take(self.blocker.bounds.max_recv_per_poll)
-        own = RelayedInput(step, state_digest, self._order.digest, tuple(letter.frame for letter in letters))
-        brought = self.relay.broadcast(own)
+        messages = self._log.pop(self.blocker.bounds.max_recv_per_poll)
+        own = RelayedInput(step, state_digest, self._log.digest, tuple(message.frame for message in messages))
+        relayed = self.relay.broadcast(own)
         self.stats.receives += 1
-        self._check(own, brought)
-        self._order.relayed(brought.frames)
+        self._check(own, relayed)
+        self._log.on_relayed(relayed.frames)
         self.blocker.on_broadcast()
-        if brought is own:
-            return [cast(T, letter.incoming.message) for letter in letters]
-        return [self.reader.read(frame).message for frame in brought.frames]
+        if relayed is own:
+            return [cast(T, message.incoming.message) for message in messages]
+        return [self.reader.read(frame).message for frame in relayed.frames]
 
     def close(self) -> None:
-        """Let go of the relay; safe to call twice."""
+        """Close the relay. Safe to call twice."""
         self.relay.close()
 
-    def _check(self, own: RelayedInput, brought: RelayedInput) -> None:
+    def _check(self, own: RelayedInput, leading: RelayedInput) -> None:
         if (own.step, own.state_digest, own.input_digest) != (
-            brought.step,
-            brought.state_digest,
-            brought.input_digest,
+            leading.step,
+            leading.state_digest,
+            leading.input_digest,
         ):
-            raise LockstepError(own.step, self.rank, _shown(brought), _shown(own))
+            raise LockstepError(own.step, self.rank, _description(leading), _description(own))
 
 
-def _shown(relayed: RelayedInput) -> str:
+def _description(relayed: RelayedInput) -> str:
     return f"{relayed.state_digest:08x} at step {relayed.step} after input {relayed.input_digest:08x}"

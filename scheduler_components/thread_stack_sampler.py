@@ -1,7 +1,7 @@
-"""StackSampler: where threads of this process spend their time, by looking at their stacks now and then.
+"""StackSampler: sample the stacks of this process's threads, to show where they spend their time.
 
-As py-spy does it, from inside: nothing to install, and no other process that must be let in. What it cannot see is a
-call that keeps the GIL: then no look comes about.
+It works like py-spy, but inside the process: it needs no installation and no permission to attach. It cannot see a call
+that holds the GIL, because the sampling thread does not run meanwhile.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from scheduler_components.validators import check_number
 __all__ = ["StackSampler"]
 
 _MAX_DEPTH = 128
-_MAX_STACKS = 100_000  # distinct ones; further ones count as one stack, "(others)"
+_MAX_STACKS = 100_000
+"""Distinct stacks. Further ones are counted together as "(others)"."""
 
 
 class StackSampler:
-    """A ``Profiler`` that writes folded stacks, one line each: frames from the outermost to the innermost, joined by
-    semicolons, then how often they were seen. speedscope and flamegraph.pl read it.
+    """A `Profiler` that writes folded stacks, as speedscope and flamegraph.pl read them.
+
+    Each line has the frames from the outermost to the innermost, joined by semicolons, and the number of samples.
 
     Args:
-        directory: where traces are written; made if it is not there.
-        interval_s: between two looks. 5 ms: a step of 20 ms is seen four times, and a look at ten threads costs 0.1 ms.
-        thread_ids: the threads to look at, as ``threading.get_ident`` gives them; none means all but its own.
+        directory: where traces are written; created if missing.
+        interval_s: seconds between two samples. 5 ms samples a step of 20 ms four times; sampling ten threads costs
+            0.1 ms.
+        thread_ids: the threads to sample, as `threading.get_ident` returns them; empty means all but its own.
 
     Raises:
         ConfigError: the interval is not a positive number.
 
     Attributes:
-        num_samples: since the last start.
+        num_samples: samples since the last start.
     """
 
-    __slots__ = ("num_samples", "_counts", "_directory", "_interval_s", "_stop", "_thread", "_thread_ids")
+    __slots__ = ("_counts", "_directory", "_interval_s", "_stop", "_thread", "_thread_ids", "num_samples")
 
     def __init__(self, directory: Path, *, interval_s: float = 0.005, thread_ids: Sequence[int] = ()) -> None:
         check_number("interval_s", interval_s)
@@ -51,13 +54,13 @@ class StackSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look.
+        """Start sampling.
 
         Raises:
-            ConfigError: it does already.
+            ConfigError: it is recording already.
         """
         if self._thread is not None:
-            raise ConfigError("profiler", "stacks", "records already", "stop it first")
+            raise ConfigError("profiler", "stacks", "is recording already", "stop it first")
         self.num_samples = 0
         self._counts.clear()
         self._stop.clear()
@@ -65,15 +68,15 @@ class StackSampler:
         self._thread.start()
 
     def stop(self, name: str) -> str:
-        """Write what was seen to ``<name>.folded``; returns its path.
+        """Write the samples to ``<name>.folded``; return its path.
 
         Raises:
-            ConfigError: it was not started.
+            ConfigError: it is not recording.
             StartError: the file cannot be written.
         """
         thread = self._thread
         if thread is None:
-            raise ConfigError("profiler", "stacks", "does not record", "start it first")
+            raise ConfigError("profiler", "stacks", "is not recording", "start it first")
         self._stop.set()
         thread.join()
         self._thread = None
@@ -82,7 +85,7 @@ class StackSampler:
             self._directory.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{stack} {count}\n" for stack, count in sorted(self._counts.items())))
         except OSError as error:
-            raise StartError(str(path), str(error), "give a directory that can be written to") from error
+            raise StartError(str(path), str(error), "give a writable directory") from error
         return str(path)
 
     def _run(self) -> None:
@@ -91,8 +94,8 @@ class StackSampler:
             for ident, frame in sys._current_frames().items():
                 if ident != own and (not self._thread_ids or ident in self._thread_ids):
                     stack = _folded(frame)
-                    known = stack in self._counts or len(self._counts) < _MAX_STACKS
-                    self._counts[stack if known else "(others)"] += 1
+                    is_known = stack in self._counts or len(self._counts) < _MAX_STACKS
+                    self._counts[stack if is_known else "(others)"] += 1
             self.num_samples += 1
             if self._stop.wait(self._interval_s):
                 return

@@ -1,8 +1,8 @@
-"""Watchdog: a thread that tells, from outside the scheduler's thread, where it is stuck.
+"""ThreadWatchdog: a thread that reports where the scheduler's thread is stuck.
 
-The thread looks a few times in each ``after_s``. While it looks it also puts off ``faulthandler``'s dump: should a call
-hold the GIL for so long that not even this thread runs, the interpreter's own C thread writes the stacks to the file
-that was given. Who is told beyond that machine is the business of whoever listens for the process itself.
+The thread polls a `StallDetector` a few times per `after_s`. Each poll also postpones `faulthandler`'s dump. If a call
+holds the GIL for so long that this thread cannot run either, the interpreter's own C thread writes the stacks to the
+given file. Alerting other machines is the task of the process that supervises this one.
 """
 
 from __future__ import annotations
@@ -20,48 +20,44 @@ from typing import TextIO
 import msgspec
 
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.ports import StallSink
-from scheduler_components.step_progress import StepProgress
 from scheduler_components.validators import check_number
 from scheduler_components.values import StallReport
-from scheduler_components.watchdog import StallDetector
+from scheduler_components.watchdog import StallDetector, StallSink, StepProgress
 
 __all__ = ["LogStallSink", "ThreadWatchdog", "open_thread_watchdog"]
 
 logger = logging.getLogger(__name__)
 
-_LOOKS_PER_STALL = 4
-_LONGEST_NAP_S = 1.0
-_TELLING = "telling of a stall"
+_POLLS_PER_STALL = 4
+_MAX_INTERVAL_S = 1.0
+_REPORTING = "reporting a stall"
 
 
 class LogStallSink:
-    """The ``StallSink`` that logs: the stall with its stacks, and its end."""
+    """A `StallSink` that logs each stall with its stacks, and its end."""
 
     def on_stall(self, report: StallReport) -> None:
-        """Log that no progress is made, and where."""
         logger.error("%s\n%s", report, report.stacks)
 
     def on_resume(self, report: StallReport) -> None:
-        """Log that it is made again."""
         logger.warning("%s", report)
 
 
 @dataclass(slots=True, kw_only=True)
 class ThreadWatchdog:
-    """Made by ``open_thread_watchdog``, which is called on the thread that is watched.
+    """Polls the progress of a scheduler's thread. `open_thread_watchdog` creates it on the thread to watch.
 
     Attributes:
-        judge: says when it is a stall.
-        sink: is told, on the watchdog's thread.
-        watched: identity of the scheduler's thread; its stack comes first.
-        stack_dump_file: where the interpreter writes the stacks when this thread cannot run; None for nowhere. There is
-            one such dump per process.
+        detector: detects stalls.
+        sink: receives reports, on the watchdog's thread.
+        watched: ident of the scheduler's thread; its stack comes first.
+        stack_dump_file: where the interpreter writes the stacks if this thread cannot run; None for nowhere. A process
+            has only one such dump.
         clock: monotonic seconds.
-        failures: what the sink raised.
+        failures: exceptions of the sink.
     """
 
-    judge: StallDetector
+    detector: StallDetector
     sink: StallSink
     watched: int
     stack_dump_file: TextIO | None = None
@@ -71,53 +67,49 @@ class ThreadWatchdog:
     _thread: threading.Thread | None = field(default=None, init=False, repr=False)
 
     def start(self) -> None:
-        """Begin to look."""
-        self._put_off_the_dump()
+        """Start the watchdog's thread."""
+        self._postpone_dump()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking. Safe to call twice."""
+        """Stop and join the thread. Safe to call twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self._nap_s):
-                self._put_off_the_dump()
-                report = self.judge.poll(self.clock())
+            while not self._stop.wait(self._interval_s):
+                self._postpone_dump()
+                report = self.detector.poll(self.clock())
                 if report is not None:
-                    self._tell(report)
+                    self._report(report)
         finally:
             if self.stack_dump_file is not None:
                 faulthandler.cancel_dump_traceback_later()
 
     @property
-    def _nap_s(self) -> float:
-        return min(self.judge.after_s / _LOOKS_PER_STALL, _LONGEST_NAP_S)
+    def _interval_s(self) -> float:
+        return min(self.detector.after_s / _POLLS_PER_STALL, _MAX_INTERVAL_S)
 
-    def _put_off_the_dump(self) -> None:
+    def _postpone_dump(self) -> None:
         if self.stack_dump_file is not None:
-            faulthandler.dump_traceback_later(self.judge.after_s + self._nap_s, file=self.stack_dump_file)
+            faulthandler.dump_traceback_later(self.detector.after_s + self._interval_s, file=self.stack_dump_file)
 
-    def _tell(self, report: StallReport) -> None:
-        try:
+    def _report(self, report: StallReport) -> None:
+        with self.failures.guard(_REPORTING):
             if report.is_resolved:
                 self.sink.on_resume(report)
             else:
-                stacks = "\n".join(_stacks(first=self.watched))
+                stacks = "\n".join(_format_stacks(first=self.watched))
                 self.sink.on_stall(msgspec.structs.replace(report, stacks=stacks))
-        except Exception as error:  # noqa: BLE001 - a broken sink must not end the watch; counted and logged
-            self.failures.failed(_TELLING, error)
-        else:
-            self.failures.succeeded(_TELLING)
 
 
-def _stacks(*, first: int) -> Iterator[str]:
-    """The stack of each thread but this one, as text."""
+def _format_stacks(*, first: int) -> Iterator[str]:
+    """Yield the stack of each thread except the calling one, as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    # The only way that Python has to see another thread's stack.
+    # Python offers no other way to read the stack of another thread.
     frames = sys._current_frames()
     for identity in sorted(frames, key=lambda each: each != first):
         if identity != threading.get_ident():
@@ -133,22 +125,21 @@ def open_thread_watchdog(
     sink: StallSink | None = None,
     stack_dump_file: TextIO | None = None,
 ) -> ThreadWatchdog:
-    """Watch the calling thread, which writes ``progress``.
+    """Start a watchdog for the calling thread, which writes `progress`.
 
     Args:
-        progress: where the step stands.
-        rank: whose step it is, in words.
-        after_s: time in one phase from which on it is a stall.
-        sink: is told on the watchdog's thread; by default a log.
-        stack_dump_file: a file with a descriptor, where the interpreter itself writes all stacks when a call holds the
-            GIL.
+        progress: the current step and phase.
+        rank: description of the rank, for reports.
+        after_s: seconds in one phase after which it is a stall.
+        sink: receives reports on the watchdog's thread; a log by default.
+        stack_dump_file: a file with a descriptor, where the interpreter writes all stacks if a call holds the GIL.
 
     Raises:
-        ConfigError: ``after_s`` is no time span.
+        ConfigError: `after_s` is not a positive number.
     """
     check_number("after_s", after_s)
     watchdog = ThreadWatchdog(
-        judge=StallDetector(progress=progress, rank=rank, after_s=after_s),
+        detector=StallDetector(progress=progress, rank=rank, after_s=after_s),
         sink=sink if sink is not None else LogStallSink(),
         watched=threading.get_ident(),
         stack_dump_file=stack_dump_file,

@@ -1,4 +1,4 @@
-"""TorchProfiler: what torch's operators and the device do, as a trace that Perfetto and chrome://tracing show."""
+"""TorchProfiler: record torch's operators and the device as a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["TorchProfiler"]
 
 
 class TorchProfiler:
-    """A ``Profiler`` over ``torch.profiler``: CPU, and CUDA where there is one.
+    """A `Profiler` over `torch.profiler`: CPU, and CUDA if available.
 
     Args:
-        directory: where traces are written; made if it is not there.
-        with_stack: note Python's stack with each operator, which costs a lot more.
+        directory: where traces are written; created if missing.
+        with_stack: record Python's stack with each operator, which is much slower.
     """
 
     __slots__ = ("_directory", "_profile", "_with_stack")
@@ -27,14 +27,14 @@ class TorchProfiler:
         self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Begin to record.
+        """Start recording.
 
         Raises:
-            ConfigError: it does already.
-            RuntimeError: torch's profiler is in use elsewhere in this process.
+            ConfigError: it is recording already.
+            RuntimeError: other code of this process uses torch's profiler.
         """
         if self._profile is not None:
-            raise ConfigError("profiler", "torch", "records already", "stop it first")
+            raise ConfigError("profiler", "torch", "is recording already", "stop it first")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -43,20 +43,20 @@ class TorchProfiler:
         self._profile = profile
 
     def stop(self, name: str) -> str:
-        """Write what was recorded to ``<name>.trace.json.gz``; returns its path.
+        """Write the trace to ``<name>.trace.json.gz``; return its path.
 
         Raises:
-            ConfigError: it was not started.
+            ConfigError: it is not recording.
             StartError: the file cannot be written.
         """
         profile, self._profile = self._profile, None
         if profile is None:
-            raise ConfigError("profiler", "torch", "does not record", "start it first")
+            raise ConfigError("profiler", "torch", "is not recording", "start it first")
         profile.stop()
         path = self._directory / f"{name}.trace.json.gz"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
         except OSError as error:
-            raise StartError(str(path), str(error), "give a directory that can be written to") from error
+            raise StartError(str(path), str(error), "give a writable directory") from error
         return str(path)

@@ -1,4 +1,4 @@
-"""The weights of a torch module, of any model that is one: transformers' or your own; whole, or a rank's part."""
+"""TorchWeightStore: update the weights of a torch module, whole or one rank's shard of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["TensorShards", "TorchWeightStore"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TensorShards:
-    """Which part of each tensor a rank keeps; by default all of them whole.
+    """Which shard of each tensor a rank keeps; by default the whole tensors.
 
     Attributes:
-        cuts: by name of a tensor that is cut, the dimension along which it is; all others are whole.
-        rank, size: which of so many equal parts, from 0.
+        cuts: name of a sharded tensor -> the dimension along which it is split. All other tensors are whole.
+        rank, size: index and number of the equal shards.
     """
 
     cuts: Mapping[str, int] = field(default_factory=dict)
@@ -28,28 +28,28 @@ class TensorShards:
     size: int = 1
 
     def shard_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor: a view of it."""
+        """Return a view of this rank's shard of a tensor."""
         dimension = self.cuts.get(name)
         return whole if dimension is None else whole.chunk(self.size, dimension)[self.rank]
 
-    def whole_shape(self, name: str, part: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of the tensor that ``part`` is cut of."""
+    def whole_shape(self, name: str, shard: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor that `shard` is a part of."""
         dimension = self.cuts.get(name)
-        return tuple(length * self.size if at == dimension else length for at, length in enumerate(part.shape))
+        return tuple(length * self.size if at == dimension else length for at, length in enumerate(shard.shape))
 
 
 @dataclass(slots=True, kw_only=True)
 class TorchWeightStore:
-    """A ``WeightStore`` over the parameters and buffers of ``model``; each is one part, named as in its state dict.
+    """A `WeightStore` over the parameters and buffers of `model`, by their names in its state dict.
 
-    The content of a part is the tensor's bytes: its own type and shape, row by row, as this machine has numbers in
-    memory. An update may bring some tensors; the others stay. What was loaded lies beside the model until ``commit``
-    copies it in place, so that compiled graphs and views of the parameters go on. Each rank gets whole tensors, so that
-    all have the same checksum, and keeps its part of each.
+    The content of a tensor is its bytes in row-major order, in its own type and this machine's byte order. An update
+    may load some of the tensors; the others stay. Loaded tensors are staged next to the model until `commit` copies
+    them in place, so compiled graphs and views of the parameters stay valid. Each rank receives whole tensors, so that
+    all ranks compute the same checksum, and keeps its shard of each.
 
     Attributes:
-        model: computes with its old weights until then.
-        parts: of which tensors the model has a part.
+        model: computes with the old weights until `commit`.
+        parts: the shards that this rank keeps.
     """
 
     model: torch.nn.Module
@@ -61,10 +61,10 @@ class TorchWeightStore:
         self.roll_back()
 
     def load(self, name: str, content: bytes) -> None:
-        """Keep one tensor beside the model, on its device.
+        """Stage one tensor on the model's device.
 
         Raises:
-            ConfigError: the model has no such tensor, it has another size, or it came before.
+            ConfigError: the model has no such tensor, the size differs, or the tensor was loaded before.
         """
         own = self.model.state_dict().get(name)
         if own is None:
@@ -73,7 +73,7 @@ class TorchWeightStore:
         num_bytes = prod(shape) * own.element_size()
         if len(content) != num_bytes:
             problem = f"is not {num_bytes} bytes, {own.dtype} of {shape}, in {name!r}"
-            raise ConfigError("content", len(content), problem, "give the tensor's bytes, row by row")
+            raise ConfigError("content", len(content), problem, "give the tensor's bytes in row-major order")
         self._loaded.add(name, content)
         whole = torch.frombuffer(bytearray(content), dtype=own.dtype).reshape(shape)
         self._staged[name] = self.parts.shard_of(name, whole).to(own.device)

@@ -1,37 +1,84 @@
-"""When a step makes no progress: the rule by which a watchdog tells it, pure."""
+"""Watchdog: detect that a scheduler makes no progress. Pure; `thread_watchdog` runs it on a thread."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from scheduler_components.step_progress import IDLE, StepProgress
 from scheduler_components.values import StallReport
 
-__all__ = ["StallDetector"]
+__all__ = ["IDLE_PHASE", "StallDetector", "StallSink", "StepProgress"]
+
+IDLE_PHASE = "idle"
+"""The phase of a scheduler that waits for requests. It may last any time without being a stall."""
+
+
+class StallSink(Protocol):
+    """Report stalls: `LogStallSink`. A watchdog calls it on its own thread."""
+
+    def on_stall(self, report: StallReport) -> None:
+        """Handle a phase that has taken too long and continues."""
+        ...
+
+    def on_resume(self, report: StallReport) -> None:
+        """Handle the end of a stall."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class StepProgress:
+    """The current step, phase and request of a scheduler.
+
+    The scheduler's thread writes it. Other threads may read a field at any time, because each assignment is atomic.
+
+    Attributes:
+        step: number of the step, from 1; 0 before the first.
+        phase: the current activity, for example ``device``.
+        request: id of the request that it processes; empty for a whole batch.
+        num_phase_changes: increases with each change of phase.
+        num_stalls: stalls so far. Only the watchdog writes it.
+    """
+
+    step: int = 0
+    phase: str = IDLE_PHASE
+    request: str = ""
+    num_phase_changes: int = 0
+    num_stalls: int = 0
+
+    def begin_step(self, step: int, phase: str) -> None:
+        """Enter the first phase of a new step."""
+        self.step = step
+        self.enter_phase(phase)
+
+    def enter_phase(self, phase: str, request: str = "") -> None:
+        """Enter another phase."""
+        self.phase = phase
+        self.request = request
+        self.num_phase_changes += 1
 
 
 @dataclass(slots=True, kw_only=True)
 class StallDetector:
-    """Compares what it sees of a step's progress between two looks. A stall is told once, and so is its end.
+    """Compares the progress of a step between two polls, and reports the start and the end of each stall once.
 
-    An idle scheduler is never stuck. Time without progress counts from the first look that saw the phase, so a look
-    that comes late makes no stall longer than it was.
+    An idle scheduler never stalls. The time without progress starts at the first poll that saw the phase, so a late
+    poll never makes a stall look longer than it is.
 
     Attributes:
-        progress: the scheduler's.
-        rank: whose it is, in words.
-        after_s: time in one phase from which on it is a stall.
+        progress: written by the scheduler.
+        rank: description of its rank.
+        after_s: seconds in one phase after which it is a stall.
     """
 
     progress: StepProgress
     rank: str
     after_s: float
-    _num_moves: int = field(default=-1, init=False)
+    _num_phase_changes: int = field(default=-1, init=False)
     _since_s: float = field(default=0.0, init=False)
-    _told: StallReport | None = field(default=None, init=False)
+    _open: StallReport | None = field(default=None, init=False)
 
     def poll(self, now_s: float) -> StallReport | None:
-        """Look at the progress; returns a report when a stall has begun or has ended, None otherwise.
+        """Check the progress; return a report if a stall has started or ended since the last poll.
 
         Args:
             now_s: monotonic seconds.
@@ -43,16 +90,15 @@ class StallDetector:
             progress.phase,
             progress.request,
         )
-        if num_phase_changes != self._num_moves or phase == IDLE:
-            told, self._told = self._told, None
-            waited_s = now_s - self._since_s
-            self._num_moves, self._since_s = num_phase_changes, now_s
-            if told is None:
-                return None
-            return StallReport(told.rank, told.step, told.phase, told.request, waited_s, is_resolved=True)
         waited_s = now_s - self._since_s
-        if self._told is not None or waited_s < self.after_s:
+        if num_phase_changes != self._num_phase_changes or phase == IDLE_PHASE:
+            ended, self._open = self._open, None
+            self._num_phase_changes, self._since_s = num_phase_changes, now_s
+            if ended is None:
+                return None
+            return StallReport(ended.rank, ended.step, ended.phase, ended.request, waited_s, is_resolved=True)
+        if self._open is not None or waited_s < self.after_s:
             return None
         progress.num_stalls += 1
-        self._told = StallReport(self.rank, step, phase, request, waited_s)
-        return self._told
+        self._open = StallReport(self.rank, step, phase, request, waited_s)
+        return self._open

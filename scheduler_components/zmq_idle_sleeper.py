@@ -1,4 +1,4 @@
-"""IdleSleeper: a rank without work waits for its sockets, and for nothing else."""
+"""IdleSleeper: wait for input on the sockets of a rank without work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["IdleSleeper"]
 
 
 class IdleSleeper:
-    """Polls sockets and descriptors while a scheduler is idle; it has no timer and no thread, and one poller for all.
+    """Polls sockets and file descriptors while a scheduler is idle. It has one poller, and no timer or thread.
 
-    SGLang's wakes every second. This one wakes when something has come, or at the time at which its caller has
-    something to do, and says what it was.
+    SGLang's idle sleeper wakes every second. This one wakes when input arrives, or at the time that its caller gives,
+    and returns what became readable.
 
     Args:
-        sockets: what may bring work: PULL, DEALER, SUB or ROUTER.
-        descriptors: file descriptors to watch too, such as the read end of a pipe that ends with the parent.
+        sockets: sockets that may bring work: PULL, DEALER, SUB or ROUTER.
+        descriptors: further file descriptors, such as the read end of a pipe that closes with the parent process.
 
     Attributes:
-        num_sleeps: calls of ``sleep``.
-        num_timeouts: how many of them ended because the caller's time was up: wake-ups without news.
+        num_sleeps: calls of `sleep`.
+        num_timeouts: calls that ended without input.
     """
 
     __slots__ = ("_poller", "num_sleeps", "num_timeouts")
@@ -34,10 +34,10 @@ class IdleSleeper:
             self._poller.register(watched, zmq.POLLIN)
 
     def sleep(self, timeout_s: float | None = None) -> frozenset[zmq.Socket[bytes] | int]:
-        """Wait until something can be read, and return what can; nothing when ``timeout_s`` went by first.
+        """Wait until something is readable and return it; return nothing after `timeout_s`.
 
         Args:
-            timeout_s: until the caller has something to do; None to wait for input alone, 0 to look.
+            timeout_s: seconds until the caller has other work; None to wait for input only, 0 to check once.
         """
         self.num_sleeps += 1
         ready = self._poller.poll(None if timeout_s is None else ceil(timeout_s * 1000))
@@ -46,4 +46,4 @@ class IdleSleeper:
         return frozenset(each for each, _ in ready)
 
     def __repr__(self) -> str:
-        return f"<IdleSleeper: {self.num_sleeps} sleeps, {self.num_timeouts} of them without news>"
+        return f"<IdleSleeper: {self.num_sleeps} sleeps, {self.num_timeouts} of them without input>"

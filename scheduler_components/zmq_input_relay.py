@@ -1,7 +1,7 @@
-"""Input over ZeroMQ: messages from a PULL socket, and what the leading rank relays over one PUSH socket per rank.
+"""Input over ZeroMQ: receive messages on a PULL socket, and relay them over one PUSH socket per rank.
 
-One way: the leading rank sends and goes on, at most a high-water mark ahead of the slowest rank, so no rank waits for
-one that is not the leading one. Sockets are given, open, and belong to whoever opened them until ``close``.
+The relay is one-way. The leading rank sends and continues, at most one high-water mark ahead of the slowest rank, so no
+rank waits for a rank other than the leading one. The caller opens the sockets and passes them; `close` closes them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["StopRequestedError", "WaitForSocket", "ZmqFollowerRelay", "ZmqInputS
 _SEND_RETRY_MS = 100
 
 WaitForSocket: TypeAlias = Callable[["zmq.Socket[bytes]", int, "int | None"], bool]
-"""Wait for a socket's event up to a time in ms or for less; False when the engine stops."""
+"""Wait for an event of a socket, at most the given ms (None: no limit); return False when the engine stops."""
 
 
 class StopRequestedError(Exception):
-    """The engine stops while this rank waits for others, who may have stopped already."""
+    """The engine stops while this rank waits for other ranks, which may have stopped already."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -34,13 +34,13 @@ _decode = msgspec.msgpack.Decoder(RelayedInput).decode
 
 @dataclass(slots=True, kw_only=True)
 class ZmqInputSource:
-    """An ``InputSource`` over a PULL or DEALER socket."""
+    """An `InputSource` over a PULL or DEALER socket."""
 
     socket: zmq.Socket[bytes]
 
     def poll(self, most: int) -> Sequence[bytes]:
         frames = list[bytes]()
-        # In most steps nothing has come: to ask costs a third of an exception.
+        # Usually there is no message, and a poll costs a third of the exception that recv would raise.
         while len(frames) < most and zmq.zmq_poll([(self.socket, zmq.POLLIN)], 0):
             frames.append(self.socket.recv(zmq.DONTWAIT))
         return frames
@@ -48,11 +48,11 @@ class ZmqInputSource:
 
 @dataclass(slots=True, kw_only=True)
 class ZmqLeaderRelay:
-    """The leading rank's end of an ``InputRelay``.
+    """The leading rank's end of an `InputRelay`.
 
     Attributes:
-        followers: one PUSH socket per other rank, with a high-water mark: how far the leading rank may be ahead.
-        wait_for: waits for room, and hears the order to stop.
+        followers: one PUSH socket per other rank. Its high-water mark limits how far the leading rank may be ahead.
+        wait_for: waits until a socket accepts more, or until the engine stops.
     """
 
     followers: Sequence[zmq.Socket[bytes]]
@@ -81,17 +81,17 @@ class ZmqLeaderRelay:
 
 @dataclass(slots=True, kw_only=True)
 class ZmqFollowerRelay:
-    """Another rank's end of an ``InputRelay``.
+    """Another rank's end of an `InputRelay`.
 
     Attributes:
-        steps: PULL, from the leading rank.
-        wait_for: waits for it, and hears the order to stop.
+        steps: PULL socket from the leading rank.
+        wait_for: waits for input on it, or until the engine stops.
     """
 
     steps: zmq.Socket[bytes]
     wait_for: WaitForSocket
 
-    def broadcast(self, own: RelayedInput) -> RelayedInput:  # noqa: ARG002 - whoever asked compares the two
+    def broadcast(self, own: RelayedInput) -> RelayedInput:  # noqa: ARG002 - the receiver compares the two
         while True:
             try:
                 return _read(self.steps.recv(zmq.DONTWAIT))
@@ -107,4 +107,4 @@ def _read(frame: bytes) -> RelayedInput:
     try:
         return _decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"not what a leading rank relays: {error}") from error
+        raise DecodeError(f"the frame is no relayed input: {error}") from error

@@ -15,23 +15,14 @@ from scheduler_components.testing.fakes import ListRefusalSink, TextInputReader
 from scheduler_components.values import RejectionReason
 
 
-class Ids:
-    """``RequestIds`` of a scheduler."""
-
-    def __init__(self) -> None:
-        self.taken: set[str] = set()
-
-    def is_taken(self, rid: str) -> bool:
-        return rid in self.taken
-
-
 class Bench:
     """A screen, and a scheduler that takes in at once what goes on."""
 
     def __init__(self, **bounds: float | None) -> None:
-        self.clock, self.refusals, self.ids = FakeClock(), ListRefusalSink(), Ids()
+        self.clock, self.rejections = FakeClock(), ListRefusalSink()
+        self.active_ids: set[str] = set()
         self.blocker = InputBlocker(
-            bounds=InputLimits(**bounds), ids=self.ids, refusals=self.refusals, clock=self.clock
+            bounds=InputLimits(**bounds), active_ids=self.active_ids, rejections=self.rejections, clock=self.clock
         )
 
     def handle(self, *texts: str, is_broadcast: bool = True) -> list[str]:
@@ -41,12 +32,12 @@ class Bench:
             for letter in self.blocker.handle(text.encode(), TextInputReader().read(text.encode()))
         ]
         if is_broadcast:
-            self.ids.taken |= {text.split(":")[1] for text in frames if text.startswith("request")}
+            self.active_ids |= {text.split(":")[1] for text in frames if text.startswith("request")}
             self.blocker.on_broadcast()
         return frames
 
     def reasons(self) -> list[tuple[str, str]]:
-        return [(refusal.rid, refusal.reason) for refusal in self.refusals.refused]
+        return [(refusal.rid, refusal.reason) for refusal in self.rejections.refused]
 
 
 def test_messages_go_on_in_the_order_in_which_they_came() -> None:
@@ -54,7 +45,7 @@ def test_messages_go_on_in_the_order_in_which_they_came() -> None:
     bench = Bench()
     assert bench.handle(*texts) == texts
     assert bench.blocker.stats.requests_admitted == 2
-    assert not bench.refusals.refused
+    assert not bench.rejections.refused
 
 
 def test_blocked_input_holds_requests_and_nothing_else() -> None:
@@ -86,20 +77,20 @@ def test_draining_answers_new_requests_and_lets_in_who_came_before_it() -> None:
 def test_a_request_that_is_too_large_is_answered_with_its_size() -> None:
     bench = Bench(max_request_bytes=20)
     assert bench.handle("request:a:123456789!", "request:b:1234567890!") == ["request:a:123456789!"]
-    assert bench.refusals.refused[0].text == "rid='b': has 21 bytes, the limit is 20; shorten the prompt"
+    assert bench.rejections.refused[0].text == "rid='b': has 21 bytes, the limit is 20; shorten the prompt"
 
 
 def test_above_the_rate_requests_are_told_when_to_come_again() -> None:
     bench = Bench(max_requests_per_s=2.0, burst_requests=2)
     assert bench.handle("request:a", "request:b", "request:c", "abort:a") == ["request:a", "request:b", "abort:a"]
-    (refusal,) = bench.refusals.refused
+    (refusal,) = bench.rejections.refused
     assert (refusal.reason, refusal.retry_after_s) == (RejectionReason.TOO_MANY, 0.5)
-    assert "more than 2 requests per second come; try again in 0.500 s" in refusal.text
+    assert "exceeds the rate of 2 requests per second; try again in 0.500 s" in refusal.text
     bench.clock.now_s += 0.5
     assert bench.handle("request:c", "request:d") == ["request:c"]
     bench.clock.now_s -= 100  # a clock that goes back neither gives nor takes
     assert bench.handle("request:d") == []
-    assert bench.refusals.refused[-1].retry_after_s == 0.5
+    assert bench.rejections.refused[-1].retry_after_s == 0.5
     bench.clock.now_s += 1000  # and a long rest gives no more than the burst
     assert len(bench.handle("request:e", "request:f", "request:g")) == 2
 
@@ -112,7 +103,7 @@ def test_a_refused_request_costs_no_rate() -> None:
 def test_a_copy_in_flight_is_dropped_and_another_request_of_its_id_is_answered() -> None:
     bench = Bench()
     assert bench.handle("request:a:x", "request:a:x", "request:a:y", is_broadcast=False) == ["request:a:x"]
-    bench.ids.taken.add("a")
+    bench.active_ids.add("a")
     bench.blocker.on_broadcast()
     assert bench.handle("request:a:x", "request:a:y") == []
     assert bench.reasons() == [("a", RejectionReason.IN_USE)] * 2
@@ -125,7 +116,7 @@ def test_a_copy_in_flight_is_dropped_and_another_request_of_its_id_is_answered()
 def test_a_copy_of_what_has_ended_is_answered_and_its_id_may_be_used_again() -> None:
     bench = Bench()
     bench.handle("request:a:x")
-    bench.ids.taken.clear()
+    bench.active_ids.clear()
     assert bench.handle("request:a:x") == []
     assert bench.reasons() == [("a", RejectionReason.SERVED)]
     assert bench.handle("request:a:y") == ["request:a:y"]
@@ -144,7 +135,7 @@ def test_an_abort_before_its_request_ends_it_once() -> None:
 def test_what_is_known_of_requests_is_bounded() -> None:
     bench = Bench(max_known_requests=1)
     bench.handle("request:a", "request:b")
-    bench.ids.taken.clear()
+    bench.active_ids.clear()
     assert bench.handle("request:b", "request:a") == ["request:a"]
     assert bench.handle("abort:x", "abort:y", "request:x", "request:y") == ["request:x"]
     assert bench.reasons() == [("b", RejectionReason.SERVED), ("y", RejectionReason.ABORTED)]
@@ -165,13 +156,13 @@ def test_an_abort_of_a_request_that_has_run_for_long_goes_on() -> None:
 def test_an_abort_that_comes_late_touches_no_later_request_of_its_id() -> None:
     bench = Bench()
     bench.handle("request:a:x")
-    bench.ids.taken.clear()  # it ended, and its client had left just before
+    bench.active_ids.clear()  # it ended, and its client had left just before
     assert bench.handle("abort:a", "request:a:y") == ["abort:a", "request:a:y"]
 
 
 def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
     bench = Bench(max_request_bytes=10)
-    bench.refusals.error = OSError("no way back")
+    bench.rejections.error = OSError("no way back")
     assert bench.handle("request:a:too long", "request:b") == ["request:b"]
     assert bench.blocker.failures.total == 1
     assert bench.blocker.stats.requests_refused == 1
@@ -213,7 +204,7 @@ def test_every_request_goes_on_waits_is_answered_or_is_a_copy(texts: list[str], 
     requests = [text for text in texts if text.startswith("request")]
     assert [text for text in went_on if text.startswith("command")] == [t for t in texts if t.startswith("command")]
     assert stats.requests_admitted == len([text for text in went_on if text.startswith("request")])
-    assert stats.requests_refused == len(bench.refusals.refused)
+    assert stats.requests_refused == len(bench.rejections.refused)
     assert len(requests) == (
         stats.requests_admitted + stats.requests_refused + stats.requests_repeated + stats.requests_held
     )

@@ -11,18 +11,21 @@ from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, kv_pool_of
 
 from scheduler_components import ConfigError
 from scheduler_components.allocation_log import AllocationLog
-from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixCache
 from scheduler_components.errors import PoolInvariantError
 from scheduler_components.events import medium_group
-from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker
-from scheduler_components.invariant_rules import PoolViolation, find_pool_violations
-from scheduler_components.ports import NullOwnerTrails
-from scheduler_components.published_blocks import PublishedBlocks
+from scheduler_components.invariant_checker import (
+    CheckPolicy,
+    PoolInvariantChecker,
+    PoolViolation,
+    PublishedBlocks,
+    find_pool_violations,
+)
+from scheduler_components.pool_stats_observer import RadixCachePool
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.step_progress import StepProgress
 from scheduler_components.values import HeldCount, PageHolding, PoolCount
+from scheduler_components.watchdog import StepProgress
 
 STRICT = CheckPolicy(count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 POOL_SIZE = 16
@@ -75,7 +78,7 @@ class Bench:
 
 def test_a_sound_pool_has_no_problem() -> None:
     bench = Bench()
-    assert find_pool_violations(bench.pool, NullOwnerTrails()) == []
+    assert find_pool_violations(bench.pool, None) == []
     assert bench.pool.count() == PoolCount("full", 16, 9, 0, 3, 1, 2, 1)
     assert bench.pool.count().num_missing == 0
     assert bench.pool.count().num_used == 7
@@ -133,10 +136,10 @@ def lock_what_is_gone(bench: Bench) -> None:
     [
         (let_go_of_own, "lost", "2 pages are neither free nor owned", "allocated by r1 in step 5 (grow, batch)"),
         (free_what_is_held, "owned-and-free", "2 pages are free and owned", "freed by r1 in step 6 (release, batch)"),
-        (put_in_the_free_list_again, "free-twice", "1 pages stand in the free list more than once", None),
+        (put_in_the_free_list_again, "free-twice", "1 pages are in the free list more than once", None),
         (hold_a_page_of_another, "owned-twice", "held by r1, r2", "allocated by r2 in step 5 (steal, batch)"),
-        (hold_a_page_twice, "owned-twice", "1 pages stand twice with r1", "allocated by r1 in step 5 (grow, batch)"),
-        (hold_what_is_no_page, "no-such-page", "1 pages are none of this pool: 99", None),
+        (hold_a_page_twice, "owned-twice", "r1 lists 1 pages twice", "allocated by r1 in step 5 (grow, batch)"),
+        (hold_what_is_no_page, "no-such-page", "1 pages do not belong to this pool: 99", None),
         (use_what_is_not_cached, "not-cached", "1 pages that r1 uses are not in the cache", None),
         (lock_once_more, "locks", "a node has 2 locks and 1 holders", "locked by r7 in step 5 (attach, batch)"),
         (forget_the_lock, "locks", "a node has 1 locks and 0 holders", "locked by r1 in step 5 (share, batch)"),
@@ -175,8 +178,8 @@ def test_a_count_that_is_not_what_the_lists_say_is_found(term: str) -> None:
         def tree_nodes(self) -> Iterable[object]:
             return self.pool.tree_nodes()
 
-    found = [str(each) for each in find_pool_violations(Miscounted(Bench().pool), NullOwnerTrails())]
-    assert f"[full] count: {term} is +1 pages off what the lists say" in found
+    found = [str(each) for each in find_pool_violations(Miscounted(Bench().pool), None)]
+    assert f"[full] count: {term} differs from the lists by +1 pages" in found
     assert any("-1 pages are missing" in each for each in found)
 
 
@@ -188,18 +191,18 @@ def test_the_events_view_is_compared_with_the_cache() -> None:
     view = PublishedBlocks(source=cache)
     checker = PoolInvariantChecker(pools=(), policy=STRICT, published=view, cached=cache)
     cache.insert(range(6), cache.allocate(3))
-    [problem] = checker.check_fully().problems
+    [problem] = checker.check_fully().violations
     assert (problem.rule, problem.pool, len(problem.pages)) == ("event-missing", "GPU", 3)
     assert len(view.take_events()) == 1
-    assert checker.check_fully().problems == ()
+    assert checker.check_fully().violations == ()
     cache.evict(1)
-    [problem] = checker.check_fully().problems
+    [problem] = checker.check_fully().violations
     assert problem.rule == "event-extra"
     view.take_events()
     assert set(view.held_blocks()[medium_group(None)]) == set(cache.block_hashes())
     cache.clear()
     view.take_events()
-    assert checker.check_fully().problems == ()
+    assert checker.check_fully().violations == ()
 
 
 def leaking(action: str) -> Scheduler:

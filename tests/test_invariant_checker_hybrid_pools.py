@@ -94,7 +94,7 @@ def test_a_leak_is_found_and_named(broken: type[HybridPages], rule: str, pool: s
     report = serve(scheduler)
     assert report is not None, "not found"
     assert report.last_sound_step == report.step - 1, "found in the step that lost it"
-    [problem] = [each for each in report.problems if each.rule == rule]
+    [problem] = [each for each in report.violations if each.rule == rule]
     culprit = problem.culprit
     assert isinstance(culprit, AllocationRecord)
     assert (problem.pool, culprit.component, culprit.phase) == (pool, component, phase)
@@ -110,7 +110,7 @@ def test_a_false_leak_names_the_request_that_has_the_page() -> None:
     pool.holders = CountsRunningAlone(pages.state_of, scheduler.queues)  # type: ignore[misc]
     report = serve(scheduler)
     assert report is not None
-    [problem] = [each for each in report.problems if each.rule == "lost"]
+    [problem] = [each for each in report.violations if each.rule == "lost"]
     assert problem.culprit is not None
     waiting = scheduler.queues.find(problem.culprit.holder)
     assert waiting is not None

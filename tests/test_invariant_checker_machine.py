@@ -17,10 +17,8 @@ from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler
 
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
-from scheduler_components.invariant_checker import CheckPolicy
-from scheduler_components.invariant_rules import find_pool_violations
+from scheduler_components.invariant_checker import CheckPolicy, find_pool_violations
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
-from scheduler_components.ports import NullOwnerTrails
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
@@ -139,7 +137,7 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_in_one_place_between_steps_too(self) -> None:
         for pool in checker_of(self.scheduler).pools:
-            assert find_pool_violations(pool, NullOwnerTrails()) == []
+            assert find_pool_violations(pool) == []
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -15,9 +15,9 @@ import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, serve
 
 from scheduler_components import FinishReason, ParallelState
-from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixNode
 from scheduler_components.errors import CacheIntegrityError
+from scheduler_components.pool_stats_observer import RadixCachePool
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.integrity import RequestPageHolders, RequestSlotPool
@@ -153,7 +153,7 @@ def test_a_leak_is_found_in_its_step_and_its_culprit_named(
     assert report is not None, "not found"
     if rule != "locks":  # a lost lock moves no page, so counts add up
         assert report.last_sound_step == report.step - 1, "found in the step that lost it"
-    problem = next(each for each in report.problems if each.rule == rule)
+    problem = next(each for each in report.violations if each.rule == rule)
     culprit = problem.culprit
     assert isinstance(culprit, AllocationRecord)
     assert (problem.pool, culprit.action, culprit.component, culprit.phase) == (KV_POOL, action, component, phase)
@@ -178,7 +178,7 @@ def test_a_false_leak_names_a_request_that_has_the_page() -> None:
     pool.requests = CountsAnsweringAlone(queues=scheduler.queues)
     report = serve(scheduler)
     assert report is not None
-    for problem in report.problems:
+    for problem in report.violations:
         if problem.rule != "count":
             assert problem.culprit is not None
             holder = scheduler.queues.find(problem.culprit.holder)
@@ -194,4 +194,4 @@ def test_a_slot_that_is_not_given_back_is_found_in_its_step() -> None:
     pages.requests, slots.queues = RequestPageHolders(queues=queues), queues
     report = serve(scheduler)
     assert report is not None
-    assert {(each.rule, each.pool) for each in report.problems} == {("count", "req"), ("lost", "req")}
+    assert {(each.rule, each.pool) for each in report.violations} == {("count", "req"), ("lost", "req")}

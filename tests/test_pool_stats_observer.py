@@ -9,8 +9,8 @@ from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
 
 from scheduler_components import PoolStats, SchedulerStats
 from scheduler_components.pool_stats_observer import PoolStatsObserver
-from scheduler_components.step_progress import IDLE
 from scheduler_components.values import PageHolding, PoolCount
+from scheduler_components.watchdog import IDLE_PHASE
 
 
 @attrs.frozen
@@ -99,6 +99,6 @@ def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:
     for act in (lambda: scheduler.submit(request(1, 9, 3)), scheduler.step, lambda: scheduler.abort("r1")):
         num_phase_changes = progress.num_phase_changes
         act()
-        assert progress.phase == IDLE
+        assert progress.phase == IDLE_PHASE
         assert progress.num_phase_changes > num_phase_changes
     assert progress.step == scheduler.num_steps == 1

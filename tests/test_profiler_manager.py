@@ -79,7 +79,7 @@ def test_one_session_at_a_time_and_another_after_it() -> None:
     profiler = ListProfiler()
     session = ProfilerManager(profiler=profiler)
     session.start(ProfileRequest("one", num_steps=1))
-    with pytest.raises(ConfigError, match="stop the session"):
+    with pytest.raises(ConfigError, match="stop the open session"):
         session.start(ProfileRequest("two"))
     run(session, profiler, ["decode"] * 3)
     session.start(ProfileRequest("two"))  # the first came to its end by itself
@@ -146,7 +146,7 @@ def test_the_sampler_sees_where_a_thread_stands(tmp_path: Path, eventually: Call
     for line in lines:
         stack, count = line.rsplit(" ", 1)
         assert int(count) > 0
-        assert "waits_here (test_profiler_session.py:" in stack
+        assert "waits_here (test_profiler_manager.py:" in stack
     with pytest.raises(ConfigError, match="start it first"):
         sampler.stop("p")
 
@@ -155,7 +155,7 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sampler = StackSampler(tmp_path / "file")
     sampler.start()
-    with pytest.raises(StartError, match="can be written to"):
+    with pytest.raises(StartError, match="give a writable directory"):
         sampler.stop("p")
 
 

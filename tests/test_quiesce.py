@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from kit.quiescable_replica import GOOD, RANKS, Given, OwnFacts, Replica
 
-from scheduler_components.control_requests import (
+from scheduler_components.quiesce import PauseState
+from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -22,7 +23,6 @@ from scheduler_components.control_requests import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.quiesce_state import PauseState
 
 BOTH = tuple(MemoryTag)
 
@@ -150,7 +150,7 @@ def test_a_part_is_loaded_once_however_long_rest_takes() -> None:
         ([ReleaseMemory(BOTH)], ReleaseMemory((MemoryTag.WEIGHTS,)), "weights: released already"),
         ([ReleaseMemory(BOTH)], BeginWeightUpdate("v1"), "the memory of the weights is released"),
         ([ReleaseMemory((MemoryTag.KV_CACHE,))], ResumeMemory(BOTH), "weights: not released"),
-        ([], ReleaseMemory(()), "no memory is named; give tags, of weights, kv_cache"),
+        ([], ReleaseMemory(()), "no memory is named; give tags of weights, kv_cache"),
     ],
 )
 def test_what_does_not_fit_the_state_is_refused_and_counted(

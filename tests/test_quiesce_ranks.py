@@ -11,7 +11,8 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from kit.quiescable_replica import GOOD, Given, OwnFacts, Replica
 
-from scheduler_components.control_requests import (
+from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
     ClearStorageIndex,
@@ -27,7 +28,6 @@ from scheduler_components.control_requests import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
 
 deadlines = st.sampled_from([0.0, 4.0, 30.0])
 tags = st.lists(st.sampled_from(MemoryTag), max_size=2, unique=True).map(tuple)
@@ -103,7 +103,7 @@ def parts(history: list[Given], local_slot: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("slot", ["rest", "late", "failed_rank", "checksum"])
+@pytest.mark.parametrize("slot", ["quiesced", "late", "failed_rank", "checksum"])
 def test_without_this_agreement_ranks_part(slot: str) -> None:
     in_session = st.lists(givens, min_size=1, max_size=3).map(
         lambda history: [Given(BeginWeightUpdate("v1")), *history]

@@ -13,10 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.step_progress import IDLE, StepProgress
 from scheduler_components.thread_watchdog import open_thread_watchdog
 from scheduler_components.values import StallReport
-from scheduler_components.watchdog import StallDetector
+from scheduler_components.watchdog import IDLE_PHASE, StallDetector, StepProgress
 
 AFTER_S = 3.0
 
@@ -43,12 +42,12 @@ def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str 
         if isinstance(event, float):
             now_s += event
         elif event == "move":
-            progress.enter("device", "r1")
+            progress.enter_phase("device", "r1")
         elif event == "idle":
-            progress.enter(IDLE)
+            progress.enter_phase(IDLE_PHASE)
         else:
             report = judge.poll(now_s)
-            if progress.num_phase_changes != seen_moves or progress.phase == IDLE:
+            if progress.num_phase_changes != seen_moves or progress.phase == IDLE_PHASE:
                 assert (report is not None) == told
                 assert report is None or report.is_resolved
                 seen_moves, seen_at_s, told = progress.num_phase_changes, now_s, False
@@ -72,7 +71,7 @@ def test_the_thread_tells_rank_step_phase_request_and_stacks(eventually: Callabl
         progress.begin_step(17, "device")
         progress.request = "r5"
         stuck_in_the_device()
-        progress.enter(IDLE)
+        progress.enter_phase(IDLE_PHASE)
         done.wait(60)
         watchdog.close()
         watchdog.close()
@@ -105,11 +104,11 @@ def test_a_sink_that_raises_does_not_end_the_watch(
             raise OSError("no way out")
 
     progress, sink = StepProgress(), Broken()
-    progress.enter("device")
+    progress.enter_phase("device")
     watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.02, sink=sink)
     try:
         eventually(lambda: watchdog.failures.total)
-        progress.enter("results")
+        progress.enter_phase("results")
         eventually(lambda: sink.reports)
         assert sink.reports[0].is_resolved
     finally:
@@ -120,8 +119,8 @@ def test_a_call_that_holds_the_interpreter_is_dumped_all_the_same() -> None:
     """No thread of Python runs then, not even the watchdog's."""
     script = """
 import ctypes, sys
-from scheduler_components.step_progress import StepProgress
 from scheduler_components.thread_watchdog import open_thread_watchdog
+from scheduler_components.watchdog import StepProgress
 progress = StepProgress()
 watchdog = open_thread_watchdog(progress, rank="tp0", after_s=0.2, stack_dump_file=sys.stderr)
 progress.begin_step(1, "device")

@@ -6,7 +6,8 @@ import pytest
 from kit.quiescable_replica import Replica
 
 from scheduler_components import ConfigError
-from scheduler_components.control_requests import (
+from scheduler_components.torch_weight_updater import TorchWeightStore
+from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
     ControlReply,
@@ -15,7 +16,6 @@ from scheduler_components.control_requests import (
     LoadWeights,
     RollBackWeights,
 )
-from scheduler_components.torch_weight_updater import TorchWeightStore
 
 torch = pytest.importorskip("torch")
 

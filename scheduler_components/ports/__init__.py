@@ -1,21 +1,15 @@
-"""Ports: the interfaces that users implement or that several components call."""
+"""Ports: the interfaces that users implement or that several components call.
+
+Any object with the members fits; nothing inherits from a port. Each port has at most five members, and a component asks
+for the smallest port that suffices. `NullX` is the null object of port `X`, for a component that can do without it:
+no caller writes `if enabled`. Sources are read late, so a scheduler that rebinds ``self.running`` needs no lambda.
+
+An interface with one consumer is declared in the file of that consumer.
+"""
 
 from __future__ import annotations
 
-from scheduler_components.ports.control import (
-    ComputeGate,
-    FlushableCache,
-    MemoryOccupation,
-    NullComputeGate,
-    NullMemoryOccupation,
-    NullProfiler,
-    NullWeightStore,
-    PausableRequests,
-    Profiler,
-    StateProvider,
-    StateValue,
-    WeightStore,
-)
+from scheduler_components.ports.control import ComputeGate, NullComputeGate
 from scheduler_components.ports.kv_events import (
     HeldBlocksSource,
     KvEventSink,
@@ -37,6 +31,7 @@ from scheduler_components.ports.load import (
     RateSource,
 )
 from scheduler_components.ports.metrics import MetricsSink, NullMetricsSink
+from scheduler_components.ports.outputs import OutputSink
 from scheduler_components.ports.pages import (
     CopyEvent,
     DeviceMemory,
@@ -52,115 +47,49 @@ from scheduler_components.ports.pages import (
     PageStore,
     ZeroCopyPageStore,
 )
-from scheduler_components.ports.pools import (
-    AllocationSink,
-    AuditedPool,
-    NullAllocationSink,
-    NullOwnerTrails,
-    NullPageHolders,
-    OwnerTrails,
-    PageHolders,
-    StallSink,
-    TreeNode,
-)
-from scheduler_components.ports.receive import (
-    InputRelay,
-    InputSource,
-    MessageDecoder,
-    NullInputRelay,
-    NullInputSource,
-    NullRejectionSink,
-    NullRequestIds,
-    RejectionSink,
-    RequestIds,
-)
-from scheduler_components.ports.requests import (
-    KvReleaser,
-    NullResultObserver,
-    OutputSink,
-    OutputStream,
-    ProcessedRequest,
-    RequestFinisher,
-    ResultObserver,
-    StopConditions,
-    StreamedRequest,
-)
-from scheduler_components.ports.stats import (
-    StatsSource,
-)
+from scheduler_components.ports.pools import AllocationSink, NullAllocationSink, NullPageHolders, PageHolders
+from scheduler_components.ports.stats import StatsSource
 from scheduler_components.ports.sync import SyncGroup
 
 __all__ = [
-    "StatsSource",
-    "KvEventSource",
-    "HeldBlocksSource",
-    "NullHeldBlocksSource",
-    "KvEventSink",
-    "KvMetricsSink",
-    "NullKvMetricsSink",
-    "TreeNode",
-    "AuditedPool",
-    "PageHolders",
-    "NullPageHolders",
     "AllocationSink",
-    "NullAllocationSink",
-    "OwnerTrails",
-    "NullOwnerTrails",
-    "StallSink",
-    "QueuedRequest",
-    "QueueSource",
-    "PoolSource",
-    "RateSource",
-    "NullRateSource",
-    "LoadSectionsSource",
-    "NullLoadSectionsSource",
-    "LoadSource",
-    "NullLoadSource",
-    "LoadSink",
-    "MetricsSink",
-    "NullMetricsSink",
-    "PageBytes",
-    "PageStore",
-    "ZeroCopyPageStore",
-    "HostLayerView",
-    "CopyEvent",
-    "NullCopyEvent",
-    "DeviceMemory",
-    "LayerDoneCounter",
-    "NullLayerDoneCounter",
-    "HostPages",
-    "PageMover",
-    "PageHook",
-    "NullPageHook",
-    "SyncGroup",
-    "InputSource",
-    "NullInputSource",
-    "MessageDecoder",
-    "InputRelay",
-    "NullInputRelay",
-    "RequestIds",
-    "NullRequestIds",
-    "RejectionSink",
-    "NullRejectionSink",
-    "StateValue",
-    "StateProvider",
-    "Profiler",
-    "NullProfiler",
     "ComputeGate",
+    "CopyEvent",
+    "DeviceMemory",
+    "HeldBlocksSource",
+    "HostLayerView",
+    "HostPages",
+    "KvEventSink",
+    "KvEventSource",
+    "KvMetricsSink",
+    "LayerDoneCounter",
+    "LoadSectionsSource",
+    "LoadSink",
+    "LoadSource",
+    "MetricsSink",
+    "NullAllocationSink",
     "NullComputeGate",
-    "PausableRequests",
-    "FlushableCache",
-    "WeightStore",
-    "NullWeightStore",
-    "MemoryOccupation",
-    "NullMemoryOccupation",
+    "NullCopyEvent",
+    "NullHeldBlocksSource",
+    "NullKvMetricsSink",
+    "NullLayerDoneCounter",
+    "NullLoadSectionsSource",
+    "NullLoadSource",
+    "NullMetricsSink",
+    "NullPageHolders",
+    "NullPageHook",
+    "NullRateSource",
     "OutputSink",
-    "StopConditions",
-    "ProcessedRequest",
-    "StreamedRequest",
-    "KvReleaser",
-    "RequestFinisher",
-    "ResultObserver",
-    "NullResultObserver",
-    "OutputStream",
+    "PageBytes",
+    "PageHolders",
+    "PageHook",
+    "PageMover",
+    "PageStore",
+    "PoolSource",
+    "QueueSource",
+    "QueuedRequest",
+    "RateSource",
+    "StatsSource",
+    "SyncGroup",
+    "ZeroCopyPageStore",
 ]

@@ -1,4 +1,4 @@
-"""KV events: the cache that records them, and the sinks that take them."""
+"""KV events: the cache that records them, the pool they describe, and the sinks that publish them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from scheduler_components.events import EventBatch, KVCacheEvent, MediumGroup
 from scheduler_components.values import KvMetrics, PublisherStats
 
 __all__ = [
-    "KvEventSource",
     "HeldBlocksSource",
-    "NullHeldBlocksSource",
     "KvEventSink",
+    "KvEventSource",
     "KvMetricsSink",
+    "NullHeldBlocksSource",
     "NullKvMetricsSink",
 ]
 
 
 class KvEventSource(Protocol):
-    """A cache that records what happens to its blocks: ``RadixCache``. Read by ``SchedulerKvEventsPublisher``."""
+    """A cache that records changes of its blocks: `RadixCache`. Read by `SchedulerKvEventsPublisher`."""
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return the events since the last call, in order, and forget them."""
@@ -27,74 +27,74 @@ class KvEventSource(Protocol):
 
 
 class HeldBlocksSource(Protocol):
-    """Says what the KV pool really holds: ``RadixCache``, ``HiRadixCache``, an adapter over any engine's block table.
+    """The blocks that a KV pool really holds: `RadixCache`, `HiRadixCache`, an adapter over an engine's block table.
 
-    It reads the pool itself, never what was told of it: whoever compares the two finds what a stream forgot. It may
-    walk everything, so it is asked by checks and by ``/kv_pool``, never in a step.
+    It reads the pool itself and never the published events, so a comparison of the two finds events that a stream
+    missed. It may walk the whole pool: checks and `/kv_pool` read it, a step does not.
     """
 
     def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         """Return the hash of each block that a request could use now, signed 64-bit, by medium and KV-cache group.
 
-        A place that is not named is one that this oracle knows nothing of; one with no hashes is known to be empty.
-        ``events.medium_group`` makes a place of what an event says.
+        The source knows nothing of a place that it does not name; a place without hashes is empty.
+        `events.medium_group` computes the place of an event.
         """
         ...
 
 
 class NullHeldBlocksSource:
-    """The oracle of an engine whose pool nobody can read: it names no place, so nothing is compared."""
+    """The source of an engine whose pool cannot be read. It names no place, so nothing is compared."""
 
     def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         return {}
 
 
 class KvEventSink(Protocol):
-    """Where batches of events go: ``ZmqEventPublisher``. Called by ``SchedulerKvEventsPublisher``."""
+    """Where event batches go: `ZmqEventPublisher`. Called by `SchedulerKvEventsPublisher`."""
 
     def publish(self, events: EventBatch) -> None:
-        """Accept one batch, in order; never blocks on the network."""
+        """Accept one batch, in order. Never block on the network."""
         ...
 
     def idle(self) -> None:
-        """Encode and send what is pending; called where the scheduler waits for its device."""
+        """Encode and send the pending batches. The scheduler calls it where it waits for its device."""
         ...
 
     def stats(self) -> PublisherStats:
-        """Counters since the sink was opened; all zero for a sink that keeps none."""
+        """Return the counters since the sink was opened; all zero for a sink that keeps none."""
         ...
 
     def shutdown(self) -> None:
-        """Send what is pending within a deadline and let go of sockets and threads; safe to call twice."""
+        """Send the pending batches within a deadline and release sockets and threads. Safe to call twice."""
         ...
 
 
 class KvMetricsSink(Protocol):
-    """Where KvMetrics go, usually the serving process: ``ZmqKvMetricsSink``.
+    """Where `KvMetrics` go, usually the serving process: `ZmqKvMetricsSink`.
 
-    Called by ``SchedulerKvEventsPublisher``.
+    Called by `SchedulerKvEventsPublisher`.
     """
 
     @property
     def wants_metrics(self) -> bool:
-        """False where nobody receives: nothing is counted and sent then."""
+        """False without a receiver. The publisher then neither counts nor sends."""
         ...
 
     def send(self, metrics: KvMetrics) -> None:
-        """Hand on one report; drops it, counted, when nobody takes it. Never blocks.
+        """Send one report without blocking; drop and count it if the receiver does not accept it.
 
         Raises:
-            ForkedPublisherError: this is a child of the process that opened the sink.
+            ForkedPublisherError: this process is a child of the one that opened the sink.
         """
         ...
 
     def close(self) -> None:
-        """Let go of sockets; safe to call twice."""
+        """Release the sockets. Safe to call twice."""
         ...
 
 
 class NullKvMetricsSink:
-    """The KvMetrics sink of a scheduler without a serving process."""
+    """The sink of a scheduler without a serving process."""
 
     wants_metrics = False
 

@@ -1,4 +1,4 @@
-"""Load: the queues, pools and rates that it is read from, and the sinks that take it."""
+"""Load: the queues, pool and rates that `LoadInquirer` reads, and the sinks that take its snapshots."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Protocol
 from scheduler_components.values import LoadSections, LoadSnapshot
 
 __all__ = [
-    "QueuedRequest",
-    "QueueSource",
-    "PoolSource",
-    "RateSource",
-    "NullRateSource",
     "LoadSectionsSource",
-    "NullLoadSectionsSource",
-    "LoadSource",
-    "NullLoadSource",
     "LoadSink",
+    "LoadSource",
+    "NullLoadSectionsSource",
+    "NullLoadSource",
+    "NullRateSource",
+    "PoolSource",
+    "QueueSource",
+    "QueuedRequest",
+    "RateSource",
 ]
 
 
 class QueuedRequest(Protocol):
-    """A waiting request, as the counting of load sees it: the scheduler's own class. Read by ``LoadInquirer``."""
+    """A waiting request, as the load counts it: the scheduler's own class. Read by `LoadInquirer`."""
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens to prefill when nothing is cached: prompt plus what was generated before a retraction."""
+        """Tokens to prefill if none is cached: the prompt, and the output generated before a retraction."""
         ...
 
     @property
     def num_cached_tokens(self) -> int:
-        """The part of them that a cached prefix is known to cover; 0 when not yet matched."""
+        """The part of them that a cached prefix is known to cover; 0 before the request was matched."""
         ...
 
 
 class QueueSource(Protocol):
-    """The request queues: the scheduler itself. Read by ``LoadInquirer``."""
+    """The request queues: the scheduler itself. Read by `LoadInquirer`."""
 
     @property
     def running(self) -> Sized:
@@ -45,7 +45,7 @@ class QueueSource(Protocol):
 
     @property
     def waiting(self) -> Sequence[QueuedRequest]:
-        """Requests that wait for prefill: a list, or a ``TokenCountedQueue`` for O(1) counts."""
+        """Requests that wait for prefill: a list, or a `TokenCountedQueue` for O(1) counts."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class QueueSource(Protocol):
 
 
 class PoolSource(Protocol):
-    """The KV token pool: ``RadixCache`` or the scheduler's own. Read by ``LoadInquirer``."""
+    """The KV token pool: `RadixCache` or the scheduler's own. Read by `LoadInquirer`."""
 
     @property
     def page_size(self) -> int:
@@ -69,7 +69,7 @@ class PoolSource(Protocol):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Capacity of the pool, in tokens."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class PoolSource(Protocol):
 
 
 class RateSource(Protocol):
-    """Recent rates: ``metrics.RateMeter``, or the scheduler itself. Read by ``LoadInquirer``."""
+    """Recent rates: `metrics.RateMeter`, or the scheduler itself. Read by `LoadInquirer`."""
 
     @property
     def gen_throughput(self) -> float:
@@ -93,63 +93,63 @@ class RateSource(Protocol):
 
 
 class NullRateSource:
-    """The rates of a scheduler that keeps none."""
+    """The rates of a scheduler that measures none."""
 
     gen_throughput = 0.0
     cache_hit_rate = 0.0
 
 
 class LoadSectionsSource(Protocol):
-    """An engine with special queues, LoRA slots, drafts or disaggregation. Read by ``LoadInquirer``."""
+    """An engine with special queues, LoRA slots, drafts or disaggregation. Read by `LoadInquirer`."""
 
     def load_sections(self) -> LoadSections:
-        """Return the parts of a load snapshot that not every engine has; None for those that this one has not."""
+        """Return the optional sections of a load snapshot; None for those that this engine does not have."""
         ...
 
 
+_NO_SECTIONS = LoadSections()
+
+
 class NullLoadSectionsSource:
-    """The parts of an engine that has none of them."""
+    """The source of an engine that has none of these sections."""
 
     def load_sections(self) -> LoadSections:
-        return _NONE_OF_THE_PARTS
-
-
-_NONE_OF_THE_PARTS = LoadSections()
+        return _NO_SECTIONS
 
 
 class LoadSource(Protocol):
-    """Says how loaded this replica is: ``LoadInquirer``.
+    """The load of this replica: `LoadInquirer`.
 
-    Read by ``LoadPublisher``, ``MetricsEmitter`` and ``SchedulerKvEventsPublisher``.
+    Read by `LoadPublisher`, `MetricsEmitter` and `SchedulerKvEventsPublisher`.
     """
 
     def get_loads(self) -> LoadSnapshot:
-        """Return the load of this moment."""
+        """Return the current load."""
         ...
 
 
 class NullLoadSource:
-    """The load of a scheduler that does not say it."""
+    """The load of a scheduler that reports none."""
 
     def get_loads(self) -> LoadSnapshot:
         return LoadSnapshot()
 
 
 class LoadSink(Protocol):
-    """Where load reports go. Called by ``LoadPublisher``.
+    """Where load snapshots go. Called by `LoadPublisher`.
 
-    To dispatchers on the network: ``ZmqLoadSink``; to processes of this machine: ``ShmLoadSink``.
+    `ZmqLoadSink` sends them to dispatchers on the network, `ShmLoadSink` to processes of this machine.
     """
 
     @property
     def wants_load(self) -> bool:
-        """False where nobody receives: the load is not even read then."""
+        """False without a receiver. `LoadPublisher` then does not read the load."""
         ...
 
     def send(self, load: LoadSnapshot) -> None:
-        """Hand on one report, which replaces all before it. Never blocks; what it raises is counted."""
+        """Send one snapshot, which replaces all earlier ones. Never block. `LoadPublisher` counts an exception."""
         ...
 
     def close(self) -> None:
-        """Let go of sockets and memory; safe to call twice."""
+        """Release sockets and memory. Safe to call twice."""
         ...

@@ -1,4 +1,4 @@
-"""Metrics: the sink that takes the statistics of a step."""
+"""MetricsSink: where the statistics of each step go."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from typing import Protocol
 
 from scheduler_components.values import SchedulerStats
 
-__all__ = [
-    "MetricsSink",
-    "NullMetricsSink",
-]
+__all__ = ["MetricsSink", "NullMetricsSink"]
 
 
 class MetricsSink(Protocol):
-    """Where a step's statistics go. Called by ``MetricsEmitter``.
+    """Export one rank's statistics. Called by `MetricsEmitter`.
 
-    To Prometheus: ``PrometheusSink``; to a log: ``LogSink``; to the serving process: ``ShmMetricsSink``.
+    `PrometheusSink` exports them to Prometheus, `LogSink` to a log, `ShmMetricsSink` to the serving process.
     """
 
     def record(self, stats: SchedulerStats) -> None:
-        """Take one step's statistics. Must be cheap: it is called on the scheduler's thread."""
+        """Record the statistics of one step. Called on the scheduler's thread, so it must be cheap."""
         ...
 
 
@@ -27,7 +24,7 @@ class NullMetricsSink:
     """The metrics sink of a rank that reports no metrics."""
 
     def record(self, stats: SchedulerStats) -> None:
-        """Forget them."""
+        pass
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass

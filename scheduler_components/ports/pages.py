@@ -1,4 +1,4 @@
-"""Pages of KV: the memory, the stores and the movers of a cache with tiers."""
+"""Pages of KV: the memory, the stores and the mover of a cache with tiers."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = [
+    "CopyEvent",
+    "DeviceMemory",
+    "HostLayerView",
+    "HostPages",
+    "LayerDoneCounter",
+    "NullCopyEvent",
+    "NullLayerDoneCounter",
+    "NullPageHook",
     "PageBytes",
+    "PageHook",
+    "PageMover",
     "PageStore",
     "ZeroCopyPageStore",
-    "HostLayerView",
-    "CopyEvent",
-    "NullCopyEvent",
-    "DeviceMemory",
-    "LayerDoneCounter",
-    "NullLayerDoneCounter",
-    "HostPages",
-    "PageMover",
-    "PageHook",
-    "NullPageHook",
 ]
-
 
 PageBytes: TypeAlias = bytes | bytearray | memoryview
 """The content of one page, as contiguous bytes."""
 
 
 class PageStore(Protocol):
-    """The storage tier, pages under keys: the stores of ``hicache``. Called by one thread at a time.
+    """The storage tier: pages by key. The stores of `hicache` implement it. Only one thread at a time calls it.
 
-    A key names its content, so a page never changes: a store that holds the key already may keep what it has. Every
-    method may raise ``StorageError``; ``hicache.CheckedPageStore`` turns that into misses and counters.
+    A key names its content, so a page never changes. A store that already holds the key may keep its copy. Every
+    method may raise `StorageError`; `hicache.CheckedPageStore` turns that into misses and counters.
     """
 
     def batch_exists(self, keys: Sequence[str]) -> int:
-        """Return how many of ``keys`` are held, counted from the first to the first one that is not."""
+        """Return the number of leading keys that are held: the index of the first key that is not."""
         ...
 
     def batch_get(self, keys: Sequence[str]) -> Sequence[PageBytes | None]:
-        """Return one page per key, None where it is not held."""
+        """Return one page per key; None for a key that is not held."""
         ...
 
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> Sequence[bool]:
@@ -53,28 +52,28 @@ class PageStore(Protocol):
         ...
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Remove what can be removed of ``keys`` now; return how many were."""
+        """Remove the keys that can be removed now; return their number."""
         ...
 
     def close(self) -> None:
-        """Let go of files, sockets and memory; what is stored stays where the store outlives the process."""
+        """Release files, sockets and memory. Stored pages remain if the store outlives the process."""
         ...
 
 
 class ZeroCopyPageStore(PageStore, Protocol):
-    """A ``PageStore`` that also reads into and writes from the host's own pages: the file, memory and Mooncake stores.
+    """A `PageStore` that reads into and writes from the host's own pages: the file, memory and Mooncake stores.
 
     Its calls end by themselves: a page is not used for anything else until its call has returned.
     """
 
     def register(self, memory: memoryview) -> None:
-        """Take note of the memory that all later buffers are parts of, writable and contiguous; called once."""
+        """Register the memory that contains all later buffers. It is writable and contiguous. Called once."""
         ...
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> Sequence[bool]:
         """Fill each buffer with the page of its key; return for each whether exactly that many bytes were held.
 
-        What a buffer holds after a no is undefined.
+        The content of a buffer is undefined where the answer is False.
         """
         ...
 
@@ -88,19 +87,19 @@ HostLayerView: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class CopyEvent(Protocol):
-    """The end of a copy between tiers that was begun: ``NullCopyEvent``, or an event of a device's stream."""
+    """Completion of a copy between tiers, like a CUDA event: `NullCopyEvent`, or an event of a device's stream."""
 
     def is_done(self) -> bool:
-        """All its bytes are there. Never waits."""
+        """Return whether the copy is complete. Never wait."""
         ...
 
     def wait_on_stream(self) -> None:
-        """What the calling thread's forward begins from now on comes after this copy; the thread does not wait."""
+        """Order all later device work of the calling thread after this copy. The thread itself does not wait."""
         ...
 
 
 class NullCopyEvent:
-    """The end of a copy that was done when its call returned."""
+    """The completion of a copy that was done when its call returned."""
 
     def is_done(self) -> bool:
         return True
@@ -110,62 +109,60 @@ class NullCopyEvent:
 
 
 class DeviceMemory(Protocol):
-    """The pages of the device tier: ``hicache.SimulatedDeviceMemory``, ``hicache.TorchDeviceMemory``.
+    """The pages of the device tier: `hicache.SimulatedDeviceMemory`, `hicache.TorchDeviceMemory`.
 
-    Called by ``hicache.HostPool`` on the thread that copies, one layer at a time, so that a forward may use a layer
-    while the next one is on its way. ``layer_view`` is the host's memory of that layer. Page numbers were checked by
-    the
-    caller.
+    `hicache.HostPool` calls it on the copying thread, layer by layer, so that a forward may use one layer while the
+    next one is being copied. `layer_view` is the host's memory of that layer. The caller has checked page numbers.
     """
 
     @property
     def shape(self) -> PageShape:
-        """Of every page."""
+        """Shape of every page."""
         ...
 
     @property
     def num_pages(self) -> int:
-        """Pages of the device."""
+        """Number of device pages."""
         ...
 
     def wait_for_compute_stream(self) -> None:
-        """Let copies that begin from now on come after what the calling thread's forward has begun. Never waits."""
+        """Order all later copies after the device work that the calling thread's forward has queued. Never wait."""
         ...
 
     def copy_to_host(
         self, layer: int, pages: Sequence[int], layer_view: HostLayerView, host_pages: Sequence[int]
     ) -> CopyEvent:
-        """Copy one layer of pages to the host, the n-th of ``pages`` to the n-th of ``host_pages``."""
+        """Copy one layer of pages to the host, the n-th of `pages` to the n-th of `host_pages`."""
         ...
 
     def copy_to_device(
         self, layer: int, layer_view: HostLayerView, host_pages: Sequence[int], pages: Sequence[int]
     ) -> CopyEvent:
-        """Copy one layer of pages from the host, the n-th of ``host_pages`` to the n-th of ``pages``."""
+        """Copy one layer of pages from the host, the n-th of `host_pages` to the n-th of `pages`."""
         ...
 
 
 class LayerDoneCounter(Protocol):
-    """Where a forward waits for pages that are still on their way to the device: ``HiCacheTiers.fence`` of the
-    reference
-    engine. Called by a device, on the thread of its forward.
+    """Where a forward waits for the pages of one layer that are still being copied to the device.
+
+    A device calls it on the thread of its forward.
     """
 
     def start_batch(self) -> None:
-        """A batch is launched: let the copies begin whose pages it reads."""
+        """Start the copies of the pages that the launched batch reads."""
         ...
 
     def wait_until(self, layer: int) -> None:
-        """Wait until this layer of the pages is there; at once where none are on their way.
+        """Wait until this layer of the pages is on the device. Return immediately if none is being copied.
 
         Raises:
-            LoadBackError: they do not come; the batch cannot be computed.
+            LoadBackError: the copy failed; the batch cannot be computed.
         """
         ...
 
 
 class NullLayerDoneCounter:
-    """The fence of a device whose pages are there before a request runs."""
+    """The counter of a device whose pages are loaded before a request runs."""
 
     def start_batch(self) -> None:
         pass
@@ -175,13 +172,13 @@ class NullLayerDoneCounter:
 
 
 class HostPages(Protocol):
-    """The pages of the host tier: ``hicache.HostPool``. Called by ``HiRadixCache``."""
+    """The pages of the host tier: `hicache.HostPool`. Called by `HiRadixCache`."""
 
     def reserve(self, num_pages: int) -> list[int]:
-        """Take free pages, to write to.
+        """Reserve free pages for writing.
 
         Raises:
-            OutOfPagesError: this rank cannot; nothing is taken.
+            OutOfPagesError: too few are free; none is reserved.
         """
         ...
 
@@ -190,76 +187,76 @@ class HostPages(Protocol):
         ...
 
     def abort(self, pages: Sequence[int]) -> None:
-        """Give reserved pages back."""
+        """Return reserved pages to the free list."""
         ...
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give committed pages back."""
+        """Return committed pages to the free list."""
         ...
 
     def check_integrity(self, committed: Sequence[int]) -> None:
-        """Check that free, reserved and committed pages add up, ``committed`` being those that the tree holds.
+        """Check that free, reserved and committed pages add up; `committed` are the pages of the tree.
 
         Raises:
-            CacheIntegrityError: with the count that does not add up.
+            CacheIntegrityError: naming the count that does not add up.
         """
         ...
 
 
 class PageMover(Protocol):
-    """Moves pages between device, host and storage, without blocking: ``hicache.ThreadPageMover``.
+    """Move pages between device, host and storage without blocking: `hicache.ThreadPageMover`.
 
-    Called by ``HiRadixCache``.
+    Called by `HiRadixCache`.
     """
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
-        """Begin these, in order."""
+        """Start these instructions, in order."""
         ...
 
     def poll(self) -> Sequence[IoEvent]:
-        """Return what has happened since the last call, on this rank.
+        """Return the events on this rank since the last call.
 
-        Every instruction is answered. One that could not be carried out, for whatever reason, is answered with an event
-        that says so; nothing is raised, so that all ranks can agree on it.
+        Every instruction gets an answer. A failure is an event too and raises nothing, so that all ranks can agree
+        on it.
         """
         ...
 
     @property
     def load_back_budget_pages(self) -> int:
-        """Pages that this rank can begin to copy to the device now."""
+        """Number of pages that this rank can start to copy to the device now."""
         ...
 
     @property
     def has_storage(self) -> bool:
-        """This rank has a storage backend attached and can use it."""
+        """Whether this rank has an attached and usable storage backend."""
         ...
 
     def close(self) -> None:
-        """End what is under way and let go of threads and backend; safe to call twice."""
+        """End the running operations and release threads and backend. Safe to call twice."""
         ...
 
 
 class PageHook(Protocol):
-    """Sees pages that were computed and loaded: a simulated device that makes their bytes, a test that checks them.
+    """Observe pages that were computed or loaded: a simulated device that fills them, a test that checks them.
 
-    Called by ``HiRadixCache``.
+    Called by `HiRadixCache`.
     """
 
     def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
-        """The device has computed these pages; their whole digests stand one after the other."""
+        """Handle pages that the device has computed; `digests` are their full digests, concatenated."""
         ...
 
     def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
-        """These device pages were copied from the host, and requests may use them from now on.
+        """Handle device pages that were copied from the host. Requests may use them from now on.
 
         Raises:
-            CacheIntegrityError: a page holds another's bytes, or changed on its way.
+            CacheIntegrityError: a page holds the bytes of another one, or changed during the copy.
         """
         ...
 
 
 class NullPageHook:
-    """The page hook of an engine that does not look into its pages."""
+    """The hook of an engine that does not inspect its pages."""
 
     def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
         pass

@@ -7,15 +7,13 @@ from typing import Protocol
 
 from scheduler_components.values import SyncCall
 
-__all__ = [
-    "SyncGroup",
-]
+__all__ = ["SyncGroup"]
 
 
 class SyncGroup(Protocol):
-    """Ranks that agree with each other: ``hicache.TorchSyncGroup``. Called by ``hicache.ParallelGroups``.
+    """Ranks that exchange vectors of integers: `torch_sync.TorchSyncGroup`. Called by `ParallelGroups`.
 
-    Every member makes the same calls, in the same order, always.
+    Every member makes the same calls in the same order.
     """
 
     @property
@@ -24,23 +22,23 @@ class SyncGroup(Protocol):
         ...
 
     def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:
-        """Return the element-wise minimum of all members' int64 vectors, which have one length.
+        """Return the element-wise minimum of the members' int64 vectors, which have one length.
 
         Raises:
-            SyncTimeoutError: a member did not come in time.
-            SyncDivergenceError: all came, with different calls.
+            SyncTimeoutError: a member did not make the call in time.
+            SyncDivergenceError: the members made different calls.
         """
         ...
 
     def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
-        """Return all members' int64 vectors, which have one length, one after the other in rank order.
+        """Return the members' int64 vectors, which have one length, concatenated in rank order.
 
         Raises:
-            SyncTimeoutError: a member did not come in time.
-            SyncDivergenceError: all came, with different calls.
+            SyncTimeoutError: a member did not make the call in time.
+            SyncDivergenceError: the members made different calls.
         """
         ...
 
     def close(self) -> None:
-        """Let go of sockets; safe to call twice."""
+        """Release the sockets. Safe to call twice."""
         ...

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.ports import Profiler, StateProvider, StateValue
+from scheduler_components.internal_state import StateProvider, StateValue
+from scheduler_components.profiler_manager import Profiler
 from scheduler_components.testing.check_trace import CheckTrace
 
 __all__ = ["PROFILER_CHECKS", "STATE_HOLDER_CHECKS"]

@@ -33,9 +33,9 @@ import msgspec
 
 from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
-from scheduler_components.control_requests import ControlReply, ControlRequest
-from scheduler_components.ports import AuditedPool, HeldBlocksSource
-from scheduler_components.values import ForwardMode
+from scheduler_components.pool_stats_observer import AuditedPool
+from scheduler_components.ports import HeldBlocksSource
+from scheduler_components.values import ControlReply, ControlRequest, ForwardMode
 
 __all__ = [
     # prefix caches

@@ -11,7 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler_components import KvEventSink, OutputSink
-from scheduler_components.control_requests import (
+from scheduler_components.testing.event_ledger import EventLedger
+from scheduler_components.testing.interfaces import QuiescableScheduler, Workload
+from scheduler_components.testing.pool_verifier import PoolVerifier
+from scheduler_components.testing.scheduler_checks import WORKLOAD
+from scheduler_components.testing.scheduler_session import SchedulerSession
+from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -19,6 +24,7 @@ from scheduler_components.control_requests import (
     ControlRequest,
     EndWeightUpdate,
     FlushCache,
+    KvPoolSnapshot,
     LoadWeights,
     MemoryTag,
     PauseGeneration,
@@ -28,12 +34,6 @@ from scheduler_components.control_requests import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.interfaces import QuiescableScheduler, Workload
-from scheduler_components.testing.pool_verifier import PoolVerifier
-from scheduler_components.testing.scheduler_checks import WORKLOAD
-from scheduler_components.testing.scheduler_session import SchedulerSession
-from scheduler_components.values import KvPoolSnapshot
 
 __all__ = ["QUIESCE_CHECKS", "OpenQuiescableScheduler"]
 

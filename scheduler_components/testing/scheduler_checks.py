@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
-from scheduler_components.invariant_rules import find_pool_violations
-from scheduler_components.ports import AuditedPool, NullOwnerTrails
+from scheduler_components.invariant_checker import find_pool_violations
+from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import AuditedScheduler, PooledScheduler, ServingScheduler, Workload
 from scheduler_components.testing.pool_verifier import PoolVerifier
@@ -155,7 +155,7 @@ def check_pool_accounting(open_scheduler: OpenAuditedScheduler, workload: Worklo
     for delay in (None, *_ABORT_DELAYS):
         session, pools = _open_audited("After every step each page of each pool is in one place", open_scheduler)
         for _ in session.serve(workload, abort_delay=delay):
-            violations = [str(each) for pool in pools for each in find_pool_violations(pool, NullOwnerTrails())]
+            violations = [str(each) for pool in pools for each in find_pool_violations(pool)]
             session.trace.expect([], violations, "broken rules of the pools")
 
 

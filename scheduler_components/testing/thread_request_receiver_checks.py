@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 from scheduler_components.errors import ComponentError
-from scheduler_components.ports import InputSource
+from scheduler_components.request_receiver import InputSource
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.fakes import ListInputSource
 from scheduler_components.testing.interfaces import ReceivingRank

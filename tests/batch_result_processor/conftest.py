@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_components import BatchResultProcessor, FinishReason, TokenOutput
-from scheduler_components.ports import OutputStream
+from scheduler_components.output_streamer import OutputStreamer, StreamedRequest
+from scheduler_components.testing.fakes import ListOutputSink
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 
@@ -93,13 +94,14 @@ class Observer:
         self.ends.append(reason)
 
 
-@dataclass
-class Told:
-    """An ``OutputStream`` that notes what it was told, a step a list."""
+class RecordingStreamer(OutputStreamer):
+    """Records the ids of the streamed requests, one list per step, and sends nothing."""
 
-    steps: list[list[str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(sink=ListOutputSink())
+        self.steps: list[list[str]] = []
 
-    def stream(self, requests: Iterable[Req]) -> None:
+    def stream(self, requests: Iterable[StreamedRequest]) -> None:
         self.steps.append([request.rid for request in requests])
 
 
@@ -110,14 +112,14 @@ class Bench:
     pages: Pages = field(default_factory=Pages)
     register: Register = field(default_factory=Register)
     observer: Observer = field(default_factory=Observer)
-    told: Told = field(default_factory=Told)
+    streamer: RecordingStreamer = field(default_factory=RecordingStreamer)
 
-    def processor(self, output: OutputStream[Req] | None = None) -> BatchResultProcessor[Req]:
-        """A processor that tells ``output``, or else ``told``."""
+    def processor(self, output: OutputStreamer | None = None) -> BatchResultProcessor[Req]:
+        """Create a processor that streams to ``output``, by default to the recording streamer."""
         return BatchResultProcessor(
             kv=self.pages,
             requests=self.register,
-            output=output if output is not None else self.told,
+            output=output if output is not None else self.streamer,
             observer=self.observer,
             eos_token_ids=frozenset({EOS}),
         )

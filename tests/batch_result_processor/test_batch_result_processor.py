@@ -61,7 +61,7 @@ def test_an_abort_gives_the_pages_back_at_once_and_is_told_with_the_next_step(be
     late = result(aborted, None, 50)  # the device had it in hand
     assert processor.process([late, result(other, None, 51)]) == [aborted, other]
     assert (aborted.output, aborted.finish_reason) == ([], "abort")
-    assert bench.told.steps == [["a", "b"]]
+    assert bench.streamer.steps == [["a", "b"]]
     assert not processor.has_pending_outputs
 
 
@@ -140,4 +140,25 @@ def test_a_request_that_the_register_does_not_know_still_gives_its_pages_back(be
 
 def test_a_step_is_told_once_even_when_there_is_nothing_to_tell(bench: Any) -> None:
     bench.processor().process()
-    assert bench.told.steps == [[]]
+    assert bench.streamer.steps == [[]]
+
+
+@pytest.mark.parametrize(
+    "activity", ["finishing a request", "freeing a request's pages", "observing results", "computing a batch"]
+)
+def test_each_episode_of_failures_ends_with_the_next_success(
+    bench: Any, activity: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    processor = bench.processor()
+    sick, well = bench.add("sick"), bench.add("well", max_new=1)
+    if activity == "computing a batch":
+        processor.fail([sick], RuntimeError("out of memory"))
+    else:
+        bench.register.running.pop("sick") if activity == "finishing a request" else None
+        bench.pages.broken_rids.add("sick")
+        bench.observer.broken = activity == "observing results"
+        processor.abort(sick)
+    assert processor.failures.counts[activity] == 1
+    bench.observer.broken = False
+    processor.process([result(well, None, 50)])
+    assert f"{activity} works again after 1 failures" in caplog.text

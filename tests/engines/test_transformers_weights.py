@@ -13,7 +13,10 @@ transformers = pytest.importorskip(
 
 import torch  # noqa: E402
 
-from scheduler_components.control_requests import (  # noqa: E402
+from scheduler_components.quiesce import QuiesceController  # noqa: E402
+from scheduler_components.testing.in_process_groups import InProcessGroups  # noqa: E402
+from scheduler_components.torch_weight_updater import TorchWeightStore  # noqa: E402
+from scheduler_components.values import (  # noqa: E402
     BeginWeightUpdate,
     CheckWeights,
     ControlReply,
@@ -22,9 +25,6 @@ from scheduler_components.control_requests import (  # noqa: E402
     LoadWeights,
     RollBackWeights,
 )
-from scheduler_components.quiesce import QuiesceController  # noqa: E402
-from scheduler_components.testing.in_process_groups import InProcessGroups  # noqa: E402
-from scheduler_components.torch_weight_updater import TorchWeightStore  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
 
@@ -64,7 +64,7 @@ class Rank:
         while answer is None:
             self.num_steps += 1
             proposal = self.quiesce.propose(self.num_steps, rank=0, now_s=0.0)
-            answer = self.quiesce.settle(self.num_steps, self.sync.reduce({0: proposal})[0])
+            answer = self.quiesce.apply(self.num_steps, self.sync.reduce({0: proposal})[0])
         return answer
 
 

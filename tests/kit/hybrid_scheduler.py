@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from scheduler_components import ParallelState
 from scheduler_components.allocation_log import AllocationLog
-from scheduler_components.audited_pools import RadixCachePool, SlotPool
 from scheduler_components.cache import PagePool, PrefixNamespace
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
+from scheduler_components.pool_stats_observer import RadixCachePool, SlotPool
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig

@@ -9,9 +9,9 @@ from typing import cast
 import msgspec
 
 from scheduler_components.agreement import AgreedValues, Proposal
-from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.quiesce import QuiesceController
 from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.values import ControlReply, ControlRequest
 
 RANKS = (0, 1, 2, 3)
 HOPS = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}
@@ -140,7 +140,7 @@ class Replica:
                 for rank, quiesce in self.ranks.items()
             }
             agreed = self._with_own_values(proposals, self.sync.reduce(proposals))
-            answers = [quiesce.settle(self.num_steps, agreed[rank]) for rank, quiesce in self.ranks.items()]
+            answers = [quiesce.apply(self.num_steps, agreed[rank]) for rank, quiesce in self.ranks.items()]
         for rank, engine in self.engines.items():
             engine.step(self.ranks[rank])
         return answers

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from observability import PrometheusSink
 from scheduler_components import LoadSnapshot, QuiesceStats, SchedulerStats
-from scheduler_components.control_requests import MemoryTag
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.quiesce import QuiesceState
+from scheduler_components.values import MemoryTag
 
 
 def told(quiesce: QuiesceStats | None) -> dict[str, float | None]:

@@ -10,9 +10,8 @@ from kit.reference_scheduler import ReferenceScheduler
 
 from scheduler_components import KvEventSink, OutputSink
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.control_requests import ControlReply, ControlRequest
 from scheduler_components.events import MediumGroup
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
 from scheduler_components.reference.device.weights import SimulatedWeights
 from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
@@ -23,6 +22,7 @@ from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces, next_token
 from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
+from scheduler_components.values import ControlReply, ControlRequest
 
 
 class RestingReference(ReferenceScheduler):

@@ -11,7 +11,7 @@ from kit.hybrid_scheduler import SMALL, HybridPages, KeepsStateOfAborted, LosesW
 
 from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
 from scheduler_components.invariant_checker import CheckPolicy
-from scheduler_components.ports import AuditedPool
+from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.request import Request

@@ -9,10 +9,9 @@ from threading import Condition
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.ports import InputRelay, InputSource, NullInputSource
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.recv_skipper import RecvSkipper
-from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.request_receiver import InputRelay, InputSource, NullInputSource, RequestReceiver
 from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.testing import RECEIVER_CHECKS, ConformanceError
 from scheduler_components.testing import thread_request_receiver_checks as checks

@@ -29,10 +29,13 @@ from scheduler_components import (
     WorkCounters,
     ports,
 )
+from scheduler_components.batch_result_processor import RequestFinisher
 from scheduler_components.hicache import KeySpace, MemoryPageStore, Placement
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics import RateMeter
-from scheduler_components.ports import RequestFinisher, StatsSource, StreamedRequest
+from scheduler_components.output_streamer import StreamedRequest
+from scheduler_components.ports import StatsSource
+from scheduler_components.request_receiver import InputRelay, InputSource
 
 if TYPE_CHECKING:
     from scheduler_components import NullMetricsSink, SchedulerStats
@@ -55,10 +58,10 @@ if TYPE_CHECKING:
     def a_metrics_sink(metrics: ShmMetricsSink | NullMetricsSink) -> ports.MetricsSink:
         return metrics
 
-    def an_input_source(source: ZmqInputSource) -> ports.InputSource:
+    def an_input_source(source: ZmqInputSource) -> InputSource:
         return source
 
-    def an_input_relay(relay: ZmqLeaderRelay | ZmqFollowerRelay | SyncGroupRelay) -> ports.InputRelay:
+    def an_input_relay(relay: ZmqLeaderRelay | ZmqFollowerRelay | SyncGroupRelay) -> InputRelay:
         return relay
 
     def a_kv_metrics_sink(metrics: ZmqKvMetricsSink) -> ports.KvMetricsSink:

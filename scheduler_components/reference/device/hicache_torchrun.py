@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, open_file_page_store
-from scheduler_components.ports import NullInputSource
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.device.hicache_sim import (
     FaultRates,
@@ -36,7 +35,7 @@ from scheduler_components.reference.device.hicache_sim import (
     StepCommands,
     make_rank,
 )
-from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.request_receiver import NullInputSource, RequestReceiver
 from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.torch_sync import open_torch_groups
 from scheduler_components.values import ForwardMode, InputKind, InputMessage

@@ -14,22 +14,6 @@ from scheduler_components import (
     OutputDelta,
     TokenOutput,
 )
-from scheduler_components.control_requests import (
-    BeginWeightUpdate,
-    CheckWeights,
-    ClearStorageIndex,
-    ContinueGeneration,
-    ControlReply,
-    EndWeightUpdate,
-    FlushCache,
-    LoadWeights,
-    MemoryTag,
-    PauseGeneration,
-    PauseMode,
-    ReleaseMemory,
-    ResumeMemory,
-    RollBackWeights,
-)
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
@@ -62,7 +46,23 @@ from scheduler_components.reference.engine.messages import (
     unpack_tokens,
 )
 from scheduler_components.reference.engine.rank.loop import CommandDecoder
-from scheduler_components.values import InputKind
+from scheduler_components.values import (
+    BeginWeightUpdate,
+    CheckWeights,
+    ClearStorageIndex,
+    ContinueGeneration,
+    ControlReply,
+    EndWeightUpdate,
+    FlushCache,
+    InputKind,
+    LoadWeights,
+    MemoryTag,
+    PauseGeneration,
+    PauseMode,
+    ReleaseMemory,
+    ResumeMemory,
+    RollBackWeights,
+)
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 hashes = st.frozensets(st.integers(-(2**63), 2**63 - 1), max_size=20)

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from scheduler_components import ComponentError
-from scheduler_components.control_requests import (
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
+from scheduler_components.reference.engine.messages import SubmitControl
+from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
     CheckWeights,
@@ -27,9 +30,6 @@ from scheduler_components.control_requests import (
     RollBackWeights,
     control_request_name,
 )
-from scheduler_components.reference.engine.frontend.errors import EngineFailedError
-from scheduler_components.reference.engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
-from scheduler_components.reference.engine.messages import SubmitControl
 
 __all__ = ["ControlFailedError", "ControlQueue"]
 

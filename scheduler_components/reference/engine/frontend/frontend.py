@@ -17,7 +17,6 @@ import msgspec
 import zmq
 
 from scheduler_components import ComponentError, ConfigError, FinishReason, OutputBatch, OutputDelta
-from scheduler_components.control_requests import ControlReply
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, Placement
 from scheduler_components.reference.engine.frontend.errors import (
@@ -43,6 +42,7 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     encode,
 )
+from scheduler_components.values import ControlReply
 
 __all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
 
@@ -212,7 +212,7 @@ class Frontend:
         elif isinstance(report, RpcReply):
             commands.rpcs[report.rank] = report
         elif isinstance(report, ControlCompleted):
-            commands.controls[report.reply.order_id, report.replica] = report.reply
+            commands.controls[report.reply.request_id, report.replica] = report.reply
         elif isinstance(report, RankReady):
             self.replies.ready[report.rank] = report
         elif isinstance(report, RankHeartbeat):

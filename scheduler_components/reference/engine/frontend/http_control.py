@@ -18,7 +18,10 @@ from starlette.routing import Route
 
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components.control_requests import (
+from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
+from scheduler_components.reference.engine.frontend.http_body import BodyTooLargeError, read_body
+from scheduler_components.values import (
     ContinueGeneration,
     FlushCache,
     MemoryTag,
@@ -26,9 +29,6 @@ from scheduler_components.control_requests import (
     ReleaseMemory,
     ResumeMemory,
 )
-from scheduler_components.reference.device.model_spec import ModelSpec
-from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
-from scheduler_components.reference.engine.frontend.http_body import BodyTooLargeError, read_body
 
 __all__ = ["MAX_CONTROL_BYTES", "control_routes"]
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_components import ParallelState
-from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, WeightStore
+from scheduler_components.quiesce import MemoryOccupation, NullMemoryOccupation
 from scheduler_components.reference.device.device import LayerwiseDevice, SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths
+from scheduler_components.weight_updater import WeightStore
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory

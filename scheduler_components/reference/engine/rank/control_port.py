@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.ports import MemoryOccupation, NullMemoryOccupation, NullWeightStore, WeightStore
-from scheduler_components.quiesce import QuiesceController, QuiesceStepper
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.quiesce import (
+    MemoryOccupation,
+    NullMemoryOccupation,
+    QuiesceController,
+    QuiesceState,
+    QuiesceStepper,
+)
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.weight_updater import NullWeightStore, WeightStore
 
 __all__ = ["QuiescableScheduler", "make_quiesce_stepper"]
 

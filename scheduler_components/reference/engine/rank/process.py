@@ -21,9 +21,8 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import open_shm_metrics_sink
-from scheduler_components.ports import NullProfiler, Profiler
-from scheduler_components.profiler_manager import ProfilerManager
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
+from scheduler_components.quiesce import QuiesceState
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.engine.config import RankConfig
@@ -260,8 +259,8 @@ def _open_loop(
             relay=ZmqLeaderRelay(followers=followers, wait_for=heartbeat.wait),
             blocker=InputBlocker(
                 bounds=config.engine.scheduler.input_bounds,
-                ids=scheduler.queues,
-                refusals=refusals,
+                active_ids=scheduler.queues,
+                rejections=refusals,
                 stats=scheduler.request_metrics.receiver,
             ),
             recv_skipper=skipper,

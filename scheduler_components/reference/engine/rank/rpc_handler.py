@@ -14,8 +14,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.internal_state import InternalState
-from scheduler_components.ports import StateValue
+from scheduler_components.internal_state import InternalState, StateValue
 from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager
 from scheduler_components.reference.device.device import Device, DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig

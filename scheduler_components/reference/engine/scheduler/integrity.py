@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 
 from scheduler_components import KvEventSource, ParallelState, RadixCache
 from scheduler_components.allocation_log import AllocationLog
-from scheduler_components.audited_pools import RadixCachePool
 from scheduler_components.cache import RadixNode
-from scheduler_components.invariant_checker import PoolInvariantChecker
-from scheduler_components.pool_stats_observer import PoolStatsObserver
-from scheduler_components.ports import AllocationSink, AuditedPool, NullAllocationSink
-from scheduler_components.published_blocks import PublishedBlocks
+from scheduler_components.invariant_checker import PoolInvariantChecker, PublishedBlocks
+from scheduler_components.pool_stats_observer import AuditedPool, PoolStatsObserver, RadixCachePool
+from scheduler_components.ports import AllocationSink, NullAllocationSink
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import RequestState
-from scheduler_components.step_progress import StepProgress
 from scheduler_components.values import HeldCount, PageHolding, PoolCount
+from scheduler_components.watchdog import StepProgress
 
 __all__ = ["SchedulerIntegrity", "RequestPageHolders", "RequestSlotPool"]
 
@@ -98,7 +96,7 @@ class SchedulerIntegrity:
         pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
         guard = cls(checker=checker, owners=NullAllocationSink(), events=cache, pools=pools, progress=progress)
         if config.owners_one_in:
-            guard.owners = checker.owners = AllocationLog(progress=progress, one_in=config.owners_one_in)
+            guard.owners = checker.log = AllocationLog(progress=progress, one_in=config.owners_one_in)
         if config.follows_events and parallel.owns_kv_stream:
             guard.events = checker.published = PublishedBlocks(source=cache)
             checker.cached = cache

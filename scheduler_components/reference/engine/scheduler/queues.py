@@ -82,7 +82,7 @@ class RequestQueues:
         """Return the request in flight with this id, or None."""
         return self._by_rid.get(rid)
 
-    def is_taken(self, rid: str) -> bool:
+    def __contains__(self, rid: object) -> bool:
         """Return True if the id is in use: by a request in flight, or by an abort that is not streamed yet."""
         return rid in self._by_rid or rid in self._unreported_aborts
 

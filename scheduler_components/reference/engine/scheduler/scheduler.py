@@ -45,11 +45,10 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.cache import RadixCache
-from scheduler_components.control_requests import DEFAULT_WEIGHT_VERSION
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.quiesce_state import QuiesceState, weight_namespace
+from scheduler_components.quiesce import QuiesceState, weight_namespace
 from scheduler_components.reference.device.device import Device, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
@@ -64,8 +63,8 @@ from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
-from scheduler_components.step_progress import IDLE
-from scheduler_components.values import ForwardMode
+from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode
+from scheduler_components.watchdog import IDLE_PHASE
 
 __all__ = [
     "Clocks",
@@ -349,28 +348,28 @@ class Scheduler:
         """
         check_request_fits(self.batcher.config, request.num_input_tokens, request.limits.max_new_tokens)
         check_tokens_known(self.batcher.config, request.token_ids)
-        if self.queues.is_taken(request.rid):
+        if request.rid in self.queues:
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
-        self.integrity.progress.enter("submit", request.rid)
+        self.integrity.progress.enter_phase("submit", request.rid)
         self.batcher.start_prefetch(request)
         request.num_cached_tokens = self.batcher.kv_cache.match_length(request)
         self.batcher.predict_first_token(request)
         self.queues.add(request)
         self.request_metrics.on_queued(request)
         self._decisions.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
-        self.integrity.progress.enter(IDLE)
+        self.integrity.progress.enter_phase(IDLE_PHASE)
 
     def abort(self, rid: str) -> bool:
         """End a request now, wherever it stands; the next step tells of it. False when it is not in flight."""
         request = self.queues.find(rid)
         if request is None:
             return False
-        self.integrity.progress.enter("abort", rid)
+        self.integrity.progress.enter_phase("abort", rid)
         self.tiers.prefetch_queue.cancel(rid)
         self.results.abort(request)
-        self.integrity.progress.enter(IDLE)
+        self.integrity.progress.enter_phase(IDLE_PHASE)
         self._decisions.add(request.arrival, self.cache.used_tokens)
         return True
 
@@ -387,7 +386,7 @@ class Scheduler:
         progress.begin_step(self.num_steps + 1, "tiers")
         self.tiers.step()
         self.batcher.update_prefetched_spans()
-        progress.enter("batch")
+        progress.enter_phase("batch")
         batch = self.batcher.next_batch()
         if batch.has_work:
             news = self._compute(batch)
@@ -396,11 +395,11 @@ class Scheduler:
             news = self.results.process()
         self.queues.on_aborts_streamed()
         self._decisions.add_step(batch, len(news), self.tiers)
-        progress.enter("report")
+        progress.enter_phase("report")
         self._report()
         nobody_holds = not self.queues.running and not self.tiers.num_operations
         self.integrity.checker.after_step(is_idle=nobody_holds)
-        progress.enter(IDLE)
+        progress.enter_phase(IDLE_PHASE)
         return StepResult(
             step=self.num_steps,
             num_updated_requests=len(news),
@@ -414,7 +413,7 @@ class Scheduler:
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Let the device compute a batch, and book it; returns the requests with news."""
         begun_s = self.request_metrics.clock()
-        self.integrity.progress.enter("device", batch.works[0].request.rid if batch.works else "")
+        self.integrity.progress.enter_phase("device", batch.works[0].request.rid if batch.works else "")
         try:
             self.device.launch(batch)
             self.kv_events.idle()
@@ -422,9 +421,9 @@ class Scheduler:
             if len(output.token_ids) != len(batch.works):
                 raise ValueError(f"the device gave {len(output.token_ids)} tokens for {len(batch.works)} works")
         except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
-            self.integrity.progress.enter("results")
+            self.integrity.progress.enter_phase("results")
             return self.results.fail([work.request for work in batch.works], error)
-        self.integrity.progress.enter("results")
+        self.integrity.progress.enter_phase("results")
         self.request_metrics.on_batch_computed(batch, begun_s=begun_s)
         for place, logprobs in output.logprobs.items():
             batch.works[place].request.append_logprobs(logprobs)

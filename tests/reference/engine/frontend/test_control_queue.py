@@ -8,19 +8,6 @@ from typing import TypeVar
 
 import pytest
 
-from scheduler_components.control_requests import (
-    BeginWeightUpdate,
-    CheckWeights,
-    ContinueGeneration,
-    ControlReply,
-    ControlRequest,
-    EndWeightUpdate,
-    FlushCache,
-    LoadWeights,
-    PauseGeneration,
-    PauseMode,
-    RollBackWeights,
-)
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RankSilentError
@@ -32,6 +19,19 @@ from scheduler_components.reference.engine.messages import (
     RankHeartbeat,
     SubmitControl,
     decode_command,
+)
+from scheduler_components.values import (
+    BeginWeightUpdate,
+    CheckWeights,
+    ContinueGeneration,
+    ControlReply,
+    ControlRequest,
+    EndWeightUpdate,
+    FlushCache,
+    LoadWeights,
+    PauseGeneration,
+    PauseMode,
+    RollBackWeights,
 )
 
 T = TypeVar("T")

@@ -16,7 +16,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import open_async_subscriber, parse_addresses, parse_worker_url
-from scheduler_components.control_requests import BeginWeightUpdate, FlushCache, PauseMode
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
@@ -25,6 +24,7 @@ from scheduler_components.reference.engine.frontend.errors import EngineFailedEr
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
 from scheduler_components.reference.engine.http_app import EngineStatus, make_app
 from scheduler_components.reference.engine.messages import pack_tokens, unpack_hashes
+from scheduler_components.values import BeginWeightUpdate, FlushCache, PauseMode
 
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0

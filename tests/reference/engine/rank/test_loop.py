@@ -25,7 +25,7 @@ from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import LockstepError
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.quiesce import QuiesceState
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch
 from scheduler_components.reference.device.sampling import SamplingLimits

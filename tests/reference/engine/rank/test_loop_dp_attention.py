@@ -26,7 +26,7 @@ from scheduler_components.dp_attn import BatchShape, DpBatchSync, PrefillIntent,
 from scheduler_components.errors import SyncTimeoutError
 from scheduler_components.internal_state import InternalState
 from scheduler_components.profiler_manager import ProfilerManager
-from scheduler_components.quiesce_state import QuiesceState
+from scheduler_components.quiesce import QuiesceState
 from scheduler_components.rank_groups import RankGroups
 from scheduler_components.reference.cli.engine_commands import EngineOptions, HiCacheOptions, engine_config
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel

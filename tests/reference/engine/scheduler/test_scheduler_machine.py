@@ -14,7 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.control_requests import (
+from scheduler_components.quiesce import QuiesceState
+from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
+from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
+from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
     ContinueGeneration,
@@ -28,16 +38,6 @@ from scheduler_components.control_requests import (
     ResumeMemory,
     RollBackWeights,
 )
-from scheduler_components.quiesce_state import QuiesceState
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.device.model_spec import TokenSpec
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
-from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
-from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
 
 EOS = 3
 MODEL = SimulatedModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share

@@ -1,6 +1,6 @@
-"""What a person or a trainer orders of an engine, and the answer: values that travel between processes.
+"""Control requests: what an operator or a trainer asks of an engine, and the reply.
 
-Names are SGLang's (0.5.23, ``io_struct.py``) where it has the order. ``finish`` of ``PauseMode`` is vLLM's ``wait``.
+Names are SGLang's (0.5.23, ``io_struct.py``) if it has the request. ``finish`` of `PauseMode` is vLLM's ``wait``.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ __all__ = [
     "DEFAULT_WEIGHT_VERSION",
     "BeginWeightUpdate",
     "CheckWeights",
+    "ClearStorageIndex",
     "ContinueGeneration",
+    "ControlReply",
+    "ControlRequest",
     "EndWeightUpdate",
     "FlushCache",
-    "ClearStorageIndex",
+    "IdleControlRequest",
     "LoadWeights",
     "MemoryTag",
-    "ControlRequest",
-    "ControlReply",
     "PauseGeneration",
     "PauseMode",
     "ReleaseMemory",
-    "IdleControlRequest",
     "ResumeMemory",
     "RollBackWeights",
     "control_request_name",
 ]
 
 DEFAULT_WEIGHT_VERSION = "default"
-"""Version of the weights that an engine started with, as SGLang calls it. Hashes of blocks are seeded by no other."""
+"""Version of the weights that an engine starts with, as in SGLang. Block hashes are seeded by every other version."""
 
 
 class PauseMode(enum.StrEnum):
-    """What becomes of the requests that run: all three of SGLang's, and waiting for their end."""
+    """What a pause does with running requests: SGLang's three modes, and waiting for their end."""
 
     ABORT = "abort"
     RETRACT = "retract"
@@ -52,8 +52,11 @@ class MemoryTag(enum.StrEnum):
 
 
 class PauseGeneration(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Compute no more. ``abort`` ends what runs and waits; ``retract`` lets what runs wait again, its output kept;
-    ``in_place`` leaves it where it is, with its pages; ``finish`` lets it end, and is given up after ``deadline_s``.
+    """Stop computing.
+
+    ``abort`` ends running and waiting requests. ``retract`` returns running requests to the queue and keeps their
+    output. ``in_place`` leaves them where they are, with their pages. ``finish`` lets them end, and gives up after
+    `deadline_s`.
     """
 
     mode: PauseMode = PauseMode.ABORT
@@ -65,40 +68,40 @@ class ContinueGeneration(msgspec.Struct, frozen=True, gc=False, array_like=True,
 
 
 class FlushCache(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Forget every cached prefix once nothing runs; given up after ``deadline_s``, at once for 0."""
+    """Discard every cached prefix as soon as the engine is idle. Give up after `deadline_s`; 0 tries once."""
 
     deadline_s: float = 0.0
 
 
 class ClearStorageIndex(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Count no page as stored any more, once nothing runs; given up after ``deadline_s``."""
+    """Treat no page as stored any more, as soon as the engine is idle. Give up after `deadline_s`."""
 
     deadline_s: float = 0.0
 
 
 class BeginWeightUpdate(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Open a session that ends in weights of this version, once nothing runs. Nothing is computed while it is open."""
+    """Open a weight update to this version as soon as the engine is idle. Nothing is computed while it is open."""
 
     weight_version: str
     deadline_s: float = 0.0
 
 
 class LoadWeights(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """One part of the new weights, beside the old ones. A rank that cannot load it ends the session on all."""
+    """Load one tensor of the new weights. If a rank cannot load it, the update ends on all ranks."""
 
     name: str
     content: bytes
 
 
 class CheckWeights(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Compare what all ranks have loaded. The answer has its checksum; where ranks differ, the session is over."""
+    """Compare the tensors that all ranks have loaded, and reply with their checksum. A difference ends the update."""
 
 
 class EndWeightUpdate(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Serve the new weights if every rank has loaded what ``checksum`` says; otherwise keep the old ones.
+    """Serve the new weights if every rank has loaded tensors with this checksum; otherwise keep the old weights.
 
-    Pages that began to move for requests that wait are waited for, since the cache is emptied too. At the deadline the
-    session stays open.
+    It also empties the cache, so it waits for transfers of pages that were started for waiting requests. At the
+    deadline the update stays open.
     """
 
     checksum: int
@@ -106,11 +109,11 @@ class EndWeightUpdate(msgspec.Struct, frozen=True, gc=False, array_like=True, ta
 
 
 class RollBackWeights(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """End the session and keep the old weights."""
+    """End the update and keep the old weights."""
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Give device memory back once nothing runs. Weights are kept on the host, or lost without ``keep_weights``."""
+    """Release device memory as soon as the engine is idle. `keep_weights` keeps the weights on the host."""
 
     tags: tuple[MemoryTag, ...]
     keep_weights: bool = True
@@ -118,13 +121,13 @@ class ReleaseMemory(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Take released memory again, on all ranks or on none. The cache is empty then."""
+    """Allocate released memory again, on all ranks or on none. The cache is empty afterwards."""
 
     tags: tuple[MemoryTag, ...]
 
 
 IdleControlRequest: TypeAlias = FlushCache | ClearStorageIndex | BeginWeightUpdate | EndWeightUpdate | ReleaseMemory
-"""Orders that wait until nothing runs and no page is on its way."""
+"""Control requests that wait until no request runs and no page is transferred."""
 
 ControlRequest: TypeAlias = (
     PauseGeneration
@@ -136,11 +139,11 @@ ControlRequest: TypeAlias = (
     | ResumeMemory
 )
 
-_WORDS: dict[type[ControlRequest], str] = {
+_NAMES: dict[type[ControlRequest], str] = {
     PauseGeneration: "pause generation",
     ContinueGeneration: "continue generation",
     FlushCache: "flush cache",
-    ClearStorageIndex: "forget storage",
+    ClearStorageIndex: "clear storage index",
     BeginWeightUpdate: "begin weight update",
     LoadWeights: "load weights",
     CheckWeights: "check weights",
@@ -151,22 +154,22 @@ _WORDS: dict[type[ControlRequest], str] = {
 }
 
 
-def control_request_name(order: ControlRequest) -> str:
-    """Return an order's name in words, for errors."""
-    return _WORDS[type(order)]
+def control_request_name(request: ControlRequest) -> str:
+    """Return a request's name in words, for errors."""
+    return _NAMES[type(request)]
 
 
 class ControlReply(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """How an order ended; the same on every rank of a replica, save for the words behind a colon.
+    """The result of a control request. It is the same on every rank of a replica, except the text after a colon.
 
     Attributes:
-        order_id: as it was given with the order.
-        problem: why it was not carried out; empty where it was.
-        num_requests: that a pause has ended or put back.
-        checksum: of the weights that a session has loaded, where it was asked for.
+        request_id: id of the request.
+        problem: why it was rejected or failed; empty if it was carried out.
+        num_requests: requests that a pause has aborted or retracted.
+        checksum: checksum of the loaded weights, for requests that ask for it.
     """
 
-    order_id: int
+    request_id: int
     problem: str = ""
     num_requests: int = 0
     checksum: int = 0
