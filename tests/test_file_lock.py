@@ -1,4 +1,4 @@
-"""A file has one holder, who keeps it for as long as it lives; a file that its holder removed excludes nobody."""
+"""A file has one holder at a time, until it dies. A lock on a removed file excludes no other process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_waiting_process_gets_the_lock_after_its_holder(tmp_path: Path) -> Non
     holder.close()
     thread.join(30)
     assert order == ["holder", "waiter"]
-    acquire_file_lock(path).close()  # the block has let go
+    acquire_file_lock(path).close()  # the block has released it
     waiter.close()
 
 
@@ -77,7 +77,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_its_holder_removed_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder removes the file and lets go between a newcomer's opening and its locking: both must not hold it."""
+    """The holder removes the file between a newcomer's open and its lock: only one of them may hold the lock."""
     path = tmp_path / "lock"
     holder = acquire_file_lock(path)
     opened = os.open

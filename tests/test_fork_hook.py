@@ -1,4 +1,4 @@
-"""A forked child calls what was asked for, of what still lives."""
+"""A forked child notifies the registered objects that still exist."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if child == 0:
         sink.send(value)
     except ForkedPublisherError as error:
         sink.close()
-        sys.exit(7 if error.owner_pid == os.getppid() else 1)  # the ordinary way out
+        sys.exit(7 if error.owner_pid == os.getppid() else 1)  # the regular exit
     sys.exit(1)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 sink.send(value)

@@ -1,4 +1,4 @@
-"""Every event leaves once, in order, stamped, from the one rank that owns the stream; and nothing raises."""
+"""Property: every event is published once, in order and stamped, by the rank that owns the stream; nothing raises."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_no_more_blocks_are_in_use_than_there_are(page_size: int, capacity: int,
 def test_the_load_is_not_read_for_a_sink_that_wants_no_kv_metrics() -> None:
     class Unasked:
         def get_loads(self) -> LoadSnapshot:
-            raise AssertionError("nobody wants it")
+            raise AssertionError("the sink wants no metrics")
 
     metrics_sink = ListSink()
     metrics_sink.wants_metrics = False

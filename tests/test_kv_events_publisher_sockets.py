@@ -1,4 +1,4 @@
-"""From a cache's records to the wire: one call opens what each rank of a world needs, and owners alone are heard."""
+"""From a cache's events to the wire: one call opens what each rank of a world needs, and only owners publish."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Cache:
-    """Records one removal a step, as the rank's own number."""
+    """Record one removal per step, with the rank's number as its hash."""
 
     def __init__(self, tp_rank: int) -> None:
         self.tp_rank = tp_rank
@@ -71,7 +71,7 @@ def test_each_independent_cache_is_one_stream(
 
 @pytest.mark.parametrize("waits_for_device", [True, False])
 def test_a_flush_between_steps_reaches_readers_though_no_step_follows(waits_for_device: bool) -> None:
-    """The cache is emptied after the last step; before it waits for requests, the scheduler flushes."""
+    """The cache is cleared after the last step. The scheduler flushes before it waits for requests."""
     cache = RadixCache(page_size=2, capacity_tokens=16, record=True)
     publisher = SchedulerKvEventsPublisher.open(CONFIG, parallel=ParallelState.trivial(), source=cache)
     try:
@@ -81,11 +81,11 @@ def test_a_flush_between_steps_reaches_readers_though_no_step_follows(waits_for_
             cache.insert([1, 2, 3, 4], cache.allocate(2))
             publisher.publish_kv_events()
             if waits_for_device:
-                publisher.idle()  # the next batch may wait for the next idle
+                publisher.idle()  # now the next batch may wait for the next idle()
             assert reader.wait_until(0, 0, 20)
             assert reader.blocks(0) == frozenset(cache.block_hashes())
             cache.clear()
-            publisher.flush()  # sent by it, or by the backstop, which may have the sockets just now
+            publisher.flush()  # flush() sends it, or the backstop, if it owns the sockets
             assert reader.wait_until(0, 1, 20)
             assert reader.blocks(0) == frozenset()
     finally:

@@ -1,4 +1,4 @@
-"""A reading names the batch that tells of it: what was recorded goes out first, and what is still pending is said."""
+"""A snapshot carries the sequence of the batch that precedes it; recorded events are published first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scheduler_components.testing import ListEventSink, PoolVerifier
 
 
 class Numbering(ListEventSink):
-    """Numbers its batches; ``num_pending`` of them are on their way."""
+    """Number the batches; ``num_pending`` of them are not sent yet."""
 
     num_pending = 0
 

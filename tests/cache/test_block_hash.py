@@ -1,4 +1,4 @@
-"""Page hashes are SGLang's chain, and a namespace gives a chain of its own."""
+"""Page hashes equal SGLang's chain, and each namespace has its own chain."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_invalid_token_id_is_refused_in_every_container(bad: Sequence[int]) -
 
 @settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 255), max_size=12))
-@example(token_ids=[1, 0, 0, 0])  # as raw memory these four bytes would be the one token 1
+@example(token_ids=[1, 0, 0, 0])  # read as raw memory, these four bytes would be the single token 1
 def test_every_kind_of_sequence_packs_alike(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert pack_tokens(tuple(token_ids)) == packed

@@ -1,4 +1,4 @@
-"""Whatever an engine does to its block table, the recorder's events break no rule and add up to the table."""
+"""Property: whatever an engine does, the events keep the rules of the wire and add up to its block table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scheduler_components.testing.interfaces import BLOCK_SIZE
 
 
 class BlockTableMachine(RecorderMachine):
-    """The kit's machine over the kit's recorder, with a router's view that gets the events, too."""
+    """The kit's state machine on the kit's recorder, with a router's view that applies the events."""
 
     max_pending_blocks = 1_000
 
@@ -36,23 +36,25 @@ class BlockTableMachine(RecorderMachine):
         super().read(events)
         self.view.apply(0, events)
         for medium, tier in ((None, Tier.DEVICE), ("CPU", Tier.HOST)):
-            told = set().union(*(self.table.reachable_hashes(place) for place in self.places if place[0] == medium))
-            assert self.view.blocks(0, tier) == told
+            reachable = set().union(
+                *(self.table.reachable_hashes(place) for place in self.places if place[0] == medium)
+            )
+            assert self.view.blocks(0, tier) == reachable
         counters = self.view.counters(0)
         assert (counters.duplicate_stores, counters.unknown_removals) == (0, 0)
 
     @invariant()
     def its_hashes_are_those_of_its_events(self) -> None:
         held = {(place[1], each) for (place, each), count in self.table.copies.items() if count}
-        told = {(place[1], each) for place in self.places for each in self.table.reachable_hashes(place)}
+        reachable = {(place[1], each) for place in self.places for each in self.table.reachable_hashes(place)}
         assert self.own.num_blocks == len(held)
-        assert self.own.num_unreachable_blocks == len(held - told)
+        assert self.own.num_unreachable_blocks == len(held - reachable)
         for place in self.places:
             assert set(self.own.block_hashes(*place)) == self.table.reachable_hashes(place)
 
 
 class CrampedTableMachine(BlockTableMachine):
-    """Nearly every drain comes after a collapse."""
+    """Almost every drain follows a collapse."""
 
     max_pending_blocks = 3
 
@@ -62,7 +64,7 @@ TestCrampedTable = CrampedTableMachine.TestCase
 TestBlockTable.settings = TestCrampedTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-# What a sequence of calls gives, event by event.
+# Sequences of calls, and their events.
 
 
 def stored(event: KVCacheEvent) -> BlockStored:
@@ -171,14 +173,14 @@ def test_events_that_are_not_taken_collapse_into_the_table() -> None:
 
 def test_a_collapse_happens_above_the_maximum_of_blocks_and_is_counted() -> None:
     recorder = BlockTableRecorder(1, max_pending_blocks=2)
-    for told in range(1, 3):
-        first = 10 * told
+    for num_collapses in range(1, 3):
+        first = 10 * num_collapses
         recorder.store((first, first + 1), (1, 1))
         [event] = recorder.take_events()
         assert isinstance(event, BlockStored)
         recorder.store((first + 2, first + 3, first + 4), (1, 1, 1), first + 1)
         assert recorder.take_events()[0] == AllBlocksCleared()
-        assert recorder.num_collapses == told
+        assert recorder.num_collapses == num_collapses
 
 
 def test_a_collapsed_backlog_does_not_grow() -> None:
@@ -197,14 +199,14 @@ def test_a_collapsed_backlog_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "signed"),
     [(5, 5), (-5, -5), (2**64 - 5, -5), (2**63, -(2**63)), (2**100 + 7, 7), (b"\x07", 7), (b"\1" + b"\xff" * 8, -1)],
 )
-def test_a_hash_is_folded_to_its_low_64_bits_as_readers_fold_it(given: int | bytes, told: int) -> None:
-    assert signed_block_hash(given) == told
+def test_a_hash_is_folded_to_its_low_64_bits_as_readers_fold_it(given: int | bytes, signed: int) -> None:
+    assert signed_block_hash(given) == signed
     if isinstance(given, bytes) or given < 2**64:
         peer = msgspec.msgpack.encode([1.0, [["BlockRemoved", [given]]], 0])
-        assert BatchDecoder().decode(peer).events == (BlockRemoved((told,)),)
+        assert BatchDecoder().decode(peer).events == (BlockRemoved((signed,)),)
 
 
 @pytest.mark.parametrize(
@@ -233,14 +235,14 @@ def test_sizes_below_one_are_refused() -> None:
 
 
 def num_objects_of(module: str) -> int:
-    """What a module's classes have made and nobody has dropped."""
+    """Count the live objects of a module's classes."""
     gc.collect()
     return sum(type(each).__module__ == module for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("medium", [None, "CPU"])
 def test_no_entry_remains_of_a_parent_that_was_never_stored(medium: str | None) -> None:
-    """An orphan leaves a mark for its parent; when the last orphan goes, so does the mark: a table runs for months."""
+    """An orphan creates an entry for its parent, which goes with the last orphan: a table is used for months."""
     recorder, module = BlockTableRecorder(1), BlockTableRecorder.__module__
     before = num_objects_of(module)
     for absent in range(100, 200):

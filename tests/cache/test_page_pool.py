@@ -1,4 +1,4 @@
-"""A page is in one place at a time; a call that names a wrong page changes nothing."""
+"""Property: a page is in one state at a time, and a call that names a wrong page changes nothing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ FAULTS: dict[str, Callable[[list[int], int], list[int]]] = {
     "named twice": lambda pages, at: [*pages, pages[at]],
     "negative": lambda pages, at: [*pages[:at], -1, *pages[at:]],
     "beyond": lambda pages, at: [*pages[:at], pages[at] + 600, *pages[at:]],
-    "somebody else's": lambda pages, at: [*pages[:at], (pages[at] + 300) % 600, *pages[at:]],
+    "another page": lambda pages, at: [*pages[:at], (pages[at] + 300) % 600, *pages[at:]],
 }
 
 
 class PagePoolMachine(RuleBasedStateMachine):
-    """Three sets and the order of the free pages stand for the pool; any list of pages is tried on every call."""
+    """Compare the pool with a model of three sets and the order of free pages. Every call gets arbitrary lists of
+    pages.
+    """
 
     @initialize(num_pages=st.integers(1, 8) | st.just(600))
     def start(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
         self.free, self.held, self.cached = set(range(num_pages)), set[int](), set[int]()
-        self.stack = list(range(num_pages))[::-1]  # the next one to be handed out last
+        self.stack = list(range(num_pages))[::-1]  # the next page to allocate is last
 
     @rule(num_pages=st.integers(-1, 9) | st.integers(100, 600))
     def allocate(self, num_pages: int) -> None:

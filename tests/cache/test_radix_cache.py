@@ -1,4 +1,4 @@
-"""What single calls of the radix cache promise: ownership of pages, locks, misuse that changes nothing."""
+"""Single calls of the radix cache: ownership of pages, locks, and invalid calls that change nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_cache(num_pages: int = 8, page_size: int = 2) -> RadixCache:
 
 
 def store(cache: RadixCache, tokens: list[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
-    """What a request does from its match to its end, on a cache with room."""
+    """Cache a request from match to insert, on a cache with room."""
     found = cache.match_prefix(tokens, namespace)
     lacking = len(tokens) // cache.page_size - len(found.pages)
     return cache.insert(tokens, [*found.pages, *cache.allocate(lacking)], namespace)
@@ -96,7 +96,7 @@ def test_the_least_recently_used_pages_go_first_and_a_prefix_from_its_end() -> N
     old, young = store(cache, [1, 1, 2, 2]), store(cache, [3, 3, 4, 4])
     assert cache.match_prefix([1, 1]).pages == old.pages[:1]
     cache.take_events()
-    # Oldest use first: the end of [1,1,2,2] was left out by the last match, then all of [3,3,4,4], then [1,1].
+    # Oldest use first: the end of [1,1,2,2], which the last match did not include, then all of [3,3,4,4], then [1,1].
     assert cache.evict(1) == 1
     assert cache.match_prefix([1, 1, 2, 2]).num_tokens == 2
     assert cache.evict(1) == 1
@@ -107,9 +107,9 @@ def test_the_least_recently_used_pages_go_first_and_a_prefix_from_its_end() -> N
 
 
 def test_runs_that_were_used_at_different_times_are_not_joined() -> None:
-    """Joined, the end of the run would take its beginning along: younger pages would go before older ones."""
+    """Joining them would evict the younger pages at the end of the run before older ones."""
     cache = make_cache(num_pages=6, page_size=1)
-    page = cache.allocate(1)  # runs are joined where pages are needed, so no page is needed from here on
+    page = cache.allocate(1)  # an allocation joins runs, so allocate before
     store(cache, [1, 2])
     store(cache, [1, 2, 3, 4])
     cache.insert([9], page)
@@ -324,7 +324,7 @@ def test_hashes_computed_later_equal_those_kept(
             store(cache, tokens[: len(tokens) // page_size * page_size], PrefixNamespace(cache_salt=salt))
     for cache in (early, late):
         cache.evict(num_evicted)
-    assert not any(node.digests for node in late.tree.walk()), "without events nothing is hashed until somebody asks"
+    assert not any(node.digests for node in late.tree.walk()), "without events, hashes are computed on demand"
     assert list(late.block_hashes()) == list(early.block_hashes())
     assert {place: list(hashes) for place, hashes in late.held_blocks().items()} == {
         place: list(hashes) for place, hashes in early.held_blocks().items()

@@ -1,4 +1,4 @@
-"""The radix cache as the kit's state machine drives any prefix cache; its hashes are also SGLang's chain."""
+"""The kit's state machine for prefix caches drives the radix cache. Its hashes are also SGLang's chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The eviction order's own check sees each way in which it can be wrong."""
+"""The checks of tree and eviction order detect each kind of damage."""
 
 from __future__ import annotations
 

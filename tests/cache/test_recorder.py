@@ -1,4 +1,4 @@
-"""What the recorder keeps is bounded, and a reader of its events ends in the tree's state either way."""
+"""The recorder is bounded, and a reader of its events always ends in the tree's state."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ def test_a_very_long_run_becomes_several_events(page_size: int) -> None:
     recorder.record_stored(node)
     stored = recorder.take_events()
     assert len(stored) == 3
-    told: list[int] = []
+    tokens_of_events: list[int] = []
     parent: int | None = None
     for event in stored:
         assert isinstance(event, BlockStored)
         assert len(event.token_ids) == len(event.block_hashes) * page_size <= MAX_EVENT_TOKENS
         assert event.parent_block_hash == parent
         parent = event.block_hashes[-1]
-        told.extend(event.token_ids)
-    assert told == tokens
+        tokens_of_events.extend(event.token_ids)
+    assert tokens_of_events == tokens
     recorder.record_removed(node)
     assert replay((*stored, *recorder.take_events())) == set()
 
@@ -156,7 +156,7 @@ def test_one_turnover_of_the_whole_pool_in_one_step_does_not_collapse() -> None:
     ],
 )
 def test_events_of_a_namespace_are_checked_when_they_are_recorded(namespace: PrefixNamespace, kind: type) -> None:
-    """So a publisher looks at their values once more only where a request said something odd."""
+    """So a publisher checks values again only if a request gave values of unexpected types."""
     tree = RadixTree(1, hashed=True)
     node = tree.append(tree.root, pack_tokens([1, 2]), array("I", range(2)), namespace)
     recorder = EventRecorder(tree, max_pending_blocks=100)

@@ -1,4 +1,4 @@
-"""What tests of one payload's changes share."""
+"""Helpers of the tests that compare changes of payloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_components.kv_events.dialects import BlockChanges
 
 @pytest.fixture(scope="session")
 def joined() -> Callable[[BlockChanges], list[tuple[object, object, bytes]]]:
-    """BlockChanges with neighbours of one kind and location as one: a writer and a reader may cut them differently."""
+    """Join consecutive BlockChanges of one kind and location, because encoder and reader may split them differently."""
 
     def join(changes: BlockChanges) -> list[tuple[object, object, bytes]]:
         found: list[tuple[object, object, bytes]] = []

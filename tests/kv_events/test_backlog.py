@@ -1,5 +1,8 @@
-"""What publish() leaves to the thread. Property: whatever is published when, and whenever the thread comes, so many
-batches wait at most, so costly and so old, after each call that finds the sockets free; and none is sent early."""
+"""The batches that publish() leaves to the thread.
+
+Property: after each call that finds the sockets free, the waiting batches are bounded in number, cost and age, whenever
+batches are published and the thread runs; and none is sent early.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ CALLS = st.tuples(GAPS_S, COSTS, st.booleans(), st.booleans(), st.integers(0, 10
 def test_waiting_batches_are_bounded_in_number_cost_and_age(
     max_queue_size: int, calls: list[tuple[float, float, bool, bool, int]]
 ) -> None:
-    """A call: time since the last one, cost, is the thread prompt, does it have the sockets, how many it has sent."""
+    """A call: time since the last one, cost, whether the thread is prompt, whether it owns the sockets, batches it has
+    sent.
+    """
     backlog, now_s, last_s = Backlog(max_queue_size), 1_000.0, -60.0
     waiting: list[tuple[float, float]] = []
     for gap_s, cost, is_prompt, are_taken, num_sent in calls:
@@ -57,7 +62,7 @@ def test_waiting_batches_are_bounded_in_number_cost_and_age(
 
 @given(st.integers(1, 20), st.integers(0, 7))
 def test_an_unrecorded_batch_is_too_old_to_wait(num_noted: int, num_unknown: int) -> None:
-    """Batches that wait for ``idle()`` are not told of; nobody knows how old they are."""
+    """Batches that wait for ``idle()`` are not recorded, so their age is unknown."""
     backlog = Backlog()
     for number in range(num_noted):
         assert backlog.may_wait(1.0, number * 1e-6, 1)
@@ -120,6 +125,6 @@ def test_the_thread_polls_before_a_batch_is_too_old_and_pauses_for_the_scheduler
     wait_s = backlog.next_poll_in_s(2 * gap_s + since_s)
     assert 0.0001 <= wait_s <= POLL_INTERVAL_S < MAX_WAIT_S
     if cost < MAX_WAITING_COST / MAX_WAITING:
-        assert wait_s == POLL_INTERVAL_S  # several small ones go out together
+        assert wait_s == POLL_INTERVAL_S  # several small ones are sent together
     elif since_s < gap_s - 0.0001:
-        assert wait_s <= gap_s - since_s + 1e-9  # it is there when the next large one comes
+        assert wait_s <= gap_s - since_s + 1e-9  # the poll is due when the next large one arrives

@@ -1,4 +1,4 @@
-"""The codec: byte for byte against vectors made by hand, and against peers that vary what they send."""
+"""The codec: byte for byte against golden vectors, and against the variations that peers send."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_reads_the_golden_bytes_of_every_dialect_and_peer(vector: PeerVector) ->
 
 
 def test_every_dialect_has_vectors() -> None:
-    engines_own = {"native"}  # its bytes are compared with those of the engines' classes, in test_native.py
+    engines_own = {"native"}  # test_native_events.py compares its bytes with those of the engines' classes
     assert {vector.dialect for vector in batch_vectors()} == set(DIALECTS) - engines_own
 
 
@@ -51,19 +51,19 @@ def test_encoded_events_are_decoded_unchanged(dialect: str, events: tuple[KVCach
 
 
 def block_by_block(events: tuple[KVCacheEvent, ...]) -> list[object]:
-    """What readers do with each block, in order."""
-    told: list[object] = []
+    """Return the effect of the events on each block, in order."""
+    effects: list[object] = []
     for event in events:
         if isinstance(event, BlockRemoved):
-            told += [(block_hash, event.medium) for block_hash in event.block_hashes]
+            effects += [(block_hash, event.medium) for block_hash in event.block_hashes]
         elif isinstance(event, BlockStored):
             size, parent = event.block_size, event.parent_block_hash
             for number, block_hash in enumerate(event.block_hashes):
-                told.append((block_hash, parent, event.token_ids[number * size : (number + 1) * size], event.medium))
+                effects.append((block_hash, parent, event.token_ids[number * size : (number + 1) * size], event.medium))
                 parent = block_hash
         else:
-            told.append(event)
-    return told
+            effects.append(event)
+    return effects
 
 
 @given(any_events())
@@ -106,7 +106,7 @@ def test_lists_given_to_an_event_cannot_change_it_later() -> None:
 
 
 class Unknown(KVCacheEvent, frozen=True):
-    """An event of somebody else's."""
+    """An event of another class."""
 
     x: object
 
@@ -142,7 +142,7 @@ STORED = ["BlockStored", [5], None, [1], 1, None]
     ("sent", "read"),
     [
         (2**64 - 5, -5),  # vLLM: the low 64 bits, unsigned
-        (b"\xff" * 24 + (7).to_bytes(8, "big"), 7),  # newer vLLM: a whole digest; its last 8 bytes count
+        (b"\xff" * 24 + (7).to_bytes(8, "big"), 7),  # newer vLLM: a whole digest, of which the last 8 bytes count
         ((-5).to_bytes(8, "big", signed=True), -5),
         (b"\x01\x02", 258),
         (-5, -5),
@@ -154,7 +154,7 @@ def test_hashes_of_every_peer_are_read_as_signed(sent: object, read: int) -> Non
     as_array = decode([1.0, [["BlockStored", [sent], sent, [1], 1, None], ["BlockRemoved", [sent]]], 0])
     removed = {"type": "BlockRemoved", "block_hashes": [sent]}
     stored = {"type": "BlockStored", "block_hashes": [sent], "parent_block_hash": sent, "token_ids": [1]}
-    for others in ([], [{"type": "BlockMoved"}]):  # read at once, and one by one
+    for others in ([], [{"type": "BlockMoved"}]):  # one typed decode, and event by event
         as_map = decode([1.0, [stored | {"block_size": 1}, removed, *others], 0])
         assert as_map.events == as_array.events
     assert as_array.events == (BlockStored((read,), read, (1,), 1, None), BlockRemoved((read,)))
@@ -180,7 +180,7 @@ JUNK = (
 
 @st.composite
 def peers_maps(draw: st.DrawFn) -> dict[str, object]:
-    """An event as some peer might send it: hashes in any form, nil or missing options, unknown fields, and junk."""
+    """An event as a peer could send it: hashes in any form, nil or missing options, unknown fields, and junk."""
     event = draw(stored_events() | removed_events())
     fields = {"type": type(event).__name__} | {name: getattr(event, name) for name in event.__struct_fields__}
     form = HASH_FORMS[draw(st.sampled_from(sorted(HASH_FORMS)))]
@@ -197,8 +197,10 @@ def peers_maps(draw: st.DrawFn) -> dict[str, object]:
 @given(sent=st.lists(peers_maps(), max_size=4))
 def test_a_batch_of_maps_is_read_as_each_of_its_events_is(sent: list[dict[str, object]]) -> None:
     decoder = BatchDecoder()
-    decoder.decode(msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}], 0]))  # it knows the dialect now
-    alone = [decode([1.0, [event, {"type": "BlockMoved"}], 0]) for event in sent]  # the second one is nobody's
+    decoder.decode(
+        msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}], 0])
+    )  # the decoder knows the dialect now
+    alone = [decode([1.0, [event, {"type": "BlockMoved"}], 0]) for event in sent]  # the second event is unknown
     decoded = decoder.decode(msgspec.msgpack.encode([1.0, sent, 0]))
     assert decoded.events == tuple(event for each in alone for event in each.events)
     assert len(decoded.errors) == sum(len(each.errors) - 1 for each in alone)
@@ -321,7 +323,7 @@ def nested(depth: int) -> bytes:
         msgspec.msgpack.encode([float("inf"), [], 0]),
         msgspec.msgpack.encode(["1.0", [], 0]),
         msgspec.msgpack.encode([1.0, {}, 0]),
-        b"\x93\xcb" + b"\x00" * 8 + b"\xdd\xff\xff\xff\xff\x00",  # says four billion events
+        b"\x93\xcb" + b"\x00" * 8 + b"\xdd\xff\xff\xff\xff\x00",  # a list of four billion events
         b"\x93\xcb" + b"\x00" * 8 + nested(100_000) + b"\x00",
         bytes(MAX_PAYLOAD_BYTES + 1),
     ],
@@ -352,11 +354,11 @@ def test_mutated_bytes_never_raise_anything_else(vector: PeerVector, data: st.Da
         return
 
 
-# Without tokens: who only keeps blocks reads the rest, and sees all that tells of them.
+# Without tokens: a reader that needs only blocks decodes all other fields.
 
 
 def without_tokens(events: tuple[KVCacheEvent, ...]) -> list[object]:
-    """The events' fields but the tokens."""
+    """Return the fields of the events without the tokens."""
     return [
         {name: getattr(event, name) for name in event.__struct_fields__ if name != "token_ids"}
         | {"kind": next(kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared) if isinstance(event, kind))}
@@ -367,7 +369,7 @@ def without_tokens(events: tuple[KVCacheEvent, ...]) -> list[object]:
 def assert_reads_the_same_without_tokens(payload: bytes) -> None:
     reader = BatchDecoder(decode_tokens=False)
     whole = BatchDecoder().decode(payload)
-    for _ in range(2):  # the first batch tells the dialect
+    for _ in range(2):  # the first batch determines the dialect
         bare = reader.decode(payload)
         assert without_tokens(bare.events) == without_tokens(whole.events)
         assert [str(error) for error in bare.errors] == [str(error) for error in whole.errors]
@@ -415,7 +417,7 @@ def test_a_valid_batch_is_decoded_in_one_typed_decode(count: int, *, as_map: boo
 @pytest.mark.parametrize("as_map", [False, True], ids=["array", "map"])
 @pytest.mark.parametrize("tokens", [[-1], [2**32], ["x"], [None], [0.5]], ids=str)
 def test_tokens_that_are_not_decoded_may_be_invalid(tokens: list[object], *, as_map: bool) -> None:
-    """Who does not need them takes the blocks; who reads them drops the event."""
+    """A reader without tokens accepts the blocks; a reader of tokens drops the event."""
     payload = stored_with(tokens, as_map=as_map)
     assert len(BatchDecoder().decode(payload).errors) == 1
     (event,) = BatchDecoder(decode_tokens=False).decode(payload).events

@@ -30,7 +30,7 @@ NUMBERS += [struct.pack(">d", value) for value in (float("nan"), float("inf"), -
 
 
 def mutate(payload: bytes, draw: random.Random) -> bytes:
-    """Change ``payload`` in one place or three, as a peer with a bug or a grudge would."""
+    """Change ``payload`` in one to three places, as a faulty or hostile peer would."""
     data = bytearray(payload)
     for _ in range(3 if draw.getrandbits(1) else 1):
         at = draw.getrandbits(16) % (len(data) + 1)
@@ -53,12 +53,12 @@ def mutate(payload: bytes, draw: random.Random) -> bytes:
 
 
 def check_size(batch: DecodedBatch, payload: bytes) -> None:
-    """Every value of a batch takes a byte at least: nothing was made out of a length that lied."""
+    """Check that every value of a batch takes at least one byte: a false length creates nothing."""
     values = len(batch.events) + len(batch.errors)
     for event in batch.events:
         if isinstance(event, BlockStored):
             values += len(event.token_ids)
-            # A tier may tell no tokens; a window's group names fewer blocks than its tokens have.
+            # A tier may send no tokens; a sliding window's group names fewer blocks than its tokens fill.
             if event.token_ids and event.kv_cache_spec_kind in FULL_ATTENTION_KINDS:
                 assert len(event.token_ids) == len(event.block_hashes) * event.block_size
         if isinstance(event, BlockStored | BlockRemoved):
@@ -74,7 +74,7 @@ def test_mutated_payloads_reach_the_view_or_are_refused(soaking: bool) -> None:
     decoder, outcomes, read = BatchDecoder(), dict.fromkeys(BatchEffect, 0), 0
 
     class Sizes(NullStreamListener):
-        """Sees every batch that was read."""
+        """Check every decoded batch."""
 
         def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
             nonlocal read
@@ -89,7 +89,7 @@ def test_mutated_payloads_reach_the_view_or_are_refused(soaking: bool) -> None:
         outcomes[applier.apply(number, payload, replayed=False)] += 1
         assert view.block_count(0) <= VIEW_LIVES * 64
     assert sum(outcomes.values()) == inputs
-    # The fuzzer reaches both sides of every check: neither mostly noise, nor mostly sound.
+    # The fuzzer reaches both sides of every check: its input is neither mostly noise nor mostly valid.
     assert min(outcomes.values()) > inputs // 200
     assert read > inputs // 20
 

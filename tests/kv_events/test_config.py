@@ -1,4 +1,4 @@
-"""Configuration. Property: what an operator types becomes a sound config or one ConfigError that names the setting."""
+"""Configuration. Property: an operator's text becomes a valid config or one ConfigError that names the setting."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ _MISTAKES: dict[str, list[Any]] = {
 
 @st.composite
 def config_texts(draw: st.DrawFn) -> str:
-    """A configuration of a ZMQ publisher that is valid for up to 64 streams; each setting is there or left out."""
+    """A configuration of a ZMQ publisher that is valid for up to 64 streams, with a random subset of settings."""
     settings = draw(
         st.fixed_dictionaries(
             {"publisher": st.just("zmq")},
@@ -198,7 +198,7 @@ def config_texts(draw: st.DrawFn) -> str:
 
 
 def invalid_config_texts() -> st.SearchStrategy[tuple[str, str]]:
-    """(The setting that is wrong, a configuration that is valid but for it)."""
+    """(The invalid setting, a configuration that is otherwise valid)."""
     pairs = [(name, value) for name, values in _MISTAKES.items() for value in values]
     return st.sampled_from(pairs).map(
         lambda pair: (pair[0], json.dumps({"publisher": "zmq", "endpoint": "tcp://*:5557"} | {pair[0]: pair[1]}))

@@ -1,4 +1,4 @@
-"""What an encoder lets through: every reader takes it, and the base says the same of it as the live stream did."""
+"""Property: every reader accepts what the encoder accepts, and the snapshot agrees with the live stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEVEN_TIMES = BlockStored((5,), None, (7,), 1, None)
 
 @st.composite
 def odd_stored(draw: st.DrawFn) -> BlockStored:
-    """A stored event that may have anything wrong with it; most have nothing."""
+    """A stored event that may have any error; most have none."""
     hashes = draw(st.lists(HASHES, max_size=4))
     size = draw(st.integers(1, 3))
     tokens = draw(st.lists(TOKENS, min_size=len(hashes) * size, max_size=len(hashes) * size))
@@ -73,7 +73,7 @@ ODD_HISTORIES = st.lists(st.lists(ODD_EVENTS, max_size=4).map(tuple), max_size=8
 
 
 def written(encoder: BatchEncoder, events: tuple[KVCacheEvent, ...]) -> bytes | None:
-    """What a publisher makes of a batch: whole where it can, else without what is refused."""
+    """Encode a batch as a publisher does: whole if possible, else without the refused events."""
     try:
         return encoder.encode(KVEventBatch(1.0, events), 0)
     except (TypeError, ValueError, OverflowError):
@@ -81,11 +81,11 @@ def written(encoder: BatchEncoder, events: tuple[KVCacheEvent, ...]) -> bytes | 
 
 
 def view_of(payloads: Payloads) -> dict[str, object]:
-    """What a router ends with, tier by tier, and what a plain consumer ends with, place by place."""
+    """Return the final view of a router, by tier, and of a plain consumer, by location."""
     view, ledger, decoder = BlockView(), EventLedger(), BatchDecoder()
     for payload in payloads:
         decoded = decoder.decode(payload)
-        assert decoded.errors == ()  # whatever was let through, a reader takes
+        assert decoded.errors == ()  # a reader accepts everything that was encoded
         view.apply(0, decoded.events)
         ledger.apply_all(decoded.events)
     blocks: dict[str, object] = {tier.name: view.blocks(0, tier) for tier in Tier}
@@ -93,7 +93,7 @@ def view_of(payloads: Payloads) -> dict[str, object]:
 
 
 def replayed(payloads: Payloads, encoder: BatchEncoder, *, kept: int) -> Payloads:
-    """What a late joiner gets: the base, and the window."""
+    """Return the replay of a late reader: the snapshot and the replay buffer."""
     stream = EventStream(epoch=bytes(16), max_steps=kept, max_bytes=10**9)
     for payload in payloads:
         stream.append(payload)
@@ -214,13 +214,13 @@ def test_unsigned_hashes_are_written_signed() -> None:
 @settings(deadline=None)
 @given(events=ODD_HISTORIES.map(lambda history: sum(history, ())))
 def test_a_typed_decoder_reads_the_array_dialect(typed: type[EventBatch], events: tuple[KVCacheEvent, ...]) -> None:
-    """The idiom by which code of peers reads."""
+    """The idiom by which peers' code reads."""
     payload = written(BatchEncoder(), events)
     if payload is not None:
         assert msgspec.msgpack.Decoder(type=typed).decode(payload).events == BatchDecoder().decode(payload).events
 
 
-# The base in messages: none above what readers take, under numbers that a plain client accepts.
+# The snapshot in messages: none is larger than readers accept, and their numbers suit a plain client.
 
 
 def blocks_of(first: int, count: int, size: int, **options: Any) -> KVEventBatch:

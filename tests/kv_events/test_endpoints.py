@@ -1,4 +1,4 @@
-"""Endpoints. Property: a text is refused with a ConfigError, or means one address whose own text means it again."""
+"""Endpoints. Property: a text is refused with a ConfigError, or means one address whose text is parsed to it again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_components import ConfigError
 from scheduler_components.kv_events import Endpoint, PortPlan
 from scheduler_components.kv_events.endpoints import MAX_PORT
 
-# Endpoints: good ones, ones at the edges of what is allowed, and texts that are not endpoints.
+# Endpoints: valid ones, ones at the limits, and texts that are no endpoints.
 
 _HOSTS = st.one_of(
     st.sampled_from(
@@ -74,22 +74,20 @@ INVALID_ENDPOINTS: dict[str, str] = {
 
 
 def tcp_endpoints() -> st.SearchStrategy[Endpoint]:
-    """Every kind of host, every port, 0 included."""
+    """Every kind of host and every port, including 0."""
     return st.builds(Endpoint, transport=st.just("tcp"), host=_HOSTS, port=st.integers(0, MAX_PORT))
 
 
 def local_endpoints() -> st.SearchStrategy[Endpoint]:
-    """ipc and inproc."""
     return st.builds(Endpoint, transport=st.sampled_from(["ipc", "inproc"]), path=_PATHS)
 
 
 def endpoints() -> st.SearchStrategy[Endpoint]:
-    """Any endpoint."""
     return st.one_of(tcp_endpoints(), local_endpoints())
 
 
 def colliding_endpoints() -> st.SearchStrategy[Endpoint]:
-    """Endpoints that meet when they are offset by ranks, or pass the last port: plans just valid or just not."""
+    """Endpoints that collide when offset by ranks, or pass the last port: plans at the edge of validity."""
     ports = st.one_of(st.integers(5557, 5570), st.integers(MAX_PORT - 6, MAX_PORT), st.just(0))
     hosts = st.sampled_from(["*", "127.0.0.1", "::1"])
     tcp = st.builds(Endpoint, transport=st.just("tcp"), host=hosts, port=ports)
@@ -98,7 +96,7 @@ def colliding_endpoints() -> st.SearchStrategy[Endpoint]:
 
 
 def endpoint_like_texts() -> st.SearchStrategy[str]:
-    """Any text, often one that looks like an endpoint."""
+    """Any text; many look like an endpoint."""
     alike = st.from_regex(r"(tcp|ipc|inproc)://[\[\]:*%@. \x00a-f0-9]{0,12}", fullmatch=True)
     return st.one_of(st.text(), alike, st.sampled_from(sorted(INVALID_ENDPOINTS)))
 
@@ -146,7 +144,7 @@ def test_any_text_is_an_endpoint_or_a_config_error_that_names_its_setting(text: 
         ("tcp://router.example:5557", "router.example", 5557, False, False, False, False),
         ("tcp://eth0:5557", "eth0", 5557, False, False, False, False),
         ("tcp://eth0.100:5557", "eth0.100", 5557, False, False, False, False),
-        # A host with "::" inside is no wildcard, and one with "0.0.0.0" inside is none either.
+        # A host that contains "::" or "0.0.0.0" is not necessarily a wildcard.
         ("tcp://[2001:db8::5]:5557", "2001:db8::5", 5557, False, False, True, False),
         ("tcp://10.0.0.0:5557", "10.0.0.0", 5557, False, False, False, False),
     ],
@@ -216,7 +214,7 @@ def test_offsets_give_every_rank_its_own_address_and_lead_back(base: Endpoint, r
         return
     assert offsets[0] == base
     if base.port == 0:
-        assert set(offsets) == {base}  # the system tells them apart
+        assert set(offsets) == {base}  # the system assigns different ports
         return
     assert len(set(offsets)) == ranks + 1
     for rank, endpoint in enumerate(offsets):
@@ -328,11 +326,11 @@ def test_the_advertised_host_can_be_spliced_or_is_a_wildcard(text: str, host: st
     assert Endpoint.parse(text).advertised_host == host
 
 
-# Port plans. Property: a plan is refused exactly when two of its endpoints would be one, or a port passes 65535.
+# Port plans. Property: a plan is refused exactly if two of its endpoints are equal, or a port passes 65535.
 
 
 def key(endpoint: Endpoint) -> object:
-    """What two sockets cannot share: the port whatever the host, or the path of one transport."""
+    """Return the resource that two sockets cannot share: a port on any host, or the path of one transport."""
     return endpoint.port if endpoint.transport == "tcp" else (endpoint.transport, endpoint.path)
 
 

@@ -1,7 +1,7 @@
-"""Whole engines. Property: one owner for each KV cache, dense stream numbers, and an address for each alone.
+"""Whole engines. Property: one owner for each KV cache, dense stream numbers, and different addresses.
 
-What a KV cache is, is said here anew and not read from the code under test: ranks that differ in attention-DP, or in
-data parallelism without DP attention, hold different caches; pipeline, CP and TP ranks share one.
+This file defines a KV cache independently of the code under test: ranks that differ in attention-DP, or in data
+parallelism without DP attention, hold different caches; pipeline, CP and TP ranks share one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def engines() -> st.SearchStrategy[list[EngineRank]]:
 
 
 def parallel_states() -> st.SearchStrategy[ParallelState]:
-    """One rank of some engine."""
+    """One rank of an engine."""
     return engines().flatmap(st.sampled_from).map(lambda rank: rank[1])
 
 

@@ -1,4 +1,4 @@
-"""The floor under a stream's numbers. Property: whatever clock and crashes do, a life starts above all earlier ones."""
+"""The sequence floor. Property: whatever clock and crashes do, an epoch starts above all earlier ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scheduler_components.kv_events import file_sequence_floor
 from scheduler_components.kv_events.file_sequence_floor import open_sequence_floor
 
 NOW = 1_800_000_000_000_000
-LIVES = st.lists(
+EPOCHS = st.lists(
     st.tuples(
-        st.integers(-(10**15), 10**15),  # where the clock stands, against NOW
-        st.lists(st.integers(1, 40), max_size=5),  # batches sent between two looks
+        st.integers(-(10**15), 10**15),  # the clock, relative to NOW
+        st.lists(st.integers(1, 40), max_size=5),  # batches sent between two reservations
         st.booleans(),  # closed, or killed
     ),
     min_size=2,
@@ -26,15 +26,15 @@ LIVES = st.lists(
 
 
 @settings(deadline=None)
-@given(lives=LIVES)
-@example(lives=[(0, [40] * 5, False), (-(10**15), [1], False), (0, [1], True)])
-@example(lives=[(0, [], False), (-1, [], True), (-2, [1], True)])
-def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(lives: list[tuple[int, list[int], bool]]) -> None:
+@given(epochs=EPOCHS)
+@example(epochs=[(0, [40] * 5, False), (-(10**15), [1], False), (0, [1], True)])
+@example(epochs=[(0, [], False), (-1, [], True), (-2, [1], True)])
+def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(epochs: list[tuple[int, list[int], bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(file_sequence_floor, "_RESERVED", 100)  # less than a life may send
+        patched.setattr(file_sequence_floor, "_RESERVED", 100)  # fewer than an epoch may send
         path = Path(directory) / "floor"
         highest = -1
-        for offset, sent, is_closed in lives:
+        for offset, sent, is_closed in epochs:
             floor = open_sequence_floor(path, wanted=NOW + offset)
             assert floor.first > highest
             assert floor.first >= NOW + offset
@@ -47,7 +47,7 @@ def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(lives: list[tu
                 floor.close(number)
             else:
                 floor._lock.remove()  # type: ignore[union-attr]  # as the system does when a process is killed
-        if lives[-1][2]:
+        if epochs[-1][2]:
             assert {each.name for each in Path(directory).iterdir()} == {"floor"}
 
 

@@ -1,4 +1,4 @@
-"""Events of an engine's own classes: written as the engine writes them, and folded, cut and merged without a loss."""
+"""Events of an engine's own classes: encoded as the engine does, and folded, cut and merged without a loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scheduler_components.kv_events.dialects import BlockChanges
 from scheduler_components.kv_events.native_events import slice_raw_event
 from scheduler_components.kv_events.snapshot import PayloadReader, merge_batches
 
-# The declarations of two engines, as they are in vLLM 0.33 and SGLang 0.5.23. vLLM's are those of its double.
+# The declarations of two engines, as in vLLM 0.33 and SGLang 0.5.23. vLLM's are those of its double.
 
 
 def _vllms_declarations() -> ModuleType:
@@ -43,7 +43,7 @@ VllmBatch, VllmStored, VllmRemoved, VllmCleared = (
 
 
 class LaterStored(VllmStored, tag="BlockStored"):
-    """A version that nobody has seen yet."""
+    """A future version with unknown fields."""
 
     per_block: list[Any] | None = None
     per_token: list[Any] | None = None
@@ -95,7 +95,7 @@ class ArrayRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def engines_bytes(batch: Any, rank: int) -> bytes:
-    """What the engine's own publisher would send."""
+    """Return the payload of the engine's own publisher."""
     name = "attn_dp_rank" if isinstance(batch, SglangBatch) else "data_parallel_rank"
     if getattr(batch, name) is None:
         batch = msgspec.structs.replace(batch, **{name: rank})
@@ -249,7 +249,7 @@ def test_an_object_that_is_no_batch_is_refused() -> None:
 
 
 def test_events_of_this_kit_are_encoded_as_maps_among_them() -> None:
-    """The publisher's own clear, and what an engine composed with this kit's caches publishes."""
+    """The publisher's own clear, and the events of an engine that uses this kit's caches."""
     payload = BatchEncoder("native").encode(
         KVEventBatch(1.0, (AllBlocksCleared(), BlockStored((1,), None, (7,), 1, None))), 0
     )
@@ -301,11 +301,11 @@ NATIVE_HISTORIES = st.lists(st.lists(NATIVE_EVENTS, max_size=4), max_size=8)
 
 
 def view_of(payloads: list[bytes]) -> dict[str, object]:
-    """What a router ends with: tier by tier, group by group, and location by location."""
+    """Return the final view of a router: by tier, group and location."""
     view, decoder = BlockView(), BatchDecoder()
     for payload in payloads:
         decoded = decoder.decode(payload)
-        assert decoded.errors == ()  # whatever was let through, a reader takes
+        assert decoded.errors == ()  # a reader accepts everything that was encoded
         view.apply(0, decoded.events)
     seen: dict[str, object] = {tier.name: view.blocks(0, tier) for tier in Tier}
     seen |= {f"{tier.name} {group}": view.blocks(0, tier, group_idx=group) for tier in Tier for group in (0, 1)}
@@ -313,15 +313,15 @@ def view_of(payloads: list[bytes]) -> dict[str, object]:
 
 
 def replayed(sent: list[bytes]) -> list[bytes]:
-    """What a late joiner gets, of a window of one batch: the base in one message, and the last batch."""
+    """Return the replay of a late reader with a buffer of one batch: snapshot and last batch."""
     stream = EventStream(epoch=bytes(16), max_steps=1, max_bytes=10**9)
     for payload in sent:
         stream.append(payload)
         stream.fold_oldest()
     chunks = [each for each in stream.plan_snapshot() if each is not None]
     parts = stream.encode_chunk(chunks[0][0], BatchEncoder("native"), 0, clear=True)
-    window = [stream.payload(sequence) for sequence in range(stream.first, stream.next_sequence)]
-    return [each for each in parts if each is not None] + window
+    buffer = [stream.payload(sequence) for sequence in range(stream.first, stream.next_sequence)]
+    return [each for each in parts if each is not None] + buffer
 
 
 def sent_of(history: list[list[Any]]) -> list[bytes]:
@@ -356,7 +356,7 @@ def test_of_plain_events_of_an_engine_no_payload_is_read() -> None:
 @settings(deadline=None, max_examples=400)
 @example(history=[[PAIR], [VllmRemoved([-3], "GPU")], []])  # type: ignore[list-item]
 @example(history=[[ArrayStored([5, DIGEST], None, [7, 7], 1, None)], [VllmRemoved([5], None)], []])
-@example(history=[[PAIR], [VllmRemoved([5], "GPU", None, "REMOTE")], []])  # another worker's copy went
+@example(history=[[PAIR], [VllmRemoved([5], "GPU", None, "REMOTE")], []])  # another worker's copy is removed
 @given(history=NATIVE_HISTORIES)
 def test_a_late_reader_has_the_view_of_a_live_one(history: list[list[Any]]) -> None:
     sent = sent_of(history)
@@ -376,18 +376,21 @@ def test_a_collapsed_queue_has_the_effect_of_the_queue(history: list[list[Any]])
 @pytest.mark.parametrize("as_raw", [False, True])
 @pytest.mark.parametrize(("sent", "read"), [(1, 1), (WIDE, -3), (DIGEST, -3)], ids=["signed", "unsigned", "bytes"])
 def test_an_engines_parent_that_was_stored_again_precedes_its_child(sent: Any, read: int, as_raw: bool) -> None:
-    def told(event: Any) -> Any:
+    def written_as(event: Any) -> Any:
         return msgspec.Raw(msgspec.msgpack.encode(event)) if as_raw else event
 
-    parent, child = told(stored(block_hashes=[sent])), told(stored(block_hashes=[2], parent_block_hash=sent))
-    history = [[parent, child], [told(VllmRemoved([sent], "GPU")), parent]]
+    parent, child = (
+        written_as(stored(block_hashes=[sent])),
+        written_as(stored(block_hashes=[2], parent_block_hash=sent)),
+    )
+    history = [[parent, child], [written_as(VllmRemoved([sent], "GPU")), parent]]
     one = merge_batches([VllmBatch(1.0, events) for events in history])  # type: ignore[misc]
     assert one is not None
     found = BatchDecoder().decode(BatchEncoder("native").encode(one, 0))
     assert [event.block_hashes for event in found.events if isinstance(event, BlockStored)] == [(read,), (2,)]
-    late = replayed(sent_of([*history, [told(stored(block_hashes=[9]))]]))
-    base = [event for payload in late for event in BatchDecoder().decode(payload).events]
-    assert [event.block_hashes for event in base if isinstance(event, BlockStored)] == [(read,), (2,), (9,)]
+    late = replayed(sent_of([*history, [written_as(stored(block_hashes=[9]))]]))
+    snapshot = [event for payload in late for event in BatchDecoder().decode(payload).events]
+    assert [event.block_hashes for event in snapshot if isinstance(event, BlockStored)] == [(read,), (2,), (9,)]
 
 
 def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
@@ -396,8 +399,8 @@ def test_nothing_is_left_of_a_queue_that_ends_with_a_clear() -> None:
     assert merged.events == (AllBlocksCleared(),)
 
 
-def base_of(*batches: list[Any]) -> list[Any]:
-    """The events of the base after these batches, as they stand in it."""
+def snapshot_events(*batches: list[Any]) -> list[Any]:
+    """Return the events of the snapshot after these batches."""
     (clear, *events), *_ = (msgspec.msgpack.decode(each)[1] for each in replayed(sent_of([*batches, []])))
     assert clear == {"type": "AllBlocksCleared"}
     return events
@@ -411,12 +414,12 @@ LATER = LaterStored(
 
 
 def test_a_whole_run_keeps_its_bytes() -> None:
-    assert base_of([LATER]) == [msgspec.msgpack.decode(msgspec.msgpack.encode(LATER))]
+    assert snapshot_events([LATER]) == [msgspec.msgpack.decode(msgspec.msgpack.encode(LATER))]
 
 
 def test_a_part_of_a_run_keeps_unknown_fields() -> None:
     whole = msgspec.msgpack.decode(msgspec.msgpack.encode(LATER))
-    first, last = base_of([LATER], [VllmRemoved([-3], None, 0)])
+    first, last = snapshot_events([LATER], [VllmRemoved([-3], None, 0)])
     assert first == whole | {
         "block_hashes": [5], "token_ids": [1, 2], "extra_keys": [["a"]], "per_block": ["x"], "per_token": [11, 12]
     }  # fmt: skip
@@ -429,7 +432,7 @@ def test_a_part_of_a_run_keeps_unknown_fields() -> None:
 
 def test_a_part_of_an_array_stays_an_array() -> None:
     event = ArrayStored([5, WIDE], 4, [1, 2], 1, 3, "GPU", "name")
-    assert base_of([event], [ArrayRemoved([5])]) == [["BlockStored", [WIDE], 5, [2], 1, 3, "GPU", "name"]]
+    assert snapshot_events([event], [ArrayRemoved([5])]) == [["BlockStored", [WIDE], 5, [2], 1, 3, "GPU", "name"]]
 
 
 @pytest.mark.parametrize("as_raw", [False, True], ids=["row", "bytes"])

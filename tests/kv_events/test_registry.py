@@ -1,4 +1,6 @@
-"""Opening publishers. Property: a rank opens its own stream or nothing, and a bad config fails on every rank alike."""
+"""Opening publishers. Property: a rank opens its own stream or nothing, and an invalid config fails on every rank
+alike.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from scheduler_components.kv_events import (
 
 
 class SeedStylePublisher(EventPublisher):
-    """Written for SGLang's factory: takes the seed's seven arguments and not one more."""
+    """Written for SGLang's factory: accepts exactly the seed's seven arguments."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class SeedStylePublisher(EventPublisher):
 
 
 class BrokerPublisher(NullEventPublisher):
-    """Takes an option of its own."""
+    """Accepts an option of its own."""
 
     def __init__(self, attn_dp_rank: int, *, brokers: list[str], **_: Any) -> None:
         super().__init__(attn_dp_rank)
@@ -53,7 +55,7 @@ class BrokerPublisher(NullEventPublisher):
 @pytest.fixture
 def factory() -> type[EventPublisherFactory]:
     class Fresh(EventPublisherFactory):
-        """Has the kit's publishers; what a test registers here ends with it."""
+        """A factory with the kit's publishers; registrations end with the test."""
 
     return Fresh
 
@@ -135,7 +137,7 @@ def test_a_rank_whose_existence_makes_ranges_overlap_is_refused() -> None:
 
 
 def offer(location: Path, package: str, name: str, target: str, source: str = "") -> None:
-    """Install a package that names a publisher, as pip would leave it on ``location``."""
+    """Install a package that offers a publisher, as pip would leave it in ``location``."""
     (location / f"{package}.py").write_text(source)
     info = location / f"{package}-1.0.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""The words of the replay conversation: lengths, golden bytes, and refusal of everything else."""
+"""Replay messages and sessions: lengths, golden bytes, refusals, and answers to many kinds of clients."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_no_bytes_raise_anything_but_a_decode_error(payload: bytes) -> None:
             continue
 
 
-# Replay answers without sockets: to clients that ask well, badly, late, slowly, or all at once.
+# Replay sessions: clients with valid and invalid requests, late, slow, or many together.
 
 
 ENCODER = BatchEncoder()
@@ -127,7 +127,7 @@ def ask(cursors: ReplaySessions, request: ReplayRequest | int, client: bytes = b
 
 
 def answer(cursors: ReplaySessions, client: bytes = b"c") -> list[tuple[bytes, ...]]:
-    """Read a whole answer; every one ends, so this does."""
+    """Read a whole answer; every answer ends."""
     messages = []
     while client in cursors.clients:
         message = cursors.message(client)
@@ -142,7 +142,7 @@ def numbers(messages: list[tuple[bytes, ...]]) -> list[int]:
 
 
 def hashes(messages: list[tuple[bytes, ...]]) -> list[int]:
-    """What a plain consumer holds in the end, in order."""
+    """Return the blocks of a plain consumer at the end, in order."""
     held: dict[int, None] = {}
     for message in messages:
         for event in BatchDecoder().decode(message[-1]).events if message[-2] != END_SEQ else ():
@@ -184,7 +184,7 @@ def test_a_plain_answer_contains_everything_from_start(kept: int, sent: int, sta
     assert messages[-1][-2:] == (END_SEQ, b"")
     assert numbers(messages)[:-1] == sorted(numbers(messages)[:-1])
     if start < stream.first:
-        # Contiguous up to the window and through it, above what the client has, and whole: no block is missing.
+        # Contiguous up to the replay buffer and through it, above what the client has, and complete.
         assert numbers(messages)[:-1] == list(range(stream.first - 1, sent))
         assert hashes(messages) == list(range(1, sent + 1))
     else:
@@ -267,9 +267,10 @@ CROWD_QUEUE = 3
 
 
 class Crowd(RuleBasedStateMachine):
-    """Clients that read, pause or never read, more than there are places; a server as the publisher's, without sockets.
+    """Clients that read, pause or never read, more than there are sessions, and a server without sockets.
 
-    A plain client that reads on gets all batches and then the end; whoever gets an end marker has got all before it.
+    A plain client that keeps reading gets all batches and then the end marker. A client with an end marker has
+    everything.
     """
 
     clients = st.sampled_from([b"%d" % number for number in range(6)])
@@ -290,7 +291,7 @@ class Crowd(RuleBasedStateMachine):
 
     @rule(sends=st.integers(1, 40))
     def serve(self, sends: int) -> None:
-        """What ``ZmqReplayServer`` does in a slice."""
+        """Serve one slice as ``ZmqReplayServer`` does."""
         for client in self.cursors.clients:
             while client in self.cursors.clients:
                 message = self.cursors.message(client)
@@ -328,15 +329,15 @@ class Crowd(RuleBasedStateMachine):
 
     @rule(client=clients)
     def ask_and_read_on(self, client: bytes) -> None:
-        """However many are stuck or drip: a new client that reads gets all of it, after a bounded time."""
+        """However many clients are stuck or slow, a new client that reads gets everything in bounded time."""
         self.ask(client)
         began_s = self.now_s
         while self.received[client][-1:] != [-1]:
             self.serve(40)
             self.read(client, 400)
             for other in self.asked - {client}:
-                self.read(other, 1)  # a drip, which is hardly progress
-            self.now_s += 0.05  # so it takes 60 messages per second: twice what counts as stuck, as a drip is not
+                self.read(other, 1)  # slow reading, which is hardly progress
+            self.now_s += 0.05  # 60 messages per second: twice the rate that counts as stuck
             assert self.now_s - began_s < 20.0
 
 
@@ -382,7 +383,7 @@ def test_a_plain_client_overtaken_by_the_replay_buffer_gets_the_snapshot() -> No
 
 
 def stream_of_runs(count: int, *, max_steps: int) -> EventStream:
-    """Batches of 250 KB, so that some ten of the base fit into the largest message."""
+    """Batches of 250 KB, so that about ten of the snapshot fit into the largest message."""
     stream = EventStream(epoch=EPOCH, max_steps=max_steps, max_bytes=10**9)
     for number in range(count):
         hashes = tuple(range(number * 50, number * 50 + 50))
@@ -414,7 +415,7 @@ def test_a_snapshot_that_does_not_fit_below_the_buffer_shows_as_a_gap() -> None:
 
 
 def test_a_step_of_an_answer_builds_a_bounded_part_of_a_large_message() -> None:
-    """Ten runs of which each lacks a block are read and written again: not all of them in one call."""
+    """Ten runs that each lack a block are read and encoded again, but not all in one call."""
     stream = stream_of_runs(11, max_steps=1)
     stream.append(ENCODER.encode(KVEventBatch(1.0, (BlockRemoved(tuple(range(7, 500, 50))),)), 0))
     stream.append(ENCODER.encode(KVEventBatch(1.0, ()), 0))
@@ -505,11 +506,14 @@ def test_sync_within_the_replay_buffer_is_incremental(start: int) -> None:
 @pytest.mark.parametrize(
     ("request_", "folded"),
     [
-        (ReplayRequest(0, ReplayVerb.SYNC, TOKEN, EPOCH), 5),  # older than the window
+        (ReplayRequest(0, ReplayVerb.SYNC, TOKEN, EPOCH), 5),  # older than the replay buffer
         (ReplayRequest(99, ReplayVerb.SYNC, TOKEN, EPOCH), 5),  # from the future
-        (ReplayRequest(6, ReplayVerb.SYNC, TOKEN, bytes(16)), 5),  # of another life
+        (ReplayRequest(6, ReplayVerb.SYNC, TOKEN, bytes(16)), 5),  # of another epoch
         (ReplayRequest(6, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), 5),  # wanted
-        (ReplayRequest(1, ReplayVerb.SYNC, TOKEN, bytes(16)), 0),  # nothing folded yet: an empty base, then the window
+        (
+            ReplayRequest(1, ReplayVerb.SYNC, TOKEN, bytes(16)),
+            0,
+        ),  # nothing is folded yet: an empty snapshot, then the buffer
     ],
 )
 def test_otherwise_sync_is_the_snapshot_and_then_the_buffer(request_: ReplayRequest, folded: int) -> None:
@@ -562,7 +566,7 @@ def test_only_the_client_that_pins_the_snapshot_is_cut() -> None:
         cursors.on_sent(b"slow and plain")
     add(stream, 10)
     cursors.cancel_pinned()
-    # To a plain client an end marker would say that this was all.
+    # A plain client would read an end marker as the complete answer.
     assert [numbers(answer(cursors, client)) for client in (b"slow", b"slow and plain")] == [[-1], []]
     assert numbers(answer(cursors, b"prompt")) == [*range(25, 30), -1]
     assert (stream.pins, cursors.num_truncated) == (0, 2)
@@ -575,7 +579,7 @@ def test_a_buffer_that_overtakes_its_last_batch_does_not_break_an_extended_answe
     end_digest = stream.digest
     for _ in range(2):
         cursors.on_sent(b"c")
-    add(stream, 10)  # the last batch waits for a slow client meanwhile
+    add(stream, 10)  # the last batch waits for a slow client
     assert numbers(answer(cursors)) == [3, -1]
     ask(cursors, ReplayRequest(2, ReplayVerb.SYNC, TOKEN, EPOCH))
     metas = [ReplayMeta.decode(message[-1]) for message in answer(cursors) if message[-2] == END_SEQ]
@@ -590,7 +594,7 @@ def test_a_replayed_snapshot_reports_its_number_of_chunks() -> None:
     assert [meta.chunks for meta in metas] == [None, 1, None]
 
 
-# A base that some client keeps from folding: that client is cut, and the next time it gets all.
+# A client that keeps the snapshot from folding is cut, and gets everything with its next request.
 
 
 CLIENT = b"c"
@@ -598,7 +602,7 @@ MAX_STEPS = 200
 
 
 class Turns:
-    """A publisher's turns without sockets, as its edge takes them: append, fold, cut, serve a bite."""
+    """The turns of a publisher without sockets: append, fold, cut, serve a slice."""
 
     def __init__(self) -> None:
         self.stream = EventStream(epoch=EPOCH, max_steps=MAX_STEPS, max_bytes=10**9)

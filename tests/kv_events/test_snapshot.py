@@ -1,4 +1,4 @@
-"""Which source each standing block belongs to, and what is counted of sources: against a model that counts anew."""
+"""The reference of each cached block and the counters of references, compared with a model that counts from scratch."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ STEPS = st.lists(
 )
 @given(STEPS)
 def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[tuple[Any, ...]]) -> None:
-    """Half gone ones are told once, from the moment on at which no more than half of their blocks stand."""
+    """A reference is listed as half gone once, when no more than half of its blocks are cached."""
     state: CachedBlocks[Any] = CachedBlocks(NoRuns())
     owner: dict[tuple[BlockLocation, int], PayloadRef] = {}
-    completed: dict[int, tuple[PayloadRef, int, int]] = {}  # by serial: the source, its bytes, its blocks
-    told: Counter[int] = Counter()
+    completed: dict[int, tuple[PayloadRef, int, int]] = {}  # by serial: the reference, its bytes, its blocks
+    num_reports: Counter[int] = Counter()
     source = state.new_source()
     for name, *values in steps:
         if name == "store":
@@ -85,12 +85,12 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
                 state.rewrite(again, bytes(values[1]), num_standing)
                 completed[serial] = again, values[1], num_standing
                 state.half_gone = type(state.half_gone)(each for each in state.half_gone if each is not again)
-                told[serial] = 0
+                num_reports[serial] = 0
         elif name == "clear":
             state.clear()
             owner.clear()
             completed.clear()
-            told.clear()
+            num_reports.clear()
             source = state.new_source()
         standing = Counter(each.serial for each in owner.values())
         alive = {serial: found for serial, found in completed.items() if standing[serial]}
@@ -100,8 +100,8 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
         for serial, (each, num_bytes, num_stored) in alive.items():
             assert (each.num_standing, each.content) == (standing[serial], bytes(num_bytes))
             if standing[serial] <= num_stored // 2:
-                told[serial] = 1
-        assert {serial: count for serial, count in told.items() if count and serial in alive} == Counter(
+                num_reports[serial] = 1
+        assert {serial: count for serial, count in num_reports.items() if count and serial in alive} == Counter(
             each.serial for each in state.half_gone if each.num_standing
         )
         for serial in set(completed) - set(alive):
@@ -109,8 +109,8 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
 
 
 def test_payloads_that_were_cleared_before_their_reference_was_full_are_dropped() -> None:
-    base, encoder = StreamSnapshot(), BatchEncoder()
-    base.fold(encoder.encode(KVEventBatch(1.0, (BlockStored((5,), None, (1,), 1, None),)), 0))
-    base.fold(encoder.encode(KVEventBatch(1.0, (AllBlocksCleared(),)), 0))
-    assert list(base.segments()) == []
-    assert (len(base), base.num_bytes) == (0, 0)
+    snapshot, encoder = StreamSnapshot(), BatchEncoder()
+    snapshot.fold(encoder.encode(KVEventBatch(1.0, (BlockStored((5,), None, (1,), 1, None),)), 0))
+    snapshot.fold(encoder.encode(KVEventBatch(1.0, (AllBlocksCleared(),)), 0))
+    assert list(snapshot.segments()) == []
+    assert (len(snapshot), snapshot.num_bytes) == (0, 0)

@@ -1,4 +1,4 @@
-"""Numbers and digests of a stream: bytes made by hand, and that no change of a history keeps its digest."""
+"""Numbers, digests and folding of a stream: golden bytes, and every change of a history changes its digest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_digests_are_the_golden_bytes(vector: DigestVector) -> None:
 
 @given(payloads=HISTORIES, others=HISTORIES)
 def test_different_histories_have_different_digests(payloads: list[bytes], others: list[bytes]) -> None:
-    """So a lost, a repeated, a swapped and a spliced batch all show."""
+    """So a lost, a repeated, a swapped and a spliced batch are all detected."""
     assert (digest_of(payloads) == digest_of(others)) == (payloads == others)
 
 
@@ -69,11 +69,11 @@ def test_a_batch_outside_the_replay_buffer_is_an_error(sequence: int) -> None:
         stream.payload(sequence)
 
 
-# Folding: whoever applies the folded state ends where whoever applied every event ends.
+# Folding: a reader of the folded state ends in the state of a reader of every event.
 
 
 def ledger_after(*histories: list[KVEventBatch]) -> EventLedger:
-    """The plain consumer, who applies one block at a time."""
+    """A plain consumer that applies one block at a time."""
     ledger = EventLedger()
     for history in histories:
         for batch in history:
@@ -100,11 +100,11 @@ CYCLE = [KVEventBatch(0.0, (run(1, parent=2), run(2, parent=1)))]
 
 
 SHARED_BYTES = st.sampled_from([1, 100, 300, 10_000])
-"""The sources of a base are of one batch, of some, or of all."""
+"""The references of a snapshot hold one batch, some, or all."""
 
 
-def new_base(shared_bytes: int) -> StreamSnapshot:
-    """A base whose sources are written anew as soon as half is gone."""
+def new_snapshot(shared_bytes: int) -> StreamSnapshot:
+    """A snapshot whose references are rewritten as soon as half is gone."""
     return StreamSnapshot(shared_bytes=shared_bytes, max_gone_blocks=0)
 
 
@@ -116,7 +116,7 @@ def test_a_folded_history_has_the_state_of_the_history(
     history: list[KVEventBatch], dialect: str, shared_bytes: int, *, tells: bool
 ) -> None:
     encoder, decoder = BatchEncoder(dialect), BatchDecoder()
-    state = new_base(shared_bytes)
+    state = new_snapshot(shared_bytes)
     for batch in history:
         payload, changes = encoder.encode_with_changes(batch, 0)
         state.fold(payload, changes if tells else None)
@@ -147,7 +147,7 @@ def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch],
 @example(history=FOREBEARS_COME_LAST, shared_bytes=100)
 @given(history=invalid_histories(), shared_bytes=SHARED_BYTES)
 def test_parents_precede_children(history: list[KVEventBatch], shared_bytes: int) -> None:
-    state = new_base(shared_bytes)
+    state = new_snapshot(shared_bytes)
     for batch in history:
         state.fold(BatchEncoder().encode(batch, 0))
     standing = ledger_after(history).blocks()
@@ -166,7 +166,7 @@ def test_parents_precede_children(history: list[KVEventBatch], shared_bytes: int
 
 
 def _in_cycle(parents: dict[tuple[MediumGroup, int], int | None], place: MediumGroup, block_hash: int) -> bool:
-    """Only a hostile history has one: no order puts its parents first."""
+    """Return True for a cyclic history, which has no order with parents first. Only a hostile peer sends one."""
     visited: set[int] = set()
     above: int | None = block_hash
     while above is not None and above not in visited:
@@ -176,10 +176,10 @@ def _in_cycle(parents: dict[tuple[MediumGroup, int], int | None], place: MediumG
 
 
 @settings(deadline=None)
-@example(steps=[("hold", 0), *[("append", 3)] * 20, ("let go", 0), *[("append", 1)] * 3], max_steps=2, max_bytes=10**6)
+@example(steps=[("pin", 0), *[("append", 3)] * 20, ("unpin", 0), *[("append", 1)] * 3], max_steps=2, max_bytes=10**6)
 @example(steps=[("append", 9)] * 6, max_steps=100, max_bytes=300)
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(["append", "append", "append", "hold", "let go"]), st.integers(1, 9))),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "append", "append", "pin", "unpin"]), st.integers(1, 9))),
     max_steps=st.integers(1, 5),
     max_bytes=st.integers(1, 600),
 )
@@ -189,7 +189,7 @@ def test_the_replay_buffer_is_bounded_and_its_bytes_are_counted(
     stream = EventStream(epoch=bytes(16), max_steps=max_steps, max_bytes=max_bytes)
     encoder, counts = BatchEncoder("array"), [0]
     for what, count in steps:
-        stream.pins = {"hold": 1, "let go": 0}.get(what, stream.pins)
+        stream.pins = {"pin": 1, "unpin": 0}.get(what, stream.pins)
         if what == "append":
             hashes = tuple(range(sum(counts), sum(counts) + count))
             counts.append(count)
@@ -245,26 +245,26 @@ def test_the_changes_of_the_encoder_equal_those_of_the_payload(
 
 @pytest.mark.parametrize("events_per_batch", [1, 16])
 def test_no_more_gone_blocks_than_cached_ones_are_kept(events_per_batch: int) -> None:
-    """One block of sixteen of each batch stays: whole batches would keep sixteen times its bytes."""
-    encoder, base = BatchEncoder(), StreamSnapshot(shared_bytes=4_096)
+    """One of sixteen blocks of each batch stays. Whole batches would keep sixteen times its bytes."""
+    encoder, snapshot = BatchEncoder(), StreamSnapshot(shared_bytes=4_096)
 
     def fold(*events: KVCacheEvent) -> None:
-        base.fold(*encoder.encode_with_changes(KVEventBatch(0.0, events), 0))
+        snapshot.fold(*encoder.encode_with_changes(KVEventBatch(0.0, events), 0))
 
-    for hashes in (range(32_000), range(32_000, 64_000)):  # twice: what was counted wrong shows in the next life
+    for hashes in (range(32_000), range(32_000, 64_000)):  # twice: a wrong count shows in the second round
         for first in hashes[::events_per_batch]:
             fold(*(run(block_hash) for block_hash in range(first, first + events_per_batch)))
-        num_bytes = base.num_bytes
-        for first_gone, last_gone in ((4, 15), (1, 3)):  # twice: what was written anew is written anew once more
+        num_bytes = snapshot.num_bytes
+        for first_gone, last_gone in ((4, 15), (1, 3)):  # twice: a rewritten reference is rewritten again
             for stays in hashes[::16]:
                 fold(BlockRemoved(tuple(range(stays + first_gone, stays + last_gone + 1))))
             for _ in range(500):
                 fold()
-        assert len(base) == len(hashes) / 16
-        assert 0 < base.num_bytes < 1.1 * (num_bytes / 16 * 2 + 1_000 * num_bytes / len(hashes))
+        assert len(snapshot) == len(hashes) / 16
+        assert 0 < snapshot.num_bytes < 1.1 * (num_bytes / 16 * 2 + 1_000 * num_bytes / len(hashes))
         fold(BlockRemoved(tuple(hashes[::16])))
-        assert len(base) == 0
-        assert 0 <= base.num_bytes < 4_096  # of the source that is being filled
+        assert len(snapshot) == 0
+        assert 0 <= snapshot.num_bytes < 4_096  # of the reference that gathers payloads
 
 
 def test_an_unknown_event_changes_nothing_and_hides_nothing() -> None:
@@ -275,22 +275,22 @@ def test_an_unknown_event_changes_nothing_and_hides_nothing() -> None:
 
 @pytest.mark.parametrize("events_per_batch", [1, 40, 400])
 def test_no_payload_is_decoded_if_blocks_leave_in_order(events_per_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes in the order in which it came is soon gone whole; to write it anew before would be for nothing."""
+    """Blocks that leave in the order of storing soon empty their reference, so rewriting it would be useless."""
     read: list[bytes] = []
     runs = PayloadReader.runs
     monkeypatch.setattr(PayloadReader, "runs", lambda self, content: read.append(content) or runs(self, content))
     monkeypatch.setattr(PayloadReader, "changes", lambda self, payload: read.append(payload))
-    encoder, base = BatchEncoder(), StreamSnapshot()
+    encoder, snapshot = BatchEncoder(), StreamSnapshot()
     for first in range(0, 100 * events_per_batch, events_per_batch):
         hashes = range(first, first + events_per_batch)
         gone = BlockRemoved(tuple(each - 30 * events_per_batch for each in hashes))
         batch = KVEventBatch(0.0, (*(run(each) for each in hashes), gone))
-        base.fold(*encoder.encode_with_changes(batch, 0))
-    assert len(base) == 30 * events_per_batch
+        snapshot.fold(*encoder.encode_with_changes(batch, 0))
+    assert len(snapshot) == 30 * events_per_batch
     assert not read
 
 
-@pytest.mark.parametrize("max_steps", [10, 10_000], ids=["base", "window"])
+@pytest.mark.parametrize("max_steps", [10, 10_000], ids=["snapshot", "replay buffer"])
 def test_the_garbage_collector_walks_neither_buffer_nor_snapshot(max_steps: int) -> None:
     encoder = BatchEncoder()
     stream = EventStream(epoch=bytes(16), max_steps=max_steps, max_bytes=10**7)
@@ -330,7 +330,7 @@ def test_snapshot_plus_replay_buffer_is_the_whole_state(
         stream.append(*encoder.encode_with_changes(batch, 0))
         stream.fold_oldest()
     (chunks,) = [each for each in stream.plan_snapshot(max_chunks=max_chunks) if each is not None]
-    reader = ledger_after([KVEventBatch(0.0, (run(99),))])  # stale: the base begins with a clear
+    reader = ledger_after([KVEventBatch(0.0, (run(99),))])  # stale: the snapshot begins with a clear
     for number, chunk in enumerate(chunks):
         (payload,) = [each for each in stream.encode_chunk(chunk, encoder, 0, clear=number == 0) if each is not None]
         reader.apply_all(decoder.decode(payload).events)

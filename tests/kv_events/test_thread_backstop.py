@@ -1,4 +1,4 @@
-"""The backstop thread: it looks while it is awake, and nobody may count on it before it has said that it sleeps."""
+"""The backstop thread polls while it is awake, and no batch is left to it after it has stopped deferring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Eventually = Callable[..., None]
 
 
 class Scheduler:
-    """Does not drain by itself; notes what the backstop does, in order."""
+    """A scheduler that does not drain; records the backstop's calls in order."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -64,7 +64,7 @@ def test_it_polls_once_more_after_it_has_stopped_deferring(backstop: Backstop, s
 
 def test_a_batch_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
     def look() -> DrainResult:
-        """A batch is found by the very last look, once."""
+        """Return a batch once, at the last poll."""
         is_last = scheduler.notes[-2:] == ["stop deferring", "look"]
         return DrainResult.BUSY if is_last and scheduler.notes.count("stop deferring") == 1 else DrainResult.QUIET
 
@@ -78,9 +78,9 @@ def test_a_batch_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, schedu
 def test_to_wake_it_does_not_hand_it_the_interpreter(
     backstop: Backstop, scheduler: Scheduler, eventually: Eventually
 ) -> None:
-    """It would work a slice before the scheduler's ``publish()`` returns: hundreds of microseconds inside vLLM."""
+    """With the GIL it would work one slice before ``publish()`` returns: hundreds of microseconds inside vLLM."""
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(10.0)  # so that nobody is interrupted: a thread runs when another lets go
+    sys.setswitchinterval(10.0)  # no thread is interrupted: it runs when another one releases the GIL
     try:
         for _ in range(50):
             eventually(lambda: scheduler.sleeps.is_set() or not scheduler.notes)
@@ -200,7 +200,7 @@ def test_it_reports_the_delay_of_each_poll(
     now_s = 0.0
 
     def monotonic() -> float:
-        """Each look at the clock finds it 10 ms later, as where somebody else keeps the GIL."""
+        """Advance by 10 ms per call, as if another thread kept the GIL."""
         nonlocal now_s
         now_s += 0.01
         return now_s

@@ -1,4 +1,4 @@
-"""Key files. Property: what is read is a sound key, or a ConfigError that names the setting and opens nothing."""
+"""Key files. Property: a file yields a valid key, or a ConfigError that names the setting, and nothing is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CURVE on real sockets. Property: with auth required, an allowed key reads the stream and nobody else reads a byte."""
+"""CURVE on real sockets. Property: with auth required, only a client with an allowed key reads the stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Stream:
-    """A guarded publisher and the keys around it."""
+    """A publisher with auth, and the keys of its clients."""
 
     def __init__(self, directory: Path, endpoint: str, replay_endpoint: str) -> None:
         self.publisher_key, secret = write_key_pair(directory / "own", "publisher")

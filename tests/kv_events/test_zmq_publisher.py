@@ -108,7 +108,7 @@ def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
     for number in range(500):
         publisher.publish(batch(number))
         pending.append(publisher.stats().batches_pending)
-    assert pending[0] == 0  # a scheduler that publishes once a step, and never idles, has nothing held back
+    assert pending[0] == 0  # for a scheduler that publishes once per step and never idles, nothing waits
     assert max(pending) < 8
     assert [number_of(subscriber.recv_multipart()) for _ in range(500)] == list(range(500))
 
@@ -163,7 +163,7 @@ def test_a_slow_client_gets_a_complete_long_replay(
     client.connect(publisher.replay_endpoint or "")
     client.send_multipart([b"", bytes(8)])
     first = client.recv_multipart()
-    # Now the client's and the publisher's queues fill while nobody reads; the publisher goes on with its work.
+    # The client does not read, so both queues fill; the publisher continues to work.
     for _ in range(200):
         publisher.publish(blocks)
     numbers = [int.from_bytes(first[-2], "big", signed=True)]
@@ -195,7 +195,7 @@ def test_replay_goes_on_while_the_scheduler_ticks(opened: Open, ask_replay: Ask)
 
 
 class Poison(KVCacheEvent, frozen=True):
-    """An event that no dialect knows."""
+    """An event of an unknown class."""
 
     x: int
 
@@ -228,7 +228,7 @@ def test_counters_count_every_outcome(opened: Open, ask_replay: Ask, eventually:
     eventually(lambda: publisher.stats().replays_served == 2)
     stats = publisher.stats()
     assert (stats.batches_sent, stats.events_sent, stats.batches_buffered) == (5, 5, 3)
-    assert (stats.batches_replayed, stats.replays_refused) == (1 + 3, 1)  # the folded base, then the window
+    assert (stats.batches_replayed, stats.replays_refused) == (1 + 3, 1)  # the folded snapshot, then the replay buffer
     assert (stats.last_sequence, stats.batches_pending, stats.open_bind_without_auth) == (4, 0, 0)
 
 
@@ -246,9 +246,9 @@ def test_an_epoch_after_the_clock_is_set_back_starts_above_the_earlier_one(
     floor, clock_ns = str(tmp_path / "floor"), 1_800_000_000_000_000_000
     monkeypatch.setattr("time.time_ns", lambda: clock_ns)
     highest = 0
-    for life in range(3):
+    for run in range(3):
         publisher = opened(attn_dp_rank=1, seq_base="clock", seq_floor_file=floor, send_mode="inline")
-        publisher.publish(batch(life))
+        publisher.publish(batch(run))
         first = publisher.stats().last_sequence - 1
         assert first > highest
         highest = publisher.stats().last_sequence
@@ -280,7 +280,7 @@ def test_shutdown_sends_pending_batches_and_releases_resources(
     publisher.shutdown()
     with pytest.raises(PublisherClosedError):
         publisher.publish(batch(2))
-    # The port is free again: the same address opens.
+    # The port is free again.
     opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-events-backstop-1"]
 
@@ -320,7 +320,7 @@ def test_sglangs_seven_parameters_go_before_the_config(
         ZmqEventPublisher(0, hwm=True, config=KVEventsConfig(hwm=1))
 
 
-# Where the publisher opens: addresses of every transport, refusal, bind or connect.
+# Opening the publisher: addresses of every transport, refusals, bind or connect.
 
 
 def test_a_port_in_use_is_a_start_error_and_leaves_nothing_open(opened: Open) -> None:
@@ -329,7 +329,7 @@ def test_a_port_in_use_is_a_start_error_and_leaves_nothing_open(opened: Open) ->
         opened(endpoint=first.endpoint)
     with pytest.raises(StartError, match="choose a free port"):
         opened(replay_endpoint=first.replay_endpoint)
-    assert threading.active_count() == 2  # this one, and the first publisher's backstop
+    assert threading.active_count() == 2  # the main thread and the first publisher's backstop
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_offset_endpoint_port_is_the_originals(endpoint: str | None, rank: int, 
     assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
 
 
-# The publisher against its surroundings: the scheduler's step goes on, and what is lost is counted.
+# Failures around the publisher: the scheduler's step continues, and losses are counted.
 
 
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
@@ -479,7 +479,7 @@ def test_a_dead_backstop_is_noticed_by_the_next_publish(
     last = publisher.stats().last_sequence
     while int.from_bytes(subscriber.recv_multipart()[1], "big") != last:
         pass
-    publisher.publish(batch(7))  # nobody but publish() could send it now
+    publisher.publish(batch(7))  # only publish() can send it now
     assert BatchDecoder().decode(subscriber.recv_multipart()[2]).events == (BlockRemoved((7,)),)
     assert publisher.stats().batches_pending == 0
 
@@ -499,7 +499,7 @@ def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeyp
     assert not wakes
     publisher.publish(batch(1))
     publisher.idle()
-    assert wakes  # the next batch may wait, so somebody must look
+    assert wakes  # the next batch may wait, so the thread must poll
 
 
 def test_lag_is_the_age_of_the_oldest_waiting_batch(opened: Open) -> None:
@@ -552,7 +552,7 @@ def test_a_forked_child_cannot_publish_and_its_parent_does_not_notice(
     publisher = opened()
     publisher.publish(batch(0))
     publisher.idle()
-    publisher.publish(batch(1))  # perhaps pending at the fork: the child must not send it too
+    publisher.publish(batch(1))  # perhaps pending at the fork: the child must not send it, too
     if may_defer:
         publisher.idle()
     child = os.fork()

@@ -1,5 +1,8 @@
-"""A scheduler that never calls idle(): its batches are left to the publisher's thread, and publish() sends what the
-thread does not take. Property: nothing waits for ever, nothing is sent twice, out of order, or by two at once."""
+"""A scheduler that never calls idle() leaves its batches to the thread, and publish() sends those that the thread
+misses.
+
+Property: no batch waits forever, is sent twice or out of order, or is sent by two threads together.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ def batch(number: int) -> KVEventBatch:
 
 
 class SleepingBackstop(Backstop):
-    """Never looks: the test does."""
+    """A backstop without a thread: the test polls."""
 
     def start(self) -> None:
-        """Make no thread."""
+        pass
 
     def watch(self) -> bool:
         return True
@@ -39,13 +42,13 @@ class SleepingBackstop(Backstop):
 
 @pytest.fixture
 def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread: nothing happens but what the test calls."""
+    """A publisher without a thread: only the test's calls act."""
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The publisher's monotonic clock; it stands still unless the test moves it."""
+    """The publisher's monotonic clock, which only the test advances."""
     now = [1_000.0]
     stopped = SimpleNamespace(
         monotonic=lambda: now[0], thread_time=time.thread_time, time=time.time, time_ns=time.time_ns
@@ -86,16 +89,16 @@ def test_a_late_thread_leaves_the_sockets_to_publish(opened: Open, clock: list[f
     publisher.publish(batch(1))
     assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
     assert publisher.stats().batches_pending == 2
-    clock[0] += 0.02  # a loop of long steps: nobody knows when it calls again
+    clock[0] += 0.02  # a loop of long steps: the next call cannot be predicted
     publisher.publish(batch(2))
     clock[0] += 0.02
     publisher.publish(batch(3))
     assert publisher.stats().batches_pending == 0
-    assert publisher.drain_for_scheduler(late_s=0.0) is not DrainResult.DRAINING  # it comes in time again
+    assert publisher.drain_for_scheduler(late_s=0.0) is not DrainResult.DRAINING  # it is on time again
     clock[0] += 0.02
     publisher.publish(batch(4))
     assert publisher.stats().batches_pending == 1
-    clock[0] += 0.02  # and stops calling. Who comes late does not know it yet: the scheduler may have been stopped too
+    clock[0] += 0.02  # the scheduler stops calling, but a late thread cannot know it yet
     assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
     clock[0] += 0.008
     assert publisher.drain_for_scheduler(late_s=0.005) is not DrainResult.DRAINING
@@ -131,7 +134,7 @@ def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
     late = [batch(number) for number in range(20)]
 
     def drain_late(edge: Any, *args: Any) -> bool:
-        """The scheduler publishes while the thread is about to let go: more than may wait, and nobody can send it."""
+        """Publish more than may wait just before the thread releases the sockets, when publish() cannot send."""
         unfinished = count_peers(edge, *args)
         while late:
             publisher.publish(late.pop())
@@ -139,7 +142,7 @@ def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
 
     publisher.publish(batch(20))
     monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", drain_late)
-    assert publisher.drain_for_scheduler(0.0) is DrainResult.SHARING  # so the thread comes back at once
+    assert publisher.drain_for_scheduler(0.0) is DrainResult.SHARING  # so the thread polls again immediately
     assert publisher.stats().batches_pending == 20
     encode, num_slices = zmq_publisher.BatchEncoder.encode_with_changes, 1
 
@@ -151,7 +154,7 @@ def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
     while publisher.drain_for_scheduler(0.0) in (DrainResult.SHARING, DrainResult.BUSY):
         num_slices += 1
     assert publisher.stats().batches_pending == 0
-    assert num_slices == 10  # of two batches each: the sockets are let go, and the scheduler gets the GIL
+    assert num_slices == 10  # two batches each: the sockets are released, and the scheduler gets the GIL
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
@@ -198,7 +201,7 @@ def test_publish_sends_by_itself_when_the_thread_has_died(opened: Open, eventual
     (backstop,) = (each for each in threading.enumerate() if each.name == "kv-events-backstop-0")
     assert backstop.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(backstop.ident), ctypes.py_object(RuntimeError))
-    publisher.publish(batch(0))  # wakes it, and it dies
+    publisher.publish(batch(0))  # wakes the thread, which dies
     eventually(lambda: not backstop.is_alive())
     publisher.publish(batch(1))
     assert publisher.stats().batches_pending == 0
@@ -263,7 +266,7 @@ def test_a_scheduler_that_calls_idle_again_keeps_the_sockets(opened: Open, clock
 def test_a_batch_that_the_thread_encodes_just_now_is_pending(
     opened: Open, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    """Whoever compares the pool with the stream's last number must know that it is about to change."""
+    """A reader that compares the pool with the stream's last number must know that the number will change."""
     encode, encodes, go_on = zmq_publisher.BatchEncoder.encode_with_changes, threading.Event(), threading.Event()
 
     def slow(encoder: Any, *args: Any) -> Any:

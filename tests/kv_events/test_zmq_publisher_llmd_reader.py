@@ -1,6 +1,6 @@
-"""A reader as llm-d's router is one (llm-d-router, September 2026), against real publishers with the guide's settings.
+"""A reader like llm-d's router (llm-d-router, September 2026), against real publishers with the guide's settings.
 
-It reads exactly three frames, live and replayed, takes pod and model from the topic, and asks from 0.
+It reads exactly three frames, live and replayed, takes pod and model from the topic, and requests from 0.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TOPIC = "kv@10.0.0.7:8000@my-model"
 
 
 class MalformedReplayError(Exception):
-    """An answer with another number of frames: the router drops its index of this pod, and asks again after 30 s."""
+    """An answer with another number of frames. The router drops its index of this pod and requests again after 30 s."""
 
 
 class LlmdReader:
-    """What of a pod is indexed; its own state is the last number that it applied, live or replayed."""
+    """The index of one pod. Its only other state is the last number that it applied, live or replayed."""
 
     def __init__(self, open_socket: OpenSocket, publisher: ZmqEventPublisher) -> None:
         self.index: dict[tuple[str, str], set[int]] = {}
@@ -41,12 +41,12 @@ class LlmdReader:
         return bool(self._sub.poll(timeout_ms))
 
     def lose(self, count: int) -> None:
-        """Live messages that the network drops."""
+        """Drop live messages, as the network does."""
         for _ in range(count):
             self._sub.recv_multipart()
 
     def read_live(self) -> bool:
-        """Take one message, asking for what is missing before it; False for one that it would drop."""
+        """Read one message, after requesting the missing ones before it. Return False if the router would drop it."""
         frames = self._sub.recv_multipart()
         if len(frames) != 3 or len(frames[1]) < 8:
             return False
@@ -65,7 +65,7 @@ class LlmdReader:
         return True
 
     def ask(self, start: int) -> None:
-        """Replay from ``start``; the first batch may be a later one, then what was indexed is dropped."""
+        """Replay from ``start``. If the first batch is a later one, drop the index."""
         dealer = self._open(zmq.DEALER)
         dealer.connect(self._replay)
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
@@ -108,12 +108,11 @@ class LlmdReader:
 
 
 def settings(**given: object) -> dict[str, object]:
-    """The guide's."""
     return {"topic": TOPIC, "replay_framing": "topic", "seq_base": "clock"} | given
 
 
 class Pod:
-    """A publisher, and what its cache holds."""
+    """A publisher, and the content of its cache."""
 
     def __init__(self, publisher: ZmqEventPublisher) -> None:
         self.publisher = publisher
@@ -130,7 +129,7 @@ class Pod:
         return {each % 2**64 for each in self.history.live_hashes}
 
     def is_read_by(self, reader: LlmdReader) -> bool:
-        """Publish and let it read until it has all; True when its index is the cache."""
+        """Publish and let the reader catch up. Return True if its index equals the cache."""
         for _ in range(2_000):
             self.publish(1)
             while reader.poll(20):
@@ -153,14 +152,14 @@ def test_a_late_reader_gets_everything_after_the_buffer_has_passed(opened: Opene
     pod.publish(33)
     assert len(pod.held) > 4
     reader = LlmdReader(open_socket, pod.publisher)
-    reader.ask(0)  # as the router does when it connects
+    reader.ask(0)  # as the router does on connecting
     assert reader.index[("10.0.0.7:8000", "my-model")] == pod.held
     assert pod.is_read_by(reader)
 
 
 @pytest.mark.parametrize("missed", [3, 30])
 def test_missed_batches_are_replayed(opened: Opened, open_socket: OpenSocket, missed: int) -> None:
-    """Within the window, and from before it: then the whole present state comes."""
+    """From within the replay buffer, and from before it: then the whole present state is sent."""
     pod = Pod(opened(**settings(buffer_steps=8)))
     reader = LlmdReader(open_socket, pod.publisher)
     assert pod.is_read_by(reader)
@@ -185,7 +184,7 @@ def test_a_restart_clears_the_blocks_of_the_earlier_epoch(
 
 
 def test_the_default_framing_of_replays_is_malformed_for_it(opened: Opened, open_socket: OpenSocket) -> None:
-    """Why the guide says ``topic``: two frames where it reads three."""
+    """The reason why the guide requires ``topic``: two frames where it reads three."""
     pod = Pod(opened(**settings(replay_framing="seed")))
     pod.publish(3)
     with pytest.raises(MalformedReplayError, match="2"):
@@ -193,7 +192,7 @@ def test_the_default_framing_of_replays_is_malformed_for_it(opened: Opened, open
 
 
 def test_a_name_with_the_topics_separator_hides_pod_and_model(opened: Opened, open_socket: OpenSocket) -> None:
-    """Why the guide says no ``@`` in either: three parts are read, or none."""
+    """The reason why the guide forbids ``@`` in names: the router splits into exactly three parts."""
     pod = Pod(opened(**settings(topic="kv@pod@org@model")))
     pod.publish(1)
     reader = LlmdReader(open_socket, pod.publisher)

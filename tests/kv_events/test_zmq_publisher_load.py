@@ -1,4 +1,4 @@
-"""Slow, greedy and many readers. Property: the publisher's step, its memory and its other readers do not notice."""
+"""Slow, greedy and many readers. Property: they do not affect the publisher's step, its memory or its other readers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_a_reader_that_pauses_gets_all_of_a_long_replay(start_publisher: Start, 
     first = number(client.recv_multipart())
     while publisher.ask("stats")["batches_replayed"] < 64:
         pass
-    publisher.ask("publish", 10_000, 12_000, 1_700)  # the pause: as long as all this takes
+    publisher.ask("publish", 10_000, 12_000, 1_700)  # the pause is as long as all of this
     assert publisher.ask("stats")["replays_open"] == 1
     assert [first, *read_answer(client)] == [*range(10_000), END]
 
 
 def test_live_goes_on_during_a_replay_storm(start_publisher: Start, dial: Start) -> None:
-    publisher = start_publisher(buffer_steps=1_000_000)  # no answer is overtaken by the window
+    publisher = start_publisher(buffer_steps=1_000_000)  # the replay buffer overtakes no answer
     publisher.ask("publish", 0, 2_000, 500)
     live = dial(zmq.SUB, publisher.endpoint, hwm=0)
     while not live.poll(5):
@@ -78,7 +78,7 @@ def test_readers_that_never_read_cost_their_share(start_publisher: Start, dial: 
         client.send_multipart([b"", bytes(8)])
     for client in clients:
         assert client.poll(RECEIVE_MS)
-    # Until nothing moves any more: every queue on the way is full.
+    # Until every queue on the path is full.
     replayed = -1
     while (now := publisher.ask("stats"))["batches_replayed"] != replayed:
         replayed = now["batches_replayed"]
@@ -95,7 +95,7 @@ def test_subscribers_that_never_read_share_one_queue(start_publisher: Start, dia
     before = publisher.ask("memory")
     publisher.ask("publish", 0, 3_000, 10_000)
     while publisher.ask("stats")["batches_pending"]:
-        pass  # the last group of a burst goes out soon after it
+        pass  # the last group of a burst is sent soon after it
     assert publisher.ask("memory") - before < 50 * MiB
     assert len(silent) == 30
 

@@ -1,5 +1,8 @@
-"""Who has the publisher's sockets, and who closes them. Property: what is accepted is never left to a timer, a close
-in the middle of a drain costs no wait and leaves nothing open, and neither does a publisher that nobody holds."""
+"""Ownership and closing of the publisher's sockets.
+
+Property: no accepted batch is left to a timer, a close during a drain waits for nothing and leaves nothing open, and
+neither does an unreferenced publisher.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def open_files() -> set[Path]:
 
 
 class Interrupting(tuple[KVCacheEvent, ...]):
-    """Events in whose encoding something else happens, as in a signal handler: once, on the thread that drains."""
+    """Events whose encoding runs other code, as a signal handler would: once, on the thread that drains."""
 
     __slots__ = ()
     handlers: ClassVar[list[Callable[[], object]]] = []
@@ -49,21 +52,21 @@ class Interrupting(tuple[KVCacheEvent, ...]):
 
 def interrupted(number: int, handler: Callable[[], object]) -> EventBatch:
     Interrupting.handlers.append(handler)
-    # Two events, for a single one is not looked for by iterating.
+    # Two events, because a single one is not iterated over.
     return EventBatch(1.0, Interrupting((BlockRemoved((number,)), BlockRemoved((number,)))))
 
 
 class SleepingBackstop(Backstop):
-    """Never looks: the test does."""
+    """A backstop without a thread: the test polls."""
 
     def start(self) -> None:
-        """Make no thread."""
+        pass
 
     def watch(self) -> bool:
         return True
 
 
-# Between the last look at the pending batches and letting go, a publish() finds the sockets taken.
+# A publish() between the last check of the pending batches and the release finds the sockets owned.
 
 
 @pytest.mark.parametrize("looks", ["backstop", "idle", "publish"])
@@ -76,7 +79,7 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
     serve_slice = zmq_publisher.ZmqReplayServer.serve_slice
 
     def serve_late(server: zmq_publisher.ZmqReplayServer, now_s: float, *, is_waiting: bool = False) -> bool:
-        """Replays are served after the pending batches were looked at: so long the scheduler may publish."""
+        """Serve replays after the pending batches were checked; meanwhile the scheduler may publish."""
         if late:
             publisher.publish(late.pop())
         return serve_slice(server, now_s, is_waiting=is_waiting)
@@ -97,7 +100,7 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
 
 
 def close_from_a_signal(publisher: ZmqEventPublisher, found: list[object]) -> None:
-    """The handler runs on this thread, in the middle of whatever it does."""
+    """Close as a signal handler on this thread, in the middle of other code."""
 
     def handle(*_: object) -> None:
         report = publisher.close(60.0)
@@ -142,7 +145,7 @@ def test_a_signal_handler_closes_inside_a_drain_without_waiting_for_itself(
 
 
 class LeaveError(Exception):
-    """What a handler raises to leave the program."""
+    """Raised by a handler to end the program."""
 
 
 def test_a_handler_that_closes_and_raises_leaves_nothing_open(opened: Open) -> None:
@@ -179,7 +182,7 @@ def test_a_message_that_a_handler_tore_is_never_continued(
     with pytest.raises(LeaveError):
         publisher.publish(batch(1))
     assert publisher.close(60.0).batches_dropped == 1
-    assert not subscriber.poll(100)  # the half message was taken back
+    assert not subscriber.poll(100)  # the partial message was discarded
 
 
 def test_a_batch_that_close_overtook_is_refused_and_not_lost_in_silence(
@@ -195,7 +198,7 @@ def test_a_batch_that_close_overtook_is_refused_and_not_lost_in_silence(
     assert publisher.stats().batches_pending == 0
 
 
-# What nobody holds any more.
+# Unreferenced publishers.
 
 
 def threads_of_publishers() -> list[str]:
@@ -217,7 +220,7 @@ def test_publishers_that_are_dropped_without_shutdown_leave_nothing(
             publisher.itself = publisher  # type: ignore[attr-defined]
         del publisher
     gc.collect()
-    # The last reference may have been the backstop's own, for the time of a look.
+    # The last reference may have been the backstop's own during a poll.
     eventually(lambda: threads_of_publishers() == threads and open_files() == files)
     assert caplog.text.count("was dropped without shutdown()") == 20
 
@@ -226,7 +229,7 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
     ended, looking = threading.Event(), threading.Event()
 
     class Dropped:
-        """Lets its last reference go while it is looked at."""
+        """Drop the last reference during a poll."""
 
         def drain_for_scheduler(self, late_s: float) -> DrainResult:
             looking.set()
@@ -234,7 +237,7 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
             return DrainResult.DRAINING
 
         def stop_deferring(self) -> None:
-            """Nothing was deferred."""
+            pass
 
         def __del__(self) -> None:
             assert backstop.stop(10.0)

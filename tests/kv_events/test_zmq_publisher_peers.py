@@ -1,4 +1,4 @@
-"""Hostile peers of the publisher. Property: they get nothing that they should not, and nobody else notices."""
+"""Hostile peers of the publisher. Property: they get no data, and do not affect other peers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_to_its_end(connection: socket.socket) -> None:
 
 
 BOGUS_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"BOGUS".ljust(20, b"\0") + bytes(32)
-"""ZMTP 3.0 with a mechanism that nobody knows."""
+"""ZMTP 3.0 with an unknown mechanism."""
 
 
 def test_a_bogus_handshake_is_hung_up_on_and_counted(opened: Open, eventually: Eventually) -> None:
@@ -81,7 +81,7 @@ def test_noise_on_both_ports_does_not_affect_readers(opened: Open, read_replay: 
     publisher = opened()
     draw = random.Random(3)
     for number in range(200):
-        # To libzmq much of this is a peer of ZMTP 1.0, which greets with next to nothing.
+        # For libzmq much of this is a peer of ZMTP 1.0, which has a minimal greeting.
         with raw_connection(publisher.endpoint if number % 2 else publisher.replay_endpoint) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 10 == 0 else draw.randbytes(3_000))
@@ -118,7 +118,7 @@ def test_hostile_requests_get_an_end_marker_or_nothing(
 def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
     tmp_path: Path, opened: Open, open_socket: OpenSocket, eventually: Eventually
 ) -> None:
-    # A socket's buffer of ipc holds little, so clients are stuck soon. Nothing is published meanwhile.
+    # An ipc socket's buffer is small, so clients are stuck soon. Nothing is published meanwhile.
     publisher = opened(endpoint=f"ipc://{tmp_path}/kv", replay_endpoint=f"ipc://{tmp_path}/replay", hwm=1)
     tokens = tuple(range(2**31, 2**31 + 2_048))
     for number in range(2_000):
@@ -137,7 +137,7 @@ def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
     while not numbers or numbers[-1] != -1:
         numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
     assert numbers == [*range(2_000), -1]
-    eventually(lambda: publisher.stats().replays_served == 1)  # counted after its end marker has gone out
+    eventually(lambda: publisher.stats().replays_served == 1)  # counted after its end marker is sent
     stats = publisher.stats()
     assert (stats.replays_refused, stats.replays_truncated, stats.replays_open) == (0, 1, 63)
     assert stats.replays_waiting == 0
@@ -152,8 +152,8 @@ def test_a_slow_client_gets_everything_without_a_readable_descriptor(
     monkeypatch: pytest.MonkeyPatch,
     stuck_after_s: float,
 ) -> None:
-    # The descriptor of a ZMQ socket tells of a change once, to whoever looks first, and that may be a look that was
-    # just going to sleep (seen once in forty clients at load 8). Here it never tells.
+    # The descriptor of a ZMQ socket reports a change once, to the first poll, which may be one that is about to sleep
+    # (seen once in forty clients at load 8). Here it never reports.
     monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "wakeup_fds", ())
     monkeypatch.setattr(replay, "_STUCK_AFTER_S", stuck_after_s)
     monkeypatch.setattr(thread_backstop, "_POLL_STUCK_EVERY_MS", 20.0)
@@ -175,7 +175,7 @@ def test_a_slow_client_gets_everything_without_a_readable_descriptor(
     numbers: list[int] = []
     while not numbers or numbers[-1] != -1:
         if len(numbers) % 40 == 0:
-            time.sleep(0.05)  # its pipe fills up; nothing is published, so the thread goes to sleep
+            time.sleep(0.05)  # its pipe fills up; nothing is published, so the thread sleeps
         numbers.append(int.from_bytes(client.recv_multipart()[-2], "big", signed=True))
     assert numbers == [*range(len(numbers) - 1), -1]
     assert len(numbers) > 200

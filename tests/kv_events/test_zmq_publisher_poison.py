@@ -1,4 +1,4 @@
-"""What a scheduler's bug may publish. Property: it costs itself and a counter, and takes no good event along."""
+"""Objects that a faulty scheduler may publish. Property: each costs itself and a counter, and no valid event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(number: int) -> KVEventBatch:
 
 
 class Junk:
-    """No batch."""
+    """An object that is no batch."""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_events_too_large_for_a_reader_go_out_in_parts(opened: Open, read_replay
     keys = tuple((str(number),) for number in range(blocks))
     publisher.publish(KVEventBatch(1.0, (BlockStored(tuple(range(blocks)), -1, tokens, size, None, extra_keys=keys),)))
     publisher.publish(KVEventBatch(1.0, (BlockRemoved(tuple(range(2**60, 2**60 + 500_000)), "CPU"),)))
-    events = read_replay(publisher.replay_endpoint)  # which takes no payload above a reader's limit
+    events = read_replay(publisher.replay_endpoint)  # which accepts no payload above a reader's limit
     stored = [event for event in events if isinstance(event, BlockStored)]
     removed = [event for event in events if isinstance(event, BlockRemoved)]
     assert [value for event in stored for value in event.block_hashes] == list(range(blocks))

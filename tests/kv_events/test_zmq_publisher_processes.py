@@ -1,4 +1,4 @@
-"""Publishers and subscribers that die, stop and come back. Property: the view is live and right in the end."""
+"""Killed, stopped and restarted publishers and subscribers. Property: the view is live and correct at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_killed_in_mid_stream_and_started_again(
     start_publisher: Start, open_proxy: Start, watch: Start, seq_base: str, second_life: int
 ) -> None:
     first = start_publisher(seq_base=seq_base)
-    # A port of the system's choice may be somebody else's by the time that a successor wants it.
+    # Another process may use a port of the system's choice before the successor binds it.
     events, replay = open_proxy(first.endpoint), open_proxy(first.replay_endpoint)
     view = watch(events.address, replay.address)
     first.ask("publish", 0, 1_000, 10)
@@ -57,7 +57,7 @@ def test_the_ipc_path_of_a_killed_publisher_is_reused(start_publisher: Start, wa
 
 
 def test_a_stopped_subscriber_catches_up_and_delays_no_other(start_publisher: Start, start_subscriber: Start) -> None:
-    # The socket's queue and the window are both far smaller than what it misses.
+    # The socket's queue and the replay buffer are both far smaller than the number of missed batches.
     publisher = start_publisher(hwm=100, buffer_steps=500)
     subscriber = start_subscriber(publisher.endpoint, publisher.replay_endpoint)
     publisher.ask("publish", 0, 100, 1_000)
@@ -108,7 +108,7 @@ from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 batch = KVEventBatch(1.0, (AllBlocksCleared(),))
 config = KVEventsConfig(bind=True, **eval(sys.argv[1]))
 publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=config)
-publisher.SHUTDOWN_TIMEOUT = 3_600.0  # a child that waited for anything would never end
+publisher.SHUTDOWN_TIMEOUT = 3_600.0  # a child that waited would never end
 publisher.publish(batch)
 publisher.idle()
 publisher.publish(batch)
@@ -119,7 +119,7 @@ if child == 0:
     except ForkedPublisherError:
         # Copies of the parent's sockets, which pyzmq lets no child close.
         warnings.filterwarnings("ignore", "Unclosed socket", ResourceWarning)
-        sys.exit(7)  # the ordinary way out: atexit, garbage collection, everything
+        sys.exit(7)  # the regular exit: atexit, garbage collection, everything
     sys.exit(1)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 publisher.publish(batch)

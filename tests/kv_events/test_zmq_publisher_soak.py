@@ -1,6 +1,6 @@
-"""2,000 batches per second, subscribers coming and going: nothing grows, and the view is right at the end.
+"""2,000 batches per second while subscribers connect and disconnect: nothing grows, and the view is correct at the end.
 
-Twelve seconds; under the profile ``soak`` as many as the variable ``SOAK_SECONDS`` says, 60 by default.
+Takes twelve seconds; with the profile ``soak`` the variable ``SOAK_SECONDS``, 60 by default.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from observability.kv_stream import open_subscriber, static_address
 Start = Callable[..., Any]
 SECONDS = 12
 SOAK_SECONDS = int(os.environ.get("SOAK_SECONDS", "60"))
-WARM_UP_SECONDS = 4  # longer than the window of the publisher and the standing blocks take to fill
+WARM_UP_SECONDS = 4  # longer than filling the replay buffer and the cached blocks takes
 BATCHES_PER_SECOND = 2_000
 STANDING_BLOCKS = 5_000
 MAX_GROWTH_BYTES = 12 * 1024 * 1024
 
 
 def churn(events: str, replay: str) -> None:
-    """Readers of every kind come and go: of the live stream, of a whole replay, of a part of one; and the kit's."""
+    """Connect and disconnect readers of every kind: of the live stream, of a whole or partial replay, and the kit's."""
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         sockets = [stack.enter_context(context.socket(kind)) for kind in (zmq.SUB, zmq.SUB, zmq.DEALER, zmq.DEALER)]
@@ -40,7 +40,7 @@ def churn(events: str, replay: str) -> None:
             if socket.type == zmq.DEALER:
                 socket.send_multipart([b"", bytes(8)])
         sockets[0].recv_multipart()
-        sockets[2].recv_multipart()  # and leaves in the middle of its answer
+        sockets[2].recv_multipart()  # and disconnects in the middle of its answer
         while sockets[3].recv_multipart()[-2] != b"\xff" * 8:
             pass
         kit = stack.enter_context(open_subscriber([static_address(events, replay=replay)]))
@@ -66,11 +66,11 @@ def test_nothing_grows(start_publisher: Start, watch: Start, soaking: bool) -> N
             own = (len(list(Path("/proc/self/fd").iterdir())), threading.active_count())
     last = seconds * BATCHES_PER_SECOND
     view.converge(set(range(last - STANDING_BLOCKS, last)))
-    # Connections of readers that left are closed by libzmq's own thread, a little later.
+    # libzmq's own thread closes the connections of disconnected readers a little later.
     view.poll_until(lambda: publisher.ask("resources")[1] <= baseline[1])
     memory_bytes, descriptors, threads = publisher.ask("resources")
     assert memory_bytes - baseline[0] < MAX_GROWTH_BYTES
-    assert descriptors <= baseline[1]  # fewer where a reader of the warm-up had not quite left
+    assert descriptors <= baseline[1]  # fewer if a reader of the warm-up had not disconnected completely
     assert threads == baseline[2]
     assert len(list(Path("/proc/self/fd").iterdir())) <= own[0]
     assert threading.active_count() == own[1]

@@ -1,4 +1,4 @@
-"""The ipc lock. Property: one of all who want a path has it, a dead owner's is free, and nothing is left behind."""
+"""The ipc lock. Property: one contender gets a path, a dead owner's path is free, and no file is left behind."""
 
 from __future__ import annotations
 
