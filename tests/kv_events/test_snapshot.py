@@ -80,10 +80,10 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
         elif name == "rewrite" and completed:
             serial = sorted(completed)[values[0] % len(completed)]
             again, *_ = completed[serial]
-            num_standing = sum(each is again for each in owner.values())
-            if num_standing and again.content is not None:
-                state.rewrite(again, bytes(values[1]), num_standing)
-                completed[serial] = again, values[1], num_standing
+            num_cached = sum(each is again for each in owner.values())
+            if num_cached and again.content is not None:
+                state.rewrite(again, bytes(values[1]), num_cached)
+                completed[serial] = again, values[1], num_cached
                 state.half_gone = type(state.half_gone)(each for each in state.half_gone if each is not again)
                 num_reports[serial] = 0
         elif name == "clear":
@@ -98,11 +98,11 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
         assert state.num_bytes == sum(num_bytes for _, num_bytes, _ in alive.values())
         assert state.num_stored == sum(num_stored for _, _, num_stored in alive.values())
         for serial, (each, num_bytes, num_stored) in alive.items():
-            assert (each.num_standing, each.content) == (standing[serial], bytes(num_bytes))
+            assert (each.num_cached, each.content) == (standing[serial], bytes(num_bytes))
             if standing[serial] <= num_stored // 2:
                 num_reports[serial] = 1
         assert {serial: count for serial, count in num_reports.items() if count and serial in alive} == Counter(
-            each.serial for each in state.half_gone if each.num_standing
+            each.serial for each in state.half_gone if each.num_cached
         )
         for serial in set(completed) - set(alive):
             assert completed[serial][0].content is None
