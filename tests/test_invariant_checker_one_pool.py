@@ -188,7 +188,7 @@ def test_a_false_leak_names_a_request_that_has_the_page() -> None:
 def test_a_slot_that_is_not_given_back_is_found_in_its_step() -> None:
     scheduler = make_scheduler()
     queues = KeepsSlot(max_running_requests=SMALL.max_running_requests)
-    scheduler.batcher.queues = scheduler.results.requests = queues
+    scheduler.queues = scheduler.batcher.queues = scheduler.results.requests = queues
     pages, slots = checker_of(scheduler).pools
     assert isinstance(pages, RadixCachePool) and isinstance(slots, RequestSlotPool)
     pages.requests, slots.queues = RequestPageHolders(queues=queues), queues

@@ -31,7 +31,7 @@ from scheduler_components.ports.load import (
     RateSource,
 )
 from scheduler_components.ports.metrics import MetricsSink, NullMetricsSink
-from scheduler_components.ports.outputs import OutputSink
+from scheduler_components.ports.outputs import NullOutputSink, OutputSink
 from scheduler_components.ports.pages import (
     CopyEvent,
     DeviceMemory,
@@ -79,6 +79,7 @@ __all__ = [
     "NullPageHolders",
     "NullPageHook",
     "NullRateSource",
+    "NullOutputSink",
     "OutputSink",
     "PageBytes",
     "PageHolders",

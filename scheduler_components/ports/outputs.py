@@ -6,7 +6,7 @@ from typing import Protocol
 
 from scheduler_components.values import OutputBatch
 
-__all__ = ["OutputSink"]
+__all__ = ["NullOutputSink", "OutputSink"]
 
 
 class OutputSink(Protocol):
@@ -23,3 +23,16 @@ class OutputSink(Protocol):
     def close(self) -> None:
         """Release the sockets. Safe to call twice."""
         ...
+
+
+class NullOutputSink:
+    """Drop all outputs, on a rank that streams none."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def send(self, batch: OutputBatch) -> bool:  # noqa: ARG002
+        return True
+
+    def close(self) -> None:
+        pass

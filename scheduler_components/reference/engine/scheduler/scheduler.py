@@ -1,24 +1,23 @@
-"""The reference scheduler: continuous batching, composed of small parts. One process, one thread, no sockets here.
+"""Scheduler: continuous batching for one rank, composed of small parts. One thread, no sockets.
 
-One ``step()``:
+``Scheduler.compose`` wires the parts. ``Scheduler.step`` runs them:
 
-    tiers.step()                              where pages are kept beyond the device: agree on what has moved
-    batch    = batcher.next_batch()           who computes what; pages are taken, the latest arrivals retracted
+    tiers.step()                    agree with the other ranks on finished page transfers
+    batcher.next_batch()            choose what to compute; allocate pages, retract the latest arrivals if necessary
     device.launch(batch)
-    kv_events.idle()                          the last step's events go out while the device computes
-    news     = results.process(device.wait())     tokens to requests, pages to the cache, outputs to the front
-    kv_events.publish_kv_events()             what the cache stored and removed in this step
-    metrics.emit()
-    guard.checker.after_step()                every few steps: do the pools still add up?
+    kv_events.idle()                send the events of the previous step while the device computes
+    results.process(device.wait())  append tokens, cache full pages, finish requests, stream outputs
+    kv_events.publish_kv_events()   publish what the cache stored and removed in this step
+    metrics.emit()                  report load and statistics
+    integrity.checker.after_step()  every few steps, check that every page has exactly one owner
 
-All ranks of a replica run this with the same calls in the same order and so take the same decisions: nothing
-here depends on a clock or on the rank, and ``state_digest`` lets them check it.
+All ranks of a replica make the same calls in the same order and therefore take the same decisions. No decision depends
+on a clock or on the rank. ``state_digest`` lets the ranks verify that.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -37,170 +36,69 @@ from scheduler_components import (
     MetricsSink,
     NullKvMetricsSink,
     NullMetricsSink,
-    OutputBatch,
     OutputSink,
     OutputStreamer,
     ParallelState,
+    RadixCache,
     RequestResult,
     SchedulerKvEventsPublisher,
 )
-from scheduler_components.cache import RadixCache
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.kv_events import NullEventPublisher
+from scheduler_components.ports import NullOutputSink
 from scheduler_components.quiesce import QuiesceState, weight_namespace
-from scheduler_components.reference.device.device import Device, ScheduledBatch
+from scheduler_components.reference.device.device import Device, DeviceOutput, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
 from scheduler_components.reference.engine.scheduler.batcher import Batcher, check_request_fits, check_tokens_known
-from scheduler_components.reference.engine.scheduler.cache_tiers import (
-    CacheTiers,
-    DeviceOnlyTiers,
-    PrefixCache,
-)
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers, DeviceOnlyTiers, PrefixCache
 from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
+from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
 from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode
 from scheduler_components.watchdog import IDLE_PHASE
 
-__all__ = [
-    "Clocks",
-    "Scheduler",
-    "SchedulerSinks",
-    "StepResult",
-]
-
-
-class _NoOutputs:
-    """The sink of a rank that answers nobody."""
-
-    def is_ready(self) -> bool:
-        return True
-
-    def send(self, batch: OutputBatch) -> bool:  # noqa: ARG002
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(slots=True, kw_only=True)
-class SchedulerSinks:
-    """What a scheduler writes to, each of which may be nowhere. ``Scheduler.close`` closes them.
-
-    Attributes:
-        events: KV events; made by ``open_event_publisher``.
-        outputs: the tokens of requests.
-        metrics: each step's statistics; its owner closes it.
-        kv_metrics: slots and blocks, for the serving process.
-    """
-
-    events: KvEventSink = field(default_factory=NullEventPublisher)
-    outputs: OutputSink = field(default_factory=_NoOutputs)
-    metrics: MetricsSink = field(default_factory=NullMetricsSink)
-    kv_metrics: KvMetricsSink = field(default_factory=NullKvMetricsSink)
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Clocks:
-    """Where time comes from.
-
-    Attributes:
-        wall: seconds since the epoch, for time stamps.
-        monotonic: seconds from any origin, for rates and the times of requests.
-    """
-
-    wall: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-
-
-class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """What one ``Scheduler.step`` did.
-
-    Attributes:
-        step: number of the step, from 1.
-        num_updated_requests: requests that got tokens or ended; the tokens themselves go to the scheduler's output
-            sink.
-        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
-        num_admitted, num_retracted: requests that got and lost their pages.
-        digest: ``Scheduler.state_digest`` after the step.
-    """
-
-    step: int
-    num_updated_requests: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_admitted: int
-    num_retracted: int
-    digest: int
-
-    @property
-    def mode(self) -> ForwardMode:
-        """What kinds of positions were computed."""
-        if self.num_prefill_tokens:
-            return ForwardMode.MIXED if self.num_decode_tokens else ForwardMode.EXTEND
-        return ForwardMode.DECODE if self.num_decode_tokens else ForwardMode.IDLE
-
-
-@dataclass(slots=True, kw_only=True)
-class StateDigest:
-    """32 bits over every decision and result so far: equal on ranks that were called alike.
-
-    Attributes:
-        value: the digest.
-        num_steps: steps that are in it.
-    """
-
-    value: int = 0
-    num_steps: int = 0
-
-    def add(self, *facts: int) -> None:
-        """Fold signed 64-bit numbers in."""
-        self.value = crc32(array("q", facts).tobytes(), self.value)
-
-    def add_step(self, batch: ScheduledBatch[Request], num_updated_requests: int, tiers: CacheTiers) -> None:
-        """Fold a step's decisions and results in: who, where, on which page, and what came out."""
-        self.num_steps += 1
-        facts = [self.num_steps, batch.num_admitted, batch.num_retracted]
-        for work in batch.works:
-            request = work.request
-            facts += (request.arrival, work.start, work.end, request.token_ids[-1])
-            facts.append(request.pages[-1] if request.pages else -1)
-        facts += (shape.num_tokens for shape in batch.replicas)
-        cache = tiers.cache
-        facts += (num_updated_requests, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
-        self.add(*facts, tiers.state_digest - 2**63)
+__all__ = ["Clocks", "Scheduler", "SchedulerSinks", "StepResult"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Serves requests in steps. Made by ``Scheduler.compose``. Not thread-safe: one thread calls everything.
+    """Serves requests in steps. One thread makes all calls.
+
+    It has more fields than other components because it is where all of them come together. Between two steps, and while
+    there is no work, its owner may call ``load.get_loads()``, ``output.flush()``, ``kv_events.idle()`` and
+    ``metrics.emit()``.
 
     Attributes:
         device: computes batches.
-        batcher: makes them; has the queues, the pages, the tiers of the cache, and the book of what happened.
-        results: gives each result to its request.
-        output: sends the tokens of requests.
-        kv_events: tells what the cache stored and removed.
-        metrics: each step's statistics.
-        guard: looks at the pools between two steps, and knows where the step stands.
-
-    Others may call ``load.get_loads()``, ``output.flush()``, ``kv_events.idle()`` and ``metrics.emit()`` between two
-    steps and while there is no work, and ``request_metrics.work.on_request_received()`` for a request that was
-    dispatched with a ticket.
+        queues: the waiting and running requests.
+        tiers: the prefix cache with the tiers behind it.
+        batcher: makes batches and allocates their pages.
+        results: applies the result of a batch to its requests.
+        output: streams the tokens of requests.
+        kv_events: publishes what the cache stored and removed.
+        load: reports how busy this replica is.
+        request_metrics: counts and times requests.
+        metrics: reports the statistics of each step.
+        integrity: checks the pools between steps, and tracks the progress of a step for the watchdog.
     """
 
     device: Device
+    queues: RequestQueues
+    tiers: CacheTiers
     batcher: Batcher
     results: BatchResultProcessor[Request]
     output: OutputStreamer
     kv_events: SchedulerKvEventsPublisher
+    load: LoadSource
+    request_metrics: RequestMetrics
     metrics: MetricsEmitter
     integrity: SchedulerIntegrity
-    _decisions: StateDigest = field(default_factory=StateDigest, init=False)
+    _digest: StateDigest = field(default_factory=StateDigest, init=False)
 
     @classmethod
     def compose(
@@ -215,136 +113,101 @@ class Scheduler:
         quiesce: QuiesceState | None = None,
         dp: DpBatchSync | None = None,
     ) -> Scheduler:
-        """Wire one.
+        """Wire a scheduler.
 
         Args:
             config: sizes.
-            parallel: this process's rank; the owner of the KV stream records events, the others only decide alike.
+            parallel: the rank. Only the rank that owns the KV event stream records events.
             device: computes batches.
-            tiers: the prefix cache and what is behind it; by default a ``RadixCache`` of ``config``'s sizes alone.
-            sinks: where everything goes; by default nowhere.
-            clocks: where time comes from.
-            quiesce: what may be done now; by default everything.
-            dp: under DP attention, the exchange with the other replicas; by default there are none.
+            tiers: the prefix cache with the tiers behind it. The default is a ``RadixCache`` without further tiers.
+            sinks: where outputs, events and statistics go. The default drops them.
+            clocks: sources of time.
+            quiesce: what control requests allow now. The default allows everything.
+            dp: exchange with the other replicas under DP attention. The default has no other replicas.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
+        quiesce, dp = quiesce or QuiesceState(), dp or DpBatchSync()
         tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
+        cache = tiers.cache
         queues = RequestQueues(max_running_requests=config.max_running_requests)
-        quiesce = quiesce or QuiesceState()
-        budget = AdmissionBudget(
-            gate=quiesce, dp=dp or DpBatchSync(), chunk_sizer=DynamicChunkSizer(page_size=config.page_size)
-        )
+        budget = AdmissionBudget(gate=quiesce, dp=dp, chunk_sizer=DynamicChunkSizer(page_size=config.page_size))
         budget.forecast.clock = clocks.monotonic
+
+        # Observers: they read the parts above and decide nothing.
         request_metrics = RequestMetrics(clock=clocks.monotonic, budget=budget)
-        guard = SchedulerIntegrity.compose(config.integrity, parallel, tiers.cache, queues)
-        kv_cache = RequestKvCache(cache=tiers.cache, counters=request_metrics.counters, owners=guard.owners)
+        integrity = SchedulerIntegrity.compose(config.integrity, parallel, cache, queues)
         load = LoadInquirer(
             parallel=parallel,
             queues=queues,
-            pool=tiers.cache,
+            pool=cache,
             rates=request_metrics.rates,
             work=request_metrics.work,
             clock=clocks.wall,
         )
         kv_events = SchedulerKvEventsPublisher(
             parallel=parallel,
-            source=guard.events,
+            source=integrity.events,
             sink=sinks.events,
             load=load,
             metrics_sink=sinks.kv_metrics,
             clock=clocks.wall,
         )
         output = OutputStreamer(sink=sinks.outputs)
-        return cls(
-            device=device,
-            batcher=Batcher(
-                config=config,
-                queues=queues,
-                kv_cache=kv_cache,
-                request_metrics=request_metrics,
-                tiers=tiers,
-                budget=budget,
-            ),
-            results=BatchResultProcessor(
-                kv=kv_cache,
-                requests=queues,
-                output=output,
-                observer=request_metrics,
-                eos_token_ids=frozenset(config.tokens.eos_token_ids),
-            ),
-            output=output,
-            kv_events=kv_events,
-            metrics=MetricsEmitter(
-                parallel=parallel,
-                load=load,
-                sink=sinks.metrics,
-                sources={
-                    "counters": request_metrics,
-                    "publisher": kv_events,
-                    "latencies": request_metrics.latencies,
-                    "tiers": tiers,
-                    "receiver": LiveStats(request_metrics.receiver),
-                    "quiesce": quiesce,
-                    "integrity": guard.checker,
-                    "pools": guard.pools,
-                    "batching": budget,
-                    "outputs": output,
-                },
-            ),
-            integrity=guard,
+        metrics = MetricsEmitter(
+            parallel=parallel,
+            load=load,
+            sink=sinks.metrics,
+            sources={
+                "counters": request_metrics,
+                "publisher": kv_events,
+                "latencies": request_metrics.latencies,
+                "tiers": tiers,
+                "receiver": LiveStats(request_metrics.receiver),
+                "quiesce": quiesce,
+                "integrity": integrity.checker,
+                "pools": integrity.pools,
+                "batching": budget,
+                "outputs": output,
+            },
         )
 
-    @property
-    def queues(self) -> RequestQueues:
-        """Requests in flight."""
-        return self.batcher.queues
-
-    @property
-    def request_metrics(self) -> RequestMetrics:
-        """What the requests have gone through."""
-        return self.batcher.request_metrics
-
-    @property
-    def tiers(self) -> CacheTiers:
-        """The cache and what is behind it."""
-        return self.batcher.tiers
-
-    @property
-    def cache(self) -> PrefixCache:
-        """The prefix cache over the KV pool."""
-        return self.batcher.tiers.cache
-
-    @property
-    def load(self) -> LoadSource:
-        """How loaded this replica is, with the totals of ``request_metrics.work``."""
-        return self.metrics.load
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done."""
-        return self._decisions.num_steps
-
-    @property
-    def state_digest(self) -> int:
-        """32 bits over every decision and result so far. Equal on all ranks of a replica after the same calls; a rank
-        that decides otherwise differs from then on.
-        """
-        return self._decisions.value
-
-    @property
-    def has_work(self) -> bool:
-        """True while a step has something to do: requests that may run, aborts to tell of, pages on their way; and
-        under DP attention while other replicas have requests.
-        """
-        is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.num_operations
-        return bool(is_busy or self.batcher.budget.dp.last.any_work)
+        # The path of a request: batcher, device, results.
+        kv_cache = RequestKvCache(cache=cache, counters=request_metrics.counters, owners=integrity.owners)
+        batcher = Batcher(
+            config=config,
+            queues=queues,
+            kv_cache=kv_cache,
+            request_metrics=request_metrics,
+            tiers=tiers,
+            budget=budget,
+        )
+        results = BatchResultProcessor(
+            kv=kv_cache,
+            requests=queues,
+            output=output,
+            observer=request_metrics,
+            eos_token_ids=frozenset(config.tokens.eos_token_ids),
+        )
+        return cls(
+            device=device,
+            queues=queues,
+            tiers=tiers,
+            batcher=batcher,
+            results=results,
+            output=output,
+            kv_events=kv_events,
+            load=load,
+            request_metrics=request_metrics,
+            metrics=metrics,
+            integrity=integrity,
+        )
 
     def submit(self, request: Request) -> None:
-        """Queue a request. A refusal changes nothing.
+        """Queue a request. A refused request changes nothing.
 
         Raises:
-            ConfigError: the whole pool or the model's context could not hold it, a token is not the model's, its id is
-                in flight (or its abort is still to be told), or it has been served before.
+            ConfigError: the pool or the model's context cannot hold the request, the model does not know a token, the
+                id is in use by a request in flight or an abort that is not streamed yet, or the request is not new.
         """
         check_request_fits(self.batcher.config, request.num_input_tokens, request.limits.max_new_tokens)
         check_tokens_known(self.batcher.config, request.token_ids)
@@ -358,11 +221,11 @@ class Scheduler:
         self.batcher.predict_first_token(request)
         self.queues.add(request)
         self.request_metrics.on_queued(request)
-        self._decisions.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
+        self._digest.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
         self.integrity.progress.enter_phase(IDLE_PHASE)
 
     def abort(self, rid: str) -> bool:
-        """End a request now, wherever it stands; the next step tells of it. False when it is not in flight."""
+        """End a request immediately; the next step streams the abort. Return False if it is not in flight."""
         request = self.queues.find(rid)
         if request is None:
             return False
@@ -370,17 +233,17 @@ class Scheduler:
         self.tiers.prefetch_queue.cancel(rid)
         self.results.abort(request)
         self.integrity.progress.enter_phase(IDLE_PHASE)
-        self._decisions.add(request.arrival, self.cache.used_tokens)
+        self._digest.add(request.arrival, self.cache.used_tokens)
         return True
 
     def step(self) -> StepResult:
-        """Compute one batch, book it, and say what happened.
+        """Compute one batch, apply its results, publish and report.
 
-        What the device raises ends the requests of the batch with ``FinishReason.ERROR``, and nothing else. A rank
-        that is alone with it differs from the others from then on, which they notice before the next step.
+        An exception of the device ends the requests of the batch with ``FinishReason.ERROR`` and nothing else. If only
+        one rank has it, its state differs from the other ranks', which they detect before the next step.
 
         Raises:
-            SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the ranks' tiers are no longer the same.
+            SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the tiers of the ranks differ.
         """
         progress = self.integrity.progress
         progress.begin_step(self.num_steps + 1, "tiers")
@@ -389,20 +252,20 @@ class Scheduler:
         progress.enter_phase("batch")
         batch = self.batcher.next_batch()
         if batch.has_work:
-            news = self._compute(batch)
+            updated = self._compute(batch)
         else:
             self.tiers.wait()
-            news = self.results.process()
+            updated = self.results.process()
         self.queues.on_aborts_streamed()
-        self._decisions.add_step(batch, len(news), self.tiers)
+        self._digest.add_step(batch, len(updated), self.tiers)
         progress.enter_phase("report")
         self._report()
-        nobody_holds = not self.queues.running and not self.tiers.num_operations
-        self.integrity.checker.after_step(is_idle=nobody_holds)
+        is_idle = not self.queues.running and not self.tiers.num_operations
+        self.integrity.checker.after_step(is_idle=is_idle)
         progress.enter_phase(IDLE_PHASE)
         return StepResult(
             step=self.num_steps,
-            num_updated_requests=len(news),
+            num_updated_requests=len(updated),
             num_prefill_tokens=batch.num_prefill_tokens,
             num_decode_tokens=batch.num_decode_tokens,
             num_admitted=batch.num_admitted,
@@ -411,84 +274,169 @@ class Scheduler:
         )
 
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
-        """Let the device compute a batch, and book it; returns the requests with news."""
-        begun_s = self.request_metrics.clock()
+        """Compute a batch and apply its results. Return the requests that got tokens or ended."""
+        started_s = self.request_metrics.clock()
         self.integrity.progress.enter_phase("device", batch.works[0].request.rid if batch.works else "")
         try:
             self.device.launch(batch)
             self.kv_events.idle()
             output = self.device.wait()
             if len(output.token_ids) != len(batch.works):
-                raise ValueError(f"the device gave {len(output.token_ids)} tokens for {len(batch.works)} works")
-        except Exception as error:  # noqa: BLE001 - counted and logged there, and told to each request's client
+                raise ValueError(f"the device returned {len(output.token_ids)} tokens for {len(batch.works)} chunks")
+        except Exception as error:  # noqa: BLE001 - `fail` counts and logs it, and fails each request
             self.integrity.progress.enter_phase("results")
             return self.results.fail([work.request for work in batch.works], error)
         self.integrity.progress.enter_phase("results")
-        self.request_metrics.on_batch_computed(batch, begun_s=begun_s)
-        for place, logprobs in output.logprobs.items():
-            batch.works[place].request.append_logprobs(logprobs)
-        errors = output.errors
-        news = self.results.process(
-            RequestResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(place, ""))
-            for place, (work, token) in enumerate(zip(batch.works, output.token_ids, strict=True))
-        )
+        self.request_metrics.on_batch_computed(batch, begun_s=started_s)
+        updated = self._apply(batch, output)
         if batch.num_prefill_tokens:
             self.batcher.budget.on_first_tokens(batch)
             for work in batch.works:
                 if work.is_prefill:
                     self.queues.update_prefill_tokens(work.request)
-        return news
+        return updated
+
+    def _apply(self, batch: ScheduledBatch[Request], output: DeviceOutput) -> list[Request]:
+        for index, logprobs in output.logprobs.items():
+            batch.works[index].request.append_logprobs(logprobs)
+        errors = output.errors
+        return self.results.process(
+            RequestResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(index, ""))
+            for index, (work, token) in enumerate(zip(batch.works, output.token_ids, strict=True))
+        )
 
     def _report(self) -> None:
-        """Tell what the step did: events and statistics every step, slots and blocks now and then."""
+        """Publish events and statistics, and now and then ``KvMetrics``."""
         self.kv_events.publish_kv_events()
         self.metrics.emit()
         if self.num_steps % self.batcher.config.kv_metrics_every_steps == 0 or not self.has_work:
             self.kv_events.emit_kv_metrics()
 
+    @property
+    def has_work(self) -> bool:
+        """True if a step has something to do.
+
+        That is a request that may run, an abort to stream or a page transfer in flight, and under DP attention also a
+        request of another replica.
+        """
+        is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.num_operations
+        return bool(is_busy or self.batcher.budget.dp.last.any_work)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of completed steps."""
+        return self._digest.num_steps
+
+    @property
+    def state_digest(self) -> int:
+        """A 32-bit digest of all decisions and results, which is equal on all ranks after the same calls."""
+        return self._digest.value
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache over the KV pool."""
+        return self.tiers.cache
+
     def drain(self) -> Iterator[StepResult]:
-        """Step until there is nothing left to do."""
+        """Step until there is no more work."""
         while self.has_work:
             yield self.step()
 
     def retract_all(self) -> int:
-        """Let every running request wait again, its output kept; returns how many there were."""
+        """Move every running request back to the waiting queue, with its output, and return their number."""
         num_retracted = self.batcher.retract_all()
-        self._decisions.add(num_retracted, self.cache.used_tokens)
+        self._digest.add(num_retracted, self.cache.used_tokens)
         self.kv_events.flush()
         return num_retracted
 
     def clear_cache(self, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
-        """Forget every cached prefix on device and host, and send so at once, also while no step follows.
+        """Remove every cached prefix from device and host, and send the events immediately.
 
         Args:
-            weight_version: of the weights that compute what is cached from now on.
+            weight_version: version of the weights that compute all later KV.
 
         Raises:
-            CacheIntegrityError: a request runs, or pages are on their way; nothing has changed.
+            CacheIntegrityError: a request runs or a page transfer is in flight; nothing has changed.
         """
         self.cache.clear()
         self.batcher.reset_cached_tokens(weight_namespace(weight_version))
-        self._decisions.add(self.cache.free_tokens, crc32(weight_version.encode()))
+        self._digest.add(self.cache.free_tokens, crc32(weight_version.encode()))
         self.kv_events.flush()
 
     def clear_storage_index(self) -> None:
-        """Count nothing as stored any more, and send so at once.
+        """Mark every page as not stored, and send the events immediately.
 
         Raises:
-            CacheIntegrityError: pages are on their way; nothing has changed.
+            CacheIntegrityError: a page transfer is in flight; nothing has changed.
         """
         self.tiers.clear_storage_index()
         self.kv_events.flush()
 
     def close(self) -> None:
-        """Send the last events and outputs, and close the sinks. Requests in flight are served no further.
+        """Send the last events and outputs and close the sinks. Requests in flight get no more tokens.
 
         Safe to call twice.
         """
         self.kv_events.shutdown()
         self.output.close()
         self.tiers.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerSinks:
+    """The sinks of a scheduler. ``Scheduler.close`` closes all but ``metrics``.
+
+    Attributes:
+        events: KV events; made by ``open_event_publisher``.
+        outputs: tokens of requests.
+        metrics: statistics of each step; its owner closes it.
+        kv_metrics: ``KvMetrics``: request slots and KV blocks.
+    """
+
+    events: KvEventSink = field(default_factory=NullEventPublisher)
+    outputs: OutputSink = field(default_factory=NullOutputSink)
+    metrics: MetricsSink = field(default_factory=NullMetricsSink)
+    kv_metrics: KvMetricsSink = field(default_factory=NullKvMetricsSink)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Clocks:
+    """Sources of time.
+
+    Attributes:
+        wall: seconds since the epoch, for time stamps.
+        monotonic: seconds since any origin, for rates and latencies.
+    """
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """The result of one ``Scheduler.step``.
+
+    Attributes:
+        step: number of the step, from 1.
+        num_updated_requests: requests that got tokens or ended.
+        num_prefill_tokens, num_decode_tokens: computed positions, by kind.
+        num_admitted, num_retracted: requests that got their pages, and requests that lost them.
+        digest: ``Scheduler.state_digest`` after the step.
+    """
+
+    step: int
+    num_updated_requests: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_admitted: int
+    num_retracted: int
+    digest: int
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The kinds of computed positions."""
+        if self.num_prefill_tokens:
+            return ForwardMode.MIXED if self.num_decode_tokens else ForwardMode.EXTEND
+        return ForwardMode.DECODE if self.num_decode_tokens else ForwardMode.IDLE
 
 
 def _device_cache(config: SchedulerConfig, parallel: ParallelState) -> RadixCache:

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import BatchingStats, EventBatch, ParallelState, SchedulerCounters
+from scheduler_components import EventBatch, ParallelState, SchedulerCounters, TierStats
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -124,12 +124,11 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
     assert {batch.attn_dp_rank for rank in speakers for batch in rank.publisher.batches} <= {1}
 
 
-def counters(rank: Rank) -> SchedulerCounters:
-    """All totals but times, rates and forecasts, which each rank takes by its own clock."""
-    totals = rank.scheduler.request_metrics.stats()
-    assert totals.batching is not None
-    batching = BatchingStats(new_token_ratio=totals.batching.new_token_ratio)
-    return msgspec.structs.replace(totals, latencies=None, preemptions_per_s=0.0, batching=batching)
+def counters(rank: Rank) -> tuple[SchedulerCounters, TierStats | None, float]:
+    """Return all statistics except times, rates and forecasts, which depend on the clock of each rank."""
+    scheduler = rank.scheduler
+    counted = msgspec.structs.replace(scheduler.request_metrics.stats(), preemptions_per_s=0.0)
+    return counted, scheduler.tiers.stats(), scheduler.batcher.budget.new_token_ratio.current
 
 
 def digests(workload: list[list[Call]], kv_pages: int = 9) -> list[int]:
