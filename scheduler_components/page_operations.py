@@ -1,9 +1,9 @@
-"""What goes in and out of HiCache's controller: instructions to a mover, its I/O events, and decisions.
+"""The operations on pages: instructions to a mover, its I/O events, and the decisions of all ranks.
 
-The cache begins an operation; an ``Instruction`` goes to the rank's mover; its ``IoEvent`` comes back, on each rank in
-its own time; when all ranks agree, the ``Decision`` goes to the tree.
+The cache begins an operation and submits an ``Instruction`` to the rank's mover. The mover answers with an ``IoEvent``,
+at a different time on each rank. When all ranks agree, the cache applies a ``Decision`` to its tree.
 
-An operation has one number, the same on every rank, because every rank begins the same operations in the same order.
+An operation has the same number on every rank, because all ranks begin the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CopyToHost(msgspec.Struct, frozen=True, gc=False):
 class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
     """Copy committed host pages to the device; answer with ``LoadBackDone``.
 
-    ``by_layer``: requests read them already, so the next forward waits before each layer until it is there.
+    ``by_layer``: requests already use the pages, so the next forward waits before each layer until it has been copied.
     """
 
     op: int
@@ -63,13 +63,13 @@ class CopyToDevice(msgspec.Struct, frozen=True, gc=False):
 
 
 class DiscardLoadBack(msgspec.Struct, frozen=True, gc=False):
-    """No request reads the pages of this failed load, which went ``by_layer``: forwards need not fail any more."""
+    """No request uses the pages of this failed ``by_layer`` load any more, so forwards need not fail for it."""
 
     op: int
 
 
 class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
-    """Store committed host pages, their whole digests follow one another in ``digests``; answer with ``BackupDone``."""
+    """Store committed host pages; ``digests`` are their full digests, concatenated. Answer with ``BackupDone``."""
 
     op: int
     digests: bytes
@@ -77,14 +77,14 @@ class WriteToStorage(msgspec.Struct, frozen=True, gc=False):
 
 
 class QueryStorage(msgspec.Struct, frozen=True, gc=False):
-    """Ask how many of these pages, from the first on, storage holds; ``QueryDone`` comes also on failure."""
+    """Query how many of these pages, from the first on, storage holds; answer with ``QueryDone``, also on failure."""
 
     op: int
     digests: bytes
 
 
 class ReadFromStorage(msgspec.Struct, frozen=True, gc=False):
-    """Read pages into reserved host pages, in order; answer with ``PagesRead``, at last with ``ReadDone``."""
+    """Read pages into reserved host pages, in order; answer with ``PagesRead`` events and a final ``ReadDone``."""
 
     op: int
     digests: bytes
@@ -92,16 +92,16 @@ class ReadFromStorage(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelPrefetch(msgspec.Struct, frozen=True, gc=False):
-    """Nobody waits for this ``QueryStorage`` or ``ReadFromStorage``: do no more for it than what is begun.
+    """Stop this ``QueryStorage`` or ``ReadFromStorage`` after the part that is under way.
 
-    ``QueryDone`` follows all the same, or ``ReadDone`` once nothing writes to the host pages any more.
+    ``QueryDone`` is still sent, or ``ReadDone`` as soon as no thread writes to the host pages.
     """
 
     op: int
 
 
 class ReleaseStorage(msgspec.Struct, frozen=True, gc=False):
-    """No operation uses storage: a backend that is being detached may be closed now."""
+    """No operation uses storage, so a backend that is being detached can be closed."""
 
 
 Instruction: TypeAlias = (
@@ -117,42 +117,42 @@ Instruction: TypeAlias = (
 
 
 class WriteDone(msgspec.Struct, frozen=True, gc=False):
-    """This rank's copy to the host has ended; good when all its bytes are there."""
+    """This rank's copy to the host has ended; ``is_ok`` if it is complete."""
 
     op: int
     is_ok: bool
 
 
 class LoadBackDone(msgspec.Struct, frozen=True, gc=False):
-    """This rank's copy to the device has ended; good when all its bytes are there."""
+    """This rank's copy to the device has ended; ``is_ok`` if it is complete."""
 
     op: int
     is_ok: bool
 
 
 class BackupDone(msgspec.Struct, frozen=True, gc=False):
-    """This rank's part of a backup to storage has ended; good when every page is held there."""
+    """This rank's part of a backup has ended; ``is_ok`` if storage holds every page."""
 
     op: int
     is_ok: bool
 
 
 class QueryDone(msgspec.Struct, frozen=True, gc=False):
-    """Storage holds ``num_pages`` of this rank's slices, from the first on; 0 for a miss and for a failure."""
+    """Storage holds ``num_pages`` of this rank's slices, from the first on; 0 for a miss or a failure."""
 
     op: int
     num_pages: int
 
 
 class PagesRead(msgspec.Struct, frozen=True, gc=False):
-    """``num_pages`` pages, counted from the first one, are in host memory by now."""
+    """The first ``num_pages`` pages of the read are in host memory."""
 
     op: int
     num_pages: int
 
 
 class ReadDone(msgspec.Struct, frozen=True, gc=False):
-    """No more pages will land, and nothing writes to the operation's host pages any more."""
+    """The read has ended, and no thread writes to its host pages."""
 
     op: int
 
@@ -161,37 +161,37 @@ IoEvent: TypeAlias = WriteDone | LoadBackDone | BackupDone | QueryDone | PagesRe
 
 
 class WriteOutcome(msgspec.Struct, frozen=True, gc=False):
-    """All ranks have copied to the host and committed ``host_pages``; or, when there are none, all have given up."""
+    """All ranks have committed ``host_pages``; or none has, if it is empty."""
 
     op: int
     host_pages: Pages
 
 
 class LoadBackOutcome(msgspec.Struct, frozen=True, gc=False):
-    """The device pages hold the content on every rank; or, when not good, must not be used on any."""
+    """The device pages hold their content on every rank; unless ``is_ok``, no rank may use them."""
 
     op: int
     is_ok: bool
 
 
 class BackupOutcome(msgspec.Struct, frozen=True, gc=False):
-    """Storage holds every rank's slice of every page; or, when not good, nobody may count on it."""
+    """Storage holds every rank's slice of every page; unless ``is_ok``, the pages do not count as stored."""
 
     op: int
     is_ok: bool
 
 
 class PrefetchHit(msgspec.Struct, frozen=True, gc=False):
-    """Storage holds ``num_pages`` on every rank: say with ``HiCacheController.reserve`` how many to read."""
+    """Storage holds ``num_pages`` for every rank. Answer with ``ActivePrefetches.reserve``."""
 
     op: int
     num_pages: int
 
 
 class PrefetchOutcome(msgspec.Struct, frozen=True, gc=False):
-    """A prefetch has ended on every rank with the same number of pages, committed to the host: perhaps none.
+    """A prefetch has ended on every rank with the same number of committed host pages, possibly none.
 
-    ``num_draining_pages`` more were reserved and are not free yet: some rank may still write to them.
+    A rank may still write to ``num_draining_pages`` further reserved pages, which are not free yet.
     """
 
     op: int
@@ -200,14 +200,14 @@ class PrefetchOutcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class PrefetchDrained(msgspec.Struct, frozen=True, gc=False):
-    """Storage does nothing any more for a prefetch that was given up, on any rank: ``num_pages`` were given back."""
+    """Storage has stopped working for a terminated prefetch on all ranks; its ``num_pages`` are free."""
 
     op: int
     num_pages: int
 
 
 class StorageDetached(msgspec.Struct, frozen=True, gc=False):
-    """Storage is no longer attached on every rank: nobody may count on what it held."""
+    """At least one rank has detached its storage, so no page counts as stored."""
 
 
 Decision: TypeAlias = (

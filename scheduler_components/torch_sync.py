@@ -1,8 +1,8 @@
-"""Agreement over torch.distributed: every thread has gloo groups of its own, and a roll call when one fails.
+"""Agreement over torch.distributed: each thread has its own gloo groups, with a roll call after a failure.
 
-Dedicated groups never interleave with the engine's NCCL traffic or with another thread's. They are made with
-``new_group`` on every rank of the world in one order; ``use_local_synchronization`` would spare the non-members, but
-its group names repeat after a close, and a reopened group then finds stale addresses and hangs (measured, torch 2.13).
+Separate groups do not interleave with the engine's NCCL traffic or with other threads. Every rank of the world creates
+them with ``new_group`` in one order. ``use_local_synchronization`` would not involve non-members, but its group names
+repeat after a close, and a reopened group then finds stale addresses and hangs (measured with torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups"]
 
 @dataclass(slots=True, kw_only=True)
 class RollCall:
-    """Asks, once, after a failed collective, which ranks of the domain are still there and where they stand.
+    """Determines after a failed collective which of the agreeing ranks still answer, and which call each of them makes.
 
-    A survivor may be waiting in another group of the domain and come here one timeout later, so the call waits twice
-    ``timeout_s``: an error reaches every survivor within three timeouts, sooner where a peer's death closed its
-    connections.
+    A surviving rank may be waiting in another group and answer one timeout later, so the roll call waits for two
+    timeouts. An error therefore reaches every survivor within three timeouts, or sooner if a dead peer's connections
+    are closed.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RollCall:
     timeout_s: float
 
     def failure(self, call: SyncCall, cause: RuntimeError) -> SyncTimeoutError | SyncDivergenceError:
-        """Return the error to raise for ``call``: who is missing, or where the ranks parted."""
+        """Return the error for ``call``: the missing ranks, or the different calls of the ranks."""
         present = self._answers(call)
         missing = tuple(rank for rank in self.ranks if rank not in present)
         if not missing and len({(found.number, found.step, found.operation) for found in present.values()}) > 1:
@@ -46,19 +46,19 @@ class RollCall:
         return SyncTimeoutError(call.operation, call.step, missing, self.timeout_s, str(cause).partition("\n")[0])
 
     def _answers(self, call: SyncCall) -> dict[int, SyncCall]:
-        """Send this rank's place to all peers and return the places of those who answer."""
+        """Send this rank's call to all peers and return the calls of the ranks that answer."""
         peers = [rank for rank in self.ranks if rank != self.rank]
         mine = torch.tensor(call.to_ints(), dtype=torch.int64)
-        # Receives are posted first: an answer that comes before its receive is lost when the peer then exits.
+        # Post receives first: an answer that arrives before its receive is lost if the peer then exits.
         receives: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
         for peer in peers:
             answer = torch.zeros(SYNC_CALL_INTS, dtype=torch.int64)
             try:
                 receives[peer] = dist.irecv(answer, peer, group=self.group), answer
-            except RuntimeError:  # gloo: the peer has closed its connection; it is missing
+            except RuntimeError:  # gloo: the peer has closed its connection, so it is missing
                 continue
         sends = [send for peer in peers if (send := self._send(mine, peer)) is not None]
-        deadline_s = monotonic() + 2 * self.timeout_s  # one for all peers, however many are missing
+        deadline_s = monotonic() + 2 * self.timeout_s  # common to all peers
         present = {self.rank: call}
         for peer, (work, answer) in receives.items():
             if work is not None and _done(work, deadline_s):
@@ -84,7 +84,7 @@ def _done(work: dist.Work, deadline_s: float) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class TorchSyncGroup:
-    """One gloo group of one thread. Use it, and close it, on one thread at a time."""
+    """The ``SyncGroup`` of one gloo group. Use and close it on one thread."""
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -118,12 +118,12 @@ class TorchSyncGroup:
                 self.roll_call.group = None
 
     def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None, "this rank is not a member of its own group"
+        assert work is not None, "this rank is not a member of its group"
         work.wait(timedelta(seconds=self.timeout_s))
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:
-    # destroy_process_group(None) would destroy the engine's whole world.
+    # destroy_process_group(None) would destroy the default group of the engine.
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -131,19 +131,19 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 def open_torch_groups(
     world: Sequence[RankGroups], names: Sequence[str], *, timeout_s: float = 60.0
 ) -> dict[str, ParallelGroups]:
-    """Make one domain per name, each with gloo groups of its own: one for the scheduler, one per background thread.
+    """Create one ``ParallelGroups`` per name, each with its own gloo groups, for one thread each.
 
-    Every process of the torch.distributed world calls this, with the same arguments, at the same point of its
-    start (or of attaching a storage backend), from its main thread; also ranks that agree with nobody.
+    Every process of the torch.distributed world calls this with the same arguments at the same point of its start, from
+    its main thread. This includes ranks that agree with no other rank.
 
     Args:
-        world: rank sets of every process, as ``world_rank_groups`` gives them.
-        names: one per thread that will agree.
+        world: the groups of every rank, as ``world_rank_groups`` returns them.
+        names: one name per thread.
         timeout_s: longest wait for the other ranks in one collective.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or its world is not ``world``.
-        StartError: the groups could not be made, usually because a rank did not come.
+        ConfigError: torch.distributed is not initialised, or its world has another size.
+        StartError: the groups could not be created, usually because a rank did not join.
     """
     if not dist.is_initialized():
         raise ConfigError(
@@ -154,24 +154,24 @@ def open_torch_groups(
             "world",
             len(world),
             f"is not torch.distributed's world of {dist.get_world_size()}",
-            "give every rank's sets",
+            "give the groups of every rank",
         )
     rank = dist.get_rank()
     try:
-        return {name: _open_domain(rank, world, timeout_s) for name in names}
+        return {name: _open_groups(rank, world, timeout_s) for name in names}
     except RuntimeError as error:
         raise StartError(
-            "gloo groups", str(error).partition("\n")[0], "see that every rank of the world starts, in the same way"
+            "gloo groups", str(error).partition("\n")[0], "start every rank of the world with the same arguments"
         ) from error
 
 
-def _open_domain(rank: int, world: Sequence[RankGroups], timeout_s: float) -> ParallelGroups:
+def _open_groups(rank: int, world: Sequence[RankGroups], timeout_s: float) -> ParallelGroups:
     hop_groups = {ranks: _new_group(ranks, timeout_s) for ranks in ordered_groups(world)}
-    mine = next(sets for sets in world if sets.rank == rank)
-    domains = sorted({agreeing_ranks(sets.rank, world) for sets in world})
-    roll_calls = {ranks: _new_group(ranks, timeout_s) for ranks in domains if len(ranks) > 1}
-    domain = agreeing_ranks(rank, world)
-    roll_call = RollCall(rank=rank, ranks=domain, group=roll_calls.get(domain), timeout_s=timeout_s)
+    mine = next(each for each in world if each.rank == rank)
+    replicas = sorted({agreeing_ranks(each.rank, world) for each in world})
+    roll_calls = {ranks: _new_group(ranks, timeout_s) for ranks in replicas if len(ranks) > 1}
+    replica = agreeing_ranks(rank, world)
+    roll_call = RollCall(rank=rank, ranks=replica, group=roll_calls.get(replica), timeout_s=timeout_s)
     return ParallelGroups(
         rank=rank,
         groups=tuple(

@@ -1,6 +1,6 @@
-"""HiRadixCache: a radix cache whose pages outlive the device: evicted to the host, kept in storage, brought back.
+"""HiRadixCache: a radix cache that also keeps pages on the host and in storage and loads them back.
 
-``HiCacheStepper`` takes it through a scheduler's step: one agreement of all ranks, and what follows from it.
+``HiCacheStepper`` steps it: one agreement of all ranks, then the transfers that follow from it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from scheduler_components.values import TierStats
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
 
-_SPREAD = 0x9E3779B97F4A7C15  # odd, so that counts that differ give digests that differ
+_DIGEST_FACTOR = 0x9E3779B97F4A7C15  # odd, so that different counts give different digests
 _STATE_SLOT = Slots(("equal", "state"))
 
 
 class HiRadixCache:
-    """What ``RadixCache`` is to a scheduler, over three tiers. Pure.
+    """A prefix cache over three tiers, with the interface of ``RadixCache``. Pure.
 
-    A ``KvEventSource``, ``PoolSource`` and ``HeldBlocksSource``.
+    It is a ``KvEventSource``, a ``PoolSource`` and a ``HeldBlocksSource``.
 
-    To requests only what is on the device is a match; ``prefetch_queue`` brings the rest there. Ranks that make the
-    same
-    calls and settle the same agreed values hold the same pages on every tier, whatever their I/O does. Once per step:
-    ``handle`` each I/O event, bring ``proposal``, ``settle`` what was agreed, carry out ``pop_instructions``;
-    ``HiCacheStepper`` does so.
+    A request matches only pages on the device; ``prefetch_queue`` moves other pages there. Ranks that make the same
+    calls and apply the same agreed values hold the same pages on every tier, independent of their I/O. Once per step,
+    ``HiCacheStepper`` passes each I/O event to ``handle``, reduces the ``proposal``, passes the agreed values to
+    ``apply`` and submits ``pop_instructions``.
 
     Args:
         page_size: tokens per page.
         capacity_tokens: size of the device's KV pool; rounded down to whole pages.
-        host: this rank's host pages.
-        num_host_pages: pages that every rank of the replica has on its host.
-        policy: when to write, when to stop prefetching.
-        record: keep events for ``take_events``; give ``ParallelState.owns_kv_stream``.
-        page_hook: learns which device pages were computed and loaded.
+        host: the host pool of this rank.
+        num_host_pages: the smallest number of host pages of any rank.
+        policy: when to write, prefetch and load pages.
+        record: record events for ``take_events``; pass ``ParallelState.owns_kv_stream``.
+        page_hook: called with the device pages that were computed or loaded.
 
     Attributes:
-        prefetch_queue: ask it, before a request runs, to bring pages closer.
+        prefetch_queue: fetches the pages of waiting requests.
 
     Raises:
         ConfigError: a size is below one page.
@@ -73,7 +72,9 @@ class HiRadixCache:
         page_hook: PageHook = NullPageHook(),
     ) -> None:
         if num_host_pages < 1:
-            raise ConfigError("num_host_pages", num_host_pages, "is no host tier", "give at least 1, or use RadixCache")
+            raise ConfigError(
+                "num_host_pages", num_host_pages, "is too small for a host tier", "give at least 1, or use RadixCache"
+            )
         policy = policy if policy is not None else HiCachePolicy()
         self._tiers = TierTree(
             page_size=page_size,
@@ -88,7 +89,7 @@ class HiRadixCache:
         self._transfers = TierTransfers.over(self._tiers, self._controller, policy)
         self.prefetch_queue = PrefetchQueue(transfers=self._transfers, policy=policy)
 
-    # --- what RadixCache has, of the device ---
+    # --- the interface of RadixCache, for the device tier ---
 
     @property
     def page_size(self) -> int:
@@ -102,12 +103,12 @@ class HiRadixCache:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that can be allocated without evicting."""
+        """Tokens that can be allocated without eviction."""
         return self._device.free_tokens
 
     @property
     def evictable_tokens(self) -> int:
-        """Tokens on the device that neither a request nor an operation has locked."""
+        """Device tokens in the cache that no request and no operation has locked."""
         return self._device.evictable_tokens
 
     @property
@@ -117,11 +118,11 @@ class HiRadixCache:
 
     @property
     def num_event_collapses(self) -> int:
-        """How often nobody took the events for so long that the backlog was replaced by the present content."""
+        """How often the event backlog grew so long that the present content replaced it."""
         return self._device.num_event_collapses
 
     def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> PrefixMatch:
-        """Find the longest prefix on the device. Mark it, and what follows on the host, as the most recently used.
+        """Return the longest prefix on the device. It and its continuation on the host become the most recently used.
 
         Raises:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
@@ -132,68 +133,70 @@ class HiRadixCache:
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
     ) -> PrefixMatch:
-        """Cache a computed prefix and take over its pages: as ``RadixCache.insert``, with its errors.
+        """Cache a computed prefix and take ownership of its pages, as ``RadixCache.insert`` does, with its errors.
 
-        Where the host has a page that the device has not, the caller's page becomes the device's.
+        If a page is on the host only, the caller's page becomes its device page.
         """
         path = self._device.insert_path(token_ids, pages, namespace or DEFAULT_NAMESPACE)
         self._transfers.writes.on_insert(path)
         return self._device.match_from_path(path)
 
     def lock(self, node: RadixNode) -> None:
-        """Keep the prefix that ends in ``node`` on the device, once more; CacheIntegrityError where it is not there."""
+        """Lock the prefix that ends in ``node`` on the device; CacheIntegrityError if it is not on the device."""
         self._device.lock(node)
 
     def unlock(self, node: RadixNode) -> None:
-        """Give back one ``lock`` of ``node``; CacheIntegrityError, and nothing has changed, where it is not locked."""
+        """Release one lock of ``node``; CacheIntegrityError, without a change, if it is not locked."""
         self._device.unlock(node)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Hand out device pages to a request: as ``RadixCache.allocate``, with its errors."""
+        """Allocate device pages for a request, as ``RadixCache.allocate`` does, with its errors."""
         return self._device.allocate(num_pages)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take back pages that ``allocate`` gave and ``insert`` did not take over: as ``RadixCache.free``."""
+        """Free pages from ``allocate`` that were not inserted, as ``RadixCache.free`` does."""
         self._device.free(pages)
 
     def evict(self, num_pages: int) -> int:
-        """Free the least recently used unlocked device pages; returns how many. The host keeps what it has."""
+        """Evict the least recently used unlocked device pages; return how many. Host copies stay."""
         return self._device.evict(num_pages)
 
     def clear(self) -> None:
-        """Forget every prefix, on device and host. Storage keeps its pages: keys name their content.
+        """Remove every prefix from device and host. Storage keeps its pages, because keys identify their content.
 
         Raises:
-            CacheIntegrityError: a request still locks a prefix, or pages are on their way; nothing has changed.
+            CacheIntegrityError: a request still locks a prefix, or a transfer is under way; nothing has changed.
         """
         if self.num_operations:
-            raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then clear")
+            raise CacheIntegrityError(f"{self.num_operations} operations are under way; step until none is, then clear")
         self._tiers.clear()
 
     def clear_storage_index(self) -> None:
-        """Count nothing as stored any more: call it on every rank in the same step, once the store was cleared.
+        """Count no page as stored. Call it on every rank in the same step after the store was cleared.
 
-        What is cached is written to storage again when a request next inserts it.
+        Cached pages are written to storage again when a request next inserts them.
 
         Raises:
-            CacheIntegrityError: pages are on their way; nothing has changed.
+            CacheIntegrityError: a transfer is under way; nothing has changed.
         """
         if self.num_operations:
-            raise CacheIntegrityError(f"{self.num_operations} operations are under way: step on, then forget")
+            raise CacheIntegrityError(
+                f"{self.num_operations} operations are under way; step until none is, then clear the index"
+            )
         self._transfers.clear_storage_index()
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
-        """Return the events of all tiers since the last call, in order, and forget them."""
+        """Return the events of all tiers since the last call, in order."""
         return self._device.take_events()
 
     def block_hashes(self, tier: Tier = Tier.DEVICE) -> Iterator[int]:
-        """The hash of every page on one tier, parents before children. Walks the tree: for checks, not for steps."""
+        """Yield the hash of every page on one tier, parents before children. It walks the whole tree."""
         for node in self._tiers.tree.walk():
             if tier in self._tiers.membership.tiers_of(node):
                 yield from block_hashes_of(node.digests)
 
     def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
-        """Every page of the tree on every tier, as ``HeldBlocksSource`` asks. Walks the tree once."""
+        """Return the hashes of all pages by tier, as ``HeldBlocksSource`` requires. It walks the tree once."""
         digests: dict[Tier, list[bytearray]] = {tier: [] for tier in Tier}
         for node in self._tiers.tree.walk():
             for tier in self._tiers.membership.tiers_of(node):
@@ -201,29 +204,29 @@ class HiRadixCache:
         return {medium_group(TIER_MEDIUM[tier]): block_hash_array(b"".join(runs)) for tier, runs in digests.items()}
 
     def check_integrity(self) -> None:
-        """Check tree, pools, orders, tiers and ledger against each other. Walks everything.
+        """Run a full check of tree, pools, eviction orders, tiers and page counts.
 
         Raises:
-            CacheIntegrityError: with the arithmetic that failed.
+            CacheIntegrityError: with the count that does not add up.
         """
         self._tiers.check()
         self._transfers.check()
 
     @property
     def device(self) -> RadixCache:
-        """The device tier, for checks: whoever changes it by itself breaks the tiers."""
+        """The device tier, for checks. Changing it directly breaks the other tiers."""
         return self._device
 
     @property
     def transfers(self) -> PageHolders:
-        """What copies under way hold and lock on the device, for checks."""
+        """The pages and locks that copies hold on the device, for checks."""
         return self._transfers
 
     # --- the step ---
 
     @property
     def settings(self) -> dict[str, object]:
-        """What must be the same on every rank, by field: sizes and policy."""
+        """Sizes and policy by field. They must be the same on every rank."""
         sizes: dict[str, object] = {
             "page_size": self.page_size,
             "capacity_tokens": self.capacity_tokens,
@@ -233,30 +236,30 @@ class HiRadixCache:
 
     @property
     def num_operations(self) -> int:
-        """Operations that have not settled; the same on every rank."""
+        """Operations that have not settled; the same number on all ranks."""
         return self._controller.num_operations
 
     @property
     def state_digest(self) -> int:
-        """What is on which tier, what is free, what is under way, as one unsigned 64-bit number; equal on all ranks."""
+        """An unsigned 64-bit digest of the pages per tier, the free pages and the operations; equal on all ranks."""
         tiers = self._tiers
         digest = tiers.membership.digest
         for count in (tiers.device.pool.num_free, tiers.host.num_pages_used, self.num_operations):
-            digest = (digest * _SPREAD + count) % 2**64
+            digest = (digest * _DIGEST_FACTOR + count) % 2**64
         return digest
 
     def handle(self, event: IoEvent) -> None:
-        """Take in what this rank's I/O reports."""
+        """Record an I/O event of this rank."""
         self._controller.handle(event)
 
     def proposal(self, step: int, *, has_storage: bool, load_back_budget_pages: int, now_s: float) -> Proposal:
-        """Return what this rank brings to the step's one agreement: the same slots at every step.
+        """Return this rank's proposal for the step's agreement, with the same slots at every step.
 
         Args:
             step: the same number on all ranks.
             has_storage: this rank has a storage backend attached.
             load_back_budget_pages: pages that this rank can begin to copy to the device.
-            now_s: this rank's monotonic clock.
+            now_s: time of this rank's monotonic clock.
         """
         proposal = Proposal("hicache step", step=step)
         proposal.fill(_STATE_SLOT, (self.state_digest - 2**63,))
@@ -266,27 +269,27 @@ class HiRadixCache:
         return proposal
 
     def apply(self, step: int, agreed: AgreedValues) -> None:
-        """Carry out what all ranks agreed.
+        """Apply the agreed values of a step.
 
         Raises:
-            TierDivergenceError: they do not hold the same pages; nothing is carried out.
+            TierDivergenceError: the ranks do not hold the same pages; nothing is applied.
         """
         if not agreed.flags["state"]:
             raise TierDivergenceError(step, self.state_digest)
         self._transfers.apply(self._controller.apply(agreed))
 
     def pop_instructions(self) -> list[Instruction]:
-        """Return what is to be moved, in order."""
+        """Return the instructions for the mover, in order."""
         return self._controller.pop_instructions()
 
     def stats(self) -> TierStats:
-        """Return the counters of this moment."""
+        """Return a copy of the counters."""
         stats = self._transfers.stats.copy()
         stats.pages_dropped = self._tiers.num_dropped_pages
         return stats
 
     def num_pages_on(self, tier: Tier) -> int:
-        """Pages of the tree that are on ``tier``."""
+        """Return the number of pages on ``tier``."""
         return self._tiers.membership.num_pages[tier]
 
     def __repr__(self) -> str:
@@ -296,14 +299,15 @@ class HiRadixCache:
 
 @dataclass(slots=True, kw_only=True)
 class HiCacheStepper:
-    """Lets a cache, this rank's I/O and the other ranks meet once per step. All on the scheduler's thread.
+    """Connects a cache with this rank's mover and the other ranks once per step, on the scheduler's thread.
 
     Attributes:
         cache: decides.
-        groups: agrees. Who shares it asks on the same thread, in one order on all ranks.
+        groups: the ranks that agree. Other components may share them if they call them on the same thread, in one order
+            on all ranks.
         mover: moves pages.
-        settings: what else than the cache's settings must be the same on every rank, by field; of a store, say.
-        clock: monotonic seconds of this rank; only ever compared with itself.
+        settings: further settings that must be the same on every rank, by field, for example of the store.
+        clock: monotonic seconds of this rank, compared only with each other.
         num_steps: steps so far.
     """
 
@@ -315,15 +319,15 @@ class HiCacheStepper:
     num_steps: int = field(default=0, init=False)
 
     def step(self) -> None:
-        """Bring this rank's facts, agree, carry out. Every rank calls it in each of its steps, without a condition.
+        """Agree with the other ranks and begin the transfers that follow. Every rank calls it in every step.
 
         The first step also compares the settings of all ranks.
 
         Raises:
-            SettingsDivergenceError: ranks have different settings; the error names fields and ranks.
-            SyncTimeoutError, SyncDivergenceError: the ranks did not come together.
-            TierDivergenceError: they hold different pages.
-            CacheIntegrityError: the kit is to blame.
+            SettingsDivergenceError: the ranks have different settings; the error lists fields and ranks.
+            SyncTimeoutError, SyncDivergenceError: a rank did not join, or joined with another proposal.
+            TierDivergenceError: the ranks hold different pages.
+            CacheIntegrityError: a bug in this library.
         """
         cache, mover = self.cache, self.mover
         if not self.num_steps:
@@ -341,10 +345,10 @@ class HiCacheStepper:
         self.submit()
 
     def submit(self) -> None:
-        """Begin what was decided since the last step, before a forward that waits for it; without an agreement."""
+        """Submit the operations begun since the last step, for a forward that waits for them. It needs no agreement."""
         self.mover.submit(self.cache.pop_instructions())
 
     def close(self) -> None:
-        """End this rank's I/O, then its part in agreements. Safe to call twice."""
+        """Close the mover, then the groups. Safe to call twice."""
         self.mover.close()
         self.groups.close()

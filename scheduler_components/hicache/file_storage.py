@@ -1,17 +1,17 @@
-"""A page store in a directory, shared by any number of processes and kept over restarts.
+"""FilePageStore: a page store in a directory, shared by any number of processes and kept over restarts.
 
-A page appears whole, by rename, or not at all. What holds whatever happens:
+A rename makes each page visible atomically. Guarantees:
 
-- A writer that is killed loses the batch that it was at and nothing else. It leaves unfinished files, which the next
-  open removes, and at worst a ledger that is one batch short, which the next open or eviction counts anew.
-- A machine that goes down loses names, never contents: each page of a batch is on the disk before the first page of
-  that batch gets its name. The files of a batch are synchronised together, so that the file system's journal writes
-  them as one group: one after the other costs three times as long.
-- What else lies where pages are (a directory in the place of a page, a foreign file) is neither read, counted nor
-  removed, and costs the page whose place it takes.
+- If a writer is killed, only the batch being written is lost. Its unfinished files remain until the next open removes
+  them. At worst the ledger misses one batch, which the next open or eviction counts again.
+- If the machine fails, names may be lost, but no page is torn: all pages of a batch are synchronised to the disk before
+  the first of them gets its name. The files of a batch are synchronised in parallel, so that the file system's journal
+  commits them as a group; one after the other takes three times as long.
+- Foreign files and directories in the place of pages are neither read, counted nor removed. The page that would have
+  that name is not stored.
 
-``pages/ab/<name>`` is one page; ``unfinished/<writer>/`` is what a writer has not finished, with a lock that the writer
-holds while it lives; ``ledger`` holds the bytes in use and is the lock of all changes.
+``pages/ab/<name>`` is a page. ``unfinished/<writer>/`` holds the unfinished files of a writer and a file that it keeps
+locked. ``ledger`` contains the bytes in use and is the lock for all changes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from scheduler_components.validators import check_integer
 __all__ = ["PRIVATE_MODE", "FilePageStore", "PageDirectory", "open_file_page_store", "open_page_directory"]
 
 PRIVATE_MODE = 0o700
-"""Pages are users' prompts in another form: for the engine's account only."""
+"""Access for the engine's account only, because pages are derived from users' prompts."""
 
 _LEDGER_BYTES = 8
 _NAME_DIGITS = 64
 _FOLDER_DIGITS = 2
-_MAX_SYNCS = 16  # files synchronised at once: more gained nothing on ext4, and each is a thread
+_MAX_SYNCS = 16  # threads that synchronise files; more gained nothing on ext4
 
 
 class PageDirectory:
-    """An open directory of pages; made by ``open_page_directory``. All methods may raise OSError.
+    """An open directory of pages. Create it with ``open_page_directory``. All methods may raise OSError.
 
-    In a forked child it is closed: a child opens a directory of its own.
+    It is closed in a forked child, which must open its own.
     """
 
     def __init__(self, root: Path, own_folder: Path, ledger: FileLock, writer: FileLock) -> None:
@@ -61,33 +61,33 @@ class PageDirectory:
 
     @property
     def own_folder(self) -> Path:
-        """Where this writer keeps what is unfinished; in a forked child, the folder is the parent's alone."""
+        """The folder for unfinished files of this writer; OSError in a forked child."""
         if not self._writer.is_open:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._own_folder))
         return self._own_folder
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all pages, by the ledger."""
+        """Bytes of all pages according to the ledger."""
         return int.from_bytes(os.pread(self._ledger.descriptor, _LEDGER_BYTES, 0), "big")
 
     def write_used_bytes(self, used_bytes: int) -> None:
-        """Enter the bytes of all pages in the ledger; hold the lock."""
+        """Write the bytes of all pages to the ledger. The caller holds the lock."""
         os.pwrite(self._ledger.descriptor, used_bytes.to_bytes(_LEDGER_BYTES, "big"), 0)
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep all other processes from changing the directory."""
+        """Return a context manager that excludes changes by other processes."""
         return self._ledger.held()
 
     def pages(self) -> Iterator[tuple[int, Path, int]]:
-        """Give last use in nanoseconds, path and bytes of every page; hold the lock."""
+        """Yield (last use in nanoseconds, path, bytes) of every page. The caller holds the lock."""
         for path in self.pages_folder.glob("*/*"):
             status = _status_of(path)
             if status is not None and path.name.startswith(path.parent.name) and len(path.name) == _NAME_DIGITS:
                 yield status.st_mtime_ns, path, status.st_size
 
     def close(self) -> None:
-        """Let go of the locks and of what is unfinished. Safe to call twice."""
+        """Remove the unfinished files and release the locks. Safe to call twice."""
         if self._writer.is_open:
             shutil.rmtree(self._own_folder, ignore_errors=True)
             self._writer.close()
@@ -95,10 +95,10 @@ class PageDirectory:
 
 
 def open_page_directory(root: Path) -> PageDirectory:
-    """Open, or make, a directory of pages: remove what killed writers left and count the pages anew.
+    """Open or create a directory of pages; remove the files of killed writers and recount the pages.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
     unfinished = root / "unfinished"
     for folder in (root / "pages", unfinished):
@@ -109,7 +109,7 @@ def open_page_directory(root: Path) -> PageDirectory:
             _remove_dead_writers(unfinished)
             own_folder = unfinished / uuid.uuid4().hex
             own_folder.mkdir(mode=PRIVATE_MODE)
-            # Locked before the ledger is free again, so that no other process takes this writer for dead.
+            # Locked before the ledger is released, so that no other process takes this writer for dead.
             writer = acquire_file_lock(own_folder / "writer")
     except OSError:
         ledger.close()
@@ -129,14 +129,14 @@ def _remove_dead_writers(unfinished: Path) -> None:
         try:
             acquire_file_lock(folder / "writer").close()
         except BlockingIOError:
-            continue  # its writer lives
+            continue  # its writer is running
         except (FileNotFoundError, NotADirectoryError):
-            continue  # its writer has just closed it, or it is no writer's
-        shutil.rmtree(folder, ignore_errors=True)  # a writer that closes removes it at the same time
+            continue  # its writer has just removed it, or it is a foreign file
+        shutil.rmtree(folder, ignore_errors=True)  # its writer may be removing it concurrently
 
 
 class _Unfinished(NamedTuple):
-    """A page on its way: where it is written, where it goes, and what it holds."""
+    """A page that is being stored: its unfinished file, its final path and its content."""
 
     source: Path
     target: Path
@@ -144,9 +144,9 @@ class _Unfinished(NamedTuple):
 
 
 class FilePageStore:
-    """Pages as files, the least recently used by any process evicted first. Made by ``open_file_page_store``.
+    """Pages as files, with LRU eviction over all processes. Create it with ``open_file_page_store``.
 
-    Eviction scans the directory, so it makes room for a sixteenth of the capacity more than is needed.
+    An eviction scans the directory, so it frees a sixteenth of the capacity in addition.
     """
 
     def __init__(self, directory: PageDirectory, capacity_bytes: int, clock_ns: Callable[[], int]) -> None:
@@ -178,14 +178,14 @@ class FilePageStore:
                         new.append(_Unfinished(self._directory.own_folder / str(len(new)), target, page))
                 _do_to_each(new, _write_to_disk)
                 with self._directory.locked():
-                    self._take_in(new)
+                    self._commit(new)
             finally:
                 for unfinished in new:
                     unfinished.source.unlink(missing_ok=True)
             return [_status_of(self._path(key)) is not None for key in keys]
 
     def register(self, memory: memoryview) -> None:
-        """Nothing: the system reads and writes any memory."""
+        """Do nothing: files can be read into any memory."""
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
         with _as_storage_error("batch_get_into"):
@@ -201,7 +201,7 @@ class FilePageStore:
             return len(sizes)
 
     def clear(self) -> int:
-        """Remove every page, of all processes; return how many. Caches must ``clear_storage_index`` in the same step.
+        """Remove every page of all processes; return how many. Caches call ``clear_storage_index`` in the same step.
 
         Raises:
             StorageError: the directory cannot be changed.
@@ -215,7 +215,7 @@ class FilePageStore:
         self._directory.close()
 
     def _path(self, key: str) -> Path:
-        # Hashed: any key gives a short, plain name inside the directory.
+        # Hashed, so that every key gives a short, plain file name.
         name = sha256(key.encode()).hexdigest()
         return self._directory.pages_folder / name[:_FOLDER_DIGITS] / name
 
@@ -225,7 +225,7 @@ class FilePageStore:
         try:
             page = path.read_bytes()
         except FileNotFoundError:
-            return None  # evicted by another process just now
+            return None  # just evicted by another process
         self._touch(path)
         return page
 
@@ -236,12 +236,12 @@ class FilePageStore:
             with path.open("rb", buffering=0) as file:
                 is_whole = os.fstat(file.fileno()).st_size == len(page) and _read_whole(file, page)
         except FileNotFoundError:
-            return False  # evicted by another process just now
+            return False  # just evicted by another process
         self._touch(path)
         return is_whole
 
     def _touch(self, path: Path) -> bool:
-        """Mark a page as used now, if it is there; strictly later than this process's last use of any page."""
+        """Mark a page as the most recently used of this process; return False if it does not exist."""
         if _status_of(path) is None:
             return False
         self._last_use_ns = max(self._clock_ns(), self._last_use_ns + 1)
@@ -251,7 +251,7 @@ class FilePageStore:
             return False
         return True
 
-    def _take_in(self, new: Sequence[_Unfinished]) -> None:
+    def _commit(self, new: Sequence[_Unfinished]) -> None:
         used = self.used_bytes
         wanted = sum(len(unfinished.page) for unfinished in new)
         if used + wanted > self._capacity_bytes:
@@ -266,7 +266,7 @@ class FilePageStore:
             self._directory.write_used_bytes(used)
 
     def _evict(self, wanted_bytes: int) -> int:
-        """Remove the least recently used pages until ``wanted_bytes`` and the spare fit; return the bytes left."""
+        """Remove the least recently used pages until ``wanted_bytes`` and a sixteenth fit; return the bytes in use."""
         pages = sorted(self._directory.pages())
         used = sum(size for _, _, size in pages)
         target = max(0, self._capacity_bytes - wanted_bytes - self._capacity_bytes // 16)
@@ -279,7 +279,7 @@ class FilePageStore:
 
 
 def _read_whole(file: FileIO, page: memoryview) -> bool:
-    """Fill a buffer from a file; False where the file ends before."""
+    """Fill a buffer from a file; return False if the file is too short."""
     num_read = 0
     while num_read < len(page):
         count = file.readinto(page[num_read:])
@@ -293,19 +293,19 @@ def _write_to_disk(unfinished: _Unfinished) -> None:
     with unfinished.source.open("wb") as file:
         file.write(unfinished.page)
         file.flush()
-        # Before the rename: after a power loss the name must not stand for blocks that were never written.
+        # Before the rename, so that after a power loss the name cannot refer to unwritten blocks.
         os.fsync(file.fileno())
 
 
 def _do_to_each(new: Sequence[_Unfinished], work: Callable[[_Unfinished], None]) -> None:
-    """Do one thing to each, several at a time; when all have ended, what the first raised is raised.
+    """Call ``work`` for each page on several threads; raise the first exception after all threads have ended.
 
-    No executor's threads: the interpreter waits for those when it ends, also where a file system never answers.
+    These are daemon threads, because the interpreter joins an executor's threads at exit and a file system may hang.
     """
     left, errors = deque(new), deque[BaseException]()
 
     def work_on() -> None:
-        with suppress(IndexError):  # nothing is left
+        with suppress(IndexError):  # raised when none is left
             while not errors:
                 unfinished = left.popleft()
                 try:
@@ -324,7 +324,7 @@ def _do_to_each(new: Sequence[_Unfinished], work: Callable[[_Unfinished], None])
 
 
 def _status_of(path: Path) -> os.stat_result | None:
-    """Return a page's status; None where there is no page, whatever else may be there."""
+    """Return the status of a page file; None if there is none or the path is not a regular file."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -333,16 +333,16 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def _is_free(target: Path) -> bool:
-    """True where a page may go; makes its folder."""
+    """Return whether the path of a page is free. Create its folder."""
     try:
         target.parent.mkdir(exist_ok=True, mode=PRIVATE_MODE)
     except FileExistsError:
-        return False  # something else is in the folder's place
+        return False  # a foreign file has the name of the folder
     return not os.path.lexists(target)
 
 
 def _remove(path: Path) -> int | None:
-    """Remove a page and return its size; None when it was not there, or stays because the system protects it."""
+    """Remove a page and return its size; None if it does not exist or must not be removed."""
     status = _status_of(path)
     if status is None:
         return None
@@ -364,16 +364,16 @@ def _as_storage_error(operation: str) -> Iterator[None]:
 def open_file_page_store(
     directory: str | Path, *, capacity_bytes: int, clock_ns: Callable[[], int] = time.time_ns
 ) -> FilePageStore:
-    """Open, or make, a page store in a directory.
+    """Open or create a page store in a directory.
 
     Args:
-        directory: on a file system with ``flock``; processes that share pages give the same one.
-        capacity_bytes: most bytes of pages in it; the same in every process.
-        clock_ns: orders the uses of pages across processes and restarts, and nothing else.
+        directory: on a file system with ``flock``. Processes with the same directory share pages.
+        capacity_bytes: the largest number of bytes of pages, the same in every process.
+        clock_ns: time of use, for the LRU order across processes and restarts.
 
     Raises:
         ConfigError: ``capacity_bytes`` is below 1.
-        StartError: the directory cannot be made or written.
+        StartError: the directory cannot be created or written.
     """
     check_integer("capacity_bytes", capacity_bytes)
     try:

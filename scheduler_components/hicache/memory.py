@@ -1,12 +1,13 @@
-"""Real memory of pages: the layouts of the device and host tiers, and the copies between them.
+"""The memory of pages: layouts of the device and host tiers, and the copies between them.
 
-The device keeps each layer's pages together, as attention kernels read them. The host keeps each page's layers together
-(``page_first``), so that a page is one run of bytes for storage; or each layer's pages (``layer_first``), so that a run
-of pages is one run of bytes for a copy. Storage gets the same bytes from both: layer after layer, part after part.
+The device stores the pages of a layer contiguously, as attention kernels read them. The host stores the layers of a
+page contiguously (``page_first``), so that storage can transfer a page as one buffer, or the pages of a layer
+(``layer_first``), so that a run of pages is one copy. Storage gets the same bytes from both: layer by layer, part by
+part.
 
-``HostPool`` says which host pages are free, in flight or in the tree. They are taken in two moves, because all ranks
-must take them or none: ``reserve``, then, when the agreed values are known, ``commit`` or ``abort``. Only committed
-pages may be read.
+``HostPool`` tracks which host pages are free, reserved or committed. A page is taken in two steps, because either all
+ranks take it or none: ``reserve``, then ``commit`` or ``abort`` according to the agreed values. Only committed pages
+may be read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
 def merged_runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Give the runs in which both lists of pages go up by one: each is one copy, however many pages it has."""
+    """Yield the runs in which both lists of pages increase by one; each run needs a single copy."""
     start = 0
     for at in range(1, len(first) + 1):
         if at < len(first) and first[at] == first[at - 1] + 1 and second[at] == second[at - 1] + 1:
@@ -41,13 +42,13 @@ def merged_runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[s
 
 
 class HostMemory:
-    """Pages of the host tier.
+    """The memory of the host tier.
 
     Args:
-        shape: of every page.
-        num_pages: pages of it.
-        layout: which bytes lie together.
-        buffer: the memory, at least ``num_pages`` long; by default made here. Pinned memory of a device, say.
+        shape: shape of every page.
+        num_pages: number of pages.
+        layout: which bytes are contiguous.
+        buffer: the memory, for at least ``num_pages`` pages, for example pinned memory; allocated by default.
 
     Raises:
         ConfigError: the layout is unknown, or the buffer is too small.
@@ -66,7 +67,7 @@ class HostMemory:
         self.shape = shape
         self.layout = layout
         layers, parts, width = shape.num_layers, shape.num_parts, shape.part_bytes
-        # Whatever the layout, the axes are page, layer, part, byte.
+        # In both layouts, the axes are page, layer, part, byte.
         self._pages: _Memory = (
             memory.reshape(num_pages, layers, parts, width)
             if layout == "page_first"
@@ -75,7 +76,7 @@ class HostMemory:
 
     @property
     def all_bytes(self) -> memoryview | None:
-        """All pages as one run of bytes; None with ``layer_first``, where a page is none."""
+        """All pages as one buffer; None with ``layer_first``, where a page is not contiguous."""
         return self._pages.reshape(-1).data if self.layout == "page_first" else None
 
     def layer_view(self, layer: int) -> HostLayerView:
@@ -83,15 +84,15 @@ class HostMemory:
         return self._pages[:, layer].swapaxes(0, 1)
 
     def view(self, page: int) -> memoryview | None:
-        """Return the page's own memory, ``page_bytes`` long; None where it is not one run of bytes."""
+        """Return a view of the page, ``page_bytes`` long; None if it is not contiguous."""
         return memoryview(self._pages[page].reshape(-1)) if self.layout == "page_first" else None
 
     def read(self, page: int) -> memoryview:
-        """Return a page's bytes, read-only: its own memory, or a copy where that is not one run."""
-        return memoryview(self._pages[page].reshape(-1)).toreadonly()  # copies what does not lie together
+        """Return a page's bytes, read-only: a view, or a copy if the page is not contiguous."""
+        return memoryview(self._pages[page].reshape(-1)).toreadonly()  # copies if not contiguous
 
     def write(self, page: int, content: PageBytes) -> None:
-        """Fill a page with exactly its bytes."""
+        """Overwrite a page with ``page_bytes`` bytes."""
         shape = self.shape
         self._pages[page] = np.frombuffer(content, np.uint8).reshape(
             shape.num_layers, shape.num_parts, shape.part_bytes
@@ -102,7 +103,7 @@ class SimulatedDeviceMemory:
     """A ``DeviceMemory`` in host memory.
 
     Attributes:
-        shape: of every page.
+        shape: shape of every page.
         layers: uint8 of shape ``(num_layers, num_pages, layer_page_bytes)``.
     """
 
@@ -118,20 +119,20 @@ class SimulatedDeviceMemory:
         return int(self.layers.shape[1])
 
     def write(self, page: int, content: PageBytes) -> None:
-        """Put a page's bytes, layer after layer, where its layers are: what a prefill would compute."""
+        """Write a page's bytes, layer by layer, as a prefill would."""
         flat = np.frombuffer(content, np.uint8)
         self.layers[:, page] = flat.reshape(self.shape.num_layers, self.shape.layer_page_bytes)
 
     def read(self, page: int) -> bytes:
-        """Return a page's bytes, layer after layer."""
+        """Return a page's bytes, layer by layer."""
         return self.layers[:, page].tobytes()
 
     def host_buffer(self, num_pages: int) -> npt.NDArray[np.uint8]:
-        """Return memory of the host for so many pages."""
+        """Return host memory for ``num_pages`` pages."""
         return np.zeros(num_pages * self.shape.page_bytes, np.uint8)
 
     def wait_for_compute_stream(self) -> None:
-        """Nothing: what is computed here is there when its call returns."""
+        """Return immediately: computation is synchronous here."""
 
     def copy_to_host(
         self, layer: int, pages: Sequence[int], layer_view: HostLayerView, host_pages: Sequence[int]
@@ -150,7 +151,7 @@ class SimulatedDeviceMemory:
         return NullCopyEvent()
 
     def _plane(self, layer: int) -> _Memory:
-        """One layer as the host has it: part, page, byte."""
+        """Return one layer in the axis order of the host: part, page, byte."""
         rows = self.layers[layer].reshape(self.num_pages, self.shape.num_parts, self.shape.part_bytes)
         layer_view: _Memory = rows.swapaxes(0, 1)
         return layer_view
@@ -159,16 +160,15 @@ class SimulatedDeviceMemory:
 class HostPool:
     """Pages of host memory, each free, reserved or committed.
 
-    Ranks that make the same calls get the same pages. A call that names a wrong page changes nothing.
+    Ranks that make the same calls get the same pages. A call with a wrong page changes nothing.
 
     Args:
-        shape: of every page.
+        shape: shape of every page.
         num_pages: pages in the pool.
-        verify: checksum pages when they are committed and again when they are read, to find out that something
-            wrote to a page in between. Costs about a millisecond per megabyte each time; meant for tests and for
-            finding bugs.
-        layout: which bytes lie together.
-        buffer: memory to use, ``num_pages`` long at least: pinned, where a device copies from it. By default made here.
+        verify: compute a checksum of each page at commit and compare it at each read, to detect writes in between. It
+            costs about one millisecond per megabyte each time and is meant for tests and debugging.
+        layout: which bytes are contiguous.
+        buffer: memory for at least ``num_pages`` pages, for example pinned memory; allocated by default.
 
     Raises:
         ConfigError: ``num_pages`` is below 1, or layout or buffer cannot be used.
@@ -195,34 +195,34 @@ class HostPool:
 
     @property
     def memory(self) -> memoryview | None:
-        """All pages as one run of bytes, for a store that works in them; None with ``layer_first``."""
+        """All pages as one buffer, for a zero-copy store; None with ``layer_first``."""
         return self._memory.all_bytes
 
     @property
     def num_free(self) -> int:
-        """Pages that ``reserve`` can hand out."""
+        """Pages that can be reserved."""
         return self._pages.num_free
 
     @property
     def num_reserved(self) -> int:
-        """Pages in flight: being written, and not yet to be read."""
+        """Reserved pages, which must not be read yet."""
         return self._pages.num_held
 
     @property
     def num_committed(self) -> int:
-        """Pages that may be read."""
+        """Committed pages, which may be read."""
         return self._pages.num_cached
 
     def reserve(self, num_pages: int) -> list[int]:
-        """Take free pages, to write to.
+        """Reserve free pages for writing.
 
         Raises:
-            OutOfPagesError: fewer are free; nothing is taken. Answer no in the next proposal.
+            OutOfPagesError: fewer pages are free; none is reserved.
         """
         return self._pages.allocate(num_pages).tolist()
 
     def commit(self, pages: Sequence[int]) -> None:
-        """Make reserved pages readable: every rank has its part of them.
+        """Make reserved pages readable, because every rank holds its slice of them.
 
         Raises:
             CacheIntegrityError: a page is not reserved, or is named twice.
@@ -231,7 +231,7 @@ class HostPool:
         self._committed |= {page: self._checksum(page) for page in pages}
 
     def abort(self, pages: Sequence[int]) -> None:
-        """Give reserved pages back unread.
+        """Free reserved pages.
 
         Raises:
             CacheIntegrityError: a page is not reserved, or is named twice.
@@ -239,7 +239,7 @@ class HostPool:
         self._pages.free(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give committed pages back: they have been evicted.
+        """Free committed pages after their eviction.
 
         Raises:
             CacheIntegrityError: a page is not committed, or is named twice.
@@ -249,9 +249,9 @@ class HostPool:
             del self._committed[page]
 
     def view_reserved(self, page: int) -> memoryview | None:
-        """Return a reserved page's own memory, for a transfer that writes to it; done before ``commit`` or ``abort``.
+        """Return a view of a reserved page for a transfer that writes to it before ``commit`` or ``abort``.
 
-        None with ``layer_first``: the page is not one run of bytes there, and ``write`` puts it in its places.
+        None with ``layer_first``, where a page is not contiguous; use ``write`` there.
 
         Raises:
             CacheIntegrityError: the page is not reserved.
@@ -260,10 +260,10 @@ class HostPool:
         return self._memory.view(page)
 
     def write(self, page: int, content: PageBytes) -> None:
-        """Fill a reserved page with what storage delivered.
+        """Overwrite a reserved page with bytes from storage.
 
         Raises:
-            CacheIntegrityError: the page is not reserved, or the content is not a page long.
+            CacheIntegrityError: the page is not reserved, or the content does not have the size of a page.
         """
         self._pages.check_held((page,))
         if len(content) != self._memory.shape.page_bytes:
@@ -271,44 +271,42 @@ class HostPool:
         self._memory.write(page, content)
 
     def read(self, page: int) -> memoryview:
-        """Return a committed page's own memory, or a copy with ``layer_first``; read-only. Copy what must outlive it.
+        """Return a read-only view of a committed page, or a copy with ``layer_first``. A view changes with its page.
 
         Raises:
-            CacheIntegrityError: the page is not committed, or (when verifying) has changed since it was.
+            CacheIntegrityError: the page is not committed, or (with ``verify``) has changed since the commit.
         """
         self._expect_readable((page,))
         return self._memory.read(page)
 
     def copy_from_device(self, device: DeviceMemory, device_pages: Sequence[int], pages: Sequence[int]) -> CopyEvent:
-        """Copy pages from the device into reserved pages, in order; they are there when the copy has ended.
+        """Copy device pages into reserved pages, in order. The returned event is done when the copy has ended.
 
         Raises:
             CacheIntegrityError: a page is not reserved, is named twice, does not exist, or the numbers of pages differ.
         """
         self._pages.check_held(pages)
         _expect_one_for_one(device, device_pages, pages)
-        end: CopyEvent = NullCopyEvent()
-        for layer in range(device.shape.num_layers):  # in order: when the last one has ended, all have
-            end = device.copy_to_host(layer, device_pages, self._memory.layer_view(layer), pages)
-        return end
+        event: CopyEvent = NullCopyEvent()
+        for layer in range(device.shape.num_layers):  # copies end in order
+            event = device.copy_to_host(layer, device_pages, self._memory.layer_view(layer), pages)
+        return event
 
     def copy_to_device(self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]) -> CopyEvent:
-        """Copy committed pages to the device, in order, all layers; see ``copy_to_device_by_layer`` for what it
-        raises.
-        """
-        end: CopyEvent = NullCopyEvent()
-        for end in self.copy_to_device_by_layer(pages, device, device_pages):  # noqa: B007 - in order: the last ends last
+        """Copy all layers of committed pages to the device, with the errors of ``copy_to_device_by_layer``."""
+        event: CopyEvent = NullCopyEvent()
+        for event in self.copy_to_device_by_layer(pages, device, device_pages):  # noqa: B007 - copies end in order
             pass
-        return end
+        return event
 
     def copy_to_device_by_layer(
         self, pages: Sequence[int], device: DeviceMemory, device_pages: Sequence[int]
     ) -> Iterator[CopyEvent]:
-        """Copy committed pages to the device, in order, one layer whenever the next end is asked for.
+        """Yield the event of each layer. The copy of a layer begins when the iterator advances to it.
 
         Raises:
-            CacheIntegrityError: a page is not committed, is named twice, does not exist, has changed (when verifying),
-                or the numbers of pages differ; then no layer is copied.
+            CacheIntegrityError: a page is not committed, is named twice, does not exist, has changed (with ``verify``),
+                or the numbers of pages differ; no layer is copied.
         """
         _expect_one_for_one(device, device_pages, pages)
         if len(set(device_pages)) != len(device_pages):
@@ -320,7 +318,7 @@ class HostPool:
         )
 
     def check_integrity(self, committed: Sequence[int]) -> None:
-        """Check that free, reserved and committed pages add up, ``committed`` being those that the tree holds.
+        """Check that free, reserved and committed pages add up. ``committed`` are the pages in the tree.
 
         Raises:
             CacheIntegrityError: with the count that does not add up, or the page that has changed.

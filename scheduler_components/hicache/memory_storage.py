@@ -1,4 +1,4 @@
-"""A page store in this process's memory: for tests, for simulation, and as the model that other stores are held to."""
+"""MemoryPageStore: a page store in process memory, for tests and simulation and as the reference implementation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["MemoryPageStore"]
 
 
 class MemoryPageStore:
-    """Pages in an ordered dict, the least recently used evicted first.
+    """Pages in an ordered dict with LRU eviction.
 
     Args:
-        capacity_bytes: most bytes to hold; a larger page is refused.
+        capacity_bytes: the largest number of bytes to hold. A larger page is refused.
 
     Raises:
         ConfigError: ``capacity_bytes`` is below 1.
@@ -31,7 +31,7 @@ class MemoryPageStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all pages held."""
+        """Bytes of all pages."""
         return self._used_bytes
 
     def batch_exists(self, keys: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ class MemoryPageStore:
         return [key in self._pages for key in keys]
 
     def register(self, memory: memoryview) -> None:
-        """Nothing: pages are copied."""
+        """Do nothing, because pages are copied."""
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
         return [_fill(page, held) for page, held in zip(pages, self.batch_get(keys), strict=True)]

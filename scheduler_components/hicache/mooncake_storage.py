@@ -1,8 +1,8 @@
-"""Mooncake's distributed store as a page store: package ``mooncake-transfer-engine-non-cuda``.
+"""MooncakePageStore: Mooncake's distributed store, from the package ``mooncake-transfer-engine-non-cuda``.
 
-Measured with 0.3.13 on a CPU over TCP: the client answers a read with empty bytes for a key that is not held and also
-when the master is gone, so both are a miss here. It has no deadlines of its own (``close`` took 10 s after the master
-had died): put it behind ``open_deadline_page_store``.
+Measured with version 0.3.13 on a CPU over TCP: the client answers a read with empty bytes both for a missing key
+and when the master is unreachable, so both are a miss here. It has no deadlines (``close`` took 10 s after the master
+had died): wrap it with ``open_deadline_page_store``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def _check_master(_: object, attribute: attrs.Attribute[str], value: str) -> Non
 
 @attrs.frozen(kw_only=True)
 class MooncakeAddress:
-    """Where the cluster is and what this process gives to it.
+    """The address of a Mooncake cluster and this process's resources for it.
 
     Attributes:
         master: ``host:port`` of ``mooncake_master``'s RPC.
         metadata: URL of the metadata server, for example ``http://127.0.0.1:58080/metadata``.
-        host: this host, as other clients reach it.
-        segment_bytes: memory of this process that the cluster may fill; 0 makes a client that only reads and writes.
-        buffer_bytes: memory for transfers; no batch may be larger.
+        host: address of this host for other clients.
+        segment_bytes: memory of this process that the cluster may use; 0 for a client that only reads and writes.
+        buffer_bytes: memory for transfers, the limit of a batch.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, comma-separated.
-        connect_timeout_s: longest wait for the master to take a connection.
+        connect_timeout_s: longest wait for a connection to the master.
 
     Raises:
         ConfigError: ``master`` is not ``host:port``.
@@ -55,9 +55,9 @@ class MooncakeAddress:
 
 
 class MooncakePageStore:
-    """Pages in a Mooncake cluster. Make it with ``open_mooncake_page_store``.
+    """Pages in a Mooncake cluster. Create it with ``open_mooncake_page_store``.
 
-    ``delete`` leaves keys that are leased to a reader (their code is -706); the cluster evicts by itself.
+    ``delete`` does not remove keys that are leased to a reader (code -706). The cluster evicts pages itself.
     """
 
     def __init__(self, client: Any) -> None:
@@ -65,7 +65,7 @@ class MooncakePageStore:
 
     def batch_exists(self, keys: Sequence[str]) -> int:
         held = self._held("batch_exists", keys)
-        return next((at for at, there in enumerate(held) if not there), len(held))
+        return next((at for at, is_held in enumerate(held) if not is_held), len(held))
 
     def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
@@ -76,7 +76,7 @@ class MooncakePageStore:
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
         if not keys or self._client.put_batch(list(keys), list(pages)) == 0:
             return [True] * len(keys)
-        # One code for the whole batch: ask which pages are there (or fail, when the master does not answer).
+        # There is one code for the batch: query which pages are held. This fails if the master does not answer.
         return self._held("batch_set", keys)
 
     def register(self, memory: memoryview) -> None:
@@ -87,13 +87,13 @@ class MooncakePageStore:
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
         if not keys:
             return []
-        counts: list[int] = self._client.batch_get_into(list(keys), *_places_of(pages))
+        counts: list[int] = self._client.batch_get_into(list(keys), *_buffers_of(pages))
         return [count == page.nbytes for count, page in zip(counts, pages, strict=True)]
 
     def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
         if not keys:
             return []
-        codes: list[int] = self._client.batch_put_from(list(keys), *_places_of(pages))
+        codes: list[int] = self._client.batch_put_from(list(keys), *_buffers_of(pages))
         return [code == 0 for code in codes]
 
     def delete(self, keys: Sequence[str]) -> int:
@@ -115,14 +115,14 @@ class MooncakePageStore:
 
 
 def _address_of(memory: memoryview) -> int:
-    # Imported here: a rank without tiers knows the address of a store, and need not have numpy.
+    # Imported here because a rank without tiers imports MooncakeAddress and may lack numpy.
     import numpy as np
 
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-def _places_of(pages: Sequence[memoryview]) -> tuple[list[int], list[int]]:
-    """Addresses and sizes."""
+def _buffers_of(pages: Sequence[memoryview]) -> tuple[list[int], list[int]]:
+    """Return the addresses and sizes of pages."""
     return [_address_of(page) for page in pages], [page.nbytes for page in pages]
 
 
@@ -130,10 +130,10 @@ def open_mooncake_page_store(address: MooncakeAddress) -> MooncakePageStore:
     """Join a Mooncake cluster.
 
     Raises:
-        ConfigError: the package, or a system library that it needs, is not installed.
+        ConfigError: the package or one of its system libraries is not installed.
         StartError: the cluster refuses this client or cannot be reached.
     """
-    _reach_master(address)
+    _check_master_reachable(address)
     try:
         package = import_module("mooncake.store")
     except ImportError as error:
@@ -154,16 +154,16 @@ def open_mooncake_page_store(address: MooncakeAddress) -> MooncakePageStore:
         address.master,
     )
     if code != 0:
-        raise StartError(f"mooncake master {address.master}", f"code {code}", "see what the client and master logged")
+        raise StartError(f"mooncake master {address.master}", f"code {code}", "read the logs of client and master")
     return MooncakePageStore(client)
 
 
-def _reach_master(address: MooncakeAddress) -> None:
-    # The client's own set-up tries for a minute and a half before it gives up.
+def _check_master_reachable(address: MooncakeAddress) -> None:
+    # The client itself retries for a minute and a half.
     host, _, port = address.master.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=address.connect_timeout_s).close()
     except OSError as error:
         raise StartError(
-            f"mooncake master {address.master}", str(error), "start mooncake_master, or give the address where it runs"
+            f"mooncake master {address.master}", str(error), "start mooncake_master, or give its address"
         ) from error

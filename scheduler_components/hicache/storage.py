@@ -1,15 +1,12 @@
-"""What a stored page is: its frame, the checks around any store, and the keys of each rank's slices.
+"""Frames and checks of stored pages.
 
-**Frame.** Length and checksum stand in front of a page, so that a torn, changed or swapped page is never taken:
-``magic 4 | length 8, big-endian | BLAKE2b-128 of (key, page) | page``. The key is part of the checksum, so a store that
-answers with another key's page is found out too. It is no signature: whoever may write to a store can forge its pages.
+**Frame.** A header with length and checksum precedes each page, so that a torn, changed or swapped page is never used:
+``magic 4 | length 8, big-endian | BLAKE2b-128 of (key, page) | page``. The checksum covers the key, so it also detects
+a store that returns the page of another key. It is not a signature: anyone with write access to the store can forge
+pages.
 
-**Checks.** ``CheckedPageStore`` makes any store safe: what fails, stalls, lies or answers half is a miss and a count.
-
-**Keys.** ``Placement`` declares once how a page's bytes lie over the ranks, and ``KeySpace`` derives who reads and who
-writes which key. Peers decided this rank by rank. With a rank in the key where the data is the same on every rank, the
-cache splits into keys that nobody reads. Without one where it differs, ranks read each other's slices and the output
-is garbled.
+**Checks.** ``CheckedPageStore`` makes any store safe: a failure, a stall, a wrong page or an incomplete answer is a
+counted miss.
 """
 
 from __future__ import annotations
@@ -40,16 +37,16 @@ _HEADER = Struct(">4sQ16s")
 _MAGIC = b"KVP1"
 
 FRAME_BYTES = _HEADER.size
-"""How much longer a framed page is."""
+"""Size of the header."""
 
 
 def frame_page(key: str, page: PageBytes) -> bytes:
-    """Return a framed copy of the page: what happens to the page's memory afterwards cannot reach the store."""
+    """Return a framed copy of the page, so that later changes of the page's memory do not reach the store."""
     return b"".join((_HEADER.pack(_MAGIC, len(page), _checksum(key, page)), page))
 
 
 def unframe_page(key: str, framed: PageBytes) -> memoryview | None:
-    """Return a view of the page in ``framed``, or None when it is not exactly what was stored under ``key``."""
+    """Return a view of the page in ``framed``, or None if it is not exactly the page stored under ``key``."""
     view = memoryview(framed)
     if len(view) < FRAME_BYTES:
         return None
@@ -71,18 +68,18 @@ Answer = TypeVar("Answer")
 
 
 class StorageStats(msgspec.Struct, frozen=True, gc=False):
-    """What a store has done so far; all counts only grow.
+    """Counts of a store's results since the start.
 
     Attributes:
         pages_hit: pages read and verified.
-        pages_missed: pages asked for and not delivered, for whatever reason.
-        pages_written: pages that the store said it holds after a write.
-        pages_refused: pages that it did not take.
-        pages_corrupt: pages that were not what had been stored: torn, changed, of another key or another size.
+        pages_missed: pages requested and not returned, for any reason.
+        pages_written: pages that the store reported as held after a write.
+        pages_refused: pages that the store did not accept.
+        pages_corrupt: pages that differ from the stored page: torn, changed, of another key or another size.
         stalls: operations that passed their deadline.
-        failures: operations that raised anything else.
-        bad_answers: operations whose answer was not of the port's form.
-        last_problem: the latest stall, failure or bad answer in words; empty when there was none.
+        failures: operations that raised another error.
+        bad_answers: operations whose answer violated the interface.
+        last_problem: description of the latest stall, failure or bad answer; empty if there was none.
     """
 
     pages_hit: int = 0
@@ -98,10 +95,10 @@ class StorageStats(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class StoreClient:
-    """Asks a store, and counts what came of it; for one thread.
+    """Calls a store and counts the results, on one thread.
 
     Attributes:
-        stats: the counts up to now.
+        stats: the counts so far.
     """
 
     stats: StorageStats = field(default_factory=StorageStats, init=False)
@@ -109,13 +106,13 @@ class StoreClient:
     def call(
         self, operation: str, ask: Callable[[], object], read: Callable[[object], Answer], otherwise: Answer
     ) -> Answer:
-        """Return what the store answers, as ``read`` takes it; ``otherwise``, counted, when there is no such answer."""
+        """Return the store's answer, parsed by ``read``; count a failure or a bad answer and return ``otherwise``."""
         try:
             answer = ask()
         except StorageStallError as error:
             self._note("stalls", str(error))
             return otherwise
-        except Exception as error:  # noqa: BLE001 - stores are third parties' code; nothing of theirs may end a scheduler
+        except Exception as error:  # noqa: BLE001 - an error in a third-party store must not end the scheduler
             self._note("failures", f"{operation}: {type(error).__name__}: {error}")
             return otherwise
         try:
@@ -125,7 +122,7 @@ class StoreClient:
             return otherwise
 
     def count(self, **more: int) -> None:
-        """Add to the counts of these names."""
+        """Add to the named counts."""
         counted = {name: getattr(self.stats, name) + count for name, count in more.items()}
         self.stats = msgspec.structs.replace(self.stats, **counted)
 
@@ -136,15 +133,15 @@ class StoreClient:
 
 @dataclass(slots=True, kw_only=True)
 class CheckedPageStore:
-    """A page store that never raises and never hands out a wrong page.
+    """A page store that never raises and never returns a wrong page.
 
-    Put it outermost: pages are framed, and so copied, before a store behind a deadline sees them. A write that stalls
-    and lands late then stores what was given, not what the host page holds by then. Its counts are for one thread:
-    several threads have one each, over a shared ``DeadlinePageStore``.
+    Wrap it around a store with a deadline, not inside: it frames, and so copies, each page first. A write that stalls
+    and completes late then stores the original page and not the later content of the host page. Each thread needs its
+    own ``CheckedPageStore``, because the counts are not synchronized; they can share one ``DeadlinePageStore``.
 
     Attributes:
-        store: the store proper.
-        page_bytes: length of every page of this cache.
+        store: the wrapped store.
+        page_bytes: size of every page of this cache.
     """
 
     store: PageStore
@@ -152,17 +149,17 @@ class CheckedPageStore:
     _calls: StoreClient = field(default_factory=StoreClient, init=False)
 
     def stats(self) -> StorageStats:
-        """Return the counts up to now."""
+        """Return the counts so far."""
         return self._calls.stats
 
     def batch_exists(self, keys: Sequence[str]) -> int:
-        """Return how many keys from the first on are held; 0 when the store cannot say."""
+        """Return how many keys from the first on are held; 0 if the store fails."""
         return self._calls.call("batch_exists", lambda: self.store.batch_exists(keys), parse_count(len(keys)), 0)
 
     def batch_get(self, keys: Sequence[str]) -> list[memoryview | None]:
-        """Return one verified page per key, None where there is none. Corrupt pages are deleted."""
-        nothing: list[object] = [None] * len(keys)
-        frames = self._calls.call("batch_get", lambda: self.store.batch_get(keys), parse_list(len(keys)), nothing)
+        """Return one verified page per key, or None. Corrupt pages are deleted."""
+        no_answer: list[object] = [None] * len(keys)
+        frames = self._calls.call("batch_get", lambda: self.store.batch_get(keys), parse_list(len(keys)), no_answer)
         pages = [self._verified(key, frame) for key, frame in zip(keys, frames, strict=True)]
         corrupt = [
             key for key, frame, page in zip(keys, frames, pages, strict=True) if page is None and frame is not None
@@ -174,28 +171,28 @@ class CheckedPageStore:
         return pages
 
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
-        """Store pages; return for each whether it is held now.
+        """Store pages; return for each page whether the store holds it.
 
         Raises:
-            ValueError: a page is not ``page_bytes`` long, or there is not one page per key: the caller is to blame.
+            ValueError: the caller passed a page of another size, or not one page per key.
         """
         if len(keys) != len(pages) or any(len(page) != self.page_bytes for page in pages):
             raise ValueError(f"give one page of {self.page_bytes} bytes per key")
-        sealed = [frame_page(key, page) for key, page in zip(keys, pages, strict=True)]
-        nothing: list[object] = [False] * len(keys)
+        framed = [frame_page(key, page) for key, page in zip(keys, pages, strict=True)]
+        no_answer: list[object] = [False] * len(keys)
         taken = self._calls.call(
-            "batch_set", lambda: self.store.batch_set(keys, sealed), parse_list(len(keys)), nothing
+            "batch_set", lambda: self.store.batch_set(keys, framed), parse_list(len(keys)), no_answer
         )
         held = [answer is True for answer in taken]
         self._calls.count(pages_written=sum(held), pages_refused=len(held) - sum(held))
         return held
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Remove what can be removed; return how many keys were."""
+        """Remove keys; return how many were removed."""
         return self._calls.call("delete", lambda: self.store.delete(keys), parse_count(len(keys)), 0)
 
     def close(self) -> None:
-        """Close the store; a failure to do so is counted."""
+        """Close the store; count a failure."""
         self._calls.call("close", self.store.close, lambda _: None, None)
 
     def _verified(self, key: str, frame: object) -> memoryview | None:
@@ -206,7 +203,7 @@ class CheckedPageStore:
 
 
 def parse_count(num_keys: int) -> Callable[[object], int]:
-    """For ``StoreClient.ask``: a number of keys."""
+    """Return a parser for ``StoreClient.call`` that accepts a number of keys."""
 
     def read(answer: object) -> int:
         if not isinstance(answer, int) or not 0 <= answer <= num_keys:
@@ -217,7 +214,7 @@ def parse_count(num_keys: int) -> Callable[[object], int]:
 
 
 def parse_list(num_keys: int) -> Callable[[object], list[object]]:
-    """For ``StoreClient.ask``: one answer per key."""
+    """Return a parser for ``StoreClient.call`` that accepts one answer per key."""
 
     def read(answer: object) -> list[object]:
         if not isinstance(answer, list | tuple) or len(answer) != num_keys:

@@ -1,13 +1,13 @@
-"""The host's pages to a store and back: framed copies, or in place.
+"""Transfers between host pages and a store: framed copies, or zero-copy.
 
-**Framed** (``FramedBackend``): every page is copied behind a checksum, in both directions. A store behind a deadline
-never sees the host's memory, so an operation that is given up can do no harm, and no wrong page is ever taken.
+**Framed** (``FramedBackend``): each page is copied and framed with a checksum, in both directions. A store with a
+deadline never accesses host memory, so an abandoned operation is harmless, and no wrong page is ever used.
 
-**In place** (``ZeroCopyBackend``): the store reads and writes the host's own pages. So a page stays reserved, or
-committed, until the store has let go of it, however late that is: a store that stalls keeps its pages, and gets no
-further work. Without checksums nothing is hashed, and the store is trusted. With them each page has a small object
-beside it: its length, and a CRC-32 over key and page, which finds what was torn, changed or swapped by accident. Pages
-with and without checksums have the same keys; framed pages have others.
+**Zero-copy** (``ZeroCopyBackend``): the store reads and writes the host pages themselves. A page therefore stays
+reserved, or committed, until the store has finished with it: a stalled store keeps its pages and gets no further work.
+Without checksums no page is hashed and the store is trusted. With checksums each page has a small sidecar object, which
+contains its length and a CRC-32 of key and page and detects torn, changed and swapped pages. Pages with and without
+checksums have the same keys; framed pages have other keys.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from scheduler_components.ports import ZeroCopyPageStore
 __all__ = ["ZERO_COPY_LAYOUT", "FramedBackend", "ZeroCopyBackend", "StorageBackend"]
 
 ZERO_COPY_LAYOUT = f"{STORED_LAYOUT},unframed"
-"""For ``KeySpace.layout``: what is stored in place has no frame."""
+"""For ``KeySpace.layout``: zero-copy pages have no frame."""
 
 _SUM = Struct(">4sQI")  # magic, length, checksum
 _SUM_MAGIC = b"KVS1"
 
 
 class StorageBackend(Protocol):
-    """What a mover asks of a store. Nothing of it raises for what the store does."""
+    """The interface of a mover to a store. It does not raise errors of the store."""
 
     def exists(self, keys: Sequence[str]) -> int:
         """Return how many keys from the first on are held."""
         ...
 
     def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
-        """Read into reserved pages; return how many have landed, from the first on."""
+        """Read into reserved pages; return how many pages, from the first on, were read."""
         ...
 
     def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
-        """Write committed pages; say whether all are held."""
+        """Write committed pages; return whether the store holds all of them."""
         ...
 
     def stats(self) -> StorageStats: ...
@@ -54,11 +54,11 @@ class StorageBackend(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class FramedBackend:
-    """``StorageBackend`` that are copied and verified.
+    """A ``StorageBackend`` that copies and verifies pages.
 
     Attributes:
-        host: the pages.
-        store: frames them.
+        host: the host pages.
+        store: frames and verifies them.
     """
 
     host: HostPool
@@ -70,7 +70,7 @@ class FramedBackend:
     def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
         for at, (page, content) in enumerate(zip(host_pages, self.store.batch_get(keys), strict=True)):
             if content is None:
-                return at  # a hole ends the prefix
+                return at  # the prefix ends at the first missing page
             self.host.write(page, content)
         return len(keys)
 
@@ -86,12 +86,12 @@ class FramedBackend:
 
 @dataclass(slots=True, kw_only=True)
 class ZeroCopyBackend:
-    """``StorageBackend`` that the store reads and writes itself.
+    """A ``StorageBackend`` whose store reads and writes the host pages themselves.
 
     Attributes:
-        host: the pages; ``page_first``.
-        store: registered with them.
-        has_checksums: each page has its checksum beside it.
+        host: the host pages, ``page_first``.
+        store: a store with which the host memory is registered.
+        has_checksums: each page has a sidecar object with its checksum.
     """
 
     host: HostPool
@@ -104,10 +104,10 @@ class ZeroCopyBackend:
         return min(num_held, self._exists([_sum_key(key) for key in keys])) if self.has_checksums else num_held
 
     def read(self, keys: Sequence[str], host_pages: Sequence[int]) -> int:
-        pages = [_one_run(self.host.view_reserved(page)) for page in host_pages]
+        pages = [_not_none(self.host.view_reserved(page)) for page in host_pages]
         got = self._ask_each("batch_get_into", keys, lambda: self.store.batch_get_into(keys, pages))
         sums = self._sums(keys) if self.has_checksums and got is not None else []
-        if got is None or sums is None:  # a store that fails has not lost its pages
+        if got is None or sums is None:  # a failure does not mean that the pages are corrupt
             self._calls.count(pages_missed=len(keys))
             return 0
         is_there = [answer is True for answer in got]
@@ -122,7 +122,7 @@ class ZeroCopyBackend:
 
     def write(self, keys: Sequence[str], host_pages: Sequence[int]) -> bool:
         pages = [self.host.read(page) for page in host_pages]
-        if self.has_checksums:  # first: a page without one is a miss
+        if self.has_checksums:  # before the pages, because a page without a checksum is a miss
             sums = [_sum_of(key, page) for key, page in zip(keys, pages, strict=True)]
             sum_keys = [_sum_key(key) for key in keys]
             set_sums = self._ask_each("batch_set", keys, lambda: self.store.batch_set(sum_keys, sums))
@@ -148,18 +148,18 @@ class ZeroCopyBackend:
         return self._ask_each("batch_get", keys, lambda: self.store.batch_get(sum_keys))
 
     def _ask_each(self, operation: str, keys: Sequence[str], ask: Callable[[], object]) -> list[object] | None:
-        """One answer per key; None, counted, where the store gives none."""
+        """Return one answer per key, or None, counted, if the store fails."""
         return self._calls.call(operation, ask, parse_list(len(keys)), None)
 
     def _delete_wrong(self, keys: Sequence[str], is_there: Sequence[bool], is_right: Sequence[bool]) -> None:
-        """Let go of what is no page: as long as it is held, none is written in its place.
+        """Delete corrupt pages, because the store would keep them instead of writing new ones.
 
-        A page that another rank has written since the question goes too, and is written once more.
+        This may also delete a page that another rank has written in the meantime; it is then written again.
         """
         wrong = [key for key, there, right in zip(keys, is_there, is_right, strict=True) if there and not right]
         if not all(is_there):
             first = keys[is_there.index(False)]
-            if self._exists([first]):  # of another length
+            if self._exists([first]):  # it has another length
                 wrong.append(first)
         if wrong:
             self._calls.count(pages_corrupt=len(wrong))
@@ -167,8 +167,8 @@ class ZeroCopyBackend:
             self._calls.call("delete", lambda: self.store.delete(both), parse_count(len(both)), 0)
 
 
-def _one_run(view: memoryview | None) -> memoryview:
-    assert view is not None, "checked when the store was attached"
+def _not_none(view: memoryview | None) -> memoryview:
+    assert view is not None, "attach_zero_copy checks the layout"
     return view
 
 

@@ -1,15 +1,14 @@
-"""ThreadPageMover: moves real pages on four threads: copies each way, reads from storage, writes to storage.
+"""ThreadPageMover: move pages on four threads: copies in each direction, reads from storage, writes to storage.
 
-The scheduler's thread gives instructions and takes events. No agreement is ever made on another thread, so threads
-cannot interleave anything between ranks.
+The scheduler's thread submits instructions and polls events. No collective runs on another thread, so threads cannot
+reorder collectives between ranks.
 
-Each thread is an executor of one worker, which does its work in order. What waits for a worker is bounded by what the
-cache above begins: copies by the host's pages and ``max_load_back_pages``, reads by the lanes of prefetches. Every
-piece of
-work ends by itself, because stores are behind a deadline; so the interpreter may wait for the workers when it ends.
+Each thread is an executor with one worker, which processes its work in order. The cache bounds the waiting work: copies
+by the host's pages and ``max_load_back_pages``, reads by the lanes of prefetches. All work ends, because stores are
+behind a deadline, so the interpreter can join the workers when it exits.
 
-Every instruction is answered, whatever becomes of it. Work that raises is answered with the event that says that it
-failed, and logged: the agreement takes care of the rest, on all ranks.
+Every instruction is answered. If the work raises, the answer is an event that reports the failure, which is also
+logged, and the agreement handles it on all ranks.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from scheduler_components.ports import CopyEvent, DeviceMemory, NullCopyEvent, P
 
 __all__ = ["ThreadPageMover"]
 
-_SLICE_PAGES = 32  # pages asked of storage at once: how much a stop may come too late
+_SLICE_PAGES = 32  # pages per read or write; a cancelled read ends after the present slice
 _CLOSE_S = 10.0
 
 
 @dataclass(slots=True)
 class _Backend:
-    """An attached store: one ``StorageBackend`` per thread that uses it, since each counts for one thread."""
+    """An attached store: one ``StorageBackend`` per thread, because their counts are not synchronized."""
 
     for_reads: StorageBackend
     for_writes: StorageBackend
@@ -75,19 +74,19 @@ _ACTIVITIES: dict[type[IoEvent], str] = {
 
 
 class _Ended(NamedTuple):
-    """A piece of work that has ended: what it has to tell, the end of its copy, and what it raised."""
+    """The result of a piece of work: its event, the event of its copy on the device, and the exception it raised."""
 
     event: IoEvent
-    end: CopyEvent
+    copy: CopyEvent
     error: BaseException | None = None
 
 
 class _Io:
-    """The workers, the way of events back to the scheduler's thread, and what is under way."""
+    """The workers, the queue of events to the scheduler's thread, and the operations under way."""
 
     def __init__(self) -> None:
         self._events: SimpleQueue[_Ended] = SimpleQueue()
-        self._early: list[_Ended] = []  # taken off the queue, but not by a poll, or not done on the device's stream
+        self._early: list[_Ended] = []  # dequeued, but not yet polled, or not yet done on the device's stream
         self._failures = FailureLog(logging.getLogger(__name__))
         self._is_closed = False
         self.copies, self.loads, self.reads, self.writes = (
@@ -95,16 +94,16 @@ class _Io:
             for name in ("copy", "load", "read", "write")
         )
         self.loading: dict[int, int] = {}  # operation -> pages
-        self.reading: set[int] = set()  # operations that ask or read
+        self.reading: set[int] = set()  # queries and reads
         self.stopped: set[int] = set()
 
     def begin(self, worker: ThreadPoolExecutor, work: Callable[[], None], *, if_failed: IoEvent) -> None:
-        """Let a worker do a piece of work; where it raises, ``if_failed`` is what it has to tell."""
+        """Run work on a worker. If it raises, its event is ``if_failed``."""
         worker.submit(work).add_done_callback(partial(self._note_failure, if_failed))
 
-    def put(self, event: IoEvent, end: CopyEvent = NullCopyEvent()) -> None:
-        """Tell of an event once its copy has ended on the device's stream."""
-        self._events.put(_Ended(event, end))
+    def put(self, event: IoEvent, copy: CopyEvent = NullCopyEvent()) -> None:
+        """Queue an event. ``take`` returns it once ``copy`` has ended on the device's stream."""
+        self._events.put(_Ended(event, copy))
 
     def take(self) -> list[IoEvent]:
         taken, self._early = self._early, []
@@ -112,7 +111,7 @@ class _Io:
             taken.append(self._events.get())
         events = []
         for ended in taken:
-            if not ended.end.is_done():
+            if not ended.copy.is_done():
                 self._early.append(ended)
                 continue
             events.append(ended.event)
@@ -123,14 +122,14 @@ class _Io:
         return events
 
     def wait(self, timeout_s: float) -> None:
-        if not any(ended.end.is_done() for ended in self._early):
+        if not any(ended.copy.is_done() for ended in self._early):
             try:
                 self._early.append(self._events.get(timeout=timeout_s))
             except Empty:
                 return
 
     def close(self) -> None:
-        """End reads with their present slice, let everything else that was begun end, and end the workers."""
+        """Cancel reads after their present slice, wait for the other work, and end the workers."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -148,21 +147,21 @@ class _Io:
 
 
 def _nothing() -> None:
-    """The last piece of work of a worker: when it is done, so is all before it."""
+    """Do nothing. When this ends, all earlier work of the worker has ended."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ThreadPageMover:
-    """A ``PageMover`` over a host pool, a device's memory and any page store.
+    """A ``PageMover`` over a host pool, device memory and any page store.
 
-    All methods are for one thread, the scheduler's. The workers start with the first instructions; ``close`` ends them.
+    Call all methods on the scheduler's thread. The workers start with the first instructions; ``close`` ends them.
 
     Attributes:
-        host: the rank's host pool; the cache above commits and releases, this writes and reads.
+        host: the rank's host pool. The cache commits and releases its pages; the mover writes and reads them.
         device: the rank's device pages.
-        keys: names the rank's slices in storage, and says whether this rank writes them.
-        max_load_back_pages: copies to the device that may be under way.
-        layer_counter: what forwards wait for, layer by layer.
+        keys: the keys of the rank's slices, and whether this rank writes them.
+        max_load_back_pages: the largest number of pages that are copied to the device at a time.
+        layer_counter: forwards wait at it for each layer.
     """
 
     host: HostPool
@@ -183,16 +182,16 @@ class ThreadPageMover:
         return max(0, self.max_load_back_pages - sum(self._io.loading.values()))
 
     def attach(self, store: PageStore, *, deadline_s: float) -> None:
-        """Use ``store`` from the agreement on at which every rank of the replica has one; it gets framed copies.
+        """Attach a store for framed copies. It is used once all ranks of the replica have agreed to have one.
 
         Args:
-            store: owned by the mover from here on.
-            deadline_s: longest wait for one of its operations; a late answer is a miss.
+            store: the mover owns it and closes it.
+            deadline_s: longest wait for an operation; a late answer is a miss.
 
         Raises:
-            StorageError: another store is attached, or is still in use while it is being detached.
+            StorageError: another store is attached, or is still being detached.
         """
-        self._expect_none()
+        self._check_detached()
         shared = open_deadline_page_store(store, deadline_s=deadline_s)
         page_bytes = self.device.shape.page_bytes
         self._backend = _Backend(
@@ -201,22 +200,22 @@ class ThreadPageMover:
         )
 
     def attach_zero_copy(self, store: ZeroCopyPageStore, *, deadline_s: float, has_checksums: bool) -> None:
-        """Do what ``attach`` does; the store reads and writes the host's own pages, which wait for it.
+        """Attach a store that reads and writes the host pages themselves; see ``ZeroCopyBackend``.
 
         Args:
-            store: owned by the mover from here on; give ``keys`` an ``ZERO_COPY_LAYOUT``.
-            deadline_s: longest wait for what it does elsewhere than in pages.
-            has_checksums: keep a checksum beside each page, and look at it when the page is read.
+            store: the mover owns it and closes it. ``keys`` must have ``ZERO_COPY_LAYOUT``.
+            deadline_s: longest wait for an operation that does not access host pages.
+            has_checksums: store a checksum with each page and verify it when the page is read.
 
         Raises:
             ConfigError: the host's layout is not ``page_first``.
-            StorageError: another store is attached, or is still in use; or this one refuses the host's memory.
+            StorageError: another store is attached or still being detached, or the store refuses the host memory.
         """
-        self._expect_none()
+        self._check_detached()
         memory = self.host.memory
         if memory is None:
-            problem = "cannot be read and written in place: a page is not one run of bytes"
-            raise ConfigError("host_layout", "layer_first", problem, "give page_first, or let pages be framed")
+            problem = "does not work with a zero-copy store: a page is not contiguous"
+            raise ConfigError("host_layout", "layer_first", problem, "give page_first, or use framed copies")
         store.register(memory)
         shared = open_deadline_zero_copy_store(store, deadline_s=deadline_s)
         self._backend = _Backend(
@@ -224,14 +223,16 @@ class ThreadPageMover:
             ZeroCopyBackend(host=self.host, store=shared, has_checksums=has_checksums),
         )
 
-    def _expect_none(self) -> None:
+    def _check_detached(self) -> None:
         if self._backend is not None:
-            raise StorageError("mover", "attach", "another store is attached or still in use: detach it, then step on")
+            raise StorageError("mover", "attach", "another store is attached or in use; detach it, then step")
 
     def detach(self) -> None:
-        """Stop using storage. From the next agreement on no rank begins anything with it; when all that was begun has
-        settled, the store is closed on the thread that writes: a step does not wait for it. Without a store, nothing
-        happens."""
+        """Stop using storage; no effect without a store.
+
+        No rank begins a storage operation after the next agreement. When all operations have settled, the writing
+        thread closes the store, so that no step waits for it.
+        """
         self._is_detaching = self._backend is not None
 
     def storage_stats(self) -> tuple[StorageStats, StorageStats]:
@@ -242,7 +243,7 @@ class ThreadPageMover:
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         if any(isinstance(instruction, CopyToHost | CopyToDevice) for instruction in instructions):
-            # Copies start after the forwards that this thread has launched.
+            # Copies start after the forwards launched before.
             self.device.wait_for_compute_stream()
         for instruction in instructions:
             self._begin(instruction)
@@ -259,7 +260,7 @@ class ThreadPageMover:
         return events
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is something to poll, at most ``timeout_s``: for a scheduler that has nothing else to do."""
+        """Wait up to ``timeout_s`` for an event to poll, when the scheduler is otherwise idle."""
         self._io.wait(timeout_s)
 
     def close(self) -> None:
@@ -295,33 +296,33 @@ class ThreadPageMover:
             case ReleaseStorage():
                 backend = self._release_store() if self._is_detaching else None
                 if backend is not None:
-                    io.writes.submit(backend.for_writes.close)  # never raises; may take up to the deadline
+                    io.writes.submit(backend.for_writes.close)  # does not raise; takes up to the deadline
 
     def _release_store(self) -> _Backend | None:
-        """Give up the store; whoever gets it closes it."""
+        """Detach the store and return it; the caller closes it."""
         backend, self._backend, self._is_detaching = self._backend, None, False
         return backend
 
-    # --- on the threads ---
+    # --- on the worker threads ---
 
     def _copy_to_host(self, copy: CopyToHost) -> None:
-        end = self.host.copy_from_device(self.device, copy.device_pages, copy.host_pages)
-        self._io.put(WriteDone(copy.op, True), end)
+        event = self.host.copy_from_device(self.device, copy.device_pages, copy.host_pages)
+        self._io.put(WriteDone(copy.op, True), event)
 
     def _copy_to_device(self, copy: CopyToDevice) -> None:
-        end: CopyEvent = NullCopyEvent()
+        event: CopyEvent = NullCopyEvent()
         try:
-            for end in self.host.copy_to_device_by_layer(copy.host_pages, self.device, copy.device_pages):
+            for event in self.host.copy_to_device_by_layer(copy.host_pages, self.device, copy.device_pages):
                 if copy.by_layer:
-                    self.layer_counter.complete_layer(copy.op, end)
+                    self.layer_counter.complete_layer(copy.op, event)
         except BaseException:
             self.layer_counter.fail_load_back(copy.op)
             raise
-        self._io.put(LoadBackDone(copy.op, True), end)
+        self._io.put(LoadBackDone(copy.op, True), event)
 
     def _write(self, write: WriteToStorage) -> None:
         backend, is_ok = self._backend, True
-        if self.keys.is_writer:  # the one rank that writes this slice answers for it; the others have nothing to do
+        if self.keys.is_writer:  # the result of the writing rank decides; the others have nothing to do
             keys = self._keys(write.digests)
             num_held = backend.for_writes.exists(keys) if backend is not None else 0
             for at in range(num_held, len(keys), _SLICE_PAGES):
@@ -342,7 +343,7 @@ class ThreadPageMover:
             count = backend.for_reads.read(keys[part], read.host_pages[part])
             num_read += count
             if count < len(keys[part]):
-                backend = None  # a hole ends the prefix
+                backend = None  # the prefix ends at the first missing page
             self._io.put(PagesRead(read.op, num_read))
         self._io.put(ReadDone(read.op))
 

@@ -1,4 +1,4 @@
-"""Deadlines for page stores: the store works on a thread of its own, and no caller waits longer than it said."""
+"""Deadlines for page stores: the store runs on its own thread, and its callers wait for a bounded time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Answer = TypeVar("Answer")
 
 
 class DeadlinePageStore:
-    """A page store behind one worker thread. Any number of threads may use it; operations run one after the other.
+    """A page store on one worker thread. Several threads may call it; its operations run one after the other.
 
-    An operation that passes the deadline raises ``StorageStallError`` and its late answer is dropped. Until the worker
-    is free again, further operations raise the same at once, so nothing piles up behind it. Make it with
-    ``open_deadline_page_store``.
+    An operation that exceeds the deadline raises ``StorageStallError``, and its late answer is discarded. Until the
+    worker is free again, further operations raise the same error immediately, so none is queued behind it. Create it
+    with ``open_deadline_page_store``.
     """
 
-    # The worker is a daemon thread and not an executor's: the interpreter waits for those when it ends, and a store
-    # that never returns must not keep the process from ending.
+    # The worker is a daemon thread, because the interpreter joins the threads of executors at exit and would wait for a
+    # store that never returns.
 
     def __init__(self, store: PageStore, deadline_s: float) -> None:
         self._store = store
@@ -34,7 +34,7 @@ class DeadlinePageStore:
         self._worker = Thread(target=self._work, name="page-store", daemon=True)
         self._stalled: tuple[str, Future[Any]] | None = None
         self._is_closed = False
-        self._given_up: Future[None] = Future()  # done when a close has not waited for the store
+        self._abandoned: Future[None] = Future()  # done once close() has stopped waiting for the store
 
     def start(self) -> None:
         """Start the worker."""
@@ -49,7 +49,7 @@ class DeadlinePageStore:
         return self._ask("batch_get", lambda: self._store.batch_get(asked))
 
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> Sequence[bool]:
-        """Store pages, whose memory must not change even after a stall: hand over copies, as ``frame_page`` makes."""
+        """Store pages. Pass copies, as ``frame_page`` makes them: a stalled operation may still read them later."""
         asked, given = tuple(keys), tuple(pages)
         return self._ask("batch_set", lambda: self._store.batch_set(asked, given))
 
@@ -61,7 +61,7 @@ class DeadlinePageStore:
         """Close the store on its thread and end the thread, within the deadline. Safe to call twice.
 
         Raises:
-            StorageStallError: the store is still at work; it is closed when it returns.
+            StorageStallError: the store is still busy; it is closed when it returns.
         """
         if self._is_closed:
             return
@@ -70,26 +70,26 @@ class DeadlinePageStore:
         self._jobs.put(None)
         wait((closing,), timeout=self._deadline_s)
         if not closing.done():
-            self._given_up.set_result(None)
-            raise StorageStallError("deadline", "close", f"still at work after {self._deadline_s:g} s")
+            self._abandoned.set_result(None)
+            raise StorageStallError("deadline", "close", f"still busy after {self._deadline_s:g} s")
         self.join()
         closing.result()
 
     def run_without_deadline(self, operation: str, work: Callable[[], Answer]) -> Answer:
-        """Let the store do what reads or writes the caller's memory, and wait as long as it does so.
+        """Run an operation that accesses the caller's memory, and wait until it ends.
 
         Raises:
-            StorageStallError: it is at an earlier operation beyond its deadline; or ``close`` did not wait for it.
+            StorageStallError: an earlier operation is past its deadline, or ``close`` stopped waiting for the store.
         """
         job = self._begin(operation, work)
-        either: tuple[Future[Any], ...] = (job, self._given_up)
+        either: tuple[Future[Any], ...] = (job, self._abandoned)
         wait(either, return_when=FIRST_COMPLETED)
         if job.done():
             return job.result()
-        raise StorageStallError("deadline", operation, "still at work when the store was closed")
+        raise StorageStallError("deadline", operation, "still busy when the store was closed")
 
     def join(self) -> None:
-        """Wait, without a bound, for the worker to end; call ``close`` first."""
+        """Wait for the worker to end, without a timeout. Call ``close`` first."""
         self._worker.join()
 
     def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
@@ -97,7 +97,7 @@ class DeadlinePageStore:
         wait((job,), timeout=self._deadline_s)
         if job.done():
             return job.result()
-        if not job.cancel():  # the worker is at it; a job that waits for another one is only taken back
+        if not job.cancel():  # the worker has begun; a queued job is cancelled instead
             self._stalled = operation, job
         raise StorageStallError("deadline", operation, f"no answer within {self._deadline_s:g} s")
 
@@ -105,7 +105,7 @@ class DeadlinePageStore:
         if self._is_closed:
             raise StorageError("deadline", operation, "the store is closed")
         if self._stalled is not None and not self._stalled[1].done():
-            raise StorageStallError("deadline", operation, f"still at an earlier {self._stalled[0]}")
+            raise StorageStallError("deadline", operation, f"busy with an earlier {self._stalled[0]}")
         return self._put(work)
 
     def _put(self, work: Callable[[], Answer]) -> Future[Answer]:
@@ -124,18 +124,17 @@ class DeadlinePageStore:
 
 
 def open_deadline_page_store(store: PageStore, *, deadline_s: float) -> DeadlinePageStore:
-    """Give a store a thread of its own, and its callers a longest wait of ``deadline_s`` per operation."""
+    """Run a store on its own thread and limit each operation to ``deadline_s``."""
     opened = DeadlinePageStore(store, deadline_s)
     opened.start()
     return opened
 
 
 class DeadlineZeroCopyStore:
-    """An ``ZeroCopyPageStore`` behind one worker thread, as ``DeadlinePageStore``; made by
-    ``open_deadline_zero_copy_store``.
+    """A ``ZeroCopyPageStore`` on one worker thread. Create it with ``open_deadline_zero_copy_store``.
 
-    Whoever gives its own pages away waits until the store is done with them: reads and writes in place have no
-    deadline. Everything else has, and raises ``StorageStallError``.
+    Zero-copy reads and writes have no deadline, because the caller must not reuse its pages before the store has
+    finished. All other operations behave as those of ``DeadlinePageStore``.
     """
 
     def __init__(self, store: ZeroCopyPageStore, worker: DeadlinePageStore) -> None:
@@ -158,5 +157,5 @@ class DeadlineZeroCopyStore:
 
 
 def open_deadline_zero_copy_store(store: ZeroCopyPageStore, *, deadline_s: float) -> DeadlineZeroCopyStore:
-    """Give a store a thread of its own, and what does not touch its callers' pages a longest wait of ``deadline_s``."""
+    """Run a store on its own thread and limit each operation that does not access the caller's pages."""
     return DeadlineZeroCopyStore(store, open_deadline_page_store(store, deadline_s=deadline_s))

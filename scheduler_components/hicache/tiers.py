@@ -1,17 +1,17 @@
-"""The radix tree over three tiers: which node is on which, and in which order nodes leave the host.
+"""The radix tree over three tiers: the tiers of each node, and the order in which nodes are evicted from the host.
 
-The device is a ``RadixCache``; ``TierTree`` is its ``LowerTiers``. It moves no bytes and waits for nobody.
+The device tier is a ``RadixCache``, and ``TierTree`` is its ``LowerTiers``. This module moves no bytes and does no I/O.
 
-Three rules keep it simple, and ``TierTree.check`` tests them:
+Three rules hold, and ``TierTree.check`` verifies them:
 
-- What is on the device is closed upwards: the parent of a node on the device is there too. So is what is on the host,
-  and what is in storage. A prefix on a tier is usable as far as it goes.
-- Every node is on the device or on the host. A node that leaves both leaves the tree.
-- A node is evicted from the host only when it is on the host alone, and is then a leaf. A host copy of a node on the
-  device stays: it is what saves the node when the device evicts it.
+- The parent of a node on the device is on the device. The same holds for the host and for storage. Therefore every
+  prefix on a tier is usable.
+- Every node is on the device or on the host. A node that leaves both tiers leaves the tree.
+- A node is evicted from the host only if it is on the host only, and is then a leaf. The host copy of a device node
+  stays, because it preserves the node when the device evicts it.
 
-Every choice follows from the order of calls. Room on the host is counted here, in a ledger that is the same on all
-ranks. It is not asked of the host's pool, which is each rank's own.
+Every choice depends only on the order of calls. This module counts the free host pages itself, identically on all
+ranks; it does not ask the host pool, whose state differs between ranks.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from scheduler_components.ports import HostPages, PageHook
 
 __all__ = ["HostTier", "TierMembership", "TierTree", "pages_per_node"]
 
-# Odd, so that multiplying by one loses nothing: the same pages on another tier give another digest.
+# Odd, so that the multiplication is invertible; different per tier, so that a page on another tier changes the digest.
 _FACTORS = {Tier.DEVICE: 0x9E3779B97F4A7C15, Tier.HOST: 0xC2B2AE3D27D4EB4F, Tier.STORAGE: 0x165667B19E3779F9}
 _MASK = 2**64 - 1
 
 
 class TierMembership:
-    """Which node is on which tier, as one running digest and as events.
+    """The tiers of each node, summarized in a running digest and recorded as events.
 
-    The digest is a sum over (page, tier). So it costs what a transition moves and not what the cache holds, and it
-    does not depend on page indices, which are each rank's own.
+    The digest is a sum over (page, tier). Updating it costs time in proportion to the pages that move, and it does not
+    depend on page indices, which differ between ranks.
 
     Args:
-        recorder: takes the events of host and storage; those of the device are the radix cache's.
+        recorder: records the events of host and storage; the radix cache records those of the device.
 
     Attributes:
-        host_pages: host page indices of each node on the host, one per page.
-        stored: nodes of which storage is known to hold every page.
+        host_pages: the host page indices of each node on the host, one per page.
+        stored: the nodes of which storage holds every page, as far as is known.
         digest: equal on ranks that hold the same pages on the same tiers.
-        num_pages: on each tier.
+        num_pages: number of pages on each tier.
     """
 
     __slots__ = ("_recorder", "digest", "host_pages", "num_pages", "stored")
@@ -62,45 +62,45 @@ class TierMembership:
         self.num_pages = dict.fromkeys(Tier, 0)
 
     def tiers_of(self, node: RadixNode) -> tuple[Tier, ...]:
-        """Return the tiers that a node of the tree is on."""
+        """Return the tiers of a node."""
         on = (Tier.DEVICE, bool(node.pages)), (Tier.HOST, node in self.host_pages), (Tier.STORAGE, node in self.stored)
         return tuple(tier for tier, is_on in on if is_on)
 
     def enter_device(self, node: RadixNode) -> None:
-        """The device holds the node's pages now."""
+        """Record that the device holds the node."""
         self._count(node, Tier.DEVICE, 1)
 
     def leave_device(self, node: RadixNode) -> None:
-        """The device no longer holds the node's pages."""
+        """Record that the device no longer holds the node."""
         self._count(node, Tier.DEVICE, -1)
 
     def place_on_host(self, node: RadixNode, pages: array[int]) -> None:
-        """The host holds the node's pages now."""
+        """Record that the host holds the node in ``pages``."""
         self.host_pages[node] = pages
         self._count(node, Tier.HOST, 1)
         self._recorder.record_stored(node, TIER_MEDIUM[Tier.HOST])
 
     def remove_from_host(self, node: RadixNode) -> array[int]:
-        """The host no longer holds the node; returns the pages that it was on."""
+        """Record that the host no longer holds the node; return its host pages."""
         self._count(node, Tier.HOST, -1)
         self._recorder.record_removed(node, TIER_MEDIUM[Tier.HOST])
         return self.host_pages.pop(node)
 
     def place_in_storage(self, node: RadixNode) -> None:
-        """Storage holds the node's pages now."""
+        """Record that storage holds the node."""
         self.stored.add(node)
         self._count(node, Tier.STORAGE, 1)
         self._recorder.record_stored(node, TIER_MEDIUM[Tier.STORAGE])
 
     def clear_storage_index(self, node: RadixNode) -> None:
-        """Whether storage holds the node is no longer known. Without effect when it never was."""
+        """Count the node as not stored. No effect if it was not."""
         if node in self.stored:
             self.stored.remove(node)
             self._count(node, Tier.STORAGE, -1)
             self._recorder.record_removed(node, TIER_MEDIUM[Tier.STORAGE])
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """A node was cut in two and is now ``lower``: both parts are where it was."""
+        """Handle the split of a node into ``upper`` and ``lower``: both are on the tiers of the node."""
         pages = self.host_pages.get(lower)
         if pages is not None:
             self.host_pages[upper], self.host_pages[lower] = pages[: upper.num_pages], pages[upper.num_pages :]
@@ -108,7 +108,7 @@ class TierMembership:
             self.stored.add(upper)
 
     def join(self, upper: RadixNode, lower: RadixNode) -> bool:
-        """``lower`` is to take in the run of ``upper``: do so if both are on the same tiers."""
+        """Merge ``upper`` into ``lower`` if both are on the same tiers; return whether it was done."""
         if self.tiers_of(upper) != self.tiers_of(lower):
             return False
         if upper in self.host_pages:
@@ -119,17 +119,17 @@ class TierMembership:
         return True
 
     def clear(self) -> None:
-        """Every page has left every tier; the device's cache records it."""
+        """Forget all nodes. The radix cache records the event."""
         self.host_pages.clear()
         self.stored.clear()
         self.digest = 0
         self.num_pages = dict.fromkeys(Tier, 0)
 
     def check(self, nodes: Iterable[RadixNode]) -> None:
-        """Count all nodes of the tree anew.
+        """Recompute page counts and digest from all nodes of the tree and compare them.
 
         Raises:
-            CacheIntegrityError: pages per tier or the digest are not those of the nodes.
+            CacheIntegrityError: a page count or the digest differs.
         """
         counted = TierMembership(self._recorder)
         for node in nodes:
@@ -149,13 +149,13 @@ class TierMembership:
 
 @dataclass(slots=True, kw_only=True)
 class HostTier:
-    """The host's room.
+    """The pages and the eviction order of the host tier.
 
     Attributes:
-        pages: this rank's.
-        num_pages: that every rank's host has: the least of all ranks'.
-        num_pages_used: the ledger: in the tree and in flight.
-        order: of the nodes that are on the host alone and that nobody holds there.
+        pages: the host pool of this rank.
+        num_pages: the smallest number of host pages of any rank.
+        num_pages_used: pages in the tree and in flight; the same number on all ranks.
+        order: the evictable nodes: those that are on the host only and not locked.
     """
 
     pages: HostPages
@@ -166,22 +166,22 @@ class HostTier:
 
     @property
     def num_pages_free(self) -> int:
-        """Pages that can be taken without evicting."""
+        """Pages that can be reserved without eviction."""
         return self.num_pages - self.num_pages_used
 
     def release(self, pages: array[int] | tuple[int, ...]) -> None:
-        """Give committed pages back."""
+        """Release committed pages."""
         self.pages.release(pages)
         self.num_pages_used -= len(pages)
 
     def lock(self, path_up: list[RadixNode]) -> None:
-        """Count one more holder of the host pages of a path."""
+        """Lock the host pages of a path once more."""
         for node in path_up:
             self._locks[node] = self._locks.get(node, 0) + 1
             self.order.discard(node)
 
     def unlock(self, path_up: list[RadixNode]) -> None:
-        """Count one holder less; what nobody holds any more and only the host has becomes the most recently used."""
+        """Release one lock of a path. Nodes that become evictable become the most recently used."""
         for node in path_up:
             self._locks[node] -= 1
             if not self._locks[node]:
@@ -189,50 +189,50 @@ class HostTier:
                 self.touch((node,))
 
     def forget(self, node: RadixNode) -> None:
-        """A node on the device has left the tree for a run that has as many holders."""
+        """Drop the locks of a node that was merged into another node with as many locks."""
         self._locks.pop(node, None)
 
     @property
     def locked(self) -> Set[RadixNode]:
-        """The nodes that have holders."""
+        """The locked nodes."""
         return self._locks.keys()
 
     def num_locks(self, node: RadixNode) -> int:
-        """Return how many holders keep the host pages of a node, or of a node below it."""
+        """Return the number of locks on a node or its descendants."""
         return self._locks.get(node, 0)
 
     def touch(self, path_up: Iterable[RadixNode]) -> None:
-        """Make the nodes of a path that are on the host alone, and that nobody holds, the most recently used."""
+        """Make the evictable nodes of a path the most recently used."""
         self.order.touch(node for node in path_up if not node.pages and node not in self._locks)
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """A node was cut in two and is now ``lower``: both parts have its locks, or its place in the order."""
+        """Handle the split of a node: both parts have its locks or its position in the eviction order."""
         if lower in self._locks:
             self._locks[upper] = self._locks[lower]
         elif lower in self.order:
             self.order.split(upper, lower)
-            self.touch((lower, upper))  # the whole run was one use: its rest stays as recent as the part
+            self.touch((lower, upper))  # the whole run was used together
 
 
 class TierTree:
-    """The tree, and which of its nodes are where. The ``LowerTiers`` of the device's cache.
+    """The tree and the tiers of its nodes; the ``LowerTiers`` of the device's radix cache.
 
     Args:
         page_size: tokens per page.
-        capacity_tokens: of the device's pool.
-        host: this rank's host pages.
-        num_host_pages: pages that every rank's host has: the least of all ranks'.
-        record: keep events.
-        page_hook: learns which device pages were computed and loaded.
+        capacity_tokens: size of the device's pool.
+        host: the host pool of this rank.
+        num_host_pages: the smallest number of host pages of any rank.
+        record: record events.
+        page_hook: called with the device pages that were computed or loaded.
 
     Attributes:
-        device: the radix cache of what is on the device.
-        host: the host's room.
-        membership: which node is on which tier.
-        loading_back: nodes on the device whose pages are being copied there: requests run, and their forward waits.
-        writing: nodes of which a copy to the host is under way.
-        backing_up: nodes of which a copy to storage is under way.
-        num_dropped_pages: evicted from the device, and not on the host.
+        device: the radix cache of the device tier.
+        host: the host tier.
+        membership: the tiers of each node.
+        loading_back: device nodes whose pages are still being copied; requests use them and their forward waits.
+        writing: nodes that are being copied to the host.
+        backing_up: nodes that are being copied to storage.
+        num_dropped_pages: pages evicted from the device without a host copy.
     """
 
     __slots__ = (
@@ -267,22 +267,22 @@ class TierTree:
 
     @property
     def tree(self) -> RadixTree:
-        """The one tree of all tiers."""
+        """The tree of all tiers."""
         return self.device.tree
 
     # --- LowerTiers: called by the device's cache ---
 
     @property
     def num_pages(self) -> int:
-        """Pages below the device: the host's, for storage keeps its own count."""
+        """Pages of the host. Storage has no fixed size."""
         return self.host.num_pages
 
     def media_of(self, node: RadixNode) -> tuple[str | None, ...]:
-        """Return the media that a node of the tree is on, as its events name them."""
+        """Return the tiers of a node by the medium names of events."""
         return tuple(TIER_MEDIUM[tier] for tier in self.membership.tiers_of(node))
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """A node was cut in two and is now ``lower``: both parts are where it was, and under way if it was."""
+        """Handle the split of a node into ``upper`` and ``lower``: both have its tiers and transfers."""
         self.membership.split(upper, lower)
         self.host.split(upper, lower)
         for under_way in (self.loading_back, self.writing, self.backing_up):
@@ -290,10 +290,10 @@ class TierTree:
                 under_way.add(upper)
 
     def join(self, upper: RadixNode, lower: RadixNode) -> bool:
-        """``lower`` is to take in the run of ``upper``: do so if both are where the other is, and nothing is under way.
+        """Merge ``upper`` into ``lower`` if both have the same tiers and locks and no transfer; return whether done.
 
-        An operation ends at a node, and begins at another; neither may vanish inside a longer run. Where a holder of
-        host pages ends at ``upper``, it has more of them than ``lower``.
+        An operation begins and ends at nodes, and neither may disappear inside a longer run. If a host lock ends at
+        ``upper``, ``upper`` has more locks than ``lower``.
         """
         for under_way in (self.loading_back, self.writing, self.backing_up):
             if upper in under_way or lower in under_way:
@@ -301,12 +301,12 @@ class TierTree:
         return self.host.num_locks(upper) == self.host.num_locks(lower) and self._join_alike(upper, lower)
 
     def on_computed(self, node: RadixNode) -> None:
-        """The device has pages of this node now that a request computed."""
+        """Record that a request has computed the pages of this node."""
         self._page_hook.on_computed(bytes(node.digests), node.pages)
         self._enter_device(node)
 
     def on_evicted(self, node: RadixNode) -> bool:
-        """The device has given up this node: the host keeps it if it can, otherwise it is dropped."""
+        """Handle an eviction from the device; return True if the host keeps the node, False if it is dropped."""
         node.pages = array("I")
         self.membership.leave_device(node)
         if node in self.membership.host_pages:
@@ -319,30 +319,27 @@ class TierTree:
     # --- paths ---
 
     def match_path(self, packed: bytes, seed: bytes) -> list[RadixNode]:
-        """Return the nodes that hold the cached prefix of packed tokens, on any tier, cut to end where it does.
+        """Return the nodes of the longest cached prefix on any tier; the last node is split to end with the prefix.
 
-        The path becomes the most recently used on both tiers.
+        The path becomes the most recently used on device and host.
         """
         path = self.device.split_path(self.tree.find(packed, seed))
         self.touch(path)
         return path
 
     def touch(self, path: list[RadixNode]) -> None:
-        """Make a path the most recently used on the tiers that it is on."""
+        """Make a path the most recently used on device and host."""
         num_on_device = self.num_on_device(path)
         self.device.lru.touch(reversed(path[:num_on_device]))
         self.host.touch(reversed(path[num_on_device:]))
 
     @staticmethod
     def num_on_device(path: list[RadixNode]) -> int:
-        """Return how many nodes of a path, from the root on, are on the device."""
+        """Return how many nodes from the start of a path are on the device."""
         return next((at for at, node in enumerate(path) if not node.pages), len(path))
 
     def run_ending_at(self, end: RadixNode, num_pages: int) -> list[RadixNode]:
-        """Return the nodes that hold the last ``num_pages`` pages of the prefix that ends in ``end``, topmost first.
-
-        An operation keeps its end and its length, because other requests may split the nodes in between.
-        """
+        """Return the nodes of the last ``num_pages`` pages of the prefix that ends in ``end``, topmost first."""
         run: list[RadixNode] = []
         node = end
         while num_pages > 0:
@@ -354,7 +351,7 @@ class TierTree:
         return run[::-1]
 
     def split_run(self, run: list[RadixNode], num_pages: int) -> list[RadixNode]:
-        """Return the nodes that hold the first ``num_pages`` pages of consecutive nodes, one cut; touch them next."""
+        """Return the nodes of the first ``num_pages`` pages of a run; split the last one. Call ``touch`` next."""
         kept: list[RadixNode] = []
         for node in run:
             if num_pages <= 0:
@@ -364,40 +361,41 @@ class TierTree:
         return kept
 
     def last_digest(self, node: RadixNode, seed: bytes) -> bytes:
-        """Return the digest that the pages after ``node`` chain from."""
+        """Return the digest to which the pages after ``node`` are chained."""
         return seed if node is self.tree.root else bytes(node.digests[-DIGEST_BYTES:])
 
     # --- tiers ---
 
     def is_on_host(self, node: RadixNode) -> bool:
-        """True where a child of ``node`` may be on the host: the node itself is, or it is the root."""
+        """Return whether a child of ``node`` may be on the host: the node is on the host, or is the root."""
         return node in self.membership.host_pages or node is self.tree.root
 
     def is_stored(self, node: RadixNode) -> bool:
-        """True where a child of ``node`` may count as stored."""
+        """Return whether a child of ``node`` may count as stored."""
         return node in self.membership.stored or node is self.tree.root
 
     def put_on_device(self, node: RadixNode, pages: Sequence[int]) -> None:
-        """Give pages that a transfer loaded to a node that is on the host alone; touch its path next.
+        """Give loaded pages to a node that is on the host only. Call ``touch`` for its path afterwards.
 
         Raises:
-            CacheIntegrityError: the page hook finds other content in them.
+            CacheIntegrityError: the page hook finds other content in the pages.
         """
         self._page_hook.on_loaded_back(bytes(node.digests), pages)
         self.device.attach(node, pages)
         self._enter_device(node)
 
     def begin_load_back(self, node: RadixNode, pages: Sequence[int]) -> None:
-        """Give pages to a node that is on the host alone, whose content a copy brings; touch its path next."""
+        """Give pages that are still being loaded to a node that is on the host only. Call ``touch`` for its path."""
         self.device.attach(node, pages)
         self.loading_back.add(node)
         self._enter_device(node)
 
     def end_load_back(self, node: RadixNode, *, is_ok: bool) -> None:
-        """The pages of an loading_back node hold its content now, or never will: then the device loses it.
+        """Record the end of a load; remove the node from the device if the load failed.
 
         Raises:
-            CacheIntegrityError: the page hook finds other content in them; or they never will, and a request runs.
+            CacheIntegrityError: the page hook finds other content in the pages, or the load failed and a request uses
+                the node.
         """
         self.loading_back.remove(node)
         if is_ok:
@@ -407,9 +405,9 @@ class TierTree:
             self.device.detach(node)
 
     def evict_host(self, num_pages: int) -> bool:
-        """Evict from the host what was used least recently until ``num_pages`` are free; False if that cannot be.
+        """Evict the least recently used nodes until ``num_pages`` host pages are free.
 
-        Evicts nothing then.
+        Return False, without an eviction, if there are not enough evictable pages.
         """
         order = self.host.order
         lacking = num_pages - self.host.num_pages_free
@@ -428,7 +426,7 @@ class TierTree:
     def insert_on_host(
         self, parent: RadixNode, packed: bytes, pages: array[int], namespace: PrefixNamespace
     ) -> RadixNode:
-        """Hang a run that came from storage below ``parent``; touch its path next."""
+        """Attach pages read from storage below ``parent``. Call ``touch`` for the path afterwards."""
         leaf = self.tree.append(parent, packed, array("I"), namespace)
         self.membership.place_on_host(leaf, pages)
         return leaf
@@ -436,7 +434,7 @@ class TierTree:
     # --- whole ---
 
     def clear(self) -> None:
-        """Forget every prefix; nothing may be under way.
+        """Remove every prefix. No transfer may be under way.
 
         Raises:
             CacheIntegrityError: a request still locks a prefix; nothing has changed.
@@ -448,37 +446,37 @@ class TierTree:
         self.membership.clear()
 
     def check(self) -> None:
-        """Check tree, pools, orders and tiers against each other. Walks everything.
+        """Run a full check of tree, pools, eviction orders and tiers.
 
         Raises:
-            CacheIntegrityError: with the arithmetic that failed.
+            CacheIntegrityError: with the count that does not add up.
         """
         self.device.check_integrity()
         nodes, host_pages = list(self.tree.walk()), self.membership.host_pages
         self.host.pages.check_integrity([page for node in nodes for page in host_pages.get(node, ())])
         self.host.order.check((node for node in nodes if not node.pages), self.host.num_locks)
         for node in nodes:
-            for problem in self._problems(node):
-                raise CacheIntegrityError(f"{node} {problem}")
+            for violation in self._violations(node):
+                raise CacheIntegrityError(f"{node} {violation}")
         self.membership.check(nodes)
         under_way = (self.loading_back, self.writing, self.backing_up)
-        for kept in (host_pages, self.membership.stored, *under_way, self.host.locked):
-            if not set(nodes).issuperset(kept):
-                raise CacheIntegrityError("a tier keeps a node that is not in the tree")
+        for nodes_kept in (host_pages, self.membership.stored, *under_way, self.host.locked):
+            if not set(nodes).issuperset(nodes_kept):
+                raise CacheIntegrityError("a tier contains a node that is not in the tree")
 
-    def _problems(self, node: RadixNode) -> list[str]:
+    def _violations(self, node: RadixNode) -> list[str]:
         parent, host_pages = node.parent, self.membership.host_pages.get(node)
         assert parent is not None
-        problems = {
+        violations = {
             "is on the device, its parent is not": node.pages and parent is not self.tree.root and not parent.pages,
             "is on the host, its parent is not": host_pages is not None and not self.is_on_host(parent),
             "is stored, its parent is not": node in self.membership.stored and not self.is_stored(parent),
             "is neither on the device nor on the host": not node.pages and host_pages is None,
             "has fewer host locks than its children": self.host.num_locks(node)
             < sum(map(self.host.num_locks, node.children.values())),
-            "has not one host page per page": host_pages is not None and len(host_pages) != node.num_pages,
+            "does not have one host page per page": host_pages is not None and len(host_pages) != node.num_pages,
         }
-        return [problem for problem, is_so in problems.items() if is_so]
+        return [violation for violation, is_violated in violations.items() if is_violated]
 
     def _join_alike(self, upper: RadixNode, lower: RadixNode) -> bool:
         are_alike = self.membership.join(upper, lower)
@@ -492,7 +490,7 @@ class TierTree:
 
 
 def pages_per_node(run: list[RadixNode], pages: tuple[int, ...] | list[int]) -> list[tuple[RadixNode, list[int]]]:
-    """Give each node of a run its part of an operation's pages."""
+    """Distribute an operation's pages over the nodes of its run."""
     shares, start = [], 0
     for node in run:
         shares.append((node, list(pages[start : start + node.num_pages])))

@@ -1,8 +1,7 @@
-"""A device's KV pool in torch tensors: what a model computes into, and what HiCache copies from and to.
+"""TorchDeviceMemory: a device's KV pool in torch tensors, for a model to compute into and for HiCache to copy.
 
-On a CPU a copy is done when its call returns. On CUDA it goes to a stream of its own, from and to pinned memory of the
-host; an event says when it has ended, and the forward's stream waits for that event where it needs the pages. What is
-said here of CUDA was not run: there was none.
+On a CPU a copy is done when its call returns. On CUDA it runs on its own stream, from and to pinned host memory. An
+event signals its end, and the forward's stream waits for the event. The CUDA path has never run: no GPU was available.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _KEYS_AND_VALUES = 2
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _StreamedCopy:
-    """A ``CopyEvent`` on a stream."""
+    """The ``CopyEvent`` of a copy on a stream."""
 
     event: torch.cuda.Event
 
@@ -40,7 +39,7 @@ class _StreamedCopy:
 
 @dataclass(slots=True, kw_only=True)
 class TorchDeviceMemory:
-    """A ``DeviceMemory``. Make it with ``allocate``.
+    """A ``DeviceMemory``. Create it with ``allocate``.
 
     Attributes:
         keys, values: one tensor per layer, each ``[num_pages, page_size, kv_heads, head_dim]``, contiguous.
@@ -48,7 +47,7 @@ class TorchDeviceMemory:
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
-    _stream: torch.cuda.Stream | None = field(default=None, init=False)  # None where copies are done at once
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)  # None if copies are synchronous
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
@@ -66,29 +65,31 @@ class TorchDeviceMemory:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> TorchDeviceMemory:
-        """Make a pool of zeros: what was never computed must not be a NaN, which a mask of zero does not hide.
+        """Allocate a pool of zeros, because masked attention over uninitialized memory could return NaN.
 
         Raises:
-            ConfigError: a size is below 1, or the device has no room for so many pages.
+            ConfigError: a size is below 1, or the device has too little memory.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, size in {"num_layers": num_layers, **sizes}.items():
             check_integer(name, size)
         try:
             pools = [torch.zeros(*sizes.values(), dtype=dtype, device=device) for _ in range(2 * num_layers)]
-        except RuntimeError as error:  # torch's error for memory that cannot be had, on every device
+        except RuntimeError as error:  # out of memory, on every device
             first_line = str(error).partition("\n")[0]
-            raise ConfigError("num_pages", num_pages, f"cannot be held ({first_line})", "give fewer tokens") from error
+            raise ConfigError(
+                "num_pages", num_pages, f"cannot be allocated ({first_line})", "give fewer tokens"
+            ) from error
         return cls(keys=tuple(pools[:num_layers]), values=tuple(pools[num_layers:]))
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The device of the tensors."""
         return self.keys[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The data type of keys and values."""
         return self.keys[0].dtype
 
     @property
@@ -103,7 +104,7 @@ class TorchDeviceMemory:
 
     @property
     def shape(self) -> PageShape:
-        """Of every page: keys and values are two parts of a layer."""
+        """The shape of every page. Keys and values are the two parts of a layer."""
         part_bytes = self.keys[0][0].numel() * self.keys[0].element_size()
         return PageShape(
             num_layers=len(self.keys), layer_page_bytes=_KEYS_AND_VALUES * part_bytes, num_parts=_KEYS_AND_VALUES
@@ -111,14 +112,14 @@ class TorchDeviceMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
+        """Bytes of the pool."""
         return self.num_pages * self.shape.page_bytes
 
     def host_buffer(self, num_pages: int) -> npt.NDArray[np.uint8]:
-        """Return memory of the host for so many pages, pinned where this device copies faster from it.
+        """Return host memory for ``num_pages`` pages, pinned if the device is a GPU.
 
         Raises:
-            ConfigError: the host has no such memory.
+            ConfigError: the memory cannot be allocated.
         """
         try:
             pinned = torch.zeros(
@@ -127,7 +128,7 @@ class TorchDeviceMemory:
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise ConfigError(
-                "host_tokens", num_pages * self.page_size, f"cannot be held ({first_line})", "give fewer"
+                "host_tokens", num_pages * self.page_size, f"cannot be allocated ({first_line})", "give fewer"
             ) from error
         return pinned.numpy()
 
@@ -156,7 +157,7 @@ class TorchDeviceMemory:
             return self._end()
 
     def _parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer as bytes, ``[num_pages, part_bytes]``: the pool's own memory."""
+        """Return views of the keys and values of one layer as bytes, ``[num_pages, part_bytes]``."""
         keys, values = self.keys[layer], self.values[layer]
         return keys.view(self.num_pages, -1).view(torch.uint8), values.view(self.num_pages, -1).view(torch.uint8)
 
@@ -169,7 +170,7 @@ class TorchDeviceMemory:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy pages; as one piece where they lie together on both sides, page by page where a stream would wait."""
+    """Copy pages. On CUDA, copy non-contiguous pages one by one, because a strided copy would block the stream."""
     if not (target.is_cuda or source.is_cuda) or (target.is_contiguous() and source.is_contiguous()):
         target.copy_(source, non_blocking=True)
         return

@@ -1,13 +1,11 @@
-"""Pages on their way between tiers, from the tree's side.
+"""Transfers of pages between the tiers of one rank's tree.
 
-``WriteTransfers`` copies to the host and to storage, ``LoadBackTransfers`` copies back to the device,
-``PrefetchTransfers`` prefetches
-from storage. Each begins operations, the same ones on every rank, and puts their result in the tree when all ranks
-agree that they have ended. ``TierTransfers`` gives each decision to whom it concerns; ``PrefetchQueue`` is what a
-scheduler asks for a request that waits.
+``WriteTransfers`` copies pages to the host and to storage, ``LoadBackTransfers`` copies them back to the device, and
+``PrefetchTransfers`` reads them from storage. Each begins operations, the same ones on every rank, and puts their
+result into the tree once all ranks agree that they have ended. ``TierTransfers`` dispatches the decisions.
 
-An operation is remembered as the node that ends it and its number of pages, because requests may split the nodes in
-between at any time. What an operation copies is locked until it settles.
+An operation is identified by its last node and its number of pages, because requests may split the nodes in between at
+any time. The pages of an operation are locked until it settles.
 """
 
 from __future__ import annotations
@@ -39,20 +37,20 @@ from scheduler_components.values import HeldCount, PageHolding, TierStats
 __all__ = ["LoadBackTransfers", "WriteTransfers", "PrefetchTransfers", "TierTransfers"]
 
 
-_BACKUP_SHARE = 4  # a slow storage may lock one host page in four; what is beyond that is not backed up
+_BACKUP_SHARE = 4  # backups may lock a quarter of the host pages while storage is slow; further pages are skipped
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadBack:
-    """Pages on their way from the host to the device.
+    """A load of pages from the host to the device.
 
     Attributes:
-        end: the node that ends them.
-        num_pages: how many.
-        device_end: the node that is locked on the device: the one that they follow, or ``end`` with ``by_layer``.
-        device_pages: those that no node has yet; none with ``by_layer``.
-        by_layer: requests read them already.
-        is_settled, has_failed: as all ranks agreed.
+        end: the last node of the loaded run.
+        num_pages: number of pages.
+        device_end: the node that is locked on the device: the parent of the run, or ``end`` with ``by_layer``.
+        device_pages: reserved pages that no node owns yet; empty with ``by_layer``.
+        by_layer: requests already use the pages.
+        is_settled, has_failed: as agreed by all ranks.
     """
 
     end: RadixNode
@@ -66,14 +64,14 @@ class LoadBack:
 
 @dataclass(slots=True, kw_only=True)
 class LoadBackTransfers:
-    """Loads of prefixes that requests wait for.
+    """Loads from the host to the device.
 
     Attributes:
         tiers: the tree.
-        controller: makes the operations and settles them.
-        policy: what is worth a load.
-        stats: counts what comes of it.
-        budget_pages: pages that may be loaded until the next agreement.
+        controller: begins and settles the operations.
+        policy: the shortest run to load.
+        stats: counts the results.
+        budget_pages: pages that may be loaded before the next agreement.
     """
 
     tiers: TierTree
@@ -85,29 +83,29 @@ class LoadBackTransfers:
 
     @property
     def is_idle(self) -> bool:
-        """No load is under way, so none will give room back."""
+        """True if no load is under way, so no budget will be returned."""
         return not self._under_way
 
     @property
     def num_pages_reserved(self) -> int:
-        """Device pages of loads under way."""
+        """Device pages that loads have reserved."""
         return sum(len(load.device_pages) for load in self._under_way.values())
 
     def holdings(self) -> Iterator[PageHolding]:
-        """What each load under way holds on the device."""
+        """Yield the device pages and locks of each load."""
         for number, load in self._under_way.items():
             yield PageHolding(f"load {number}", "transfer", load.device_pages, node=load.device_end)
 
     def start(self, path: list[RadixNode], max_pages: int, *, by_layer: bool = False) -> LoadBack | None:
-        """Load what follows on the host where a path leaves the device, as far as the agreed room and the pool allow.
+        """Begin to load the part of a path that is only on the host, within the agreed budget and the free pages.
 
-        None when that is not worth it, when the device pages are not to be had now, or when what they follow is itself
-        loading_back and might not come.
+        Return None if the run is too short, if no device pages can be allocated now, or if the parent of the run is
+        itself being loaded and might fail.
 
         Args:
-            path: as ``TierTree.match_path`` gives it.
-            max_pages: most pages to load.
-            by_layer: put them in the tree at once, for a request that runs while they come.
+            path: a result of ``TierTree.match_path``.
+            max_pages: the largest number of pages to load.
+            by_layer: put the pages into the tree immediately, for a request that runs while they are copied.
         """
         tiers = self.tiers
         num_on_device = tiers.num_on_device(path)
@@ -145,7 +143,7 @@ class LoadBackTransfers:
         return load
 
     def apply_load_back(self, settled: LoadBackOutcome) -> None:
-        """Put loaded pages on the device, or free them, on all ranks alike."""
+        """Give the loaded pages to their nodes, or free them if the load failed on any rank."""
         load = self._under_way.pop(settled.op)
         tiers, stats = self.tiers, self.stats
         load.is_settled, load.has_failed = True, not settled.is_ok
@@ -170,7 +168,7 @@ class LoadBackTransfers:
 
     def _put_on_device(self, run: list[RadixNode], device_pages: list[int]) -> None:
         for node, pages in pages_per_node(run, device_pages):
-            if node.pages:  # a request has computed it in the meantime
+            if node.pages:  # a request has computed the node in the meantime
                 self.tiers.device.free(pages)
             else:
                 self.tiers.put_on_device(node, pages)
@@ -178,14 +176,14 @@ class LoadBackTransfers:
 
 @dataclass(slots=True, kw_only=True)
 class WriteTransfers:
-    """Copies that make eviction harmless: from the device to the host, and from the host to storage.
+    """Copies from the device to the host, and from the host to storage.
 
     Attributes:
         tiers: the tree.
-        controller: makes the operations and settles them.
+        controller: begins and settles the operations.
         policy: when to write.
-        stats: counts what comes of it.
-        num_pages_backing_up: host pages that are locked until storage has them.
+        stats: counts the results.
+        num_pages_backing_up: host pages that are locked while they are written to storage.
     """
 
     tiers: TierTree
@@ -195,39 +193,39 @@ class WriteTransfers:
     num_pages_backing_up: int = field(default=0, init=False)
     _writes: dict[int, tuple[RadixNode, int]] = field(default_factory=dict, init=False)
     _backups: dict[int, tuple[RadixNode, int]] = field(default_factory=dict, init=False)
-    _has_news: bool = field(default=False, init=False)
+    _has_inserted: bool = field(default=False, init=False)
 
     @property
     def num_pages_reserved(self) -> int:
-        """Host pages of writes under way."""
+        """Host pages that writes have reserved."""
         return sum(num_pages for _, num_pages in self._writes.values())
 
     def holdings(self) -> Iterator[PageHolding]:
-        """What each write to the host that is under way has locked on the device."""
+        """Yield the device lock of each write to the host."""
         for number, (end, _) in self._writes.items():
             yield PageHolding(f"write {number}", "transfer", node=end)
 
     def on_insert(self, path: list[RadixNode]) -> None:
-        """With ``write_through``: copy a path that a request has just cached. With ``write_back``: look ahead soon."""
+        """Apply the write policy to a path that a request has just cached."""
         if self.policy.write == "write_through":
             self.write_path(path)
         elif self.policy.write == "write_back":
-            self._has_news = True
+            self._has_inserted = True
         else:
-            self._write_what_was_found(path)
+            self._write_hit_nodes(path)
 
     def on_hit(self, path: list[RadixNode]) -> None:
-        """Count one more request that found a path in the tree; copy what has been found often enough by now."""
+        """Count a request that found this path; copy the nodes that have reached ``write_threshold_hits``."""
         for node in path:
             node.num_hits += 1
-        self._write_what_was_found(path)
+        self._write_hit_nodes(path)
 
-    def _write_what_was_found(self, path: list[RadixNode]) -> None:
-        # Who finds a node finds what is above it, so those that were found often enough come first.
+    def _write_hit_nodes(self, path: list[RadixNode]) -> None:
+        # A request that finds a node also finds its ancestors, so the nodes with enough hits come first.
         self.write_path(takewhile(lambda node: node.num_hits >= self.policy.write_threshold_hits, path))
 
     def write_path(self, path: Iterable[RadixNode]) -> None:
-        """Copy what of a path on the device is not on the host, parents first; back up what is on the host."""
+        """Copy the nodes of a device path that are not on the host, parents first; back up those that are."""
         for node in path:
             if self.tiers.is_on_host(node):
                 self._back_up(node)
@@ -235,14 +233,14 @@ class WriteTransfers:
                 return
 
     def write_ahead(self) -> None:
-        """With ``write_back``: copy the device pages that will be evicted next, once pages run short.
+        """With ``write_back``, copy the pages that will be evicted next, once free device pages run short.
 
-        Only after an insertion: a copy that fails is not tried again and again while nothing happens.
+        It acts only after an insertion, so that an idle scheduler does not repeat a failing copy.
         """
         tiers, wanted = self.tiers, self.policy.clean_ahead_pages
-        if not self._has_news or tiers.device.pool.num_free >= wanted:
+        if not self._has_inserted or tiers.device.pool.num_free >= wanted:
             return
-        self._has_news = False
+        self._has_inserted = False
         oldest: list[RadixNode] = []
         for node in tiers.device.lru:
             if wanted <= 0:
@@ -266,7 +264,7 @@ class WriteTransfers:
         return True
 
     def apply_write(self, settled: WriteOutcome) -> None:
-        """Put written pages in the tree, on all ranks or on none."""
+        """Put the written pages on the host tier, on all ranks or on none."""
         tiers, host_pages = self.tiers, settled.host_pages
         end, num_pages = self._writes.pop(settled.op)
         run = tiers.run_ending_at(end, num_pages)
@@ -279,7 +277,7 @@ class WriteTransfers:
                 self._back_up(node)
             self.stats.pages_written += num_pages
         else:
-            # Either no rank has committed pages, or all have; then they go back on all.
+            # Either no rank or every rank has committed pages. In the second case every rank releases them.
             tiers.host.release(host_pages)
             tiers.host.num_pages_used -= num_pages - len(host_pages)
             self.stats.pages_not_written += num_pages
@@ -288,7 +286,7 @@ class WriteTransfers:
             tiers.device.mark_joinable(node)
 
     def _back_up(self, node: RadixNode) -> None:
-        """Write a node on the host to storage, unless its parent is not there and not on the way."""
+        """Write a host node to storage if its parent is stored or being stored."""
         tiers, parent = self.tiers, node.parent
         assert parent is not None
         if not self.controller.agreed.has_storage or tiers.is_stored(node) or node in tiers.backing_up:
@@ -305,7 +303,7 @@ class WriteTransfers:
         self.num_pages_backing_up += node.num_pages
 
     def apply_backup(self, settled: BackupOutcome) -> None:
-        """Count pages as stored where every rank's part of them is, and what they hang on is too."""
+        """Mark pages as stored if every rank has stored its slice and their parent is stored."""
         tiers = self.tiers
         end, num_pages = self._backups.pop(settled.op)
         self.num_pages_backing_up -= num_pages
@@ -327,27 +325,27 @@ class WriteTransfers:
 
 @dataclass(slots=True, kw_only=True)
 class Prefetch:
-    """Pages on their way from storage to the host."""
+    """A prefetch of pages from storage to the host."""
 
     number: int
     packed: bytes
     namespace: PrefixNamespace
-    first_page: int  # pages of the prefix that the tree held at the start
-    anchor: RadixNode | None  # their end, locked on the host; None where it is not there
+    first_page: int  # pages of the prefix that the tree held when the prefetch began
+    anchor: RadixNode | None  # the last node of that prefix, locked on the host; None if it is not there
     num_reserved: int = 0
     num_read: int | None = None  # None: not settled
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchTransfers:
-    """Prefetches from storage to the host, for requests that wait.
+    """Prefetches from storage to the host.
 
     Attributes:
         tiers: the tree.
-        controller: makes the operations and settles them.
-        policy: what is worth a prefetch.
-        stats: counts what comes of it.
-        num_draining_pages: host pages of prefetches that were given up and that some rank may still write to.
+        controller: begins and settles the operations.
+        policy: the shortest prefix to prefetch.
+        stats: counts the results.
+        num_draining_pages: host pages of terminated prefetches to which a rank may still write.
     """
 
     tiers: TierTree
@@ -359,21 +357,21 @@ class PrefetchTransfers:
 
     @property
     def num_pages_reserved(self) -> int:
-        """Host pages of prefetches under way."""
+        """Host pages that prefetches have reserved."""
         return self.num_draining_pages + sum(prefetch.num_reserved for prefetch in self._under_way.values())
 
     def should_prefetch(self, packed: bytes, path: list[RadixNode]) -> bool:
-        """Say whether storage may have enough of what follows a path.
+        """Return whether the part of a prompt that is not in the tree is worth a prefetch.
 
         Args:
             packed: the tokens of the prompt.
-            path: what of it the tree holds, as ``TierTree.match_path`` gives it.
+            path: the part of it that the tree holds, a result of ``TierTree.match_path``.
         """
         num_pages = len(packed) // self.tiers.tree.page_bytes - sum(node.num_pages for node in path)
         return self.controller.agreed.has_storage and num_pages >= self.policy.prefetch_threshold_pages
 
     def start(self, packed: bytes, namespace: PrefixNamespace, path: list[RadixNode]) -> Prefetch:
-        """Read from storage what follows a path."""
+        """Begin to read the pages that follow a path from storage."""
         tree, first_page = self.tiers.tree, sum(node.num_pages for node in path)
         end = path[-1] if path else tree.root
         prior = self.tiers.last_digest(end, namespace.seed())
@@ -387,13 +385,13 @@ class PrefetchTransfers:
         return prefetch
 
     def terminate(self, prefetch: Prefetch) -> None:
-        """Wait no longer: what has landed on every rank is put in the tree, here and now."""
+        """End a prefetch immediately and put the pages that have landed on all ranks into the tree."""
         self.apply_prefetch(self.controller.terminate(prefetch.number))
 
     def reserve(self, hit: PrefetchHit) -> None:
-        """Take room for what storage holds: at most half of what the host can free, so that prefetches never fill it.
+        """Reserve host pages for a storage hit: at most half of those that the host can free.
 
-        The ledger is the same on every rank, so all ranks take the same number.
+        All ranks reserve the same number, because the page counts of ``HostTier`` are the same on all ranks.
         """
         host, prefetch = self.tiers.host, self._under_way[hit.op]
         num_pages = min(hit.num_pages, (host.num_pages_free + host.order.num_pages) // 2)
@@ -405,7 +403,7 @@ class PrefetchTransfers:
         self.controller.prefetches.reserve(prefetch.number, num_pages, max_wait_s=max_wait_s)
 
     def apply_prefetch(self, settled: PrefetchOutcome) -> None:
-        """Put what landed on every rank in the tree, below what is there by now."""
+        """Attach the pages that landed on all ranks to the tree, below the pages that it holds by now."""
         tiers, tree, host_pages = self.tiers, self.tiers.tree, settled.host_pages
         prefetch = self._under_way.pop(settled.op)
         tiers.host.num_pages_used -= prefetch.num_reserved - len(host_pages) - settled.num_draining_pages
@@ -418,7 +416,7 @@ class PrefetchTransfers:
         num_known = descent.num_pages - prefetch.first_page  # pages that a request has computed in the meantime
         parent = path[-1] if path else tree.root
         if num_known < 0 or not tiers.is_on_host(parent):
-            num_known = len(host_pages)  # nowhere to hang them
+            num_known = len(host_pages)  # the tree has no parent for them on the host
         tiers.host.release(host_pages[:num_known])
         kept = host_pages[num_known:]
         if kept:
@@ -434,20 +432,20 @@ class PrefetchTransfers:
         self.stats.prefetches_revoked += not kept
 
     def apply_drained(self, drained: PrefetchDrained) -> None:
-        """Count the pages of a prefetch that was given up as free."""
+        """Count the drained pages of a terminated prefetch as free."""
         self.tiers.host.num_pages_used -= drained.num_pages
         self.num_draining_pages -= drained.num_pages
 
 
 @dataclass(slots=True, kw_only=True)
 class TierTransfers:
-    """All ways between the tiers of one rank's tree. Carries out what all ranks agreed.
+    """All transfers of one rank. Applies the decisions of the controller.
 
     Attributes:
         tiers: the tree.
         controller: settles the operations.
-        writes, loads, reads: the ways.
-        stats: what came of it all.
+        writes, loads, reads: the transfers by direction.
+        stats: counters of all transfers.
     """
 
     tiers: TierTree
@@ -459,7 +457,7 @@ class TierTransfers:
 
     @classmethod
     def over(cls, tiers: TierTree, controller: HiCacheController, policy: HiCachePolicy) -> TierTransfers:
-        """Put the ways together."""
+        """Create the transfers over a tree."""
         stats = TierStats()
         return cls(
             tiers=tiers,
@@ -471,7 +469,7 @@ class TierTransfers:
         )
 
     def apply(self, decisions: list[Decision]) -> None:
-        """Do to the tree what all ranks have decided, in order; then what follows from it by policy."""
+        """Apply decisions to the tree, in order; then write ahead if the policy says so."""
         for decision in decisions:
             match decision:
                 case WriteOutcome():
@@ -492,30 +490,32 @@ class TierTransfers:
         self.writes.write_ahead()
 
     def check(self) -> None:
-        """Check the ledger of host pages: tree + in flight = used.
+        """Check that the host pages in the tree and in flight add up to the used pages.
 
         Raises:
-            CacheIntegrityError: with the numbers.
+            CacheIntegrityError: they do not; the error contains the numbers.
         """
         in_tree = self.tiers.membership.num_pages[Tier.HOST]
         in_flight = self.writes.num_pages_reserved + self.reads.num_pages_reserved
         host = self.tiers.host
         if in_tree + in_flight != host.num_pages_used or host.num_pages_used > host.num_pages:
             raise CacheIntegrityError(
-                f"{in_tree} host pages in the tree + {in_flight} in flight, but the ledger says that "
-                f"{host.num_pages_used} of {host.num_pages} are used"
+                f"{in_tree} host pages in the tree + {in_flight} in flight, but {host.num_pages_used} of "
+                f"{host.num_pages} are counted as used"
             )
 
     def count_held(self) -> HeldCount:
-        """Device pages outside the tree: those that loads fill."""
+        """Return how many device pages loads have reserved outside the tree."""
         return HeldCount(in_transfer=self.loads.num_pages_reserved)
 
     def holdings(self) -> Iterator[PageHolding]:
-        """What each copy under way holds and locks on the device."""
+        """Yield the device pages and locks of each copy."""
         yield from self.loads.holdings()
         yield from self.writes.holdings()
 
     def clear_storage_index(self) -> None:
-        """What storage holds is no longer known."""
-        for node in reversed(list(self.tiers.tree.walk())):  # children first, so that stored stays closed upwards
+        """Count no page as stored."""
+        for node in reversed(
+            list(self.tiers.tree.walk())
+        ):  # children first, so that the parent of a stored node stays stored
             self.tiers.membership.clear_storage_index(node)

@@ -1,4 +1,4 @@
-"""Ranks on threads of this process that agree through a hub: a parallel group without processes or sockets."""
+"""Simulated ranks on threads of one process that agree without processes or sockets."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["ThreadSyncHub", "run_ranks"]
 T = TypeVar("T")
 
 
-class _Meeting:
-    """One collective of one group: what has been brought, and how many have yet to take the result."""
+class _Collective:
+    """One collective of one group: the contributions, and how many ranks have not read the result."""
 
-    __slots__ = ("brought", "num_to_leave")
+    __slots__ = ("contributions", "num_pending")
 
     def __init__(self, num_ranks: int) -> None:
-        self.brought: dict[int, list[int]] = {}
-        self.num_to_leave = num_ranks
+        self.contributions: dict[int, list[int]] = {}
+        self.num_pending = num_ranks
 
 
 class ThreadSyncHub:
-    """Where the threads of one domain meet. Results do not depend on the order in which the threads come.
+    """Connects the threads of the agreeing ranks. Results do not depend on the order in which the threads call.
 
     Args:
-        reduce_groups: rank -> its groups in order, as ``RankGroups.reduce_groups`` gives them.
+        reduce_groups: rank -> its groups in order, as ``RankGroups.reduce_groups`` returns them.
         timeout_s: longest wait for the other members of a group.
     """
 
@@ -41,41 +41,41 @@ class ThreadSyncHub:
         self._hops = {rank: tuple(groups) for rank, groups in reduce_groups.items()}
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._num_met: dict[tuple[tuple[int, ...], int], int] = {}
-        self._standing: dict[int, SyncCall] = {}
+        self._collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
+        self._num_calls: dict[tuple[tuple[int, ...], int], int] = {}
+        self._calls: dict[int, SyncCall] = {}
         self._missing: tuple[int, ...] | None = None
 
     def parallel_groups(self, rank: int) -> ParallelGroups:
-        """Return the domain of one rank, for one thread."""
+        """Return the groups of one rank, for one thread."""
         groups = tuple(ThreadSyncGroup(hub=self, rank=rank, ranks=ranks) for ranks in self._hops[rank])
         return ParallelGroups(rank=rank, groups=groups)
 
     def exchange(self, rank: int, ranks: tuple[int, ...], values: Sequence[int], call: SyncCall) -> list[list[int]]:
-        """Bring one rank's values to the next meeting of ``ranks``; return all members' values in rank order.
+        """Contribute one rank's values to the next collective of ``ranks``; return all members' values in rank order.
 
         Raises:
-            SyncTimeoutError: members did not come in time, here or in another group of the replica.
+            SyncTimeoutError: a member did not join in time, in this group or in another group of the replica.
         """
         with self._changed:
-            self._standing[rank] = call
-            number = self._num_met.get((ranks, rank), 0)
-            self._num_met[ranks, rank] = number + 1
-            meeting = self._meetings.setdefault((ranks, number), _Meeting(len(ranks)))
-            meeting.brought[rank] = list(values)
+            self._calls[rank] = call
+            number = self._num_calls.get((ranks, rank), 0)
+            self._num_calls[ranks, rank] = number + 1
+            collective = self._collectives.setdefault((ranks, number), _Collective(len(ranks)))
+            collective.contributions[rank] = list(values)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: len(meeting.brought) == len(ranks) or self._missing is not None, self._timeout_s
+                lambda: len(collective.contributions) == len(ranks) or self._missing is not None, self._timeout_s
             )
-            if len(meeting.brought) < len(ranks):
+            if len(collective.contributions) < len(ranks):
                 raise self._failure(call)
-            meeting.num_to_leave -= 1
-            if not meeting.num_to_leave:
-                del self._meetings[ranks, number]
-            return [meeting.brought[peer] for peer in ranks]
+            collective.num_pending -= 1
+            if not collective.num_pending:
+                del self._collectives[ranks, number]
+            return [collective.contributions[peer] for peer in ranks]
 
     def _failure(self, call: SyncCall) -> SyncTimeoutError:
-        """Break the domain: the first to time out says who is missing, the others repeat it at once."""
+        """Return the error of a timeout. The first rank determines the missing ranks for all."""
         if self._missing is None:
             behind = [rank for rank in self._hops if self._number_of(rank) < call.number]
             self._missing = tuple(sorted(behind))
@@ -83,8 +83,8 @@ class ThreadSyncHub:
         return SyncTimeoutError(call.operation, call.step, self._missing, self._timeout_s)
 
     def _number_of(self, rank: int) -> int:
-        standing = self._standing.get(rank)
-        return -1 if standing is None else standing.number
+        call_of_rank = self._calls.get(rank)
+        return -1 if call_of_rank is None else call_of_rank.number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,19 +99,21 @@ class ThreadSyncGroup:
         return elementwise_min(self.hub.exchange(self.rank, self.ranks, values, call))
 
     def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
-        return [value for brought in self.hub.exchange(self.rank, self.ranks, values, call) for value in brought]
+        return [
+            value for contribution in self.hub.exchange(self.rank, self.ranks, values, call) for value in contribution
+        ]
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        pass
 
 
 def run_ranks(parallel: ParallelState, work: Callable[[ParallelGroups], T], *, timeout_s: float = 20.0) -> list[T]:
-    """Run ``work`` on one thread per rank of the world that ``parallel`` is one rank of; results by rank.
+    """Run ``work`` on one thread per rank of the world of ``parallel``; return the results in rank order.
 
     Raises:
-        Exception: what the lowest failing rank raised, after all threads have ended.
+        Exception: the exception of the lowest failing rank, after all threads have ended.
     """
-    reduce_groups = {sets.rank: sets.reduce_groups for sets in world_rank_groups(parallel)}
+    reduce_groups = {each.rank: each.reduce_groups for each in world_rank_groups(parallel)}
     hub = ThreadSyncHub(reduce_groups, timeout_s=timeout_s)
     with ThreadPoolExecutor(len(reduce_groups)) as threads:
         running = [threads.submit(work, hub.parallel_groups(rank)) for rank in sorted(reduce_groups)]

@@ -11,7 +11,7 @@ import pytest
 from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.errors import SettingsDivergenceError
 from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
+from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, MemoryPageStore
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
 from scheduler_components.testing.thread_ranks import ThreadSyncHub
@@ -126,7 +126,7 @@ def test_a_host_of_one_page_is_a_host_and_one_of_none_is_refused() -> None:
     assert HiRadixCache(page_size=1, capacity_tokens=4, host=host, num_host_pages=1).num_pages_on(Tier.HOST) == 0
     with pytest.raises(ConfigError) as caught:
         HiRadixCache(page_size=1, capacity_tokens=4, host=host, num_host_pages=0)
-    assert str(caught.value) == "num_host_pages=0: is no host tier; give at least 1, or use RadixCache"
+    assert str(caught.value) == "num_host_pages=0: is too small for a host tier; give at least 1, or use RadixCache"
 
 
 def test_what_is_on_its_way_is_not_evicted() -> None:
@@ -230,7 +230,9 @@ def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
     def first_step(rank: int) -> SettingsDivergenceError:
         host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
         sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | (FIELDS[field] if rank else {})
-        mover = SimulatedMover(rng=random.Random(0), rates=FaultRates(), stored={}, writes=True)
+        mover = SimulatedMover(
+            rng=random.Random(0), rates=FaultRates(), store=MemoryPageStore(1 << 20), slice_name="all", is_writer=True
+        )
         key_space = f"model-{rank}" if field == "key namespace" else "model"
         stepper = HiCacheStepper(
             cache=HiRadixCache(host=host, **sizes),

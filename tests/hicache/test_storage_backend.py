@@ -306,5 +306,5 @@ def test_a_layout_that_is_not_one_run_per_page_is_refused() -> None:
     )
     host = HostPool(SHAPE, 2, layout="layer_first")
     mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 1), keys=keys)
-    with pytest.raises(ConfigError, match="host_layout='layer_first': cannot be read and written in place"):
+    with pytest.raises(ConfigError, match="host_layout='layer_first': does not work with a zero-copy store"):
         mover.attach_zero_copy(MemoryPageStore(1), deadline_s=1, has_checksums=False)

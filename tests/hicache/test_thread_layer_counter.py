@@ -106,7 +106,7 @@ def test_a_failed_load_fails_forwards_until_it_is_forgotten() -> None:
     layer_counter.fail_load_back(1)
     layer_counter.finish_load_back(1)
     for _ in range(2):
-        with pytest.raises(LoadBackError, match="load 1: failed, and requests read its pages already"):
+        with pytest.raises(LoadBackError, match="load 1: failed while requests use its pages"):
             layer_counter.wait_until(0)
     layer_counter.discard_load_back(1)
     layer_counter.wait_until(0)
@@ -123,7 +123,7 @@ def test_waiting_is_bounded_and_names_load_and_layer() -> None:
     layer_counter = ThreadLayerDoneCounter(timeout_s=0.01)
     layer_counter.start_load_back(4)
     layer_counter.complete_layer(4, NullCopyEvent())
-    with pytest.raises(LoadBackError, match=r"load 4: layer 1 has not come within 0\.01 s"):
+    with pytest.raises(LoadBackError, match=r"load 4: layer 1 was not copied within 0\.01 s"):
         layer_counter.wait_until(1)
 
 

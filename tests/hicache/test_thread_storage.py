@@ -54,8 +54,8 @@ def test_a_stalled_write_is_a_miss_at_once_and_lands_late_with_what_was_meant() 
     memory[:] = bytes(PAGE_BYTES)  # the host page has another owner by now
     assert store.batch_exists(["a"]) == 0
     assert store.stats().stalls == 2
-    assert store.stats().last_problem == "deadline batch_exists: still at an earlier batch_set"
-    with pytest.raises(StorageStallError, match="close: still at work"):
+    assert store.stats().last_problem == "deadline batch_exists: busy with an earlier batch_set"
+    with pytest.raises(StorageStallError, match="close: still busy"):
         deadline.close()
     gated.gate.set()
     deadline.join()
@@ -126,7 +126,7 @@ def test_a_write_that_waited_behind_a_stalled_one_is_never_done() -> None:
         with pytest.raises(StorageStallError):
             deadline.batch_set(["b"], [PAGES["b"]])
         assert isinstance(first.exception(), StorageStallError)
-    with pytest.raises(StorageStallError, match="still at an earlier batch_set"):
+    with pytest.raises(StorageStallError, match="busy with an earlier batch_set"):
         deadline.batch_exists(["a"])
     gated.gate.set()
     deadline.close()

@@ -148,7 +148,7 @@ def test_a_pool_of_nothing_is_refused(name: str) -> None:
 
 
 def test_a_pool_that_no_memory_holds_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_pages=\d+: cannot be held"):
+    with pytest.raises(ConfigError, match=r"num_pages=\d+: cannot be allocated"):
         TorchDeviceMemory.allocate(**{**SIZES, "num_pages": 1 << 44})
-    with pytest.raises(ConfigError, match=r"host_tokens=\d+: cannot be held"):
+    with pytest.raises(ConfigError, match=r"host_tokens=\d+: cannot be allocated"):
         filled().host_buffer(1 << 44)

@@ -276,7 +276,7 @@ def test_a_load_that_fails_fails_the_requests_that_read_it_and_nothing_else(
             for _ in run.scheduler.drain():
                 pass
         assert failed.finish_reason == FinishReason.ERROR
-        assert "failed, and requests read its pages already" in caplog.text
+        assert "failed while requests use its pages" in caplog.text
         run.scheduler.cache.check_integrity()
         assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens
         run.scheduler.submit(Request("next", PROMPTS[0], SamplingLimits(max_new_tokens=3)))
