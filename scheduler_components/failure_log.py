@@ -27,7 +27,8 @@ class FailureGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if error is None:
-            self._log.succeeded(self._activity)
+            if self._log._failing:
+                self._log.succeeded(self._activity)
             return False
         if not isinstance(error, Exception):
             return False  # KeyboardInterrupt and SystemExit end the process
