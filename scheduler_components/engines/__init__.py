@@ -1,5 +1,5 @@
-"""Plugins that put this kit's publisher into engines that somebody else wrote: one file per engine.
+"""Plugins that install this kit's publisher in other engines.
 
-Nothing is exported: an engine finds its plugin by its entry point, and an operator asks for it by an environment
+The package exports nothing. An engine loads its plugin by the entry point, and an operator enables it by an environment
 variable (``settings.py``). Importing this package imports no engine.
 """

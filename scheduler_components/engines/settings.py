@@ -1,14 +1,14 @@
-"""What an operator adds to an engine's own KV-event settings: one environment variable, read by every plugin here.
+"""Settings of the plugins: one environment variable that extends an engine's own KV-event settings.
 
-The engine's option (``--kv-events-config``) stays as it is and says where the stream is. The variable
-``SCHEDULER_COMPONENTS_KV_EVENTS`` holds a JSON object with what that option lacks: settings of ``KVEventsConfig``, and
-switches of the plugin itself.
+The engine's option ``--kv-events-config`` does not change; it has the endpoints. The variable
+``SCHEDULER_COMPONENTS_KV_EVENTS`` holds a JSON object with the settings of ``KVEventsConfig`` that the option lacks,
+and with switches of the plugin.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import attrs
 
@@ -16,15 +16,30 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.kv_events.config import parse_json_object
 
-__all__ = ["KV_EVENTS_VARIABLE", "PluginSettings", "may_require_keys", "read_plugin_settings"]
+__all__ = [
+    "ENGINE_SETTINGS",
+    "KV_EVENTS_VARIABLE",
+    "PUBLISHER_SETTINGS",
+    "UNLIMITED",
+    "PluginSettings",
+    "log_fallback",
+    "may_require_keys",
+    "read_plugin_settings",
+]
 
 KV_EVENTS_VARIABLE = "SCHEDULER_COMPONENTS_KV_EVENTS"
 
 ENGINE_SETTINGS = ("publisher", "endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-"""SGLang and vLLM have these in their own option."""
+"""Settings that SGLang and vLLM have in their own option."""
 
 _NOT_OFFERED = ("dialect", "load_endpoint", "options")
-"""The stream is written as the engine writes it, and load is none of its publisher's."""
+"""The plugins write the engine's own dialect, and publish no load."""
+
+_DEFAULTS = {"publisher": "zmq", "dialect": "native", "replay_framing": "topic"}
+"""The dialect and the framing of SGLang's and vLLM's own publishers."""
+
+UNLIMITED = 2**31 - 1
+"""The largest limit of ``KVEventsConfig``. SGLang and vLLM use 0 for an unlimited queue."""
 
 PUBLISHER_SETTINGS = tuple(
     name for name in KVEventsConfig.model_fields if name not in (*ENGINE_SETTINGS, *_NOT_OFFERED)
@@ -35,10 +50,10 @@ _KEY_WORDS = ("auth", "secret_key_file", "client_keys_dir")
 
 @attrs.frozen(kw_only=True)
 class PluginSettings:
-    """What the variable says.
+    """The value of the variable.
 
     Attributes:
-        publisher: settings of the kit's publisher, to be completed by the engine's own.
+        publisher: settings of the kit's publisher, without the engine's own.
         switches: the plugin's own switches that are on.
     """
 
@@ -46,18 +61,15 @@ class PluginSettings:
     switches: frozenset[str] = frozenset()
 
 
-def read_plugin_settings(
-    environ: Mapping[str, str], *, defaults: Mapping[str, Any], switches: Collection[str] = ()
-) -> PluginSettings:
-    """Read and check the variable; without it, or where it is empty, there is nothing but ``defaults``.
+def read_plugin_settings(environ: Mapping[str, str], *, switches: Collection[str] = ()) -> PluginSettings:
+    """Read and validate the variable; without it, or if it is empty, return the defaults.
 
     Args:
         environ: the environment.
-        defaults: settings of ``KVEventsConfig`` that this engine's stream has where the variable has none.
         switches: names of the plugin's own settings, each true or false.
 
     Raises:
-        ConfigError: naming what is wrong in one sentence.
+        ConfigError: a setting is unknown or invalid.
     """
     text = environ.get(KV_EVENTS_VARIABLE, "")
     given = parse_json_object(text, field=KV_EVENTS_VARIABLE, example='{"seq_base": "clock"}') if text.strip() else {}
@@ -73,15 +85,23 @@ def read_plugin_settings(
             raise ConfigError(name, value, "is not true or false", "give true or false")
     settings = {name: value for name, value in given.items() if name not in switches}
     return PluginSettings(
-        publisher=KVEventsConfig(**{"publisher": "zmq", **defaults, **settings}),
+        publisher=KVEventsConfig(**_DEFAULTS | settings),
         switches=frozenset(name for name in switches if given.get(name)),
     )
 
 
 def may_require_keys(environ: Mapping[str, str]) -> bool:
-    """Whether the variable, which may be unreadable, names a setting that keeps strangers out.
+    """Whether the variable names a setting that restricts access, even if the variable is malformed.
 
-    Nobody may be given an open stream because the setting that should have closed it was wrong.
+    A plugin must not fall back to an open stream because a setting that restricts access is invalid.
     """
     text = environ.get(KV_EVENTS_VARIABLE, "")
     return any(word in text for word in _KEY_WORDS)
+
+
+def log_fallback(log: logging.Logger, error: ConfigError, *, engine: str, is_closed: bool) -> None:
+    """Log why the kit does not publish, and the fallback: the engine's own publisher, or none if keys are required."""
+    if is_closed:
+        log.error("no KV events are published, because the settings require keys: %s", error)
+    else:
+        log.error("%s publishes its KV events itself, without scheduler-components: %s", engine, error)

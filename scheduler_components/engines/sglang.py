@@ -1,11 +1,11 @@
-"""The plugin for SGLang: its ``publisher: "zmq"`` becomes this kit's publisher. docs/how-to/sglang.md says more.
+"""The plugin for SGLang: it replaces SGLang's publisher ``zmq`` by this kit's. See docs/how-to/sglang.md.
 
-SGLang calls ``load_plugin`` in each of its processes, before anything of it starts, and then applies what was
-registered with its ``HookRegistry``. Nothing is registered unless ``SGLANG_PLUGINS`` names this plugin. SGLang's
-``--kv-events-config`` is read as SGLang reads it. Written against SGLang 0.5.23.
+SGLang calls ``load_plugin`` in each of its processes before it starts, and then applies the hooks in its
+``HookRegistry``. The plugin registers nothing unless ``SGLANG_PLUGINS`` names it. It reads ``--kv-events-config`` as
+SGLang does. Written for SGLang 0.5.23.
 
-What is wrong never stops the engine: it is said in one sentence, and the stream is SGLang's own. Where keys were asked
-for, there is no stream: nobody gets an open one because its lock could not be made.
+A wrong setting never stops the engine: the plugin logs one sentence, and SGLang's own publisher is used. If the
+settings require keys, no stream is opened, because a fallback must not open a stream without access control.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from scheduler_components.engines.settings import ENGINE_SETTINGS, may_require_keys, read_plugin_settings
+from scheduler_components.engines.settings import (
+    ENGINE_SETTINGS,
+    UNLIMITED,
+    PluginSettings,
+    log_fallback,
+    may_require_keys,
+    read_plugin_settings,
+)
 from scheduler_components.engines.sglang_components import COMPONENTS, SglangComponents
 from scheduler_components.engines.sglang_publisher import open_sglang_publisher
 from scheduler_components.errors import ConfigError
@@ -29,33 +36,27 @@ __all__ = ["PLUGIN_NAME", "SglangPlugin", "load_plugin"]
 _log = logging.getLogger("sglang.scheduler_components")
 
 PLUGIN_NAME = "scheduler_components"
-"""The entry point's name, as an operator writes it into ``SGLANG_PLUGINS``."""
+"""Name of the entry point, for ``SGLANG_PLUGINS``."""
 
 _PLUGINS_VARIABLE = "SGLANG_PLUGINS"
 
-_DEFAULTS = {"dialect": "native", "replay_framing": "topic"}
-"""What SGLang's own publisher sends and answers."""
-
-_UNLIMITED = 2**31 - 1
-"""SGLang takes 0 for no limit (of a queue, of libzmq's); the kit's settings end here."""
-
-_THEIRS = "sglang.srt.disaggregation.kv_events"
+_SGLANG_KV_EVENTS = "sglang.srt.disaggregation.kv_events"
 _DESCRIBE = "sglang.srt.runtime_context.describe_kv_events_publisher"
 
 
 def load_plugin(environ: Mapping[str, str] | None = None) -> None:
-    """Register the hooks, when ``SGLANG_PLUGINS`` names this plugin. SGLang applies them afterwards.
+    """Register the hooks if ``SGLANG_PLUGINS`` names this plugin. SGLang applies them later.
 
     Args:
-        environ: None for this process's environment.
+        environ: the environment; None for the environment of this process.
     """
-    environ = os.environ if environ is None else environ  # noqa: SCH007 a plugin is asked for by the environment
+    environ = os.environ if environ is None else environ  # noqa: SCH007 operators enable a plugin by the environment
     if PLUGIN_NAME not in (name.strip() for name in environ.get(_PLUGINS_VARIABLE, "").split(",")):
         return
     plugin = SglangPlugin(environ=dict(environ))
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     around = hooks.HookType.AROUND
-    hooks.HookRegistry.register(f"{_THEIRS}.EventPublisherFactory.create", plugin.create_publisher, around)
+    hooks.HookRegistry.register(f"{_SGLANG_KV_EVENTS}.EventPublisherFactory.create", plugin.create_publisher, around)
     hooks.HookRegistry.register(_DESCRIBE, plugin.describe_publisher, around)
     if plugin.wants_components():
         SglangComponents(plugin.publisher_settings).register(hooks)
@@ -63,38 +64,39 @@ def load_plugin(environ: Mapping[str, str] | None = None) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class SglangPlugin:
-    """What stands in SGLang's places.
+    """The hooks around SGLang's functions.
 
     Attributes:
-        environ: the environment; it is read when something is opened, so that what is wrong is said once.
+        environ: the environment. The plugin reads it when it opens a stream, so that an error is logged once.
     """
 
     environ: Mapping[str, str]
 
     def wants_components(self) -> bool:
-        """Whether SGLang's scheduler is to run with this kit's components."""
+        """Whether the settings replace components of SGLang's scheduler by this kit's."""
         try:
-            settings = read_plugin_settings(self.environ, defaults=_DEFAULTS, switches=(COMPONENTS,))
+            settings = read_plugin_settings(self.environ, switches=(COMPONENTS,))
         except ConfigError:
-            return False  # the publisher says it
+            return False  # The publisher logs the error.
         return COMPONENTS in settings.switches
 
     def publisher_settings(self, config: str | None) -> KVEventsConfig | None:
-        """Return the publisher's settings for the text of ``--kv-events-config``.
+        """Return the publisher's settings for the value of ``--kv-events-config``.
 
-        None where SGLang's text is empty, wrong, or does not say ``zmq``: then it is SGLang's to speak.
+        Return None if the value is empty, invalid for SGLang, or names another publisher than ``zmq``: SGLang handles
+        these cases.
 
         Raises:
-            ConfigError: a setting cannot work, or a key file cannot be used.
+            ConfigError: a setting is invalid, or a key file cannot be read.
         """
         if not config:
             return None
-        theirs: Any = import_module(_THEIRS)
+        theirs: Any = import_module(_SGLANG_KV_EVENTS)
         try:
-            asked = theirs.KVEventsConfig.from_cli(config)
+            given = theirs.KVEventsConfig.from_cli(config)
         except ValueError:
             return None
-        if asked.publisher != "zmq":
+        if given.publisher != "zmq":
             return None
         known = theirs.KVEventsConfig.model_fields
         for name, value in parse_json_object(
@@ -103,17 +105,17 @@ class SglangPlugin:
             if name not in known:
                 problem = "is not a setting of SGLang's --kv-events-config"
                 raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
-        settings = _in_our_words(asked, read_plugin_settings(self.environ, defaults=_DEFAULTS, switches=(COMPONENTS,)))
+        settings = _to_kit_settings(given, read_plugin_settings(self.environ, switches=(COMPONENTS,)))
         CurveServerKeys.of(settings)
         return settings
 
     def create_publisher(
         self, original: Callable[..., Any], factory: Any, config: str | None, attn_dp_rank: int = 0
     ) -> Any:
-        """Stand around ``EventPublisherFactory.create``.
+        """Hook around ``EventPublisherFactory.create``.
 
         Raises:
-            StartError: the machine refused an address, as SGLang's own publisher raises for it.
+            StartError: an address cannot be bound; SGLang's own publisher raises an error in this case too.
         """
         try:
             settings = self.publisher_settings(config)
@@ -121,14 +123,13 @@ class SglangPlugin:
                 return open_sglang_publisher(settings, attn_dp_rank)
         except ConfigError as error:
             is_closed = may_require_keys(self.environ)
-            whose = "nobody, for keys were asked for" if is_closed else "SGLang itself"
-            _log.error("KV events are not published by scheduler-components but by %s: %s", whose, error)
+            log_fallback(_log, error, engine="SGLang", is_closed=is_closed)
             if is_closed:
-                return import_module(_THEIRS).NullEventPublisher()
+                return import_module(_SGLANG_KV_EVENTS).NullEventPublisher()
         return original(factory, config, attn_dp_rank)
 
     def describe_publisher(self, original: Callable[..., Any], server_args: Any) -> Any:
-        """Stand around the description for ``/server_info``: a stream that could not be closed to strangers is none."""
+        """Hook around the description for ``/server_info``: describe no stream if none was opened for lack of keys."""
         description = original(server_args)
         if description is None or not may_require_keys(self.environ):
             return description
@@ -139,16 +140,15 @@ class SglangPlugin:
         return description
 
 
-def _in_our_words(asked: Any, settings: Any) -> KVEventsConfig:
-    """SGLang's settings as this kit's, the environment's added."""
-    values = {name: getattr(asked, name) for name in ENGINE_SETTINGS}
-    values["hwm"] = values["hwm"] or _UNLIMITED
-    values["max_queue_size"] = max(0, values["max_queue_size"]) or _UNLIMITED
-    binds = settings.publisher.bind if asked.bind is None else asked.bind
+def _to_kit_settings(given: Any, settings: PluginSettings) -> KVEventsConfig:
+    """Return SGLang's settings as this kit's, with those of the environment."""
+    values = {name: getattr(given, name) for name in ENGINE_SETTINGS}
+    values["hwm"] = values["hwm"] or UNLIMITED
+    values["max_queue_size"] = max(0, values["max_queue_size"]) or UNLIMITED
+    binds = settings.publisher.bind if given.bind is None else given.bind
     if binds is None:
-        endpoint = Endpoint.parse(asked.endpoint, field="endpoint")
-        # SGLang looks for "::" anywhere in the address, so it binds at a host such as [fd00::1], too. Where it would
-        # have bound this must bind, or readers that dial it would find nobody.
+        endpoint = Endpoint.parse(given.endpoint, field="endpoint")
+        # SGLang searches "::" anywhere in the address, so it also binds at a host such as [fd00::1]. The kit must bind
+        # wherever SGLang binds, or readers that dial the address find no publisher.
         binds = endpoint.transport != "tcp" or endpoint.is_wildcard or (endpoint.is_ipv6 and "::" in endpoint.host)
-    whole: KVEventsConfig = settings.publisher.changed(**values, bind=binds)
-    return whole
+    return settings.publisher.changed(**values, bind=binds)

@@ -1,9 +1,9 @@
-"""This kit's components in SGLang's own scheduler, in the places of those that its mixins became.
+"""Hooks that replace components of SGLang's scheduler by this kit's.
 
-SGLang's scheduler makes its components in methods of its own (``init_kv_events_publisher`` and others). The hooks here
-stand around these methods and put others in: the kit's component, with ports over SGLang's cache, queues and pool, and
-in front of it the members that SGLang's call sites ask for. The parallel state is read once. What is wrong is said in
-one sentence, and SGLang's own component stays. Written against SGLang 0.5.23.
+SGLang's scheduler creates its components in methods such as ``init_kv_events_publisher``. The hooks here wrap these
+methods and create the kit's components instead: with ports over SGLang's cache, queues and pool, and adapters with the
+members that SGLang's call sites use. They read the parallel state once. After an error they log one sentence, and
+SGLang's own component remains. Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -42,7 +42,7 @@ __all__ = ["COMPONENTS", "SglangComponents", "SglangKvEvents", "SglangLoadPublis
 _log = logging.getLogger("sglang.scheduler_components")
 
 COMPONENTS = "components"
-"""The plugin's switch: true puts the components in."""
+"""The switch of the plugin that replaces the components."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -53,10 +53,10 @@ _RANKS = (
 
 
 def read_parallel_state(context: Any, *, gpu_id: int = 0) -> ParallelState:
-    """Read SGLang's parallel context (``get_parallel()``) once, into a value that cannot change.
+    """Convert SGLang's parallel context (``get_parallel()``) to an immutable ``ParallelState``.
 
     Raises:
-        ConfigError: ranks and sizes that do not fit each other.
+        ConfigError: ranks and sizes are inconsistent.
     """
     return ParallelState(
         **{name: getattr(context, name) for name in _RANKS},
@@ -66,30 +66,24 @@ def read_parallel_state(context: Any, *, gpu_id: int = 0) -> ParallelState:
     )
 
 
-class ReadPublisherSettings(Protocol):
-    """Reads the publisher's settings from the text of ``--kv-events-config``: ``SglangPlugin.publisher_settings``."""
-
-    def __call__(self, config: str | None) -> KVEventsConfig | None: ...
-
-
 class SglangComponents:
-    """The hooks, and what they share: the parallel state, and the load that inquirer and publisher both read.
+    """The hooks and their shared state: the parallel state, and the load of both the inquirer and the publisher.
 
     Args:
-        settings_of: reads ``--kv-events-config`` with what the environment adds.
+        read_settings: reads ``--kv-events-config`` and the environment: ``SglangPlugin.publisher_settings``.
     """
 
-    __slots__ = ("_kv_events", "_loads", "_parallel", "_queue", "_settings_of")
+    __slots__ = ("_kv_events", "_loads", "_parallel", "_queue", "_read_settings")
 
-    def __init__(self, settings_of: ReadPublisherSettings) -> None:
-        self._settings_of = settings_of
+    def __init__(self, read_settings: Callable[[str | None], KVEventsConfig | None]) -> None:
+        self._read_settings = read_settings
         self._parallel: ParallelState | None = None
         self._kv_events: SglangKvEvents | None = None
         self._loads: SglangLoadSource | None = None
         self._queue: WaitingQueueDescriptor | None = None
 
     def register(self, hooks: Any) -> None:
-        """Register with SGLang's module of hooks."""
+        """Register the hooks with SGLang's module of hooks."""
         around, after = hooks.HookType.AROUND, hooks.HookType.AFTER
         register = hooks.HookRegistry.register
         register(f"{_SCHEDULER}.init_kv_events_publisher", self.init_kv_events_publisher, around)
@@ -99,32 +93,32 @@ class SglangComponents:
         register("sglang.srt.mem_cache.common.match_kv_cache", self.after_match, after)
 
     def init_kv_events_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
-        """Stand around the scheduler's method of this name."""
+        """Hook around the scheduler's method of this name."""
         try:
             self._parallel = _read_parallel_state()
         except ConfigError as error:
             _log.error("SGLang's scheduler keeps its own components: %s", error)
         try:
-            settings = self._settings_of(_observability().kv_events_config)
+            settings = self._read_settings(_observability().kv_events_config)
         except ConfigError:
-            settings = None  # SGLang's own component asks for a publisher, and is told what is wrong
+            settings = None  # SGLang's own component opens a publisher, and the plugin logs the error then.
         if self._parallel is None or settings is None:
             original(scheduler)
         else:
             self._kv_events = scheduler.kv_events_publisher = open_kv_events(scheduler, self._parallel, settings)
 
     def init_load_publisher(self, original: Callable[..., None], scheduler: Any) -> None:
-        """Stand around the scheduler's method of this name."""
-        why = _why_not_counted(scheduler)
-        if self._parallel is None or why:
-            if why:
-                _log.warning("SGLang's own load inquirer and publisher stay: %s", why)
+        """Hook around the scheduler's method of this name."""
+        reason = _why_not_counted(scheduler)
+        if self._parallel is None or reason:
+            if reason:
+                _log.warning("SGLang's own load inquirer and publisher remain: %s", reason)
             original(scheduler)
             return
-        self._loads = _make_loads(scheduler, self._parallel)
+        self._loads = _compose_loads(scheduler, self._parallel)
         publisher = LoadPublisher(parallel=self._parallel, load=self._loads)
         try:
-            endpoint, settings = _load_endpoint(), self._settings_of(_observability().kv_events_config)
+            endpoint, settings = _load_endpoint(), self._read_settings(_observability().kv_events_config)
             if endpoint is not None and settings is not None:
                 gauge = settings.changed(load_endpoint=endpoint)
                 publisher = open_load_publisher(gauge, parallel=self._parallel, load=self._loads)
@@ -133,7 +127,7 @@ class SglangComponents:
         scheduler.load_publisher = SglangLoadPublisher(component=publisher)
 
     def init_load_inquirer(self, original: Callable[..., None], scheduler: Any) -> None:
-        """Stand around the scheduler's method of this name, which also makes the counters that the report reads."""
+        """Hook around the scheduler's method of this name, which also creates the counters of the report."""
         original(scheduler)
         if self._loads is None:
             return
@@ -148,12 +142,12 @@ class SglangComponents:
         )
 
     def after_step(self, *_: Any, **__: Any) -> None:
-        """Stand after each step: SGLang publishes while it decodes when it logs, every 40 steps."""
+        """Publish events after each step: while it decodes, SGLang publishes only when it logs, every 40 steps."""
         if self._kv_events is not None:
             self._kv_events.publish_kv_events()
 
     def after_match(self, _result: Any, request: Any, *_: Any, **__: Any) -> None:
-        """Stand after ``match_kv_cache``: what is known to be cached of a request has changed."""
+        """Count a request again after ``match_kv_cache``, because its cached prefix has changed."""
         if self._queue is not None:
             self._queue.queue.recount(request)
 
@@ -171,10 +165,10 @@ def _read_parallel_state() -> ParallelState:
 
 
 def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsConfig) -> SglangKvEvents:
-    """Make the component and what stands before it; a rank that owns no stream opens nothing.
+    """Create the component and its adapter; a rank that owns no stream opens nothing.
 
     Raises:
-        StartError: the machine refused an address.
+        StartError: an address cannot be bound.
     """
     settings.port_plan(parallel.kv_stream_count)
     stream = open_sglang_publisher(settings, parallel.kv_stream_index) if parallel.owns_kv_stream else None
@@ -198,11 +192,11 @@ def open_kv_events(scheduler: Any, parallel: ParallelState, settings: KVEventsCo
 
 @dataclass(slots=True, kw_only=True)
 class SglangKvEvents:
-    """What SGLang's call sites ask of their ``kv_events_publisher``.
+    """The members of ``kv_events_publisher`` that SGLang's call sites use.
 
     Attributes:
-        component: this kit's.
-        stream: what it publishes on; None on a rank that owns none.
+        component: this kit's component.
+        stream: its publisher; None on a rank that owns no stream.
     """
 
     component: SchedulerKvEventsPublisher
@@ -214,22 +208,22 @@ class SglangKvEvents:
         return self.stream is not None
 
     def publish_kv_events(self) -> None:
-        """See the component."""
+        """Call the component."""
         self.component.publish_kv_events()
 
     def emit_kv_metrics(self) -> None:
-        """See the component."""
+        """Call the component."""
         self.component.emit_kv_metrics()
 
     def local_kv_event_sources(self, block_size: int) -> list[dict[str, Any]]:
-        """Say where a process of this machine can follow this rank's stream."""
+        """Return the endpoints of this rank's stream for a process on this machine."""
         source = self.stream.describe_local_source(block_size) if self.stream else None
         return [] if source is None else [source]
 
 
 @dataclass(slots=True, kw_only=True)
 class SglangLoggedLoadSource:
-    """The port ``LoadSource`` for KvMetrics, which SGLang takes from what it last logged, counted in tokens."""
+    """The port ``LoadSource`` of KvMetrics, from SGLang's last log line, in tokens."""
 
     reporter: SglangMetricsReporter
     dp_rank: int
@@ -237,7 +231,7 @@ class SglangLoggedLoadSource:
     capacity_tokens: int
 
     def get_loads(self) -> LoadSnapshot:
-        """Return what was last logged."""
+        """Return the load that SGLang logged last."""
         stats = self.reporter.stats
         return LoadSnapshot(
             dp_rank=self.dp_rank,
@@ -253,7 +247,7 @@ class SglangLoggedLoadSource:
 
 @dataclass(slots=True, kw_only=True)
 class SglangKvMetricsSink:
-    """The port ``KvMetricsSink`` over SGLang's socket: its own struct, sent as it sends it."""
+    """The port ``KvMetricsSink`` over SGLang's socket, with SGLang's own struct and serialization."""
 
     socket: Any
 
@@ -263,29 +257,29 @@ class SglangKvMetricsSink:
         return not self.socket.closed
 
     def send(self, metrics: KvMetrics) -> None:
-        """Hand on one report."""
+        """Send one report."""
         shape = import_module("sglang.srt.managers.scheduler_components.kv_events_publisher").KvMetrics
         io_struct = import_module("sglang.srt.managers.io_struct")
         io_struct.sock_send(self.socket, shape(**msgspec.structs.asdict(metrics)))
 
     def close(self) -> None:
-        """The socket is SGLang's."""
+        """Do nothing, because SGLang owns the socket."""
 
 
 # Load.
 
 
 def _why_not_counted(scheduler: Any) -> str | None:
-    """Why SGLang's own counting stays: queues that change without the scheduler's list."""
+    """Return why SGLang's own counting must remain: some queues change without the scheduler's list."""
     if scheduler.disaggregation_mode.value != "null":
-        return "prefill and decode are disaggregated, and the queues of transfers are not counted here"
+        return "with disaggregated prefill and decode, the kit does not count the queues of transfers"
     if scheduler.enable_hierarchical_cache:
-        return "the hierarchical cache counts prefetches from storage among the cached tokens"
+        return "the hierarchical cache counts prefetches from storage as cached tokens"
     return None
 
 
 def _load_endpoint() -> str | None:
-    """Where ``--load-publish-endpoint`` puts the load gauge: by the function that ``/server_info`` asks too."""
+    """Return the endpoint of ``--load-publish-endpoint``, resolved by the function that ``/server_info`` uses."""
     context: Any = import_module("sglang.srt.runtime_context")
     theirs: Any = import_module("sglang.srt.disaggregation.kv_events")
     observability = context.get_observability()
@@ -307,8 +301,8 @@ def _load_endpoint() -> str | None:
     return endpoint
 
 
-def _make_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
-    """Wire the component over the scheduler's queues, pool and statistics."""
+def _compose_loads(scheduler: Any, parallel: ParallelState) -> SglangLoadSource:
+    """Compose the component over the scheduler's queues, pool and statistics."""
     lora = import_module("sglang.srt.runtime_context").get_lora()
     reporter = scheduler.metrics_reporter
     capacity_tokens = scheduler.max_total_num_tokens * scheduler.kv_shard_widening
@@ -345,14 +339,14 @@ def _memory(scheduler: Any, capacity_tokens: int) -> MemoryLoad | None:
             round(sum(worker.graph_memory_usage.values()), 3),
             int(capacity_tokens),
         )
-    except (AttributeError, TypeError) as error:  # as SGLang: not every platform's runner has these
-        _log.debug("SGLang does not say where its memory is: %s", error)
+    except (AttributeError, TypeError) as error:  # As in SGLang: some platforms' runners lack these.
+        _log.debug("SGLang does not report its memory: %s", error)
         return None
 
 
 @dataclass(slots=True, kw_only=True)
 class SglangLoadPublisher:
-    """What SGLang's call sites ask of their ``load_publisher``."""
+    """The members of ``load_publisher`` that SGLang's call sites use."""
 
     component: LoadPublisher
 
@@ -362,12 +356,12 @@ class SglangLoadPublisher:
         return any(sink.wants_load for sink in self.component.sinks)
 
     def publish_load_stat(self, *_: Callable[[], Any], force: bool = False, **__: Any) -> None:
-        """Report the load. The component reads its own: SGLang gives the last report along, to save a second walk."""
+        """Publish the load. The component reads its own report and ignores the one that SGLang passes."""
         if force:
             self.component.flush()
         else:
             self.component.publish_load()
 
     def close(self) -> None:
-        """Close the gauge."""
+        """Close the load gauge."""
         self.component.close()

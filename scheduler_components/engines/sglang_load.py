@@ -1,8 +1,8 @@
-"""SGLang's queues, pool and statistics as ports, and what its call sites ask of a load inquirer over ``LoadInquirer``.
+"""SGLang's queues, pool and statistics as ports, and the adapter of its load inquirer over ``LoadInquirer``.
 
-SGLang counts its waiting requests anew in each report. Here its list of them is one that counts what enters and leaves
-it, so that a report walks nothing. Written against SGLang 0.5.23, ``managers/scheduler_components/load_inquirer.py``;
-every report is equal to SGLang's own, field by field.
+SGLang counts all waiting requests in each report. Here the list of waiting requests updates its counts when a request
+enters or leaves, so that a report iterates over nothing. Written for SGLang 0.5.23,
+``managers/scheduler_components/load_inquirer.py``. Every field of a report equals that of SGLang's own.
 """
 
 from __future__ import annotations
@@ -33,43 +33,34 @@ __all__ = [
 
 
 class SglangRequest(Protocol):
-    """SGLang's ``Req``: its tokens, and how many of them the last match found in the cache."""
+    """SGLang's ``Req``: its tokens, and the length of its cached prefix at the last match."""
 
     seqlen: int
     num_matched_prefix_tokens: int
 
 
-class MissRateSource(Protocol):
-    """How SGLang estimates what the cache will not cover."""
-
-    @property
-    def miss_rate(self) -> float | None:
-        """The recent share of tokens that no cached prefix covered; None where each waiting request was matched."""
-        ...
-
-
 class CountedWaitingQueue(list[Any], CountedQueue):
-    """SGLang's list of waiting requests, which knows its tokens.
+    """SGLang's list of waiting requests, with a count of their tokens.
 
-    A request's tokens are counted when it enters, and exactly that count leaves with it. ``recount`` counts it anew
-    when it was matched again. Whoever writes into the middle of the list makes the next report walk it, once.
+    A request's tokens are counted when it enters, and the same count is subtracted when it leaves. ``recount`` counts
+    it again after another match. After a write into the middle of the list, the next report counts the whole list once.
     """
 
     __slots__ = ("_counts", "_is_stale", "_lengths", "_miss", "_pending", "_rate", "_rated", "_unmatched")
 
-    def __init__(self, requests: Iterable[SglangRequest], miss: MissRateSource) -> None:
+    def __init__(self, requests: Iterable[SglangRequest], miss: SglangQueueSource) -> None:
         super().__init__(requests)
         self._miss = miss
         # By identity: (tokens, tokens that no match covered).
         self._counts: dict[int, tuple[int, int]] = {}
-        # How many requests are so long: the estimate rounds each request's share down.
+        # Number of requests by length, because the estimate rounds down for each request.
         self._lengths: Counter[int] = Counter()
         self._pending = self._unmatched = self._rated = 0
         self._rate = 0.0
         self._is_stale = True
 
     def totals(self) -> tuple[int, int, int]:
-        """``(requests, pending tokens, uncached tokens)``, the last as SGLang estimates it."""
+        """Return ``(requests, pending tokens, uncached tokens)``; the last is SGLang's estimate."""
         if self._is_stale:
             self._count_all()
         rate = self._miss.miss_rate
@@ -81,15 +72,15 @@ class CountedWaitingQueue(list[Any], CountedQueue):
         return len(self), self._pending, self._rated
 
     def recount(self, request: SglangRequest) -> None:
-        """Count a request anew if it is in the queue: its match has changed."""
+        """Count a request again if it is in the queue, after its match has changed."""
         if id(request) in self._counts:
             self._left(id(request))
             self._entered(request)
 
     def take_over_counts(self, old: CountedWaitingQueue) -> None:
-        """Take the counts over from the queue that this one replaces; only what has changed is counted.
+        """Take the counts from the queue that this one replaces, and count only the changed requests.
 
-        To find what has left is done by sets, which cost a tenth of counting the rest again.
+        Sets find the requests that have left, at a tenth of the cost of counting the others again.
         """
         if old._is_stale:
             return
@@ -111,7 +102,7 @@ class CountedWaitingQueue(list[Any], CountedQueue):
         self._pending = self._unmatched = self._rated = 0
         for request in self:
             self._add(request)
-        self._is_stale = len(self._counts) != len(self)  # one that is there twice is counted twice, as SGLang does
+        self._is_stale = len(self._counts) != len(self)  # A duplicate is counted twice, as in SGLang.
 
     def _entered(self, request: SglangRequest) -> None:
         if self._is_stale or id(request) in self._counts:
@@ -142,35 +133,29 @@ class CountedWaitingQueue(list[Any], CountedQueue):
         self._unmatched -= unmatched
         self._rated -= int(length * self._rate)
 
-    # What SGLang does to its queue. Reordering (``sort``, ``reverse``) changes no count.
+    # The operations that SGLang uses. Reordering (``sort``, ``reverse``) changes no count.
 
     def append(self, request: SglangRequest) -> None:
-        """Enter at the end."""
         super().append(request)
         self._entered(request)
 
     def extend(self, requests: Iterable[SglangRequest]) -> None:
-        """Enter all at the end."""
         for request in requests:
             self.append(request)
 
     def insert(self, index: SupportsIndex, request: SglangRequest) -> None:
-        """Enter at a place."""
         super().insert(index, request)
         self._entered(request)
 
     def pop(self, index: SupportsIndex = -1) -> Any:
-        """Leave from a place."""
         request = super().pop(index)
         self._left(id(request))
         return request
 
     def remove(self, request: SglangRequest) -> None:
-        """Leave from wherever the request stands."""
         self.pop(self.index(request))
 
     def clear(self) -> None:
-        """Forget all requests."""
         super().clear()
         self._is_stale = True
 
@@ -193,7 +178,7 @@ class CountedWaitingQueue(list[Any], CountedQueue):
 
 
 class SglangQueueOwner(Protocol):
-    """SGLang's scheduler, as far as its queues go."""
+    """The queues of SGLang's scheduler."""
 
     waiting_queue: Any
     running_batch: Any
@@ -203,7 +188,7 @@ class SglangQueueOwner(Protocol):
 
 
 class SglangMetricsReporter(Protocol):
-    """SGLang's ``SchedulerMetricsReporter``: what it last logged."""
+    """SGLang's ``SchedulerMetricsReporter``: the values that it logged last."""
 
     stats: Any
     recent_cache_hit_rate: float
@@ -213,46 +198,43 @@ class SglangMetricsReporter(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class SglangQueueSource:
-    """The ports ``QueueSource`` and ``MissRateSource``. The scheduler rebinds its queues; they are read late."""
+    """The port ``QueueSource``, and SGLang's estimate of uncached tokens. SGLang rebinds its queues: read them late."""
 
     owner: SglangQueueOwner
     reporter: SglangMetricsReporter
 
     @property
     def running(self) -> Sized:
-        """The running batch."""
         running: Sized = self.owner.running_batch.reqs
         return running
 
     @property
     def waiting(self) -> Sequence[QueuedRequest]:
-        """The list of waiting requests, which counts itself."""
         waiting: Sequence[QueuedRequest] = self.owner.waiting_queue
         return waiting
 
     @property
     def max_running_requests(self) -> int:
-        """Request slots."""
         return self.owner.max_running_requests
 
     @property
     def num_chunked_tokens_left(self) -> int:
-        """What is left of a chunked prefill."""
+        """Tokens of the chunked prefill that are not computed yet."""
         request = self.owner.chunked_req
         return 0 if request is None else max(0, request.seqlen - request.prefix_len)
 
     @property
     def miss_rate(self) -> float | None:
-        """See ``MissRateSource``; SGLang's policy knows whether it matches what waits."""
+        """The recent share of tokens without a cached prefix; None if the policy matches each waiting request."""
         if self.owner.policy.waiting_queue_prefix_matched(self.owner.waiting_queue):
             return None
         return 1.0 - self.reporter.recent_cache_hit_rate
 
 
 class WaitingQueueDescriptor:
-    """Stands in the class of the scheduler as ``waiting_queue``: every list that is bound to it counts itself."""
+    """A descriptor for ``waiting_queue`` of the scheduler's class: it turns each assigned list into a counted one."""
 
-    def __init__(self, queue: CountedWaitingQueue, miss: MissRateSource) -> None:
+    def __init__(self, queue: CountedWaitingQueue, miss: SglangQueueSource) -> None:
         self.queue = queue
         self._miss = miss
 
@@ -277,7 +259,7 @@ class SglangEvictableCache(Protocol):
     """SGLang's prefix cache."""
 
     def evictable_size(self) -> int:
-        """Tokens that nobody uses now."""
+        """Tokens that no request uses."""
         ...
 
 
@@ -296,7 +278,7 @@ class SglangPoolSource:
         return self.capacity_tokens - self.allocator.available_size() - self.cache.evictable_size()
 
     def token_usage(self, load: LoadSnapshot) -> float:
-        """The share that a report of this pool says."""
+        """Return the usage in a report of this pool."""
         return load.token_usage
 
 
@@ -310,7 +292,7 @@ class SglangPoolObserver(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class SglangHybridPoolSource:
-    """The port ``PoolSource`` of several pools (sliding windows, state spaces): the fuller one counts."""
+    """The port ``PoolSource`` of several pools (sliding windows, state spaces): the fullest one counts."""
 
     observer: SglangPoolObserver
     capacity_tokens: int
@@ -319,25 +301,25 @@ class SglangHybridPoolSource:
 
     @property
     def used_tokens(self) -> int:
-        """Read the pools as SGLang does."""
+        """Used tokens, as SGLang computes them."""
         used_tokens: int
         used_tokens, self._token_usage = self.observer.get_pool_stats().get_kv_token_stats()
         return used_tokens
 
     def token_usage(self, _load: LoadSnapshot) -> float:
-        """The fuller pool's share, whose capacity is not that of the report."""
+        """Return the usage of the fullest pool, whose capacity differs from the report's."""
         return self._token_usage
 
 
 @dataclass(slots=True, kw_only=True)
 class SglangRateSource:
-    """The ports ``RateSource`` and ``LoadSectionsSource``, from what SGLang last logged.
+    """The ports ``RateSource`` and ``LoadSectionsSource``, from the values that SGLang logged last.
 
     Attributes:
-        reporter: what it last logged.
-        queues: for the number of waiting requests.
-        memory: where the device's memory went; None where SGLang cannot say.
-        has_lora, is_speculative: whether these parts are reported.
+        reporter: has the logged values.
+        queues: has the number of waiting requests.
+        memory: use of the device's memory; None if SGLang does not report it.
+        has_lora, is_speculative: whether to report these parts.
     """
 
     reporter: SglangMetricsReporter
@@ -354,12 +336,12 @@ class SglangRateSource:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Of the last prefill."""
+        """Cache hit rate of the last prefill."""
         rate: float = self.reporter.stats.cache_hit_rate
         return rate
 
     def load_sections(self) -> LoadSections:
-        """Return the parts that this engine has."""
+        """Return the sections that this engine has."""
         reporter = self.reporter
         stats = reporter.stats
         queues = QueueLoad(
@@ -375,7 +357,7 @@ class SglangRateSource:
 
 
 class SglangWorkCounters(Protocol):
-    """SGLang's scheduler: what it has computed since it started."""
+    """The counters of SGLang's scheduler since its start."""
 
     total_prefill_uncached_tokens: int
     total_prefill_busy_us: int
@@ -384,10 +366,10 @@ class SglangWorkCounters(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class SglangLoadSource:
-    """The port ``LoadSource``: the component's report with what SGLang counts otherwise.
+    """The port ``LoadSource``: the component's report, with the fields that SGLang counts in another way.
 
-    ``num_total_tokens`` leaves out what is left of a chunked prefill, the capacity is that of all ranks that share a
-    pool, usage is that of the fuller of several pools, and ``utilization`` is SGLang's own figure.
+    ``num_total_tokens`` excludes the rest of a chunked prefill. The capacity is that of all ranks that share a pool.
+    The usage is that of the fullest pool. ``utilization`` is SGLang's own value.
     """
 
     inquirer: LoadSource
@@ -398,7 +380,7 @@ class SglangLoadSource:
     capacity_tokens: int
 
     def get_loads(self) -> LoadSnapshot:
-        """Return the load of this moment."""
+        """Return the current load."""
         load = self.inquirer.get_loads()
         return msgspec.structs.replace(
             load,
@@ -412,7 +394,7 @@ class SglangLoadSource:
 
 
 class SglangLoadStructs(Protocol):
-    """SGLang's module ``load_snapshot``: the structs that it sends to its other processes."""
+    """SGLang's module ``load_snapshot``: the structs for its other processes."""
 
     LoadSnapshot: type[Any]
     MemoryMetrics: type[Any]
@@ -424,13 +406,13 @@ class SglangLoadStructs(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class SglangLoadInquirer:
-    """What SGLang's call sites ask of their ``load_inquirer``.
+    """The members of ``load_inquirer`` that SGLang's call sites use.
 
     Attributes:
-        loads: the report.
-        queues: for the tokens that are pending while a batch is put together.
-        work: for the moments of decode steps, which are no part of this kit's report.
-        shapes: what the report goes on as.
+        loads: source of the report.
+        queues: has the pending tokens during the composition of a batch.
+        work: has the moments of decode steps, which this kit's report lacks.
+        shapes: SGLang's structs.
     """
 
     loads: SglangLoadSource
@@ -439,7 +421,7 @@ class SglangLoadInquirer:
     shapes: SglangLoadStructs
 
     def get_loads(self) -> Any:
-        """Return the load of this moment as SGLang's ``LoadSnapshot``."""
+        """Return the current load as SGLang's ``LoadSnapshot``."""
         load, shapes, stats = self.loads.get_loads(), self.shapes, self.loads.reporter.stats
         moments = self.work.decode_moment_totals
         memory, speculative, lora, queues = load.memory, load.speculative, load.lora, load.queues
@@ -473,11 +455,11 @@ class SglangLoadInquirer:
         )
 
     def get_num_waiting_uncached_tokens(self) -> int:
-        """Return the estimate of input tokens that wait to be computed."""
+        """Return the estimated number of uncached waiting tokens."""
         return self.loads.get_loads().num_waiting_uncached_tokens
 
     def _get_num_pending_tokens(self, chunk_deduct: int = 0) -> int:
-        """Return the tokens that are pending; SGLang calls it while the chunk of this step is not computed yet."""
+        """Return the pending tokens; SGLang calls this before the chunk of this step is computed."""
         pending_tokens: int = self.queues.owner.waiting_queue.totals()[1]
         request = self.queues.owner.chunked_req
         return (

@@ -1,7 +1,7 @@
-"""SGLang's KV events through this kit's publisher: what its factory makes where the configuration says ``zmq``.
+"""This kit's publisher with the interface of SGLang's ``EventPublisher``.
 
-SGLang's own structs pass through as they are, so the bytes are those of its own publisher. Written against SGLang
-0.5.23, ``sglang/srt/disaggregation/kv_events.py``.
+SGLang's own structs are encoded unchanged, so the bytes equal those of its own publisher. Written for SGLang 0.5.23,
+``sglang/srt/disaggregation/kv_events.py``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _log = logging.getLogger("sglang.scheduler_components")
 
 @dataclass(slots=True, kw_only=True)
 class SglangEventPublisher:
-    """Has the members that SGLang asks of an ``EventPublisher``.
+    """The methods of SGLang's ``EventPublisher``, over this kit's.
 
     Attributes:
-        dp_rank: the stream's index.
+        dp_rank: index of the stream.
         topic: first frame of its messages.
-        binds: whether it listens; one that connects has nothing to describe.
+        binds: whether the publisher binds its address; only then can it describe a local source.
         stream: the publisher.
     """
 
@@ -37,23 +37,23 @@ class SglangEventPublisher:
     stream: ZmqEventPublisher
 
     def publish(self, events: EventBatch) -> None:
-        """Accept one batch, SGLang's own or this kit's around SGLang's events, in order; never blocks."""
+        """Queue one batch without blocking: SGLang's own, or this kit's with SGLang's events."""
         self.stream.publish(events)
 
     def idle(self) -> None:
-        """Encode and send what is pending."""
+        """Encode and send the pending batches."""
         self.stream.idle()
 
     def stats(self) -> PublisherStats:
-        """Counters since the stream was opened."""
+        """Return the counters since the stream was opened."""
         return self.stream.stats()
 
     def shutdown(self) -> None:
-        """Send what is pending within a deadline and let go of everything; safe to call twice."""
+        """Send the pending batches within a deadline and close; safe to call twice."""
         self.stream.shutdown()
 
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
-        """Say where a process of this machine can follow the stream; None where it cannot."""
+        """Return the endpoints for a process on this machine; None if it cannot follow the stream."""
         endpoint = _local(self.stream.endpoint) if self.binds else None
         if endpoint is None:
             return None
@@ -70,7 +70,7 @@ class SglangEventPublisher:
 
 
 def _local(bound: str | None) -> str | None:
-    """The bound address as a process of this machine dials it, as SGLang writes it."""
+    """Return the bound address as a process on this machine dials it, in SGLang's form."""
     if bound is None:
         return None
     endpoint = Endpoint.parse(bound)
@@ -89,10 +89,10 @@ def open_sglang_publisher(settings: KVEventsConfig, dp_rank: int) -> SglangEvent
     """Open the stream of one data-parallel rank.
 
     Raises:
-        ConfigError: a setting cannot work; nothing has been opened.
-        StartError: the machine refused an address.
+        ConfigError: a setting is invalid; nothing has been opened.
+        StartError: an address cannot be bound.
     """
     stream = ZmqEventPublisher(dp_rank, config=settings)
-    _log.info("KV events of rank %d, by scheduler-components: %s", dp_rank, stream.endpoint)
+    _log.info("scheduler-components publishes the KV events of rank %d at %s", dp_rank, stream.endpoint)
     binds = settings.port_plan(dp_rank + 1).events.resolve_bind(settings.bind)
     return SglangEventPublisher(dp_rank=dp_rank, topic=settings.topic, binds=binds, stream=stream)

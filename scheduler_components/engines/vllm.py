@@ -1,11 +1,11 @@
-"""The plugin for vLLM: its ``publisher: "zmq"`` becomes this kit's publisher. docs/how-to/vllm.md says what that gives.
+"""The plugin for vLLM: it replaces vLLM's publisher ``zmq`` by this kit's. See docs/how-to/vllm.md.
 
-vLLM calls ``register`` in each of its processes, and once per process or more often. It changes one entry of vLLM's
-table of publishers, and only when it was asked to. vLLM's ``--kv-events-config`` is read as vLLM reads it: the offset
-of a data-parallel rank, which addresses bind, port 0, ``get_publisher_config()``.
+vLLM calls ``register`` in each of its processes, at least once. The plugin changes one entry of vLLM's table of
+publishers, and only if the environment enables it. It reads ``--kv-events-config`` as vLLM does: the offset of a
+data-parallel rank, the addresses that bind, port 0, ``get_publisher_config()``.
 
-What is wrong never stops the engine: it is said in one sentence, and the stream is vLLM's own. Where keys were asked
-for, there is no stream: nobody gets an open one because its lock could not be made.
+A wrong setting never stops the engine: the plugin logs one sentence, and vLLM's own publisher is used. If the settings
+require keys, no stream is opened, because a fallback must not open a stream without access control.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any, Protocol
 from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
+    UNLIMITED,
     PluginSettings,
+    log_fallback,
     may_require_keys,
     read_plugin_settings,
 )
@@ -35,21 +37,15 @@ from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPub
 __all__ = ["PLUGIN_NAME", "VllmEventPublisher", "VllmPublisherFactory", "register"]
 
 _log = logging.getLogger("vllm.scheduler_components")
-"""Below vLLM's own logger, so that its handlers and level apply."""
+"""A child of vLLM's own logger, so that its handlers and level apply."""
 
 PLUGIN_NAME = "scheduler_components"
-"""The entry point's name, as an operator writes it into ``VLLM_PLUGINS``."""
+"""Name of the entry point, for ``VLLM_PLUGINS``."""
 
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
-_DEFAULTS = {"dialect": "native", "replay_framing": "topic"}
-"""What vLLM's own publisher sends and answers."""
 
-_UNLIMITED = 2**31 - 1
-"""vLLM takes 0 for no limit (of a queue, of libzmq's); the kit's settings end here."""
-
-
-# What the plugin uses of vLLM's module ``vllm.distributed.kv_events``.
+# The parts of vLLM's module ``vllm.distributed.kv_events`` that the plugin uses.
 
 
 class VllmConfig(Protocol):
@@ -60,7 +56,7 @@ class VllmConfig(Protocol):
 
 
 class VllmPublisher(Protocol):
-    """vLLM's ``EventPublisher``, as its scheduler calls it."""
+    """vLLM's ``EventPublisher``."""
 
     def publish(self, events: Any) -> None: ...
 
@@ -70,13 +66,13 @@ class VllmPublisher(Protocol):
 
 
 class VllmPublisherConstructor(Protocol):
-    """What vLLM's factory calls: ``config`` has the fields of its configuration."""
+    """An entry of vLLM's table: ``config`` has the fields of its configuration."""
 
     def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher: ...
 
 
 class VllmKvEventsModule(Protocol):
-    """The module."""
+    """The module ``vllm.distributed.kv_events``."""
 
     KVEventsConfig: type[Any]
     EventPublisher: type[Any]
@@ -85,14 +81,14 @@ class VllmKvEventsModule(Protocol):
 
 
 def register(environ: Mapping[str, str] | None = None) -> None:
-    """Put this kit's publisher in the place of vLLM's, when the environment asks for it.
+    """Replace vLLM's publisher by this kit's if the environment enables the plugin; safe to call again.
 
-    Asked it is by its name in ``VLLM_PLUGINS``, or by ``SCHEDULER_COMPONENTS_KV_EVENTS``. Safe to call again.
+    Its name in ``VLLM_PLUGINS`` or a value of ``SCHEDULER_COMPONENTS_KV_EVENTS`` enables it.
 
     Args:
-        environ: None for this process's environment.
+        environ: the environment; None for the environment of this process.
     """
-    environ = os.environ if environ is None else environ  # noqa: SCH007 a plugin is asked for by the environment
+    environ = os.environ if environ is None else environ  # noqa: SCH007 operators enable a plugin by the environment
     is_named = PLUGIN_NAME in environ.get(_PLUGINS_VARIABLE, "").split(",")
     if not is_named and not environ.get(KV_EVENTS_VARIABLE, "").strip():
         return
@@ -103,7 +99,7 @@ def register(environ: Mapping[str, str] | None = None) -> None:
         own = own.own
     is_closed = may_require_keys(environ)
     try:
-        settings = read_plugin_settings(environ, defaults=_DEFAULTS, switches=(ONCE_PER_BLOCK,))
+        settings = read_plugin_settings(environ, switches=(ONCE_PER_BLOCK,))
     except ConfigError as error:
         publishers["zmq"] = _fallback_publisher(error, own, theirs, is_closed=is_closed)
         return
@@ -114,31 +110,27 @@ def register(environ: Mapping[str, str] | None = None) -> None:
 def _fallback_publisher(
     error: ConfigError, own: VllmPublisherConstructor, theirs: VllmKvEventsModule, *, is_closed: bool
 ) -> VllmPublisherConstructor:
-    """Say what is wrong, and return what publishes instead."""
-    _log.error(
-        "KV events are not published by scheduler-components but by %s: %s",
-        "nobody, for keys were asked for" if is_closed else "vLLM itself",
-        error,
-    )
+    """Log the error, and return the constructor of the fallback."""
+    log_fallback(_log, error, engine="vLLM", is_closed=is_closed)
     if not is_closed:
         return own
 
-    def open_nothing(*, data_parallel_rank: int = 0, **_: Any) -> VllmPublisher:
-        nothing: VllmPublisher = theirs.NullEventPublisher(data_parallel_rank)
-        return nothing
+    def open_null(*, data_parallel_rank: int = 0, **_: Any) -> VllmPublisher:
+        null: VllmPublisher = theirs.NullEventPublisher(data_parallel_rank)
+        return null
 
-    return open_nothing
+    return open_null
 
 
 @dataclass(slots=True, kw_only=True)
 class VllmPublisherFactory:
-    """What vLLM's factory calls to open the publisher ``zmq``.
+    """Open the publisher ``zmq`` of one rank, as an entry of vLLM's table.
 
     Attributes:
-        settings: what the environment says.
-        own: what opened it before.
+        settings: the settings of the environment.
+        own: vLLM's own constructor.
         theirs: vLLM's module of KV events.
-        is_closed: where nobody may read without a key.
+        is_closed: whether readers need a key.
     """
 
     settings: PluginSettings
@@ -147,14 +139,14 @@ class VllmPublisherFactory:
     is_closed: bool
 
     def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher:
-        """Open the publisher of one rank; ``config`` is vLLM's ``KVEventsConfig`` but for its two switches.
+        """Open the publisher of one rank; ``config`` is vLLM's ``KVEventsConfig`` without its two switches.
 
         Raises:
-            StartError: the machine refused an address, as vLLM's own raises for it.
+            StartError: an address cannot be bound; vLLM's own publisher raises an error in this case too.
         """
         whole = _with_defaults(self.theirs.KVEventsConfig) | config
         try:
-            publisher, told = self._open(data_parallel_rank, whole)
+            publisher, published = self._open(data_parallel_rank, whole)
         except ConfigError as error:
             own = _fallback_publisher(error, self.own, self.theirs, is_closed=self.is_closed)
             return own(data_parallel_rank=data_parallel_rank, **config)
@@ -163,8 +155,10 @@ class VllmPublisherFactory:
             "replay_endpoint": _resolved(whole["replay_endpoint"], data_parallel_rank, publisher.replay_endpoint),
         }
         described = self.theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
-        _log.info("KV events of rank %d, by scheduler-components: %s", data_parallel_rank, described.endpoint)
-        return VllmEventPublisher(publisher=publisher, config=described, told=told)
+        _log.info(
+            "scheduler-components publishes the KV events of rank %d at %s", data_parallel_rank, described.endpoint
+        )
+        return VllmEventPublisher(publisher=publisher, config=described, published=published)
 
     def _open(self, rank: int, config: dict[str, Any]) -> tuple[ZmqEventPublisher, PublishedBlocks | None]:
         publisher = ZmqEventPublisher(rank, config=self._checked(config))
@@ -178,46 +172,46 @@ class VllmPublisherFactory:
         return publisher, PublishedBlocks()
 
     def _checked(self, config: dict[str, Any]) -> KVEventsConfig:
-        """vLLM's settings as this kit's."""
+        """Return vLLM's settings as this kit's."""
         standard = _with_defaults(self.theirs.KVEventsConfig)
         for name in config.keys() - set(ENGINE_SETTINGS):
             if config[name] != standard.get(name):
-                problem = "is a setting of vLLM's that scheduler-components does not know"
-                raise ConfigError(name, config[name], problem, "take it out, or upgrade scheduler-components")
+                problem = "is a setting of vLLM that scheduler-components does not know"
+                raise ConfigError(name, config[name], problem, "remove it, or upgrade scheduler-components")
         endpoint, binds = self._events_address(config["endpoint"])
         replay = config["replay_endpoint"]
         return self.settings.publisher.changed(
             endpoint=str(endpoint),
             replay_endpoint=None if not replay else str(_on_this_node(Endpoint.parse(replay, field="replay_endpoint"))),
             buffer_steps=config["buffer_steps"],
-            hwm=config["hwm"] or _UNLIMITED,
-            max_queue_size=max(0, config["max_queue_size"]) or _UNLIMITED,
+            hwm=config["hwm"] or UNLIMITED,
+            max_queue_size=max(0, config["max_queue_size"]) or UNLIMITED,
             topic=config["topic"],
             bind=binds,
         )
 
     def _events_address(self, text: str) -> tuple[Endpoint, bool]:
-        """The PUB socket's address, and whether it binds there: vLLM does at ``*``, in ``::``, ipc and inproc."""
+        """Return the address of the PUB socket, and whether it binds: vLLM binds at ``*``, ``::``, ipc and inproc."""
         endpoint = Endpoint.parse(text)
         binds = self.settings.publisher.bind
         if binds is None:
             binds = endpoint.transport != "tcp" or endpoint.host == "*" or (endpoint.is_ipv6 and "::" in endpoint.host)
             if endpoint.is_wildcard and not binds:
-                return endpoint.with_host("127.0.0.1"), False  # where a dialled 0.0.0.0 leads
+                return endpoint.with_host("127.0.0.1"), False  # A client that dials 0.0.0.0 reaches this address.
         return _on_this_node(endpoint), binds
 
 
 def _with_defaults(config_class: type[Any]) -> dict[str, Any]:
-    """vLLM's settings that its factory passes on, with their defaults."""
+    """Return the settings that vLLM's factory passes on, with their defaults."""
     defaults = {field.name: field.default for field in fields(config_class) if field.default is not MISSING}
     return {name: value for name, value in defaults.items() if name not in ("enable_kv_cache_events", "publisher")}
 
 
 def _on_this_node(endpoint: Endpoint) -> Endpoint:
-    """Port 0 of all interfaces is a port of this node's own address, for that is what readers are told.
+    """Replace all interfaces with port 0 by this node's own address, because readers need an address to dial.
 
     Raises:
-        ConfigError: the node has none.
+        ConfigError: the node has no address.
     """
     if endpoint.host != "*" or endpoint.port != 0:
         return endpoint
@@ -228,7 +222,7 @@ def _on_this_node(endpoint: Endpoint) -> Endpoint:
 
 
 def _resolved(text: str | None, rank: int, bound: str | None) -> str | None:
-    """What readers are told: the address as configured, of this rank; with port 0, what it became."""
+    """Return the advertised address: the configured one with the offset of this rank, or the bound one for port 0."""
     if not text:
         return text
     endpoint = Endpoint.parse(text).offset(rank)
@@ -236,37 +230,37 @@ def _resolved(text: str | None, rank: int, bound: str | None) -> str | None:
 
 
 class VllmEventPublisher:
-    """This kit's publisher with the members that vLLM's scheduler calls.
+    """This kit's publisher with the interface of vLLM's ``EventPublisher``.
 
-    It is an ``EventPublisher`` of vLLM's, though it cannot inherit from it: without vLLM there is none.
+    It is a virtual subclass, because vLLM may not be installed when this module is imported.
 
     Args:
         publisher: the open stream.
-        config: what ``get_publisher_config`` returns: vLLM's configuration, with the addresses of this rank.
-        told: what was told of each block, where each is to be told once.
+        config: vLLM's configuration with the addresses of this rank, for ``get_publisher_config``.
+        published: the published blocks, if each is to be published once.
     """
 
-    __slots__ = ("_config", "_told", "publisher")
+    __slots__ = ("_config", "_published", "publisher")
 
     def __init__(
-        self, *, publisher: ZmqEventPublisher, config: VllmConfig, told: PublishedBlocks | None = None
+        self, *, publisher: ZmqEventPublisher, config: VllmConfig, published: PublishedBlocks | None = None
     ) -> None:
         self.publisher = publisher
         self._config = config
-        self._told = told
+        self._published = published
 
     def publish(self, events: Any) -> None:
-        """Accept a batch of vLLM's events; never blocks."""
-        if self._told is not None:
-            events = self._told.drop_published(events)
+        """Queue a batch of vLLM's events without blocking."""
+        if self._published is not None:
+            events = self._published.drop_published(events)
             if events is None:
                 return
         self.publisher.publish(events)
 
     def shutdown(self) -> None:
-        """Send what is pending, within a second, and close; safe to call twice."""
+        """Send the pending batches within a second and close; safe to call twice."""
         self.publisher.shutdown()
 
     def get_publisher_config(self) -> VllmConfig:
-        """The configuration with the addresses that this rank has: what ``/kv_event_sources`` tells."""
+        """Return the configuration with the addresses of this rank, for ``/kv_event_sources``."""
         return self._config

@@ -1,15 +1,14 @@
-"""Each block of vLLM's pool told once: stored with its first copy, removed with its last.
+"""Publish each block of vLLM's pool once: a store with its first copy, and a removal with its last.
 
-vLLM never merges blocks of equal content: two requests that compute one prompt side by side leave two copies of each
-block under one hash. It tells the coming and the going of each copy. A reader that keeps a set of hashes (this kit's
-view, gateways) then loses the block with its first copy. A reader that counts (Dynamo, llm-d) is right until it reads a
-base, which tells each block once, or until a request asks for full reports (``kv_cache_report_mode``): these repeat
-blocks that are there, and look like further copies.
+vLLM does not merge blocks of equal content: two requests that compute one prompt concurrently leave two copies of each
+block under one hash, and vLLM publishes the store and the removal of each copy. A reader that keeps a set of hashes
+(this kit's view, gateways) then loses the block with the removal of its first copy. A reader that counts copies
+(Dynamo, llm-d) is correct until it reads a snapshot, which has each block once, or until a request asks for full
+reports (``kv_cache_report_mode``), which repeat stored blocks and look like further copies.
 
-So nobody who sees events alone can count copies. The pool knows: a removal is told when no copy is left in its table
-(``patch_removed_events_to_last_copy``), and a block that was told is not told again (``PublishedBlocks``). Both kinds
-of readers
-hold what the pool holds then.
+So no reader can count copies from events alone. The pool has the number of copies:
+``patch_removed_events_to_last_copy`` publishes a removal only if the pool's table has no copy left, and
+``PublishedBlocks`` drops the stores of published blocks. Then both kinds of readers hold the blocks of the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemov
 __all__ = ["ONCE_PER_BLOCK", "PublishedBlocks", "patch_removed_events_to_last_copy"]
 
 ONCE_PER_BLOCK = "once_per_block"
-"""The plugin's switch for all of this."""
+"""The switch of the plugin that enables this module."""
 
 _STORED, _REMOVED, _CLEARED = (kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
 
@@ -34,12 +33,12 @@ _Batch = TypeVar("_Batch", bound=Any)
 
 
 class PublishedBlocks:
-    """Which blocks of the pool were told and are not gone, by KV-cache group. Pure; one per stream, one thread calls.
+    """The published blocks of one stream by KV-cache group. It does no I/O and is not thread-safe.
 
-    Takes vLLM's events as they are. Those of other media are not the pool's: they pass as they come.
+    It accepts vLLM's events. Events of other media do not belong to the pool and pass unchanged.
 
     Attributes:
-        num_repeated: blocks that were stored while they were there, and so left out, since the start.
+        num_repeated: stores of published blocks that were dropped since the start.
     """
 
     __slots__ = ("_groups", "num_repeated")
@@ -52,42 +51,42 @@ class PublishedBlocks:
         return sum(map(len, self._groups.values()))
 
     def drop_published(self, batch: _Batch) -> _Batch | None:
-        """Return the batch without what was told before; None where nothing is left of it."""
+        """Return the batch without the stores of published blocks; None if no event is left."""
         events: list[Any] = []
         for event in batch.events:
             try:
-                events += self._first_told(event)
+                events += self._first_published(event)
             except (AttributeError, TypeError):
-                events.append(event)  # it is no event of vLLM's: the encoder refuses it by name
+                events.append(event)  # It is no event of vLLM: the encoder raises an error that names it.
         return replace(batch, events=events) if events else None
 
-    def _first_told(self, event: Any) -> Sequence[Any]:
+    def _first_published(self, event: Any) -> Sequence[Any]:
         tag = event.__struct_config__.tag
         if tag == _CLEARED:
             self._groups.clear()
         elif event.medium == MEDIUM_GPU:
-            told = self._groups.setdefault(event.group_idx, set())
+            published = self._groups.setdefault(event.group_idx, set())
             if tag == _REMOVED:
-                told.difference_update(event.block_hashes)
+                published.difference_update(event.block_hashes)
             elif tag == _STORED:
-                if not told.isdisjoint(event.block_hashes):
-                    return self._new_parts(event, told)
-                told.update(event.block_hashes)
+                if not published.isdisjoint(event.block_hashes):
+                    return self._new_parts(event, published)
+                published.update(event.block_hashes)
         return (event,)
 
-    def _new_parts(self, event: Any, told: set[int | bytes]) -> Sequence[Any]:
-        """What is new of a stored event: runs of neighbouring blocks."""
+    def _new_parts(self, event: Any, published: set[int | bytes]) -> Sequence[Any]:
+        """Return the new blocks of a stored event as runs of consecutive blocks."""
         hashes = event.block_hashes
-        is_new = [block_hash not in told for block_hash in hashes]
+        is_new = [block_hash not in published for block_hash in hashes]
         self.num_repeated += is_new.count(False)
-        told.update(hashes)
+        published.update(hashes)
         if True in is_new and len(event.token_ids) != len(hashes) * event.block_size:
-            return (event,)  # of a group that skips blocks: its tokens cannot be divided among those it names
+            return (event,)  # A group that skips blocks: the tokens cannot be assigned to its blocks.
         return [_blocks(event, first, stop) for first, stop in true_runs(is_new)]
 
 
 def _blocks(event: Any, first: int, stop: int) -> Any:
-    """The blocks ``first`` to ``stop - 1`` of a stored event; lists of one entry per block or token are cut too."""
+    """Return the blocks ``first`` to ``stop - 1`` of a stored event, with their parts of lists per block or token."""
     num_blocks, size = len(event.block_hashes), event.block_size
     changes: dict[str, Any] = {}
     for name in event.__struct_fields__:
@@ -104,23 +103,23 @@ def _blocks(event: Any, first: int, stop: int) -> Any:
 
 
 def patch_removed_events_to_last_copy() -> None:
-    """Let vLLM's block pool, in this process, tell a removal when no copy of the block is left. Safe to call again.
+    """Patch vLLM's block pool in this process to publish a removal only with the last copy; safe to call again.
 
     Raises:
-        ConfigError: this vLLM has no such place in its block pool.
+        ConfigError: the block pool of this vLLM does not have the patched functions.
     """
     try:
         module: Any = import_module("vllm.v1.core.block_pool")
         pool, has_copy = module.BlockPool, module.BlockHashToBlockMap.get_one_block
-        tell = pool._emit_block_removed_events
+        publish = pool._emit_block_removed_events
     except (ImportError, AttributeError) as error:
-        problem = f"finds no place for itself in this vLLM ({error})"
-        raise ConfigError(ONCE_PER_BLOCK, True, problem, "take it out") from None
-    if tell.__module__ == __name__:
+        problem = f"does not support this version of vLLM ({error})"
+        raise ConfigError(ONCE_PER_BLOCK, True, problem, "remove it") from None
+    if publish.__module__ == __name__:
         return
 
-    def tell_last_copies(self: Any, block_hashes: Sequence[Any]) -> None:
+    def publish_last_copies(self: Any, block_hashes: Sequence[Any]) -> None:
         left = self.cached_block_hash_to_block
-        tell(self, [each for each in block_hashes if has_copy(left, each) is None])
+        publish(self, [each for each in block_hashes if has_copy(left, each) is None])
 
-    pool._emit_block_removed_events = tell_last_copies
+    pool._emit_block_removed_events = publish_last_copies

@@ -48,13 +48,17 @@ _DEADLINE_S = 3600.0  # No check waits for it.
 class _QuiesceSession:
     """A session with a reader of the events, which compares them with the pool after each control request."""
 
-    session: SchedulerSession[QuiescableScheduler]
+    session: SchedulerSession[QuiescableScheduler]  # noqa: SCH001 the scheduler under check
     reader: EventLedger = field(default_factory=EventLedger)
     verifier: PoolVerifier = field(default_factory=PoolVerifier)
     num_read: int = 0
 
     @classmethod
-    def open(cls, title: str, open_scheduler: OpenQuiescableScheduler) -> _QuiesceSession:
+    def open(
+        cls,
+        title: str,
+        open_scheduler: OpenQuiescableScheduler,  # noqa: SCH001 opens the scheduler under check
+    ) -> _QuiesceSession:
         return cls(session=SchedulerSession.open(title, open_scheduler, is_strict=True))
 
     @property
@@ -66,7 +70,7 @@ class _QuiesceSession:
         for prompt, new_tokens in workload:
             self.session.submit(prompt, new_tokens)
         for _ in range(_STEPS_BEFORE):
-            if self.scheduler.has_work:
+            if self.scheduler.has_work:  # noqa: SCH001 the scheduler under check
                 self.session.step()
 
     def execute(self, request: ControlRequest) -> ControlReply:

@@ -1,4 +1,4 @@
-"""The environment variable of the plugins: what it takes, and one sentence for what it does not."""
+"""Test the environment variable of the plugins: valid settings, and one sentence for each invalid one."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from scheduler_components.engines.settings import (
 )
 from scheduler_components.kv_events import KVEventsConfig
 
-DEFAULTS = {"replay_framing": "topic"}
-
 
 def read(given: Any, **switches: Any) -> Any:
     text = given if isinstance(given, str) else json.dumps(given)
-    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, defaults=DEFAULTS, switches=("once_per_block", "other"))
+    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, switches=("once_per_block", "other"))
 
 
 @pytest.mark.parametrize("environ", [{}, {KV_EVENTS_VARIABLE: ""}, {KV_EVENTS_VARIABLE: " \n"}])
-def test_without_the_variable_there_are_the_defaults(environ: dict[str, str]) -> None:
-    settings = read_plugin_settings(environ, defaults=DEFAULTS)
-    assert settings.publisher == KVEventsConfig(publisher="zmq", replay_framing="topic")
+def test_without_the_variable_the_defaults_apply(environ: dict[str, str]) -> None:
+    settings = read_plugin_settings(environ)
+    assert settings.publisher == KVEventsConfig(publisher="zmq", dialect="native", replay_framing="topic")
     assert settings.switches == frozenset()
 
 
-def test_settings_reach_the_publisher_and_switches_the_plugin() -> None:
+def test_settings_go_to_the_publisher_and_switches_to_the_plugin() -> None:
     settings = read({"seq_base": "clock", "replay_framing": "seed", "once_per_block": True, "other": False})
-    assert settings.publisher == KVEventsConfig(publisher="zmq", seq_base="clock", replay_framing="seed")
+    assert settings.publisher == KVEventsConfig(
+        publisher="zmq", dialect="native", seq_base="clock", replay_framing="seed"
+    )
     assert settings.switches == {"once_per_block"}
 
 
-def test_every_setting_is_the_engines_or_this_variables_or_of_no_use_here() -> None:
-    """A new setting of ``KVEventsConfig`` is offered by itself."""
+def test_each_publisher_setting_belongs_to_the_engine_or_to_the_variable() -> None:
+    """The variable accepts a new setting of ``KVEventsConfig`` without a change here."""
     assert {*KVEventsConfig.model_fields} - {*ENGINE_SETTINGS, *PUBLISHER_SETTINGS} == {
         "dialect",
         "load_endpoint",
@@ -64,7 +64,7 @@ def test_every_setting_is_the_engines_or_this_variables_or_of_no_use_here() -> N
         ({"once_per_block": 1}, "once_per_block", "give true or false"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(given: Any, field: str, words: str) -> None:
+def test_an_invalid_setting_raises_a_config_error_of_one_sentence(given: Any, field: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read(given)
     assert raised.value.field == field
@@ -73,8 +73,8 @@ def test_what_is_wrong_is_said_in_one_sentence(given: Any, field: str, words: st
 
 
 @pytest.mark.parametrize(
-    ("text", "asked"),
+    ("text", "required"),
     [('{"auth": "required"', True), ('{"client_keys_dir": 1}', True), ('{"seq_base": "clok"}', False), ("{", False)],
 )
-def test_keys_are_asked_for_also_where_the_rest_cannot_be_read(text: str, asked: bool) -> None:
-    assert may_require_keys({KV_EVENTS_VARIABLE: text}) is asked
+def test_required_keys_are_detected_in_a_malformed_variable(text: str, required: bool) -> None:
+    assert may_require_keys({KV_EVENTS_VARIABLE: text}) is required

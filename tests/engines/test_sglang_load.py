@@ -256,7 +256,7 @@ class Hooks:
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     hooks = Hooks()
-    theirs = SimpleNamespace(KVEventsConfig=TheirConfig, NullEventPublisher=lambda: "nobody")
+    theirs = SimpleNamespace(KVEventsConfig=TheirConfig, NullEventPublisher=lambda: "none")
     monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.kv_events", theirs)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
     return hooks
@@ -318,7 +318,7 @@ def test_a_wrong_setting_is_one_sentence_and_sglangs_own_publisher(
     load_plugin(NAMED | {OURS: environ})
     assert hooks.targets["create"](original, object, config, 0) == "SGLang"
     [record] = caplog.records
-    assert "by SGLang itself: " in record.message and sentence in record.message
+    assert "SGLang publishes its KV events itself" in record.message and sentence in record.message
     assert "\n" not in record.message
     server_args = SimpleNamespace(kv_events_config=config)
     assert hooks.targets["describe_kv_events_publisher"](original, server_args) == "SGLang"
@@ -337,9 +337,9 @@ def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
     hooks: Hooks, caplog: pytest.LogCaptureFixture, environ: str
 ) -> None:
     load_plugin(NAMED | {OURS: environ})
-    assert hooks.targets["create"](original, object, ZMQ, 0) == "nobody"
+    assert hooks.targets["create"](original, object, ZMQ, 0) == "none"
     [record] = caplog.records
-    assert "by nobody, for keys were asked for: " in record.message
+    assert "no KV events are published, because the settings require keys: " in record.message
     assert hooks.targets["describe_kv_events_publisher"](original, SimpleNamespace(kv_events_config=ZMQ)) is None
 
 
@@ -557,7 +557,7 @@ def test_queues_that_change_unseen_keep_sglangs_own_inquirer(
     scheduler.kv_events_publisher.component.shutdown()
     assert called == [scheduler, scheduler]
     assert type(scheduler.waiting_queue) is list
-    assert [record.levelname for record in caplog.records if "stay" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "remain" in record.message] == ["WARNING"]
 
 
 def test_a_rank_without_a_stream_opens_none(parts: SglangComponents, monkeypatch: pytest.MonkeyPatch) -> None:

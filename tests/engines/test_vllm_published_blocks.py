@@ -296,5 +296,5 @@ def test_a_vllm_without_the_place_is_named(vllm_events: Any, monkeypatch: pytest
     patch_removed_events_to_last_copy()
     assert pool._emit_block_removed_events is hooked
     monkeypatch.delattr(pool, "_emit_block_removed_events")
-    with pytest.raises(ConfigError, match="finds no place for itself in this vLLM"):
+    with pytest.raises(ConfigError, match="does not support this version of vLLM"):
         patch_removed_events_to_last_copy()
