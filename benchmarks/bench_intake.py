@@ -126,20 +126,20 @@ class _Leader:
 
     def receiving(self, recv_interval: int) -> Callable[[], object]:
         """Return what a busy leading rank does before a decode step for which nothing has come."""
-        intake, numbers = self._intake(recv_interval), count()
+        receiver, numbers = self._intake(recv_interval), count()
 
         def receive() -> None:
-            intake.receive(next(numbers), 0, ForwardMode.DECODE)
+            receiver.receive(next(numbers), 0, ForwardMode.DECODE)
 
         return receive
 
     def taking_in(self) -> Callable[[], object]:
         """Return a receive for which a request has come."""
-        intake, numbers = self._intake(1), count()
+        receiver, numbers = self._intake(1), count()
 
         def receive() -> None:
             self._submit()
-            assert len(intake.receive(next(numbers), 0, ForwardMode.DECODE)) == 1
+            assert len(receiver.receive(next(numbers), 0, ForwardMode.DECODE)) == 1
 
         return receive
 

@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class RpcError(ComponentError):
-    """The ranks refused an RPC. The text tells the operator why."""
+    """The ranks refused an RPC. The text says why."""
 
 
 @dataclass(slots=True, kw_only=True)

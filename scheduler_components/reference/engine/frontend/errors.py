@@ -22,7 +22,7 @@ class RankSilentError(ComponentError):
 
 
 class RequestRefusedError(ComponentError):
-    """The scheduler can never serve this request. The text tells the client why."""
+    """The scheduler can never serve this request. The text says why."""
 
 
 class RequestFailedError(ComponentError):

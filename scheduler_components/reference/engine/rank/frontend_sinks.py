@@ -1,4 +1,4 @@
-"""What a rank sends to the frontend: sinks over ZMQ PUSH sockets."""
+"""The sinks of a rank that send to the frontend, over ZMQ PUSH sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class ZmqOutputSink:
-    """An ``OutputSink`` over a connected PUSH socket with a high-water mark: sending never waits."""
+    """An ``OutputSink`` over a connected PUSH socket with a high-water mark. Sending never blocks."""
 
     socket: zmq.Socket[bytes]
 
@@ -64,7 +64,7 @@ _BUSY = frozenset({RejectionReason.TOO_MANY, RejectionReason.HELD_FULL, Rejectio
 
 @dataclass(slots=True, kw_only=True)
 class ZmqReportSender:
-    """The way to the front: a connected PUSH socket without a high-water mark, so that sending never waits."""
+    """Sends reports over a connected PUSH socket without a high-water mark, so that sending never blocks."""
 
     socket: zmq.Socket[bytes]
 
@@ -95,11 +95,11 @@ class FrontendLoadSink:
 
 @dataclass(slots=True, kw_only=True)
 class FrontendRefusalSink:
-    """A ``RejectionSink``: the leader answers for what its intake did not let in.
+    """The ``RejectionSink`` of a leader, which reports each request that its ``InputBlocker`` has refused.
 
     Attributes:
-        reports: the way to the front.
-        work: counts each request that was dispatched, taken or refused.
+        reports: the socket to the frontend.
+        work: counts dispatched requests, refused ones included.
     """
 
     reports: ZmqReportSender
@@ -108,17 +108,17 @@ class FrontendRefusalSink:
     def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
         if isinstance(incoming.message, SubmitRequest):
             self.work.on_request_received(FRONTEND_DISPATCHER, incoming.message.ticket)
-        if refusal.reason is not RejectionReason.IN_USE:  # the first request of this id goes on
+        if refusal.reason is not RejectionReason.IN_USE:  # the first request with this id continues
             self.reports.send(RequestRefused(refusal.rid, refusal.text, refusal.reason in _BUSY))
 
 
 @dataclass(slots=True, kw_only=True)
 class FrontendStallSink:
-    """A ``StallSink`` that tells the front, and the log with all stacks. Used by the watchdog's thread alone.
+    """A ``StallSink`` that reports to the frontend and logs all stacks. Only the watchdog thread uses it.
 
     Attributes:
-        reports: a way to the front of its own: sockets belong to one thread.
-        alive: whose step it is.
+        reports: a separate socket to the frontend, because a socket belongs to one thread.
+        alive: the heartbeat message of the watched rank.
     """
 
     reports: ZmqReportSender
@@ -130,5 +130,4 @@ class FrontendStallSink:
         self._log.on_stall(report)
 
     def on_resume(self, report: StallReport) -> None:
-        """The rank itself speaks again, which is all that the front has to know."""
-        self._log.on_resume(report)
+        self._log.on_resume(report)  # the frontend sees the next heartbeat

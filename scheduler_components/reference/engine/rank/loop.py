@@ -1,16 +1,15 @@
-"""The loop of a scheduler process: the leader of a replica decides what goes into a step, its followers do the same.
+"""The step loop of a rank process: ``Leader`` and ``Follower``.
 
-Lockstep: every decision of a scheduler follows from its sequence of steps and commands. Each rank's ``RequestReceiver``
-brings
-it the commands before a step, with the digest of the leader's state; a follower whose state differs stops the engine:
-from there on its KV cache would be another one.
+All ranks of a replica run in lockstep. The sequence of steps and commands determines every decision of a scheduler, so
+all ranks must take the same steps with the same commands. The leader receives commands from the frontend. Before each
+step its ``RequestReceiver`` relays them to the followers, with the digest of the leader's state. A follower whose
+digest differs stops the engine, because its KV cache would differ from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -49,6 +48,7 @@ from scheduler_components.reference.engine.messages import (
 from scheduler_components.reference.engine.rank.frontend_sinks import ZmqReportSender
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender
 from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
+from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
@@ -64,62 +64,69 @@ __all__ = [
     "Follower",
     "Leader",
     "NullPeers",
-    "Peers",
     "RankWorker",
     "CommandDecoder",
 ]
 
-_BACKLOG_S = 0.02  # until outputs are offered again that the front did not take
-_DUMP_PATIENCE_STEPS = 10_000
+_BACKLOG_S = 0.02  # wait before sending outputs again that the frontend's queue had no room for
+_MAX_DUMP_DELAY_STEPS = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
 class RankWorker:
-    """One rank's part of a step, the same on every rank of a replica; only the leader speaks for the replica."""
+    """Executes commands and takes steps on one rank. Only the leader reports for the replica.
+
+    Attributes:
+        parallel: the rank.
+        scheduler: the scheduler of the rank.
+        reports: the socket to the frontend.
+        rpc: executes RPC methods.
+        quiesce: executes control requests.
+    """
 
     parallel: ParallelState
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
     reports: ZmqReportSender
-    control: RpcHandler
+    rpc: RpcHandler
     quiesce: QuiesceStepper
-    _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the step of its last chance
+    _dumps_due: dict[int, int] = field(default_factory=dict, init=False)  # dump id to the latest step to reply
     _last_mode: ForwardMode = field(default=ForwardMode.IDLE, init=False)
 
     @property
     def mode(self) -> ForwardMode:
-        """What the last step computed; idle where there is no work."""
+        """The mode of the last step; idle if there is no work."""
         return self._last_mode if self.has_work else ForwardMode.IDLE
 
     @property
     def has_work(self) -> bool:
-        """A step has something to do: work of the scheduler's, or an order that stands."""
+        """True if a step has something to do: for the scheduler, or for a pending control request."""
         return self.scheduler.has_work or self.quiesce.quiesce.has_pending
 
     def execute(self, step: int, commands: Sequence[RankCommand]) -> None:
-        """Obey the commands, take the step, report."""
+        """Execute the commands, take the step, and reply."""
         for command in commands:
-            self._obey(command)
-        answer = self.quiesce.step()
-        if answer is not None:
+            self._execute_before_step(command)
+        reply = self.quiesce.step()
+        if reply is not None:
             self.scheduler.metrics.refresh_counters()
         self._last_mode = self.scheduler.step().mode
-        if answer is not None and self.parallel.leads_replica:
-            self.reports.send(ControlCompleted(self.parallel.kv_stream_index, answer))
+        if reply is not None and self.parallel.leads_replica:
+            self.reports.send(ControlCompleted(self.parallel.kv_stream_index, reply))
         for command in commands:
             if isinstance(command, DumpCache):
-                self._dumps_due[command.dump_id] = step + _DUMP_PATIENCE_STEPS
+                self._dumps_due[command.dump_id] = step + _MAX_DUMP_DELAY_STEPS
             elif isinstance(command, ReadPool) and self.parallel.leads_replica:
                 self.reports.send(self._read_pool(command.read_id))
-        self._answer_dumps(step)
+        self._send_dumps(step)
 
-    def _answer_dumps(self, step: int) -> None:
-        """Dump the cache at a step at which no page is on its way, so that what is told of it is final."""
+    def _send_dumps(self, step: int) -> None:
+        """Send requested dumps after a step without transfers in flight, so that the tiers do not change any more."""
         for dump_id, last_step in list(self._dumps_due.items()):
             if not self.scheduler.tiers.num_operations or step >= last_step:
                 del self._dumps_due[dump_id]
                 self.reports.send(self._dump(dump_id, step))
 
-    def _obey(self, command: RankCommand) -> None:
+    def _execute_before_step(self, command: RankCommand) -> None:
         if isinstance(command, SubmitRequest):
             self._submit(command)
         elif isinstance(command, AbortRequest):
@@ -127,14 +134,14 @@ class RankWorker:
         elif isinstance(command, SubmitControl):
             self.quiesce.enqueue(command.request_id, command.request)
         elif isinstance(command, RpcRequest):
-            self.reports.send(self._answer(command))
+            self.reports.send(self._reply(command))
 
-    def _answer(self, question: RpcRequest) -> RpcReply:
+    def _reply(self, request: RpcRequest) -> RpcReply:
         try:
-            answer = self.control.answer(question.method, question.body)
-        except ComponentError as error:  # the fault of who asks, on every rank alike
-            return RpcReply(question.rpc_id, self.parallel.world_rank, str(error))
-        return RpcReply(question.rpc_id, self.parallel.world_rank, None, msgspec.json.encode(answer))
+            result = self.rpc.answer(request.method, request.body)
+        except ComponentError as error:  # an invalid request, which fails on every rank alike
+            return RpcReply(request.rpc_id, self.parallel.world_rank, str(error))
+        return RpcReply(request.rpc_id, self.parallel.world_rank, None, msgspec.json.encode(result))
 
     def _submit(self, command: SubmitRequest) -> None:
         self.scheduler.request_metrics.work.on_request_received(FRONTEND_DISPATCHER, command.ticket)
@@ -148,19 +155,19 @@ class RankWorker:
                 stream_interval=command.stream_interval,
             )
             self.scheduler.submit(request)
-        except ConfigError as error:  # the fault of the request's author, on every rank alike
+        except ConfigError as error:  # an invalid request, which every rank refuses alike
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error)))
 
     def _read_pool(self, read_id: int) -> PoolSnapshot:
-        """Read at once, pages on their way or not: the events of every step tell what the pool then holds."""
-        reading = KvPoolReader(publisher=self.scheduler.kv_events, blocks=self.scheduler.cache).read()
-        places = (PoolMediumGroup(*place, pack_hashes(hashes)) for place, hashes in reading.blocks.items())
-        return PoolSnapshot(read_id, reading.rank, reading.sequence, tuple(places))
+        """Read the pool even while transfers are in flight: the events of each step describe the pool after it."""
+        pool = KvPoolReader(publisher=self.scheduler.kv_events, blocks=self.scheduler.cache).read()
+        places = (PoolMediumGroup(*place, pack_hashes(hashes)) for place, hashes in pool.blocks.items())
+        return PoolSnapshot(read_id, pool.rank, pool.sequence, tuple(places))
 
     def _dump(self, dump_id: int, step: int) -> CacheDump:
         scheduler = self.scheduler
-        scheduler.kv_events.idle()  # what the publisher still holds gets its number now
+        scheduler.kv_events.idle()  # assign sequence numbers to pending batches
         dump = CacheDump(
             dump_id=dump_id,
             rank=self.parallel.world_rank,
@@ -179,17 +186,8 @@ class RankWorker:
         )
 
 
-class Peers(Protocol):
-    """The other replicas of an engine with DP attention: all take every step together."""
-
-    @property
-    def is_peer_waiting(self) -> bool:
-        """One of them has begun a step that this replica has not begun."""
-        ...
-
-
 class NullPeers:
-    """A replica that steps by itself."""
+    """The peers of a replica that steps by itself."""
 
     @property
     def is_peer_waiting(self) -> bool:
@@ -198,90 +196,92 @@ class NullPeers:
 
 @dataclass(slots=True, kw_only=True)
 class Leader:
-    """Steps while there is work, here or in a replica that waits for this one; sleeps when there is none and no command
-    comes.
+    """The loop of a replica's leader.
+
+    It steps while its replica has work, or while another replica waits for it under DP attention. Otherwise it sleeps
+    until a command arrives.
 
     Attributes:
-        executor: takes the steps.
-        intake: takes the front's commands, and tells the followers.
-        sleeper: watches the front's socket, those of the peers, and the order to stop.
-        heartbeat: hears the order to stop, and is said while the leader sleeps.
+        worker: takes the steps.
+        receiver: receives the frontend's commands and relays them to the followers.
+        sleeper: waits for the frontend's socket, the sockets of the peers, and the signal to stop.
+        heartbeat: sends heartbeats, also while the leader sleeps; knows the signal to stop.
         load_publisher: sends the load to the frontend, and to the load endpoint of the configuration.
-        peers: wake this replica for a step with nothing to compute.
+        peers: the other replicas under DP attention, which may need a step of this replica without a batch.
     """
 
-    executor: RankWorker
-    intake: RequestReceiver[RankCommand]
+    worker: RankWorker
+    receiver: RequestReceiver[RankCommand]
     sleeper: IdleSleeper
     heartbeat: HeartbeatSender
     load_publisher: LoadPublisher
-    peers: Peers = field(default_factory=NullPeers)
+    peers: ZmqSyncHub | NullPeers = field(default_factory=NullPeers)
 
     def run(self) -> None:
-        """Returns when the order to stop comes."""
-        scheduler = self.executor.scheduler
+        """Step until the rank must stop."""
+        scheduler = self.worker.scheduler
         step = 0
         while True:
             was_due = self.heartbeat.send_if_due()
-            is_idle = not self.executor.has_work
+            is_idle = not self.worker.has_work
             if is_idle:
-                self._tell_what_is_left()
-            # A busy leader hears the order to stop as often as it says that it runs: to look costs a step 2 us.
-            if (is_idle or was_due) and self._is_told_to_stop(is_idle):
+                self._flush()
+            # A busy leader polls for the signal to stop only when it sends a heartbeat: a poll takes 2 us.
+            if (is_idle or was_due) and self._must_stop(is_idle):
                 return
-            if is_idle and not self.intake.poll() and not self.peers.is_peer_waiting:
+            if is_idle and not self.receiver.poll() and not self.peers.is_peer_waiting:
                 continue
             step += 1
             try:
-                commands = self.intake.receive(step, scheduler.state_digest, self.executor.mode)
+                commands = self.receiver.receive(step, scheduler.state_digest, self.worker.mode)
             except StopRequestedError:
                 return
-            self.executor.execute(step, commands)
+            self.worker.execute(step, commands)
             self.load_publisher.publish_load()
 
-    def _tell_what_is_left(self) -> None:
-        """Before a wait: what was held back, by a throttle or because the front was behind, goes out.
+    def _flush(self) -> None:
+        """Send everything that is still held back, before the leader sleeps.
 
-        Statistics are written before the front is told of the load: a front that hears that this replica is idle
-        finds the statistics of its last step on the board.
+        The load is sent last. When the frontend learns that this replica is idle, the statistics of the last step are
+        already on the board.
         """
-        scheduler = self.executor.scheduler
+        scheduler = self.worker.scheduler
         scheduler.output.flush()
         scheduler.kv_events.flush()
         scheduler.metrics.emit()
         self.load_publisher.flush()
 
-    def _is_told_to_stop(self, is_idle: bool) -> bool:
-        """Look for the order to stop; when idle, sleep until it or a command comes, or there is something to say."""
-        patience_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_peer_waiting else 0.0
-        if self.executor.scheduler.output.has_backlog:
-            patience_s = min(_BACKLOG_S, patience_s)
-        return self.heartbeat.stop.descriptor in self.sleeper.sleep(patience_s)
+    def _must_stop(self, is_idle: bool) -> bool:
+        """Poll the signal to stop. An idle leader sleeps here until the signal, a command or the next heartbeat."""
+        timeout_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_peer_waiting else 0.0
+        if self.worker.scheduler.output.has_backlog:
+            timeout_s = min(_BACKLOG_S, timeout_s)
+        return self.heartbeat.stop.descriptor in self.sleeper.sleep(timeout_s)
 
 
 @dataclass(slots=True, kw_only=True)
 class Follower:
-    """Takes the steps that its leader takes, and checks that its state is the leader's."""
+    """The loop of a follower, which takes the steps of its leader and compares its state with the leader's."""
 
-    executor: RankWorker
-    intake: RequestReceiver[RankCommand]
+    worker: RankWorker
+    receiver: RequestReceiver[RankCommand]
     heartbeat: HeartbeatSender
 
     def run(self) -> None:
-        """Returns when the order to stop comes.
+        """Step until the rank must stop.
 
         Raises:
-            LockstepError: this rank's state is not its leader's.
+            LockstepError: the state of this rank differs from its leader's.
         """
         step = 0
         while True:
             self.heartbeat.send_if_due()
             step += 1
             try:
-                commands = self.intake.receive(step, self.executor.scheduler.state_digest, self.executor.mode)
+                commands = self.receiver.receive(step, self.worker.scheduler.state_digest, self.worker.mode)
             except StopRequestedError:
                 return
-            self.executor.execute(step, commands)
+            self.worker.execute(step, commands)
 
 
 _KINDS: dict[type, InputKind] = {
@@ -294,7 +294,7 @@ _KINDS: dict[type, InputKind] = {
 
 
 class CommandDecoder:
-    """The ``MessageDecoder`` of this engine."""
+    """The ``MessageDecoder`` of the engine's commands."""
 
     __slots__ = ()
 

@@ -1,6 +1,7 @@
-"""A scheduler process: ``python -m scheduler_components.reference.engine.rank.process``, configured on standard input.
+"""The main program of a rank process: ``python -m scheduler_components.reference.engine.rank.process``.
 
-Started by the engine. Exits 0 when its standard input ends, 1 with one line on standard error when it cannot go on.
+The engine starts it and writes its configuration to standard input. It exits with 0 when standard input ends. After an
+error it writes one line to standard error and exits with 1.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ __all__ = [
 ]
 
 _STDIN = 0
-_AGREEMENT_TIMEOUT_S = 60.0  # eight interpreters that start at once on two busy cores
-_STEPS_AHEAD = 16  # a leader waits for a follower that is further behind, as a collective would make it wait
+_SYNC_TIMEOUT_S = 60.0  # eight interpreters that start together on two busy cores
+_MAX_STEPS_AHEAD = 16  # a leader blocks on a follower that is further behind, as in a collective
 
 _Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def main() -> int:
-    """Run one rank to its end; returns the exit code."""
+    """Run one rank and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         run_rank(RankConfig.from_json(_read_line(_STDIN)), StopPipe(_STDIN))
@@ -72,17 +73,17 @@ def main() -> int:
 
 
 def run_rank(config: RankConfig, stop: StopPipe) -> None:
-    """Open this rank's parts, say that it is ready, and run its loop until ``stop``.
+    """Open the parts of a rank, report that it is ready, and run its loop until ``stop``.
 
     Raises:
         ConfigError, StartError: the rank cannot start.
-        LockstepError: its state is not its leader's.
+        LockstepError: the state of the rank differs from its leader's.
     """
     parallel = config.engine.parallel(config.rank)
-    # First: who waits for a rank need not wait for its weights.
-    computes = open_rank_device(config.engine, parallel, config.paths)
+    # Load the model first: opening the groups below waits for the other ranks, with a short timeout.
+    compute = open_rank_device(config.engine, parallel, config.paths)
     with ExitStack() as opened:
-        opened.callback(computes.close)
+        opened.callback(compute.close)
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
         reports = ZmqReportSender(socket=_connect_push(context, config.paths.reports))
@@ -95,7 +96,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         opened.callback(groups.close)
         peers = _open_peers(config, parallel, context, heartbeat)
         opened.callback(peers.close)
-        tiers = _open_tiers(config, parallel, groups, computes)
+        tiers = _open_tiers(config, parallel, groups, compute)
         if tiers is not None:
             opened.callback(tiers.close)
         metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
@@ -106,7 +107,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             sinks.outputs = ZmqOutputSink(socket=outputs)
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
-        device = ProfiledDevice(device=computes.device, profiles=profiles)
+        device = ProfiledDevice(device=compute.device, profiles=profiles)
         state = QuiesceState()
         scheduler = Scheduler.compose(
             config.engine.scheduler,
@@ -118,15 +119,13 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             dp=_dp_sync(config, parallel, peers),
         )
         opened.callback(scheduler.close)
-        quiesce = make_quiesce_stepper(
-            scheduler, state, groups=groups, weights=computes.weights, memory=computes.memory
-        )
+        quiesce = make_quiesce_stepper(scheduler, state, groups=groups, weights=compute.weights, memory=compute.memory)
         internal = InternalState(
             providers=(BatcherSettings(batcher=scheduler.batcher), scheduler.batcher.budget.chunk_sizer, profiles)
         )
-        control = RpcHandler(state=internal, profiles=profiles)
-        executor = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce)
-        _watch(config, context, alive, scheduler, opened)
+        rpc = RpcHandler(state=internal, profiles=profiles)
+        worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
+        _open_watchdog(config, context, alive, scheduler, opened)
         load_publisher = open_load_publisher(
             config.engine.kv_events,
             parallel=parallel,
@@ -134,23 +133,23 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             sinks=(FrontendLoadSink(reports=reports),),
         )
         opened.callback(load_publisher.close)
-        loop = _open_loop(config, context, executor, heartbeat, load_publisher, peers)
-        heartbeat.send_if_due()  # before the engine is open, so that no rank can be stopped unheard of
+        loop = _open_loop(config, context, worker, heartbeat, load_publisher, peers)
+        heartbeat.send_if_due()  # before `RankReady`, so that the frontend monitors the rank from the start
         reports.send(_ready(config.rank, events, load_publisher))
         loop.run()
 
 
 def _profiler(config: RankConfig) -> Profiler:
-    """What records this rank; the front lets nobody ask for profiles without a directory."""
+    """Return the profiler of this rank. Without a directory the engine refuses requests for profiles."""
     if not config.engine.profile_directory:
         return NullProfiler()
     return StackSampler(Path(config.engine.profile_directory))
 
 
-def _watch(
+def _open_watchdog(
     config: RankConfig, context: _Context, alive: RankHeartbeat, scheduler: Scheduler, opened: ExitStack
 ) -> None:
-    """Watch this thread. Standard error is the engine's to read, so it also gets the stacks that only C can write."""
+    """Watch the steps of this thread. The engine reads standard error, which also gets the stacks written from C."""
     after_s = config.engine.scheduler.integrity.stall_timeout_s(config.engine.relative_speed)
     if not after_s:
         return
@@ -164,27 +163,29 @@ def _watch(
 def _open_groups(
     config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
 ) -> ParallelGroups:
-    """Open this rank's end of the agreement of its replica, for tiers and orders."""
+    """Open the groups in which the ranks of a replica agree on page transfers and control requests."""
     return open_zmq_groups(
         context,
         rank=parallel.world_rank,
         reduce_groups=world_rank_groups(parallel)[parallel.world_rank].reduce_groups,
         address_of=config.paths.sync,
         wait_for=heartbeat.wait,
-        timeout_s=_AGREEMENT_TIMEOUT_S,
+        timeout_s=_SYNC_TIMEOUT_S,
     )
 
 
 def _peer_hops(config: RankConfig, parallel: ParallelState) -> tuple[tuple[int, ...], ...]:
-    """The ranks that this one takes every step with, none where each replica steps by itself."""
+    """Return the groups of ranks of other replicas that take every step together with this rank."""
     return () if config.engine.dp_attention is None else dp_rank_groups(parallel).reduce_groups
 
 
 def _open_peers(
     config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
 ) -> ZmqSyncHub:
-    """Open this rank's sockets to its counterparts in the other replicas. They may wait for one that waits for a rank
-    of its own replica, which is to be named then: so they are more patient than a replica.
+    """Open the sockets to the counterparts of this rank in the other replicas.
+
+    The timeout is longer than within a replica. A counterpart may wait for a rank of its own replica, and the error
+    must name that rank.
     """
     return open_zmq_sync_hub(
         context,
@@ -192,12 +193,12 @@ def _open_peers(
         reduce_groups=_peer_hops(config, parallel),
         address_of=config.paths.dp_sync,
         wait_for=heartbeat.wait,
-        timeout_s=_AGREEMENT_TIMEOUT_S * (1 + len(world_rank_groups(parallel)[parallel.world_rank].reduce_groups)),
+        timeout_s=_SYNC_TIMEOUT_S * (1 + len(world_rank_groups(parallel)[parallel.world_rank].reduce_groups)),
     )
 
 
 def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> DpBatchSync:
-    """Make what lets replicas take their steps together, or one step alone."""
+    """Make the exchange by which replicas take their steps together, or one for a single replica."""
     if config.engine.dp_attention is None:
         return DpBatchSync()
     return DpBatchSync(
@@ -209,50 +210,50 @@ def _dp_sync(config: RankConfig, parallel: ParallelState, peers: ZmqSyncHub) -> 
 
 
 def _open_tiers(
-    config: RankConfig, parallel: ParallelState, groups: ParallelGroups, computes: RankCompute
+    config: RankConfig, parallel: ParallelState, groups: ParallelGroups, compute: RankCompute
 ) -> CacheTiers | None:
-    """Open what is behind the device; None where the scheduler's own cache is enough."""
+    """Open the tiers behind the device. Return None without a hierarchical cache: the scheduler then makes its own."""
     engine = config.engine
     if engine.hicache is None:
         return None
-    # Imported here: the memory of a host tier needs numpy, which an engine without one need not have.
+    # Imported here, because only a host tier needs numpy.
     from scheduler_components.reference.engine.rank.hicache_tiers import (
         make_simulated_kv_memory,
         make_torch_kv_memory,
         open_hicache_tiers,
     )
 
-    if computes.pool is None or engine.model is None:
+    if compute.pool is None or engine.model is None:
         kv = make_simulated_kv_memory(engine.scheduler, parallel, model=engine.model_name)
     else:
-        kv = make_torch_kv_memory(computes.pool, model=engine.model.identity)
+        kv = make_torch_kv_memory(compute.pool, model=engine.model.identity)
     tiers = open_hicache_tiers(kv, engine.hicache, engine.scheduler, parallel, groups=groups)
-    computes.device.layer_counter = tiers.layer_counter
+    compute.device.layer_counter = tiers.layer_counter
     return tiers
 
 
 def _open_loop(
     config: RankConfig,
     context: _Context,
-    executor: RankWorker,
+    worker: RankWorker,
     heartbeat: HeartbeatSender,
     load_publisher: LoadPublisher,
     peers: ZmqSyncHub,
 ) -> Leader | Follower:
-    parallel, scheduler, paths = executor.parallel, executor.scheduler, config.paths
+    parallel, scheduler, paths = worker.parallel, worker.scheduler, config.paths
     skipper = RecvSkipper(recv_interval=config.engine.scheduler.recv_interval)
     if not parallel.leads_replica:
         steps = _bind_pull(context, paths.steps(parallel.world_rank))
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
-        intake = RequestReceiver(rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper)
-        return Follower(executor=executor, intake=intake, heartbeat=heartbeat)
+        receiver = RequestReceiver(rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper)
+        return Follower(worker=worker, receiver=receiver, heartbeat=heartbeat)
     others = config.engine.follower_ranks(parallel.kv_stream_index)
-    followers = [_connect_push(context, paths.steps(rank), high_water_mark=_STEPS_AHEAD) for rank in others]
+    followers = [_connect_push(context, paths.steps(rank), high_water_mark=_MAX_STEPS_AHEAD) for rank in others]
     commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
-    refusals = FrontendRefusalSink(reports=executor.reports, work=scheduler.request_metrics.work)
+    refusals = FrontendRefusalSink(reports=worker.reports, work=scheduler.request_metrics.work)
     return Leader(
-        executor=executor,
-        intake=RequestReceiver(
+        worker=worker,
+        receiver=RequestReceiver(
             rank=str(parallel),
             reader=CommandDecoder(),
             source=ZmqInputSource(socket=commands),
@@ -274,13 +275,13 @@ def _open_loop(
 
 def _bind_pull(context: _Context, address: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PULL)
-    socket.rcvhwm = _STEPS_AHEAD
+    socket.rcvhwm = _MAX_STEPS_AHEAD
     socket.bind(address)
     return socket
 
 
 def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) -> zmq.Socket[bytes]:
-    """Connect to who may bind later; without a high-water mark sending never waits."""
+    """Connect a PUSH socket, whose peer may bind later. With a high-water mark of 0 sending never blocks."""
     socket = context.socket(zmq.PUSH)
     socket.sndhwm = high_water_mark
     socket.connect(address)
@@ -288,7 +289,7 @@ def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) 
 
 
 def _ready(rank: int, events: EventPublisher, load_publisher: LoadPublisher) -> RankReady:
-    """Where this rank's event stream and load gauge really listen, where it has them."""
+    """Return the bound endpoints of this rank's event stream and load gauge."""
     load_endpoint = next((sink.endpoint for sink in load_publisher.sinks if isinstance(sink, ZmqLoadSink)), None)
     if isinstance(events, ZmqEventPublisher):
         return RankReady(rank, events.endpoint, events.replay_endpoint, load_endpoint)
@@ -296,7 +297,7 @@ def _ready(rank: int, events: EventPublisher, load_publisher: LoadPublisher) -> 
 
 
 def _read_line(descriptor: int) -> bytes:
-    """Read up to the first newline and not beyond it: no buffer may swallow what the poller waits for."""
+    """Read up to the first newline, and no byte beyond it, because `StopPipe` polls the descriptor."""
     line = bytearray()
     while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
         line += byte

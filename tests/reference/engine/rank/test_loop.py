@@ -156,10 +156,8 @@ class Rank:
         quiesce = make_quiesce_stepper(scheduler, state, groups=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
         internal = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles))
-        control = RpcHandler(state=internal, profiles=profiles)
-        self.executor = RankWorker(
-            parallel=parallel, scheduler=scheduler, reports=reports, control=control, quiesce=quiesce
-        )
+        rpc = RpcHandler(state=internal, profiles=profiles)
+        self.worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
         self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.order.reader))
         self.load = ListSink()
@@ -200,7 +198,7 @@ def lead(
     for command in commands:
         push.send(encode(command))
     assert pull.poll(1000)
-    intake = RequestReceiver(
+    receiver = RequestReceiver(
         rank="leader",
         reader=CommandDecoder(),
         source=ZmqInputSource(socket=pull),
@@ -208,8 +206,8 @@ def lead(
         recv_skipper=RecvSkipper(recv_interval=recv_interval),
     )
     Leader(
-        executor=rank.executor,
-        intake=intake,
+        worker=rank.worker,
+        receiver=receiver,
         sleeper=IdleSleeper([pull], [rank.order.reader]),
         heartbeat=rank.heartbeat,
         load_publisher=rank.load_publisher,
@@ -218,13 +216,13 @@ def lead(
 
 def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> None:
     """Run a follower of the leader at the other end of ``steps``."""
-    intake = RequestReceiver(
-        rank=str(rank.executor.parallel),
+    receiver = RequestReceiver(
+        rank=str(rank.worker.parallel),
         reader=CommandDecoder(),
         relay=ZmqFollowerRelay(steps=steps, wait_for=rank.heartbeat.wait),
         recv_skipper=RecvSkipper(recv_interval=recv_interval),
     )
-    Follower(executor=rank.executor, intake=intake, heartbeat=rank.heartbeat).run()
+    Follower(worker=rank.worker, receiver=receiver, heartbeat=rank.heartbeat).run()
 
 
 @pytest.mark.parametrize("recv_interval", [1, 2])
@@ -233,7 +231,7 @@ def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wir
     steps_out, steps_in = wires.pair()
     lead(wires, leader, [submit("a"), submit("b")], [steps_out], recv_interval=recv_interval)
     follow(follower, steps_in, recv_interval=recv_interval)
-    assert leader.executor.scheduler.state_digest == follower.executor.scheduler.state_digest
+    assert leader.worker.scheduler.state_digest == follower.worker.scheduler.state_digest
     outputs = leader.deltas()
     assert [delta.rid for delta in outputs if delta.finish_reason == FinishReason.LENGTH] == ["a", "b"]
     for rid in ("a", "b"):
@@ -248,36 +246,36 @@ def test_a_follower_whose_state_differs_is_caught_before_it_steps(wires: Wires) 
     steps_out.send(msgspec.msgpack.encode(RelayedInput(1, 0xBAD, 0)))
     with pytest.raises(LockstepError, match=r"step 1: dp0/pp0/tp1.*00000bad"):
         follow(rank, steps_in)
-    assert rank.executor.scheduler.num_steps == 0
+    assert rank.worker.scheduler.num_steps == 0
 
 
 def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) -> None:
     for tp_rank, num_refusals in ((0, 1), (1, 0)):
         rank = Rank(wires, tp_rank, last_batch=1)
-        rank.executor.execute(1, (submit("long", num_tokens=300), submit("fits")))
+        rank.worker.execute(1, (submit("long", num_tokens=300), submit("fits")))
         refusals = rank.reports(RequestRefused)
         assert len(refusals) == num_refusals
         assert all("the pool has 256" in refusal.reason for refusal in refusals)
-        assert len(rank.executor.scheduler.queues) == 1
+        assert len(rank.worker.scheduler.queues) == 1
 
 
 def test_an_abort_is_told_and_one_of_an_unknown_request_is_not(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=9)
-    rank.executor.execute(1, (submit("a"),))
+    rank.worker.execute(1, (submit("a"),))
     rank.deltas()
-    rank.executor.execute(2, (AbortRequest("a"), AbortRequest("never seen")))
+    rank.worker.execute(2, (AbortRequest("a"), AbortRequest("never seen")))
     assert [(delta.rid, delta.finish_reason) for delta in rank.deltas()] == [("a", FinishReason.ABORT)]
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_rank: int) -> None:
     rank = Rank(wires, tp_rank, last_batch=9)
-    rank.executor.execute(1, (submit("a"), DumpCache(5)))
+    rank.worker.execute(1, (submit("a"), DumpCache(5)))
     (dump,) = rank.reports(CacheDump)
     assert (dump.dump_id, dump.rank, dump.step) == (5, tp_rank, 1)
-    assert unpack_hashes(dump.block_hashes) == set(rank.executor.scheduler.cache.block_hashes())
+    assert unpack_hashes(dump.block_hashes) == set(rank.worker.scheduler.cache.block_hashes())
     assert len(unpack_hashes(dump.block_hashes)) == 2
-    assert dump.digest == rank.executor.scheduler.state_digest
+    assert dump.digest == rank.worker.scheduler.state_digest
 
 
 def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
@@ -291,7 +289,7 @@ def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
 def test_the_statistics_of_an_idle_leader_have_the_newest_counters_of_outputs(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=3)
     lead(wires, rank, [submit("a")], [])
-    assert rank.stats.newest.outputs == rank.executor.scheduler.output.stats()
+    assert rank.stats.newest.outputs == rank.worker.scheduler.output.stats()
     assert rank.stats.newest.outputs.tokens_sent == 3
 
 
@@ -324,7 +322,7 @@ def test_a_leader_that_waits_for_a_follower_says_that_it_is_alive_and_hears_the_
     finally:
         rank.order.give()
         leading.join()
-    assert rank.executor.scheduler.num_steps == 2
+    assert rank.worker.scheduler.num_steps == 2
 
 
 def test_who_waits_for_long_is_asked_to_wait_again_and_speaks_each_time(wires: Wires) -> None:

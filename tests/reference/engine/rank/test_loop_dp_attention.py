@@ -208,14 +208,14 @@ class Replica:
         )
         internal = InternalState(providers=(BatcherSettings(batcher=self.scheduler.batcher),))
         self.leader = Leader(
-            executor=RankWorker(
+            worker=RankWorker(
                 parallel=parallel,
                 scheduler=self.scheduler,
                 reports=reports,
-                control=RpcHandler(state=internal, profiles=profiles),
+                rpc=RpcHandler(state=internal, profiles=profiles),
                 quiesce=make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(rank=rank)),
             ),
-            intake=RequestReceiver(rank=str(parallel), reader=CommandDecoder(), source=ZmqInputSource(socket=pull)),
+            receiver=RequestReceiver(rank=str(parallel), reader=CommandDecoder(), source=ZmqInputSource(socket=pull)),
             sleeper=IdleSleeper([pull, hub.inbox], [self._stop_reader]),
             heartbeat=heartbeat,
             load_publisher=LoadPublisher(parallel=parallel, load=self.scheduler.load),

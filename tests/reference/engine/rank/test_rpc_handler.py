@@ -110,7 +110,7 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
                     refused = await client.post("/set_internal_state", json=body)
                     assert refused.status_code == 400, refused.text
                 assert (
-                    "can be read and not set"
+                    "can be read but not set"
                     in (await client.put("/set_internal_state", json={"server_args": {"page_size": 8}})).text
                 )
                 assert (await client.post("/start_profile", json={"num_steps": 0})).status_code == 400
