@@ -88,7 +88,9 @@ class AttachedScheduler(FIFOScheduler):
         self.allocator = self.cache.cache_allocators[FULL_ATTENTION]
         self.kv_events = SchedulerKvEventsPublisher(parallel=parallel, source=record(self.allocator), sink=sink)
         self.load = LoadInquirer(parallel=parallel, queues=self, pool=self)
-        self.metrics = MetricsEmitter(parallel=parallel, load=self.load, sink=metrics, publisher=self.kv_events)
+        self.metrics = MetricsEmitter(
+            parallel=parallel, load=self.load, sink=metrics, sources={"publisher": self.kv_events}
+        )
 
     def clear_cancelled_requests(
         self,

@@ -53,7 +53,7 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
         publisher.publish_kv_events()
     publisher.idle()
     publisher.emit_kv_metrics()
-    MetricsEmitter(parallel=TRIVIAL, load=load, sink=metrics, publisher=publisher).emit()
+    MetricsEmitter(parallel=TRIVIAL, load=load, sink=metrics, sources={"publisher": publisher}).emit()
     assert sink.batches == [KVEventBatch(5.0, (AllBlocksCleared(),), 0)]
     assert (sink.num_idled, len(kv_metrics.sent), metrics.sent[0].load.num_waiting_uncached_tokens) == (1, 1, 6)
     sink.error = metrics.error = RuntimeError("told to")

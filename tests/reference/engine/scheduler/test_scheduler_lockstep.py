@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import EventBatch, ParallelState, SchedulerCounters, TierStats
+from scheduler_components import BatchingStats, EventBatch, LoadSnapshot, ParallelState, SchedulerStats
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -124,11 +124,18 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
     assert {batch.attn_dp_rank for rank in speakers for batch in rank.publisher.batches} <= {1}
 
 
-def counters(rank: Rank) -> tuple[SchedulerCounters, TierStats | None, float]:
-    """Return all statistics except times, rates and forecasts, which depend on the clock of each rank."""
-    scheduler = rank.scheduler
-    counted = msgspec.structs.replace(scheduler.request_metrics.stats(), preemptions_per_s=0.0)
-    return counted, scheduler.tiers.stats(), scheduler.batcher.budget.new_token_ratio.current
+def counters(rank: Rank) -> SchedulerStats:
+    """Return all statistics except times, rates and forecasts, which depend on each rank's clock."""
+    sources = rank.scheduler.metrics.sources
+    return SchedulerStats(
+        (),
+        LoadSnapshot(),
+        msgspec.structs.replace(sources["counters"].stats(), preemptions_per_s=0.0),
+        tiers=sources["tiers"].stats(),
+        receiver=sources["receiver"].stats(),
+        quiesce=sources["quiesce"].stats(),
+        batching=BatchingStats(new_token_ratio=sources["batching"].stats().new_token_ratio),
+    )
 
 
 def digests(workload: list[list[Call]], kv_pages: int = 9) -> list[int]:
