@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from struct import Struct
 from struct import error as PackError
-from typing import Any, NamedTuple, Protocol, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import msgspec
 from msgspec.structs import astuple
@@ -394,22 +394,13 @@ def _type_check(name: str, wanted: Any) -> Callable[[object], bool]:
     return is_valid
 
 
-class RowMaker(Protocol):
-    """Returns the row of one event; None if it needs a closer check."""
+_RowMaker: TypeAlias = Callable[[KVCacheEvent], Any]
+"""Returns the row of one event; None if it needs a closer check."""
 
-    def __call__(self, event: KVCacheEvent, /) -> Any: ...
+_RowsMaker: TypeAlias = Callable[[Sequence[KVCacheEvent]], list[Any]]
 
-
-class RowsMaker(Protocol):
-    """Returns the rows of events."""
-
-    def __call__(self, events: Sequence[KVCacheEvent], /) -> list[Any]: ...
-
-
-class RowsWithChangesMaker(Protocol):
-    """Returns the rows and the changes of events; None if an event needs a closer check."""
-
-    def __call__(self, events: Sequence[KVCacheEvent], /) -> tuple[list[Any], BlockChanges] | None: ...
+_RowsWithChangesMaker: TypeAlias = Callable[[Sequence[KVCacheEvent]], tuple[list[Any], BlockChanges] | None]
+"""Returns the rows and the changes of events; None if an event needs a closer check."""
 
 
 class DialectWriter:
@@ -448,19 +439,19 @@ class DialectWriter:
             scope[f"is_{name}"] = _type_check(name, get_type_hints(BlockStored, include_extras=True)[name])
         self.validate = validated_event
         self.change_of = _change_of
-        self.trusted_one: RowMaker = compile_function(
+        self.trusted_one: _RowMaker = compile_function(
             "lower", _source(form_of, is_checked=False, is_one=True), dict(scope)
         )
-        self.trusted: RowsMaker = compile_function(
+        self.trusted: _RowsMaker = compile_function(
             "lower", _trusted_source(form_of(BlockStored)), {**scope, "lower_one": self.trusted_one}
         )
-        self.trusted_with_changes: RowsWithChangesMaker = compile_function(
+        self.trusted_with_changes: _RowsWithChangesMaker = compile_function(
             "lower", _source(form_of, is_checked=False, is_one=False), dict(scope)
         )
-        self.checked_one: RowMaker = compile_function(
+        self.checked_one: _RowMaker = compile_function(
             "lower", _source(form_of, is_checked=True, is_one=True), dict(scope)
         )
-        self.checked: RowsWithChangesMaker = compile_function(
+        self.checked: _RowsWithChangesMaker = compile_function(
             "lower", _source(form_of, is_checked=True, is_one=False), dict(scope)
         )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from struct import error as PackError
-from typing import Any, NamedTuple, Protocol, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import msgspec
 
@@ -125,10 +125,8 @@ def _check_stored_lines(names: Sequence[str]) -> list[str]:
     ]
 
 
-class _Check(Protocol):
-    """Returns whether all values of an event can be encoded."""
-
-    def __call__(self, event: Any, /) -> bool: ...
+_Check: TypeAlias = Callable[[Any], bool]
+"""Returns whether all values of an event can be encoded."""
 
 
 def _make_check(kind: type[WireEvent], names: Sequence[str]) -> _Check:

@@ -139,7 +139,7 @@ class PayloadRef(msgspec.Struct, gc=False):
     half_gone_at: int = -1
 
 
-class RunReader(Protocol[T]):
+class _RunReader(Protocol[T]):
     """Decodes the content of payload references."""
 
     def runs(self, content: Any, /) -> Sequence[BlockRun[T]]:
@@ -160,7 +160,7 @@ class CachedBlocks(Generic[T]):
 
     __slots__ = ("_num_sources", "_reader", "_locations", "half_gone", "num_bytes", "num_stored")
 
-    def __init__(self, reader: RunReader[T]) -> None:
+    def __init__(self, reader: _RunReader[T]) -> None:
         self.num_bytes = self.num_stored = 0
         self.half_gone: deque[PayloadRef] = deque()
         self._reader = reader
@@ -304,7 +304,7 @@ class _LocationWalk(Generic[T]):
 
     __slots__ = ("_ahead", "_owners", "_read", "_reader", "_location")
 
-    def __init__(self, location: BlockLocation, owners: dict[int, PayloadRef], reader: RunReader[T]) -> None:
+    def __init__(self, location: BlockLocation, owners: dict[int, PayloadRef], reader: _RunReader[T]) -> None:
         self._location = location
         self._owners = owners
         self._reader = reader

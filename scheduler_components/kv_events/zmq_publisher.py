@@ -402,12 +402,12 @@ class ZmqStreamSockets:
 
     Attributes:
         live: sends batches on the PUB socket.
+        sessions: the open answers to replay requests.
         sockets: the open sockets and their actual addresses.
         is_open_bind: True if the stream listens beyond loopback without authentication.
     """
 
     __slots__ = (
-        "_sessions",
         "_floor",
         "_polled_at_s",
         "_num_drains",
@@ -415,6 +415,7 @@ class ZmqStreamSockets:
         "_stream",
         "is_open_bind",
         "live",
+        "sessions",
         "sockets",
     )
 
@@ -432,7 +433,7 @@ class ZmqStreamSockets:
         self.live = live
         self.is_open_bind = is_open_bind
         self._stream = stream
-        self._sessions = cursors
+        self.sessions = cursors
         self._floor = floor
         self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
         self._num_drains = 0
@@ -452,7 +453,7 @@ class ZmqStreamSockets:
         self.live.send_pending(now_s + _SLICE_S if reason in _BY_THREAD else math.inf)
         self._stream.fold_oldest()
         if self._stream.has_stuck_pins:
-            self._sessions.cancel_pinned()
+            self.sessions.cancel_pinned()
         self._num_drains += 1
         if self._num_drains % _DRAINS_PER_COUNT == 0:
             self.count_peers()
@@ -462,30 +463,13 @@ class ZmqStreamSockets:
         if self.live.pending:
             return True  # an answer covers all batches that were published before its request
         has_polled = now_s - self._polled_at_s < _REQUESTS_EVERY_S and reason is not DrainReason.STALL
-        if has_polled and not len(self._sessions):
+        if has_polled and not len(self.sessions):
             return False
         self._polled_at_s = now_s
         unfinished = self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
         while unfinished and reason in _BY_THREAD and time.monotonic() < now_s + _SLICE_S:
             unfinished = self._replay.serve_slice(now_s)
         return unfinished
-
-    def set_upstream_state(self, state: str | None) -> None:
-        """Set ``ReplayMeta.upstream`` of every META from now on."""
-        self._sessions.upstream = state
-
-    def can_progress(self, now_s: float) -> bool:
-        """True while a replay client may soon accept more: a full one that is not stuck, or one that waits for its
-        turn.
-
-        The thread must poll for it: a descriptor reports it once, and an earlier poll may have consumed the report.
-        """
-        return self._sessions.can_progress(now_s)
-
-    @property
-    def has_open_replays(self) -> bool:
-        """True while a replay client has not received its whole answer."""
-        return len(self._sessions) > 0
 
     def count_peers(self) -> bool:
         """Receive a bounded number of peer reports. Return True while there may be more."""
@@ -514,7 +498,7 @@ class ZmqStreamSockets:
 
     def stats(self, lag_s: float) -> PublisherStats:
         """Return the counters since the stream was opened."""
-        live, replays, stream = self.live, self._sessions, self._stream
+        live, replays, stream = self.live, self.sessions, self._stream
         live_peers = self.sockets.peers[0]
         return PublisherStats(
             batches_sent=live.num_batches,
@@ -790,7 +774,7 @@ class ZmqEventPublisher(EventPublisher):
             state: None if it knows all of them, otherwise a ``StreamState``. Readers that use the extension then do not
                 treat their view as verified.
         """
-        self._edge.set_upstream_state(state)
+        self._edge.sessions.upstream = state
 
     def after_fork_in_child(self) -> None:
         """Refuse every call in a forked child, because sockets and stream belong to the parent."""
@@ -873,13 +857,14 @@ class ZmqEventPublisher(EventPublisher):
         if unfinished or self._pending:
             # A thread that has just waited for the GIL has already granted it to the scheduler.
             return DrainResult.SHARING if self._is_handing_over and waited_s < _SLICE_S else DrainResult.BUSY
-        can_progress = self._edge.can_progress(now)
+        # Polled, because a descriptor reports it only once, and an earlier poll may have consumed the report.
+        can_progress = self._edge.sessions.can_progress(now)
         if self._is_handing_over and (can_progress or now - self._backlog.last_s <= _LULL_AFTER_S):
             self._backstop.soon_s = self._backlog.next_poll_in_s(now)
             return DrainResult.HANDED_OVER
         if can_progress:
             return DrainResult.WAITING
-        if self._edge.has_open_replays:
+        if len(self._edge.sessions):
             return DrainResult.STUCK
         return DrainResult.LULL if self._is_handing_over else DrainResult.QUIET
 
