@@ -580,7 +580,7 @@ _BEYOND = (
         "a comparison with another state reports errors of a correct engine",
         "read the pool between two steps, after the recorded events are sent",
         verified_by="tests/reference/engine/frontend/test_http_kv_pool.py: "
-        "test_the_streams_of_a_serving_engine_tell_what_its_pools_hold",
+        "test_the_streams_of_a_serving_engine_match_its_pools",
     ),
 )
 

@@ -30,7 +30,7 @@ def percentile(values: list[float], share: float) -> float:
 
 @settings(deadline=None, max_examples=15)
 @given(arrivals, st.integers(2, 3), st.integers(0, 6))
-def test_whatever_comes_when_is_served_whole(found: list[Arrival], dp_size: int, max_delay_steps: int) -> None:
+def test_every_arrival_is_served_completely(found: list[Arrival], dp_size: int, max_delay_steps: int) -> None:
     served = [Arrival(each.at_s, each.replica % dp_size, each.prompt_tokens, each.output_tokens) for each in found]
     config = DpSimConfig(dp_size=dp_size, num_requests=max(1, len(found)), max_delay_steps=max_delay_steps)
     report = simulate_dp_attn(config, served)
@@ -40,7 +40,7 @@ def test_whatever_comes_when_is_served_whole(found: list[Arrival], dp_size: int,
     assert prefilled == sum(arrival.prompt_tokens for arrival in served)
 
 
-def test_waiting_for_each_other_takes_prefills_out_of_the_others_decodes() -> None:
+def test_delayed_prefills_leave_the_decodes_of_other_replicas_alone() -> None:
     free = simulate_dp_attn(BUSY)
     together = simulate_dp_attn(attrs.evolve(BUSY, max_delay_steps=10))
     assert together.num_tokens == free.num_tokens
@@ -59,7 +59,7 @@ def test_all_replicas_count_the_same_steps_and_equal_seeds_give_equal_runs() -> 
     assert make_arrivals(BUSY) == make_arrivals(BUSY)
 
 
-def test_a_step_costs_what_the_longest_batch_costs_and_more_without_a_graph() -> None:
+def test_a_step_takes_as_long_as_the_longest_batch_and_longer_without_a_graph() -> None:
     cost = CostModel()
     decode, prefill, idle = BatchShape(0, 8, 800), BatchShape(1_000, 0, 1_000, False), BatchShape()
     alone = cost.batch_s(ScheduledBatch(num_prefill_tokens=1_000, num_context_tokens=1_000))

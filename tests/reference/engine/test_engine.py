@@ -172,7 +172,7 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
     run_engine(scenario, attrs.evolve(SMALL, speed=1.0, kv_events=default_kv_events(SMALL)))
 
 
-def test_a_store_that_is_cleared_is_empty_told_and_filled_again(tmp_path: Path, private_tmp: Path) -> None:
+def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, private_tmp: Path) -> None:
     pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
     async def scenario(engine: Engine) -> None:
@@ -228,7 +228,7 @@ def test_server_info_has_the_kv_metrics_of_each_replica(private_tmp: Path) -> No
     run_engine(scenario)
 
 
-def test_the_advertised_load_gauge_of_each_replica_counts_what_was_dispatched(private_tmp: Path) -> None:
+def test_the_advertised_load_gauge_counts_dispatched_requests(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         described = EngineStatus(engine=engine).server_info()["kv_events"]
         base, host = described["load_endpoint_port_base"], described["endpoint_host"]
@@ -253,7 +253,7 @@ def test_the_advertised_load_gauge_of_each_replica_counts_what_was_dispatched(pr
     run_engine(scenario, attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)))
 
 
-def test_a_request_that_can_never_fit_is_refused_and_costs_nothing_else(private_tmp: Path) -> None:
+def test_a_request_that_can_never_fit_is_refused(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         with pytest.raises(RequestRefusedError, match="the pool has 1024"):
             await generate(engine, wanted(range(2000)))
@@ -262,7 +262,7 @@ def test_a_request_that_can_never_fit_is_refused_and_costs_nothing_else(private_
     run_engine(scenario)
 
 
-def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_tmp: Path) -> None:
+def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp: Path) -> None:
     """On two ranks that take input in after every fourth decode step."""
 
     async def scenario(engine: Engine) -> None:
@@ -284,7 +284,7 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
         assert [len(tokens) for tokens in await asyncio.gather(*waiting)] == [5, 5, 5]
         assert len(await running) == 200
         engine.frontend.send(0, DrainInput())
-        with pytest.raises(TooBusyError, match="this replica takes no more requests"):
+        with pytest.raises(TooBusyError, match="this replica is draining"):
             await generate(engine, wanted(range(40)))
         await engine.wait_until_idle()
         first, second = (await engine.dump_caches()).values()
@@ -297,7 +297,7 @@ def test_blocked_input_waits_and_a_drained_replica_turns_requests_away(private_t
     run_engine(scenario, attrs.evolve(SMALL, dp_size=1, scheduler=sizes))
 
 
-def test_a_client_that_leaves_frees_what_its_request_held(private_tmp: Path) -> None:
+def test_a_closed_request_frees_its_pages(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         async with engine.frontend.open_request(wanted(range(40), max_new_tokens=900)) as news:
             await anext(news)
@@ -320,7 +320,7 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
-def test_a_stopped_rank_is_named_and_serves_again_when_it_goes_on(private_tmp: Path, tp_rank: int) -> None:
+def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp: Path, tp_rank: int) -> None:
     async def scenario(engine: Engine) -> None:
         engine.frontend.heartbeats.timeout_s = 3.0
         app = make_app(engine, CollectorRegistry())
@@ -348,7 +348,7 @@ def test_a_stopped_rank_is_named_and_serves_again_when_it_goes_on(private_tmp: P
     run_engine(scenario, attrs.evolve(SMALL, speed=1.0))
 
 
-def test_a_rank_that_cannot_start_says_why(private_tmp: Path) -> None:
+def test_a_rank_that_cannot_start_reports_why(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         raise AssertionError("it started")
 
@@ -359,7 +359,7 @@ def test_a_rank_that_cannot_start_says_why(private_tmp: Path) -> None:
     assert any("carrier-pigeon" in line for line in complaints)
 
 
-def test_what_the_caller_raises_comes_out_and_the_engine_is_stopped(private_tmp: Path) -> None:
+def test_an_exception_of_the_caller_stops_the_engine(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         raise ZeroDivisionError
 
@@ -375,7 +375,7 @@ def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
+def test_a_rank_loads_no_module_of_the_frontend() -> None:
     """Eight of them start at once, often on few cores."""
     program = "import sys, scheduler_components.reference.engine.rank.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -383,7 +383,7 @@ def test_a_rank_loads_nothing_that_only_the_front_needs() -> None:
     assert heavy.isdisjoint(loaded.stdout.split())
 
 
-def test_a_configuration_reaches_a_rank_whole() -> None:
+def test_a_configuration_survives_encoding() -> None:
     config = RankConfig(attrs.evolve(SMALL, kv_events="{}"), 3, EnginePaths("/tmp/x"))
     assert RankConfig.from_json(config.to_json()) == config
     with pytest.raises(DecodeError):
@@ -393,7 +393,7 @@ def test_a_configuration_reaches_a_rank_whole() -> None:
 @pytest.mark.parametrize(
     "changes", [{"dp_size": 0}, {"attn_cp_size": -1}, {"attn_tp_size": 0}, {"speed": 0.0}, {"speed": float("inf")}]
 )
-def test_sizes_that_cannot_work_are_named(changes: dict[str, Any]) -> None:
+def test_invalid_sizes_are_named(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**changes)
     assert refused.value.field == next(iter(changes))

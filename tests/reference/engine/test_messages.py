@@ -149,7 +149,7 @@ reports = st.one_of(
 
 
 @given(commands)
-def test_a_command_comes_out_as_it_went_in(command: RankCommand) -> None:
+def test_a_command_survives_encoding(command: RankCommand) -> None:
     assert decode_command(encode(command)) == command
     read = CommandDecoder().read(encode(command))
     assert read.message == command
@@ -157,12 +157,12 @@ def test_a_command_comes_out_as_it_went_in(command: RankCommand) -> None:
 
 
 @given(reports)
-def test_a_report_comes_out_as_it_went_in(report: RankReport) -> None:
+def test_a_report_survives_encoding(report: RankReport) -> None:
     assert decode_report(encode(report)) == report
 
 
 @given(st.builds(OutputBatch, counts, st.lists(outputs, max_size=5).map(tuple)))
-def test_outputs_come_out_as_they_went_in(batch: OutputBatch) -> None:
+def test_outputs_survive_encoding(batch: OutputBatch) -> None:
     assert decode_outputs(encode_outputs(batch)) == batch
 
 
@@ -201,6 +201,6 @@ def test_noise_is_a_decode_error(decode, noise: bytes) -> None:
 
 
 @pytest.mark.parametrize("unpack", [unpack_tokens, unpack_hashes])
-def test_packed_values_that_are_not_whole_are_a_decode_error(unpack) -> None:
+def test_incomplete_packed_values_are_a_decode_error(unpack) -> None:
     with pytest.raises(DecodeError, match="3 bytes"):
         unpack(b"abc")

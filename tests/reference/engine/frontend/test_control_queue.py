@@ -82,7 +82,7 @@ SESSION = [BeginWeightUpdate, LoadWeights, LoadWeights, CheckWeights]
 PARTS = {"a": b"1", "b": b"2"}
 
 
-def test_an_update_is_one_session_on_all_replicas() -> None:
+def test_a_weight_update_is_one_session_on_all_replicas() -> None:
     replicas = PlayedReplicas()
     assert run(lambda: replicas.desk.update_weights("v2", PARTS)) == 5
     for replica in (0, 1):
@@ -99,7 +99,7 @@ def test_an_update_is_one_session_on_all_replicas() -> None:
         ([6, 6], 5, "replica 0: the weights have checksum 0000000000000006, not 0000000000000005; replica 1: "),
     ],
 )
-def test_replicas_with_other_weights_roll_back(checksums: list[int], wanted: int | None, words: str) -> None:
+def test_replicas_with_different_checksums_roll_back(checksums: list[int], wanted: int | None, words: str) -> None:
     replicas = PlayedReplicas()
     replicas.checksums = checksums
     with pytest.raises(ControlFailedError, match=words):
@@ -109,7 +109,7 @@ def test_replicas_with_other_weights_roll_back(checksums: list[int], wanted: int
 
 
 @pytest.mark.parametrize("order", [BeginWeightUpdate, LoadWeights, CheckWeights])
-def test_what_one_replica_could_not_is_taken_back_on_all(order: type[ControlRequest]) -> None:
+def test_a_failure_on_one_replica_is_rolled_back_on_all(order: type[ControlRequest]) -> None:
     replicas = PlayedReplicas()
     replicas.problems[1, order] = "rank 3 could not"
     with pytest.raises(ControlFailedError, match="replica 1: rank 3 could not"):
@@ -119,7 +119,7 @@ def test_what_one_replica_could_not_is_taken_back_on_all(order: type[ControlRequ
     assert replicas.desk.weight_version == "default"
 
 
-def test_two_models_end_the_engine_and_none_at_all_does_not() -> None:
+def test_a_partial_commit_fails_the_engine_and_a_refused_one_does_not() -> None:
     replicas = PlayedReplicas()
     replicas.problems = dict.fromkeys([(0, EndWeightUpdate), (1, EndWeightUpdate)], "given up at its deadline")
     with pytest.raises(ControlFailedError):
@@ -132,7 +132,7 @@ def test_two_models_end_the_engine_and_none_at_all_does_not() -> None:
     assert "replicas have different weights" in str(replicas.frontend.replies.failure)
 
 
-def test_a_pause_that_one_replica_gives_up_pauses_none() -> None:
+def test_a_pause_that_fails_on_one_replica_pauses_none() -> None:
     replicas = PlayedReplicas()
     assert run(lambda: replicas.desk.pause(PauseMode.ABORT, 0.0)) == 6
     replicas.problems[0, PauseGeneration] = "given up at its deadline"
@@ -141,7 +141,7 @@ def test_a_pause_that_one_replica_gives_up_pauses_none() -> None:
     assert [replicas.told[replica][-1] for replica in (0, 1)] == [ContinueGeneration()] * 2
 
 
-def test_a_rank_that_is_silent_or_dead_ends_the_order() -> None:
+def test_a_silent_or_dead_rank_ends_the_control_request() -> None:
     async def hang() -> None:
         replicas.frontend.receive(RankHeartbeat("rank 7", 1))
         asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))

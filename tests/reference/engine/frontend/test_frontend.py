@@ -75,7 +75,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, timeout=10))
 
 
-def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
+def test_a_request_is_submitted_once_and_gets_its_deltas_in_order() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
         async with frontend.open_request(wanted("a")) as first, frontend.open_request(wanted("b")) as second:
@@ -91,7 +91,7 @@ def test_a_request_is_submitted_once_and_gets_its_own_news_in_order() -> None:
     run(scenario())
 
 
-def test_a_request_that_draws_gets_a_seed_and_keeps_its_own() -> None:
+def test_a_sampled_request_gets_a_seed_unless_it_has_one() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
         asked = (
@@ -153,7 +153,7 @@ def test_a_chosen_id_never_collides_with_one_that_a_client_gave() -> None:
     run(scenario())
 
 
-def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
+def test_an_id_stays_in_use_until_the_end_of_its_request_is_reported() -> None:
     """Otherwise the late abort of the first owner would end the second one's request."""
 
     async def scenario() -> None:
@@ -171,7 +171,7 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_was_heard() -> None:
     run(scenario())
 
 
-def test_requests_beyond_the_limit_are_turned_away() -> None:
+def test_requests_beyond_the_limit_are_refused() -> None:
     async def scenario() -> None:
         frontend, _ = make_front(max_open_requests=1)
         async with frontend.open_request(wanted()):
@@ -181,7 +181,7 @@ def test_requests_beyond_the_limit_are_turned_away() -> None:
     run(scenario())
 
 
-def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
+def test_a_refusal_reaches_the_client_and_sends_no_abort() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
         with pytest.raises(RequestRefusedError, match="too long"):
@@ -193,7 +193,7 @@ def test_a_refusal_reaches_its_author_and_is_not_aborted() -> None:
     run(scenario())
 
 
-def test_who_comes_when_a_replica_takes_nothing_in_is_told_to_try_again() -> None:
+def test_a_busy_replica_refuses_with_too_busy() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
         with pytest.raises(TooBusyError, match="takes no more requests"):
@@ -212,7 +212,7 @@ def test_who_comes_when_a_replica_takes_nothing_in_is_told_to_try_again() -> Non
         (OutputDelta("a", 2, 5, FinishReason.STOP, TokenOutput()), "3 tokens .* were dropped"),
     ],
 )
-def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complaint: str) -> None:
+def test_a_request_with_lost_tokens_fails(delta: OutputDelta, complaint: str) -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
         with pytest.raises(RequestFailedError, match=complaint):
@@ -225,7 +225,7 @@ def test_a_request_without_its_whole_answer_says_so(delta: OutputDelta, complain
     run(scenario())
 
 
-def test_a_failed_engine_tells_everybody() -> None:
+def test_a_failed_engine_fails_every_request() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
         async with frontend.open_request(wanted("a")) as news:
@@ -249,7 +249,7 @@ def test_requests_go_to_the_replica_with_the_least_load() -> None:
     run(scenario())
 
 
-def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
+def test_idle_means_that_every_replica_reported_it_after_its_last_request() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
         assert frontend.is_idle
@@ -267,7 +267,7 @@ def test_idle_means_that_every_replica_said_so_after_its_last_request() -> None:
     run(scenario())
 
 
-def test_a_waiter_is_woken_by_the_report_that_it_waits_for() -> None:
+def test_a_report_wakes_the_task_that_waits_for_it() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
         replica = frontend.dispatcher.replicas[0]
@@ -290,7 +290,7 @@ def make_silent(frontend: Frontend, *replicas: int) -> None:
         frontend.tick()
 
 
-def test_requests_of_a_silent_replica_fail_with_a_sentence_and_others_go_on() -> None:
+def test_requests_of_a_silent_replica_fail_and_others_continue() -> None:
     async def scenario() -> None:
         frontend, leaders = make_front(2)
         opened = [frontend.open_request(wanted()) for _ in range(2)]
@@ -305,7 +305,7 @@ def test_requests_of_a_silent_replica_fail_with_a_sentence_and_others_go_on() ->
     run(scenario())
 
 
-def test_a_silent_replica_gets_no_requests_until_it_speaks() -> None:
+def test_a_silent_replica_gets_no_requests_until_its_next_heartbeat() -> None:
     async def scenario() -> None:
         frontend, _ = make_front(2)
         frontend.dispatcher.affinity_tokens = 1000
@@ -320,7 +320,7 @@ def test_a_silent_replica_gets_no_requests_until_it_speaks() -> None:
     run(scenario())
 
 
-def test_when_all_replicas_are_silent_a_request_is_refused_at_once() -> None:
+def test_when_all_replicas_are_silent_a_request_is_refused_immediately() -> None:
     async def scenario() -> None:
         frontend, leaders = make_front(2)
         make_silent(frontend, 0, 1)

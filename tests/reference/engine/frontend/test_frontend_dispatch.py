@@ -36,7 +36,7 @@ def test_unreported_requests_are_balanced(sizes: list[int], num_replicas: int) -
 
 
 @given(st.lists(st.integers(1, 1000), max_size=20), st.data())
-def test_a_report_replaces_exactly_what_it_has_seen(sizes: list[int], data: st.DataObject) -> None:
+def test_a_load_report_replaces_the_tickets_that_it_counts(sizes: list[int], data: st.DataObject) -> None:
     load = ReplicaLoad()
     for size in sizes:
         load.issue_ticket(size)
@@ -60,7 +60,7 @@ def test_the_least_loaded_replica_is_chosen() -> None:
     assert [dispatcher.dispatch(15).replica for _ in range(3)] == [1, 2, 1]
 
 
-def test_a_conversation_stays_until_that_costs_too_much() -> None:
+def test_a_conversation_stays_on_its_replica_within_the_affinity() -> None:
     dispatcher = make_dispatcher(2, affinity_tokens=100)
     home = dispatcher.dispatch(60, "chat").replica
     assert dispatcher.dispatch(40, "chat").replica == home
@@ -68,7 +68,7 @@ def test_a_conversation_stays_until_that_costs_too_much() -> None:
     assert dispatcher.dispatch(1, "chat").replica != home
 
 
-def test_a_conversation_that_moved_has_a_new_home() -> None:
+def test_a_conversation_that_moved_stays_on_the_new_replica() -> None:
     dispatcher = make_dispatcher(2, affinity_tokens=10)
     home = dispatcher.dispatch(50, "chat").replica
     away = dispatcher.dispatch(5, "chat").replica
@@ -77,6 +77,6 @@ def test_a_conversation_that_moved_has_a_new_home() -> None:
     assert dispatcher.dispatch(1, "chat").replica == away
 
 
-def test_without_affinity_load_alone_decides() -> None:
+def test_without_affinity_only_load_decides() -> None:
     dispatcher = make_dispatcher(2)
     assert {dispatcher.dispatch(10, "chat").replica, dispatcher.dispatch(10, "chat").replica} == {0, 1}

@@ -13,7 +13,7 @@ PATIENCE = 3
 
 
 @given(st.lists(st.just(None) | st.sampled_from(RANKS), max_size=60))
-def test_silence_is_that_of_the_ranks_since_their_last_words(history: list[RankHeartbeat | None]) -> None:
+def test_silence_is_measured_from_the_last_heartbeat_of_each_rank(history: list[RankHeartbeat | None]) -> None:
     pulse = HeartbeatMonitor(timeout_s=PATIENCE * HEARTBEAT_INTERVAL_S)
     ages: dict[RankHeartbeat, int] = {}
     was_silent: set[int] = set()
@@ -38,7 +38,7 @@ def test_silence_is_that_of_the_ranks_since_their_last_words(history: list[RankH
         }
 
 
-def test_under_dp_attention_a_silent_rank_holds_up_all_replicas() -> None:
+def test_under_dp_attention_a_silent_rank_blocks_all_replicas() -> None:
     pulse = HeartbeatMonitor(timeout_s=PATIENCE * HEARTBEAT_INTERVAL_S, num_lockstep_replicas=2)
     for rank in RANKS:
         pulse.on_heartbeat(rank)
@@ -53,7 +53,7 @@ def test_under_dp_attention_a_silent_rank_holds_up_all_replicas() -> None:
     assert not pulse.silent_replicas()
 
 
-def test_a_silent_rank_that_is_stuck_is_told_with_its_place_until_it_speaks() -> None:
+def test_a_stalled_rank_is_reported_with_its_place_until_its_next_heartbeat() -> None:
     pulse, rank = HeartbeatMonitor(timeout_s=PATIENCE * HEARTBEAT_INTERVAL_S), RANKS[0]
     pulse.on_heartbeat(rank)
     pulse.on_stall(RankStalled(rank, "step 3, phase device, request r1"))

@@ -95,7 +95,7 @@ class Bench:
         return found
 
 
-def test_after_each_order_readers_know_what_the_caches_hold() -> None:
+def test_after_each_control_request_subscribers_know_the_caches() -> None:
     none = [frozenset()] * 2
 
     async def scenario(engine: Engine) -> None:
@@ -164,7 +164,7 @@ def test_after_each_order_readers_know_what_the_caches_hold() -> None:
     run_engine(attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)), scenario)
 
 
-def test_a_rank_that_dies_in_a_session_ends_it_with_its_name() -> None:
+def test_a_rank_that_dies_in_an_update_is_named() -> None:
     async def scenario(engine: Engine) -> None:
         await engine.control.pause(PauseMode.RETRACT, 0.0)
         await engine.control.send(BeginWeightUpdate("v2"))

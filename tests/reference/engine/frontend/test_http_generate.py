@@ -90,7 +90,7 @@ def post(frontend: Frontend, body: bytes | dict[str, Any]) -> httpx.Response:
     return asyncio.run(asyncio.wait_for(send(), timeout=10))
 
 
-def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
+def test_a_response_has_all_tokens_and_the_counts() -> None:
     frontend, _ = make_front()
     response = post(frontend, {"input_ids": [5, 6, 7], "rid": "mine"})
     assert response.status_code == 200
@@ -109,7 +109,7 @@ def test_a_whole_answer_has_all_tokens_and_the_counts() -> None:
     }
 
 
-def test_a_streamed_answer_is_events_of_new_tokens_and_done() -> None:
+def test_a_streamed_response_is_events_of_new_tokens_and_done() -> None:
     frontend, _ = make_front()
     response = post(frontend, {"input_ids": [5, 6, 7], "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -120,7 +120,7 @@ def test_a_streamed_answer_is_events_of_new_tokens_and_done() -> None:
     assert [answer["meta_info"]["finish_reason"] for answer in answers[:2]] == [None, None]
 
 
-def test_what_a_client_may_ask_for_reaches_the_scheduler() -> None:
+def test_all_parameters_of_a_body_reach_the_scheduler() -> None:
     frontend, leader = make_front()
     params = {"max_new_tokens": 7, "stop_token_ids": [1, 2], "ignore_eos": True, "stream_interval": 5}
     post(frontend, {"input_ids": [9], "sampling_params": params, "conversation": "chat", "stream": True})
@@ -131,7 +131,7 @@ def test_what_a_client_may_ask_for_reaches_the_scheduler() -> None:
     assert command.stream_interval == 5
 
 
-def test_who_asks_for_a_whole_answer_is_sent_no_pieces() -> None:
+def test_a_request_without_streaming_gets_one_delta() -> None:
     frontend, leader = make_front()
     post(frontend, {"input_ids": [9]})
     (command,) = leader.commands
@@ -175,7 +175,7 @@ def test_a_bad_request_is_400_and_names_the_field(body: bytes | dict[str, Any], 
 
 
 @given(st.binary(max_size=60))
-def test_no_body_escapes_as_another_error(body: bytes) -> None:
+def test_every_invalid_body_is_a_bad_request(body: bytes) -> None:
     try:
         read_generate_body(BodyReader(GenerateBody, "/generate"), body)
     except BadBodyError:
@@ -236,7 +236,7 @@ def test_a_request_that_could_not_be_computed_is_500(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
+def test_a_disconnect_aborts_the_request(stream: bool) -> None:
     frontend, leader = make_front()
     leader.answer = leader.say_nothing
     body = json.dumps({"input_ids": [1], "rid": "gone", "stream": stream}).encode()
@@ -245,14 +245,14 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
     assert sent == []
 
 
-def test_a_client_that_goes_away_within_its_body_costs_nothing() -> None:
+def test_a_disconnect_within_the_body_dispatches_nothing() -> None:
     frontend, leader = make_front()
     half = {"type": "http.request", "body": b'{"input', "more_body": True}
     assert ask(frontend, half, {"type": "http.disconnect"}) == []
     assert leader.commands == []
 
 
-def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
+def test_a_stream_of_a_failed_engine_ends_with_an_error_event() -> None:
     frontend, leader = make_front()
 
     def fail_after_one_token(command: SubmitRequest) -> None:
@@ -266,7 +266,7 @@ def test_a_stream_that_the_engine_cuts_says_so_and_ends() -> None:
     assert events[2:] == ["data: [DONE]", ""]
 
 
-def test_a_client_that_goes_away_between_two_tokens_aborts_its_request() -> None:
+def test_a_disconnect_between_two_tokens_aborts_the_request() -> None:
     """As a server of ASGI 2.4 tells: sending fails."""
     frontend, leader = make_front()
 

@@ -41,7 +41,7 @@ def test_events_carry_all_text_so_far_and_the_new_tokens(make_served: Callable[.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_stand_beside_their_tokens(make_served: Callable[..., Any], stream: bool) -> None:
+def test_logprobs_match_their_tokens(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     asked = {"return_logprob": True, "top_logprobs_num": 1, "sampling_params": {"max_new_tokens": 3}}
     told = [each["meta_info"] for each in generate(served, input_ids=[1], rid="mine", stream=stream, **asked)]
@@ -50,7 +50,7 @@ def test_logprobs_stand_beside_their_tokens(make_served: Callable[..., Any], str
     assert [top for each in told for top in each["output_top_logprobs"]] == [[[0.0, token, None]] for token in tokens]
 
 
-def test_a_stop_string_is_named_and_the_rank_that_was_chosen_too(make_served: Callable[..., Any]) -> None:
+def test_a_response_names_the_stop_string_and_the_rank(make_served: Callable[..., Any]) -> None:
     served = make_served(num_replicas=2)
     words = CODEC.decode(served.foretold("mine", 1, 100)).split()
     params = {"max_new_tokens": 100, "stop": words[5], "no_stop_trim": True}

@@ -54,7 +54,7 @@ async def serve(engine: Engine, number: int) -> None:
 
 
 @pytest.mark.parametrize("has_host_tier", [False, True])
-def test_the_streams_of_a_serving_engine_tell_what_its_pools_hold(has_host_tier: bool) -> None:
+def test_the_streams_of_a_serving_engine_match_its_pools(has_host_tier: bool) -> None:
     if has_host_tier and find_spec("numpy") is None:
         pytest.skip("needs numpy: pip install scheduler-components[hicache]")
     config = attrs.evolve(CONFIG, hicache=HiCacheConfig(host_tokens=1024) if has_host_tier else None)
@@ -66,7 +66,7 @@ def test_the_streams_of_a_serving_engine_tell_what_its_pools_hold(has_host_tier:
     assert media == ({"GPU", "CPU", "STORAGE"} if has_host_tier else {"GPU"})
 
 
-def test_an_engine_that_was_not_told_to_has_no_such_route() -> None:
+def test_without_the_option_an_engine_has_no_such_route() -> None:
     async def asked() -> int:
         async with open_engine(CONFIG, show=lambda _: None) as engine:
             app = make_app(engine, CollectorRegistry())

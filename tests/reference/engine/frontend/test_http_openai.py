@@ -51,7 +51,7 @@ def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Call
     use(served, scenario)
 
 
-def test_a_stream_adds_up_to_the_whole_and_ends_with_usage(make_served: Callable[..., Any]) -> None:
+def test_a_stream_adds_up_to_the_response_and_ends_with_usage(make_served: Callable[..., Any]) -> None:
     served = make_served()
 
     async def scenario(client: Any) -> None:
@@ -74,7 +74,7 @@ def test_a_stream_adds_up_to_the_whole_and_ends_with_usage(make_served: Callable
 
 
 @pytest.mark.parametrize(("options", "told"), [(None, []), ({"include_usage": False}, [])])
-def test_usage_comes_only_where_it_is_asked_for(
+def test_usage_is_reported_only_on_request(
     make_served: Callable[..., Any], options: dict[str, bool] | None, told: list[Any]
 ) -> None:
     async def scenario(client: Any) -> None:
@@ -86,7 +86,7 @@ def test_usage_comes_only_where_it_is_asked_for(
     use(make_served(), scenario)
 
 
-def test_usage_may_come_with_every_event(make_served: Callable[..., Any]) -> None:
+def test_usage_may_be_reported_in_every_event(make_served: Callable[..., Any]) -> None:
     async def scenario(client: Any) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         stream = await client.completions.create(
@@ -117,7 +117,7 @@ def test_the_next_turn_of_a_chat_finds_its_prefix_with_the_answer_in_it(make_ser
     use(served, scenario)
 
 
-def test_a_streamed_chat_tells_its_role_once(make_served: Callable[..., Any]) -> None:
+def test_a_streamed_chat_has_its_role_in_one_event(make_served: Callable[..., Any]) -> None:
     async def scenario(client: Any) -> None:
         stream = await client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "hello"}], max_tokens=3, stream=True
@@ -130,7 +130,7 @@ def test_a_streamed_chat_tells_its_role_once(make_served: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_where_cached_tokens_were_found_is_told_as_sglang_does(make_served: Callable[..., Any], stream: bool) -> None:
+def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[..., Any], stream: bool) -> None:
     async def scenario(client: Any) -> None:
         asked = {"model": "any", "prompt": [*range(17)], "max_tokens": 1}
         await client.completions.create(**asked)
@@ -145,7 +145,7 @@ def test_where_cached_tokens_were_found_is_told_as_sglang_does(make_served: Call
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_and_the_work(make_served: Callable[..., Any], stream: bool) -> None:
+def test_a_stop_string_ends_the_text_and_the_request(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     words = CODEC.decode(served.foretold("mine", 1, 4000)).split()
     stop = f"{words[7]} {words[8][:2]}"  # ends within a token
@@ -177,7 +177,7 @@ def test_a_stop_string_can_be_kept(make_served: Callable[..., Any]) -> None:
     use(served, scenario)
 
 
-def test_a_token_that_stops_is_no_text(make_served: Callable[..., Any]) -> None:
+def test_a_stop_token_is_not_part_of_the_text(make_served: Callable[..., Any]) -> None:
     served = make_served()
     tokens = served.foretold("mine", 1, 9)
 
@@ -192,7 +192,7 @@ def test_a_token_that_stops_is_no_text(make_served: Callable[..., Any]) -> None:
     use(served, scenario)
 
 
-def test_several_prompts_with_several_outputs_each_stand_in_order(make_served: Callable[..., Any]) -> None:
+def test_several_prompts_with_several_outputs_are_in_order(make_served: Callable[..., Any]) -> None:
     """All outputs of a prompt are on one rank; its prompt counts once."""
     served = make_served(num_replicas=2)
 
@@ -224,7 +224,7 @@ def test_a_cached_prompt_counts_once_for_all_its_outputs(make_served: Callable[.
     use(make_served(), scenario)
 
 
-def test_streams_of_several_outputs_are_told_apart(make_served: Callable[..., Any]) -> None:
+def test_streams_of_several_outputs_have_separate_indexes(make_served: Callable[..., Any]) -> None:
     served = make_served()
 
     async def scenario(client: Any) -> None:
@@ -239,7 +239,7 @@ def test_streams_of_several_outputs_are_told_apart(make_served: Callable[..., An
     use(served, scenario)
 
 
-def test_how_tokens_are_chosen_reaches_the_scheduler(make_served: Callable[..., Any]) -> None:
+def test_sampling_parameters_reach_the_scheduler(make_served: Callable[..., Any]) -> None:
     served = make_served()
 
     async def scenario(client: Any) -> None:
@@ -258,7 +258,7 @@ def test_how_tokens_are_chosen_reaches_the_scheduler(make_served: Callable[..., 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_a_completion_stand_beside_its_tokens(make_served: Callable[..., Any], stream: bool) -> None:
+def test_logprobs_of_a_completion_match_its_tokens(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
 
     async def scenario(client: Any) -> None:
@@ -276,7 +276,7 @@ def test_logprobs_of_a_completion_stand_beside_its_tokens(make_served: Callable[
     use(served, scenario)
 
 
-def test_logprobs_of_a_chat_stand_beside_its_tokens(make_served: Callable[..., Any]) -> None:
+def test_logprobs_of_a_chat_match_its_tokens(make_served: Callable[..., Any]) -> None:
     served = make_served()
     messages = [{"role": "user", "content": "hello"}]
     num_prompt_tokens = len(CODEC.encode_chat([ChatMessage("user", "hello")]))
@@ -312,7 +312,7 @@ def test_an_echo_puts_the_prompt_before_each_output(make_served: Callable[..., A
     use(make_served(), scenario)
 
 
-def test_tokens_are_taken_for_a_prompt(make_served: Callable[..., Any]) -> None:
+def test_a_prompt_may_be_tokens(make_served: Callable[..., Any]) -> None:
     served = make_served()
 
     async def scenario(client: Any) -> None:
@@ -324,7 +324,9 @@ def test_tokens_are_taken_for_a_prompt(make_served: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("in_header", [False, True])
-def test_a_request_is_served_where_its_client_says(make_served: Callable[..., Any], in_header: bool) -> None:
+def test_a_request_is_served_on_the_rank_that_its_client_chose(
+    make_served: Callable[..., Any], in_header: bool
+) -> None:
     served = make_served(num_replicas=3)
 
     async def scenario(client: Any) -> None:
@@ -362,7 +364,7 @@ BAD_COMPLETIONS = [
 
 
 @pytest.mark.parametrize(("asked", "field"), BAD_COMPLETIONS)
-def test_what_cannot_be_served_is_a_bad_request_that_names_the_field(
+def test_an_invalid_body_is_a_bad_request_that_names_the_field(
     make_served: Callable[..., Any], asked: dict[str, Any], field: str
 ) -> None:
     served = make_served()
@@ -387,9 +389,7 @@ BAD_CHATS = [
 
 
 @pytest.mark.parametrize(("asked", "field"), BAD_CHATS)
-def test_a_chat_that_cannot_be_served_is_a_bad_request(
-    make_served: Callable[..., Any], asked: dict[str, Any], field: str
-) -> None:
+def test_an_invalid_chat_is_a_bad_request(make_served: Callable[..., Any], asked: dict[str, Any], field: str) -> None:
     async def scenario(client: Any) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="any", **asked)
@@ -398,7 +398,7 @@ def test_a_chat_that_cannot_be_served_is_a_bad_request(
     use(make_served(), scenario)
 
 
-def test_a_request_longer_than_the_pool_is_a_bad_request_with_the_arithmetic(make_served: Callable[..., Any]) -> None:
+def test_a_request_longer_than_the_pool_is_a_bad_request_with_the_sizes(make_served: Callable[..., Any]) -> None:
     async def scenario(client: Any) -> None:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="pool has 8192"):
@@ -422,7 +422,7 @@ class ShortCodec(WordTokenizer):
         ({"prompt": [100], "max_tokens": 1}, "prompt"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_before_any_rank_hears_of_it(
+def test_a_request_that_does_not_fit_the_model_is_not_dispatched(
     make_served: Callable[..., Any], asked: dict[str, Any], field: str
 ) -> None:
     served = make_served(codec=ShortCodec(hashed_ids=100))
@@ -436,7 +436,7 @@ def test_what_does_not_fit_the_model_is_refused_before_any_rank_hears_of_it(
     assert served.replicas[0].submitted == []
 
 
-def test_a_chat_without_a_bound_uses_what_the_context_leaves(make_served: Callable[..., Any]) -> None:
+def test_a_chat_without_a_limit_uses_the_rest_of_the_context(make_served: Callable[..., Any]) -> None:
     served = make_served(codec=ShortCodec(hashed_ids=100))
 
     async def scenario(client: Any) -> None:
@@ -465,7 +465,7 @@ def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any])
     assert seen == [(False, True), (True, False), (True, False)]
 
 
-def test_unknown_fields_are_named_once_and_change_nothing(
+def test_unknown_fields_are_logged_once_and_ignored(
     make_served: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(client: Any) -> None:
@@ -496,7 +496,7 @@ def test_names_of_unknown_fields_are_bounded(make_served: Callable[..., Any], ca
     assert max(map(len, named)) < 200
 
 
-def test_where_not_all_outputs_can_be_opened_none_is_left(make_served: Callable[..., Any]) -> None:
+def test_if_one_output_cannot_be_opened_all_are_aborted(make_served: Callable[..., Any]) -> None:
     served = make_served()
     served.frontend.max_open_requests = 2
 
@@ -511,7 +511,7 @@ def test_where_not_all_outputs_can_be_opened_none_is_left(make_served: Callable[
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_all_its_outputs(make_served: Callable[..., Any], stream: bool) -> None:
+def test_a_disconnect_aborts_all_outputs(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     asked = {"prompt": "one", "n": 3, "max_tokens": 8000, "stream": stream}
     arriving = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]

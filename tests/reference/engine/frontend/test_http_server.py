@@ -41,7 +41,7 @@ async def serving(app: Starlette, **settings: float) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
-def test_it_answers_at_the_url_that_it_gives_and_lets_go_of_the_port(host: str) -> None:
+def test_it_serves_at_its_url_and_releases_the_port(host: str) -> None:
     async def scenario() -> str:
         with bind_http(host, 0) as listener:
             async with open_http_server(APP, listener) as url, httpx.AsyncClient() as client:
@@ -54,18 +54,18 @@ def test_it_answers_at_the_url_that_it_gives_and_lets_go_of_the_port(host: str) 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "host.invalid"])
-def test_an_address_that_cannot_be_had_is_a_start_error(host: str) -> None:
+def test_an_unavailable_address_is_a_start_error(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(StartError, match="--port"), bind_http(host, taken.getsockname()[1]):
             raise AssertionError("it was bound")
 
 
-def test_who_connects_before_it_serves_is_refused() -> None:
+def test_connections_before_it_serves_are_refused() -> None:
     with bind_http("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname())
 
 
-def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() -> None:
+def test_an_address_that_was_taken_in_the_meantime_is_a_start_error() -> None:
     async def scenario() -> None:
         with bind_http("127.0.0.1", 0) as listener, bind_http(*listener.getsockname()) as other:
             other.listen()
@@ -76,7 +76,7 @@ def test_an_address_at_which_somebody_else_listens_by_then_is_a_start_error() ->
         asyncio.run(scenario())
 
 
-def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
+def test_incomplete_bodies_time_out_and_complete_ones_are_served() -> None:
     frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
     text = TextFrontend(frontend=frontend, codec=WordTokenizer())
     generate = Route("/generate", GenerateEndpoint(text=text, body_timeout_s=0.5), methods=["POST"])
@@ -103,7 +103,7 @@ def test_half_sent_bodies_are_cut_and_others_are_answered() -> None:
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
 
 
-def test_half_sent_heads_are_cut_also_behind_a_whole_request_and_slow_answers_are_not() -> None:
+def test_incomplete_headers_time_out_and_slow_responses_do_not() -> None:
     slow = asyncio.Event()
 
     async def answer_slowly(_: Request) -> PlainTextResponse:
@@ -135,7 +135,7 @@ def test_half_sent_heads_are_cut_also_behind_a_whole_request_and_slow_answers_ar
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
 
 
-def test_idle_connections_are_kept_for_longer_than_clients_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_stay_open_for_longer_than_clients_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found once, with both at 5 s: a request met the server's hanging up, and failed without a message."""
     kept_s: list[float] = []
 

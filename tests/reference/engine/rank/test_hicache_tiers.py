@@ -146,7 +146,7 @@ def with_files(
 
 @pytest.mark.parametrize("load", ["whole", "by_layer"])
 @pytest.mark.parametrize(("layout", "dtype"), [("page_first", torch.float32), ("layer_first", torch.bfloat16)], ids=str)
-def test_what_the_device_evicted_is_read_again_from_the_host(
+def test_pages_evicted_from_the_device_are_loaded_back_from_the_host(
     layout: HostLayout, dtype: torch.dtype, load: LoadBackMode
 ) -> None:
     config = HiCacheConfig(host_tokens=256, host_layout=layout, policy=HiCachePolicy(load=load))
@@ -160,7 +160,7 @@ def test_what_the_device_evicted_is_read_again_from_the_host(
 
 
 @pytest.mark.parametrize(("first", "second"), [("page_first", "layer_first"), ("layer_first", "page_first")])
-def test_a_restarted_engine_reads_what_it_had_stored_whatever_its_layout(
+def test_a_restarted_engine_reads_stored_pages_with_any_layout(
     tmp_path: Path, first: HostLayout, second: HostLayout
 ) -> None:
     with opened(with_files(tmp_path, first)) as run:
@@ -171,7 +171,7 @@ def test_a_restarted_engine_reads_what_it_had_stored_whatever_its_layout(
 
 
 @pytest.mark.parametrize(("first", "second"), [("sidecar", "sidecar"), ("none", "none"), ("sidecar", "none")])
-def test_a_restarted_engine_reads_what_was_stored_in_place(
+def test_a_restarted_engine_reads_pages_stored_without_copies(
     tmp_path: Path, first: StorageChecksum, second: StorageChecksum
 ) -> None:
     with opened(with_files(tmp_path, checksum=first)) as run:
@@ -182,7 +182,7 @@ def test_a_restarted_engine_reads_what_was_stored_in_place(
 
 
 @pytest.mark.parametrize(("first", "second"), [("frame", "none"), ("none", "frame"), ("none", "sidecar")])
-def test_what_was_stored_in_another_way_is_a_miss(
+def test_a_page_stored_with_another_checksum_kind_is_a_miss(
     tmp_path: Path, first: StorageChecksum, second: StorageChecksum
 ) -> None:
     with opened(with_files(tmp_path, checksum=first)) as run:
@@ -195,7 +195,7 @@ def test_what_was_stored_in_another_way_is_a_miss(
         assert run.hit_tokens == (0, 0, 40)  # what lies there in another way is in nobody's place
 
 
-def test_pages_in_place_need_a_host_that_keeps_them_whole(tmp_path: Path) -> None:
+def test_zero_copy_storage_needs_contiguous_pages(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no contiguous pages, which storage_checksum='none' needs"):
         with_files(tmp_path, "layer_first", checksum="none")
 
@@ -211,7 +211,7 @@ def test_pages_of_other_weights_and_types_are_not_read(tmp_path: Path, other: di
         assert run.hit_tokens == (0, 0, 0)
 
 
-def test_a_memory_of_other_size_is_refused() -> None:
+def test_a_memory_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="is 16 pages, but the KV memory has 15"):
         open_hicache_tiers(
             make_torch_kv_memory(pool(15), model="m"),
@@ -225,7 +225,7 @@ def test_a_memory_of_other_size_is_refused() -> None:
 BY_LAYER = HiCacheConfig(host_tokens=256, policy=HiCachePolicy(load="by_layer"))
 
 
-def test_a_forward_computes_a_layer_while_the_next_one_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_computes_a_layer_while_the_next_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here each layer is only copied once the one before it was computed: whoever waits for all of them never runs."""
     with opened(BY_LAYER) as run:
         run.serve(*PROMPTS)

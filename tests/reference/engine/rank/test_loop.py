@@ -226,7 +226,7 @@ def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> N
 
 
 @pytest.mark.parametrize("recv_interval", [1, 2])
-def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wires: Wires, recv_interval: int) -> None:
+def test_leader_and_follower_take_the_same_steps_and_only_the_leader_reports(wires: Wires, recv_interval: int) -> None:
     leader, follower = Rank(wires, 0, last_batch=3), Rank(wires, 1, last_batch=3)
     steps_out, steps_in = wires.pair()
     lead(wires, leader, [submit("a"), submit("b")], [steps_out], recv_interval=recv_interval)
@@ -240,7 +240,7 @@ def test_leader_and_follower_take_the_same_steps_and_only_the_leader_answers(wir
     assert follower.reports(LoadReport) == []
 
 
-def test_a_follower_whose_state_differs_is_caught_before_it_steps(wires: Wires) -> None:
+def test_a_follower_with_another_state_stops_before_it_steps(wires: Wires) -> None:
     rank = Rank(wires, 1, last_batch=1)
     steps_out, steps_in = wires.pair()
     steps_out.send(msgspec.msgpack.encode(RelayedInput(1, 0xBAD, 0)))
@@ -259,7 +259,7 @@ def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) 
         assert len(rank.worker.scheduler.queues) == 1
 
 
-def test_an_abort_is_told_and_one_of_an_unknown_request_is_not(wires: Wires) -> None:
+def test_an_abort_is_streamed_and_one_of_an_unknown_request_is_ignored(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=9)
     rank.worker.execute(1, (submit("a"),))
     rank.deltas()
@@ -293,7 +293,7 @@ def test_the_statistics_of_an_idle_leader_have_the_newest_counters_of_outputs(wi
     assert rank.stats.newest.outputs.tokens_sent == 3
 
 
-def test_an_idle_leader_offers_again_what_the_front_did_not_take(wires: Wires) -> None:
+def test_an_idle_leader_sends_outputs_again_that_were_not_accepted(wires: Wires) -> None:
     rank = Rank(wires, 0, last_batch=1000, output_room=1)
     leading = threading.Thread(target=lead, args=(wires, rank, [submit("a", max_new_tokens=50)], []))
     leading.start()
@@ -309,7 +309,7 @@ def test_an_idle_leader_offers_again_what_the_front_did_not_take(wires: Wires) -
     assert tokens == list(range(10, 60))
 
 
-def test_a_leader_that_waits_for_a_follower_says_that_it_is_alive_and_hears_the_stop(wires: Wires) -> None:
+def test_a_leader_that_waits_for_a_follower_sends_heartbeats_and_stops_on_the_signal(wires: Wires) -> None:
     """The follower is silent; were its leader silent too, the wrong one might be named."""
     rank = Rank(wires, 0, last_batch=1000)
     rank.heartbeat.clock = map(float, count()).__next__  # so that it speaks whenever it may
@@ -325,7 +325,7 @@ def test_a_leader_that_waits_for_a_follower_says_that_it_is_alive_and_hears_the_
     assert rank.worker.scheduler.num_steps == 2
 
 
-def test_who_waits_for_long_is_asked_to_wait_again_and_speaks_each_time(wires: Wires) -> None:
+def test_a_long_wait_returns_for_each_heartbeat(wires: Wires) -> None:
     """As in an agreement, which waits for a silent rank for a minute."""
     rank = Rank(wires, 1, last_batch=1)
     rank.heartbeat.clock = map(float, count()).__next__
@@ -336,7 +336,7 @@ def test_who_waits_for_long_is_asked_to_wait_again_and_speaks_each_time(wires: W
     assert not rank.heartbeat.wait(silent, zmq.POLLIN, 600_000)
 
 
-def test_the_front_hears_that_a_replica_is_idle_when_its_last_statistics_are_written(wires: Wires) -> None:
+def test_statistics_are_written_before_the_replica_reports_idle(wires: Wires) -> None:
     """Whoever waits for the end of all work reads the statistics then."""
     rank = Rank(wires, 0, last_batch=3)
     told: list[tuple[int, int]] = []

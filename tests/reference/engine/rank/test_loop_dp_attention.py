@@ -128,7 +128,7 @@ def open_hubs(wires: Wires, size: int, timeout_s: float = 30.0) -> list[ZmqSyncH
     return [wires.hub(rank, RankGroups(rank=rank, tp=range(size)), timeout_s=timeout_s) for rank in range(size)]
 
 
-def test_a_rank_is_awaited_from_the_first_vector_on_until_it_has_come(wires: Wires) -> None:
+def test_a_peer_is_waiting_from_its_first_vector_until_the_collective_ends(wires: Wires) -> None:
     hubs = open_hubs(wires, 2)
     all_groups = [hub.parallel_groups(((0, 1),)) for hub in hubs]
     assert not any(hub.is_peer_waiting for hub in hubs)
@@ -141,7 +141,7 @@ def test_a_rank_is_awaited_from_the_first_vector_on_until_it_has_come(wires: Wir
     assert not any(hub.is_peer_waiting for hub in hubs)
 
 
-def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wires) -> None:
+def test_an_early_vector_of_the_next_step_wakes_the_leader(wires: Wires) -> None:
     """Rank 2 hears rank 0 begin step 2 while it still waits for rank 1 in step 1: no socket will wake it for that."""
     hubs = open_hubs(wires, 3)
     all_groups = [hub.parallel_groups(((0, 1, 2),)) for hub in hubs]
@@ -161,7 +161,7 @@ def test_a_vector_of_the_next_step_that_comes_early_is_not_slept_over(wires: Wir
     assert not any(hub.is_peer_waiting for hub in hubs)
 
 
-def test_a_replica_that_does_not_come_is_named_by_all_others(wires: Wires) -> None:
+def test_a_missing_replica_is_named_by_all_others(wires: Wires) -> None:
     hubs = open_hubs(wires, 3, timeout_s=1.0)
     syncs = [
         DpBatchSync(groups=hub.parallel_groups(((0, 1, 2),)), replica=rank, num_replicas=3)
@@ -276,7 +276,7 @@ arrivals_at = st.builds(Arrival, st.integers(0, 2), st.integers(1, 60), st.integ
 
 @settings(max_examples=20)
 @given(st.lists(arrivals_at, min_size=1, max_size=8))
-def test_whoever_gets_work_wakes_all_and_all_take_the_same_steps(arrivals: list[Arrival]) -> None:
+def test_a_replica_with_work_wakes_all_and_all_take_the_same_steps(arrivals: list[Arrival]) -> None:
     replicas = serve(arrivals, 3)
     outputs = {delta.rid: list[int]() for each in replicas for delta in each.outputs.deltas}
     for delta in (delta for each in replicas for delta in each.outputs.deltas):
@@ -324,7 +324,7 @@ def dp_counts(engine: Engine) -> list[tuple[int, int, int]]:
     return counts
 
 
-def test_processes_agree_on_shapes_serve_as_ever_and_fail_together_with_the_name_of_the_dead() -> None:
+def test_processes_agree_on_shapes_and_fail_together_naming_the_dead_rank() -> None:
     async def scenario(engine: Engine) -> None:
         lengths = [(f"r{number}", 40 + 90 * (number % 3), 3 + 5 * (number % 4)) for number in range(8)]
         served = await asyncio.gather(*(generate(engine, *each) for each in lengths))
@@ -356,7 +356,7 @@ def test_processes_agree_on_shapes_serve_as_ever_and_fail_together_with_the_name
 # --- what an operator gives ---
 
 
-def test_a_rank_is_told_of_dp_attention() -> None:
+def test_the_options_of_dp_attention_reach_a_rank() -> None:
     config = RankConfig(SMALL, 1, EnginePaths("x"))
     assert RankConfig.from_json(config.to_json()) == config
 
@@ -374,7 +374,7 @@ def test_a_rank_is_told_of_dp_attention() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(field: str, make: Callable[[], object]) -> None:
+def test_an_invalid_value_is_refused_by_name(field: str, make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError) as refusal:
         make()
     assert refusal.value.field == field

@@ -41,7 +41,7 @@ def control(scheduler: Scheduler) -> RpcHandler:
     )
 
 
-def test_budgets_can_be_changed_while_requests_run(scheduler: Scheduler, control: RpcHandler) -> None:
+def test_sizes_can_be_changed_while_requests_run(scheduler: Scheduler, control: RpcHandler) -> None:
     for number in range(4):
         scheduler.submit(Request(f"r{number}", range(number, number + 100), SamplingLimits(max_new_tokens=4)))
     assert scheduler.step().num_prefill_tokens == 400
@@ -73,9 +73,7 @@ def test_budgets_can_be_changed_while_requests_run(scheduler: Scheduler, control
         (b"[" * 5_000, "body"),
     ],
 )
-def test_what_cannot_be_set_is_refused_by_name_and_changes_nothing(
-    control: RpcHandler, body: bytes, field: str
-) -> None:
+def test_a_read_only_value_is_refused_by_name_and_changes_nothing(control: RpcHandler, body: bytes, field: str) -> None:
     before = control.answer("get_internal_state", b"")
     with pytest.raises(ConfigError) as refusal:
         control.answer("set_internal_state", body)
@@ -83,7 +81,9 @@ def test_what_cannot_be_set_is_refused_by_name_and_changes_nothing(
     assert control.answer("get_internal_state", b"") == before
 
 
-def test_a_new_ratio_begins_at_once_and_other_changes_leave_it(scheduler: Scheduler, control: RpcHandler) -> None:
+def test_a_new_ratio_takes_effect_immediately_and_other_changes_keep_it(
+    scheduler: Scheduler, control: RpcHandler
+) -> None:
     scheduler.submit(Request("r", range(8), SamplingLimits(max_new_tokens=20)))
     for _ in range(5):
         scheduler.step()
@@ -126,7 +126,7 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
 
 
-def test_an_engine_without_a_directory_keeps_no_profiles() -> None:
+def test_an_engine_without_a_directory_records_no_profiles() -> None:
     config = EngineConfig(dp_size=1, attn_cp_size=1, attn_tp_size=1, scheduler=CONFIG)
 
     async def scenario() -> None:

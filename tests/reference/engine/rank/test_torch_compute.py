@@ -60,7 +60,7 @@ def test_a_rank_serves_the_model_that_the_command_line_names(model_folder: Path,
 
 
 @pytest.mark.parametrize("field", ["attn_cp_size", "pp_size"])
-def test_ranks_that_would_have_a_part_of_a_model_are_refused(spec: ModelSpec, field: str) -> None:
+def test_ranks_along_other_dimensions_of_a_model_are_refused(spec: ModelSpec, field: str) -> None:
     whole = EngineConfig(model=spec, dp_size=2, attn_cp_size=1, attn_tp_size=1)
     with pytest.raises(ConfigError, match=rf"^{field}=2: cannot cut"):
         attrs.evolve(whole, **{field: 2})
@@ -79,7 +79,7 @@ def test_ranks_that_would_have_a_part_of_a_model_are_refused(spec: ModelSpec, fi
         ("cuda:2", [f"cuda:{n}" for n in range(2, 6)]),
     ],
 )
-def test_each_rank_has_a_cuda_device_of_its_own(first: str, expected: list[str]) -> None:
+def test_each_rank_has_its_own_cuda_device(first: str, expected: list[str]) -> None:
     ranks = [
         ParallelState.from_tp_rank(tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2)
         for dp_rank in range(2)
@@ -88,7 +88,7 @@ def test_each_rank_has_a_cuda_device_of_its_own(first: str, expected: list[str])
     assert [rank_torch_device(first, parallel) for parallel in ranks] == expected
 
 
-def test_a_pool_beyond_the_machines_memory_costs_no_process(model_folder: Path) -> None:
+def test_a_pool_beyond_the_memory_starts_no_process(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^kv_tokens=.*needs .* GB"):
         engine_config(EngineOptions(kv_tokens=2**40), HiCacheOptions(), ModelOptions(model=model_folder))
 

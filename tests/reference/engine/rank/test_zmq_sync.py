@@ -66,9 +66,7 @@ class Ranks:
         return not self.stop.is_set()
 
 
-def test_ranks_get_the_answers_of_the_whole_grid_again_and_again(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
-) -> None:
+def test_ranks_reduce_over_the_whole_grid_repeatedly(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     def work(groups: ParallelGroups) -> object:
         answers = []
         for step in range(200):
@@ -96,7 +94,7 @@ def test_a_missing_rank_is_named_on_every_rank(context: zmq.Context[zmq.Socket[b
         assert (error.operation, error.step, error.missing_ranks) == ("landed", 7, (2,))
 
 
-def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+def test_different_operations_are_named_on_every_rank(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     works: dict[int, Work] = dict.fromkeys(range(4), lambda groups: groups.all_reduce_min("landed", 1, step=7))
     works[2] = lambda groups: groups.all_reduce_min("allocated", 1, step=7)
     for error in Ranks(context, tmp_path).run(works).values():
@@ -105,7 +103,7 @@ def test_different_questions_are_named_on_every_rank(context: zmq.Context[zmq.So
         assert error.places[0] == "'landed' at step 7, call 0"
 
 
-def test_an_order_to_stop_ends_the_wait(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+def test_the_signal_to_stop_ends_the_wait(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     ranks = Ranks(context, tmp_path)
     threading.Timer(0.05, ranks.stop.set).start()
     [found] = ranks.run({0: lambda groups: groups.all_reduce_min("landed", 1, step=7)}).values()

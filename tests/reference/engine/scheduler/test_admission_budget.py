@@ -26,7 +26,7 @@ def timed(bench: object, base_s: float, token_s: float) -> FakeClock:
     return clock
 
 
-def test_forecasts_are_judged_and_told(make_bench: Callable) -> None:
+def test_the_errors_of_forecasts_are_reported(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=4096, chunk_tokens=64, max_prefill_tokens=64)
     timed(bench, 0.010, 0.0001)
     for number in range(12):
@@ -52,7 +52,7 @@ def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_comput
     assert min(chunks[:-1]) >= 256 // 4
 
 
-def test_without_a_model_chunks_are_as_long_as_ever(make_bench: Callable) -> None:
+def test_without_a_model_chunks_have_their_configured_length(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
     bench.submit("long", range(1000))
     assert [result.num_prefill_tokens for result in bench.drain()] == [256, 256, 256, 232]
@@ -80,9 +80,7 @@ class ComingFromStorage:
         pass
 
 
-def test_what_storage_brings_is_left_out_of_what_waits_to_be_computed(
-    make_bench: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetched_tokens_are_not_counted_as_waiting(make_bench: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make_bench(kv_tokens=256)
     coming = ComingFromStorage()
     monkeypatch.setattr(type(bench.scheduler.tiers), "prefetch_queue", coming)

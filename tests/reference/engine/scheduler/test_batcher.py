@@ -95,7 +95,7 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
 @checked
 @given(sizes, sizes, st.integers(1, 100), st.integers(0, 50), st.integers(1, 50), st.floats(0, 1))
 @example(page_size=1, num_pages=2, num_prompt=1, num_output=0, num_left=2, ratio=1.0)
-def test_what_fits_the_pool_is_never_expected_to_outgrow_it(
+def test_the_estimate_of_a_request_that_fits_never_exceeds_the_pool(
     page_size: int, num_pages: int, num_prompt: int, num_output: int, num_left: int, ratio: float
 ) -> None:
     """So a request that is alone can always be admitted, also after a retraction."""
@@ -107,9 +107,7 @@ def test_what_fits_the_pool_is_never_expected_to_outgrow_it(
 
 @checked
 @given(st.lists(st.integers(1, 50), max_size=5), sizes, st.floats(0, 1))
-def test_pages_to_come_shrink_as_pages_are_taken_and_are_never_negative(
-    prompts: list[int], page_size: int, ratio: float
-) -> None:
+def test_the_estimate_of_pages_shrinks_as_pages_are_allocated(prompts: list[int], page_size: int, ratio: float) -> None:
     requests = [a_request(num_prompt, 0, 10) for num_prompt in prompts]
     before = estimate_pages_to_allocate(requests, page_size=page_size, new_token_ratio=ratio)
     for request in requests:
@@ -121,7 +119,7 @@ def test_pages_to_come_shrink_as_pages_are_taken_and_are_never_negative(
 
 @checked
 @given(sizes, sizes, st.integers(0, 40))
-def test_a_chunk_keeps_to_every_bound_and_wastes_nothing(left: int, chunk: int, budget: int) -> None:
+def test_a_chunk_is_the_least_of_its_limits(left: int, chunk: int, budget: int) -> None:
     num_tokens = prefill_chunk(left, chunk_tokens=chunk, budget_tokens=budget)
     assert num_tokens <= left and num_tokens <= chunk and num_tokens <= budget
     assert num_tokens in (left, chunk, budget)
@@ -153,7 +151,7 @@ def test_the_latest_arrival_is_retracted(arrivals: list[int]) -> None:
         ("kv_metrics_every_steps", 0, "at least 1"),
     ],
 )
-def test_a_size_that_cannot_work_is_named_with_its_hint(field: str, value: float, hint: str) -> None:
+def test_an_invalid_size_is_named_with_its_hint(field: str, value: float, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         SchedulerConfig(**{field: value})
     assert error.value.field == field

@@ -46,7 +46,7 @@ def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_rank_that_is_stuck_says_where_over_http_and_with_its_stacks(private_tmp: Path) -> None:
+def test_a_stalled_rank_is_reported_over_http_and_with_its_stacks(private_tmp: Path) -> None:
     lines: list[str] = []
 
     async def whole() -> None:
@@ -69,7 +69,7 @@ def test_a_rank_that_is_stuck_says_where_over_http_and_with_its_stacks(private_t
     assert any("has made no progress for" in line and "phase device" in line for line in lines)
 
 
-def test_a_rank_is_told_how_to_check() -> None:
+def test_the_options_of_the_checks_reach_a_rank() -> None:
     integrity = IntegrityConfig(
         checks=CheckPolicy(action="dump", count_every_steps=3), owners_one_in=4, follows_events=True, stall_after_s=2.5
     )
@@ -77,19 +77,19 @@ def test_a_rank_is_told_how_to_check() -> None:
     assert RankConfig.from_json(config.to_json()) == config
 
 
-def test_a_slow_device_is_given_longer() -> None:
+def test_a_slow_device_has_a_longer_stall_timeout() -> None:
     assert IntegrityConfig().stall_timeout_s(speed=4.0) == 8.0
     assert IntegrityConfig().stall_timeout_s(speed=0.5) == 16.0
     assert IntegrityConfig(stall_after_s=0).stall_timeout_s(speed=0.5) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"stall_after_s": -1.0}, {"owners_one_in": -1}, {"owners_one_in": 1.5}])
-def test_what_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+def test_an_invalid_value_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         IntegrityConfig(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [{"action": "kill"}, {"count_every_steps": 0}, {"full_check_every_steps": 0}])
-def test_a_policy_that_cannot_work_is_refused_by_name(wrong: dict[str, object]) -> None:
+def test_an_invalid_policy_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         CheckPolicy(**wrong)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ u32 = st.integers(0, 2**32 - 1)
 
 @checked
 @given(st.lists(u32, min_size=1), st.lists(u32), st.integers(1, 1000))
-def test_prompt_and_output_are_told_apart(prompt: list[int], output: list[int], max_new: int) -> None:
+def test_prompt_and_output_are_separate(prompt: list[int], output: list[int], max_new: int) -> None:
     request = Request("r", prompt, SamplingLimits(max_new_tokens=max_new))
     request.token_ids.extend(output)
     assert request.input_ids == tuple(prompt)
@@ -35,21 +35,21 @@ def test_bytes_are_a_sequence_of_ids_and_not_raw_memory(prompt: bytes) -> None:
 
 
 @pytest.mark.parametrize("input_ids", [[-1], [2**32], [0, 1.5], ["a"], "text", [None], []])
-def test_what_is_no_token_id_is_refused(input_ids: Iterable[int]) -> None:
+def test_an_invalid_token_id_is_refused(input_ids: Iterable[int]) -> None:
     with pytest.raises(ConfigError) as error:
         Request("r", input_ids)
     assert error.value.field == "input_ids"
 
 
 @pytest.mark.parametrize("rid", ["", "\ud800"])
-def test_an_id_that_cannot_travel_is_refused(rid: str) -> None:
+def test_an_id_that_cannot_be_encoded_is_refused(rid: str) -> None:
     with pytest.raises(ConfigError) as error:
         Request(rid, [1])
     assert error.value.field == "rid"
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, -1])
-def test_limits_that_ask_for_nothing_are_refused(max_new_tokens: int) -> None:
+def test_limits_below_one_token_are_refused(max_new_tokens: int) -> None:
     with pytest.raises(ConfigError, match="max_new_tokens"):
         SamplingLimits(max_new_tokens=max_new_tokens)
 
@@ -59,11 +59,11 @@ def test_limits_travel_as_messages() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(limits), type=SamplingLimits) == limits
 
 
-def test_a_request_says_where_it_stands() -> None:
+def test_the_repr_of_a_request_shows_its_state() -> None:
     assert "'r7' waiting prompt=2 output=0/9" in repr(Request("r7", [1, 2], SamplingLimits(max_new_tokens=9)))
 
 
-def test_output_is_told_from_any_token_on_with_its_counts() -> None:
+def test_output_since_any_token_has_the_counts() -> None:
     request = Request("r", [1, 2, 3], stream_interval=4)
     request.token_ids.extend([7, 8, 9])
     request.num_cached_prompt_tokens = 2

@@ -68,7 +68,7 @@ def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callab
     assert bench.scheduler.request_metrics.stats().cached_tokens_total == 16
 
 
-def test_the_same_prompt_twice_leaves_one_token_to_compute_a_page_at_least(make_bench: Callable) -> None:
+def test_an_equal_prompt_computes_at_least_one_page(make_bench: Callable) -> None:
     bench = make_bench()
     for rid in ("one", "two"):
         bench.submit(rid, range(8))
@@ -77,7 +77,7 @@ def test_the_same_prompt_twice_leaves_one_token_to_compute_a_page_at_least(make_
     assert bench.outputs.deltas[-1].output.num_cached_tokens == 4
 
 
-def test_prefills_and_decodes_share_a_batch_and_the_prefill_keeps_to_its_budget(make_bench: Callable) -> None:
+def test_prefills_and_decodes_share_a_batch_within_the_prefill_budget(make_bench: Callable) -> None:
     bench = make_bench(max_prefill_tokens=5)
     bench.submit("a", range(3), 10)
     bench.submit("b", range(100, 108), 10)
@@ -85,14 +85,14 @@ def test_prefills_and_decodes_share_a_batch_and_the_prefill_keeps_to_its_budget(
     assert shape == [(5, 0), (5, 1), (1, 1), (0, 2)]
 
 
-def test_prefills_that_go_on_together_share_the_budget(make_bench: Callable) -> None:
+def test_concurrent_prefills_share_the_budget(make_bench: Callable) -> None:
     bench = make_bench(max_prefill_tokens=8, chunk_tokens=5)
     bench.submit("a", range(15))
     bench.submit("b", range(100, 115))
     assert [result.num_prefill_tokens for result in bench.drain()] == [8, 8, 8, 5, 1]
 
 
-def test_what_is_reserved_for_output_shrinks_while_nobody_is_retracted(make_bench: Callable) -> None:
+def test_the_reserve_for_output_shrinks_without_retractions(make_bench: Callable) -> None:
     """Both together may take 86 positions of 82: the second comes in when the first has shown that it does well."""
     bench = make_bench(page_size=1, kv_tokens=82, new_token_ratio=1.0, min_new_token_ratio=0.0)
     bench.submit("a", range(4), 50)
@@ -102,7 +102,7 @@ def test_what_is_reserved_for_output_shrinks_while_nobody_is_retracted(make_benc
     assert 10 < admitted_at[0] < 50
 
 
-def test_a_retracted_request_waits_with_what_the_cache_still_has_of_it(make_bench: Callable) -> None:
+def test_a_retracted_request_waits_with_its_cached_prefix(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
     bench.submit("early", range(8), 20)
     bench.submit("late", range(50, 58), 20)
@@ -113,7 +113,7 @@ def test_a_retracted_request_waits_with_what_the_cache_still_has_of_it(make_benc
     assert load.num_waiting_uncached_tokens <= 4
 
 
-def test_the_latest_arrival_gives_way_and_loses_no_token(make_bench: Callable) -> None:
+def test_the_latest_arrival_is_retracted_and_loses_no_token(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
     early = bench.submit("early", range(8), 20)
     late = bench.submit("late", range(50, 58), 20)
@@ -127,7 +127,7 @@ def test_the_latest_arrival_gives_way_and_loses_no_token(make_bench: Callable) -
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-def test_an_abort_takes_everything_back(make_bench: Callable, num_steps: int) -> None:
+def test_an_abort_frees_all_pages(make_bench: Callable, num_steps: int) -> None:
     """0: still waiting; 1: in the middle of a chunked prefill; 2 and 5: in decode."""
     bench = make_bench(chunk_tokens=8)
     bench.submit("r", range(12), 10)
@@ -147,7 +147,7 @@ def test_an_abort_takes_everything_back(make_bench: Callable, num_steps: int) ->
     assert not bench.scheduler.abort("never seen")
 
 
-def test_an_id_is_taken_until_its_abort_has_been_told(make_bench: Callable) -> None:
+def test_an_id_is_in_use_until_its_abort_is_streamed(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(5))
     bench.scheduler.abort("r")
@@ -203,7 +203,7 @@ def test_a_request_without_a_result_ends_alone(make_bench: Callable) -> None:
     bench.scheduler.cache.check_integrity()
 
 
-def test_logprobs_go_out_with_the_tokens_whose_request_asked(make_bench: Callable) -> None:
+def test_logprobs_are_streamed_to_requests_that_want_them(make_bench: Callable) -> None:
     bench = make_bench()
     asks = Request("asks", range(4), SamplingLimits(2), sampling=SamplingParams(logprobs=1))
     bench.scheduler.submit(asks)
@@ -218,7 +218,7 @@ def test_logprobs_go_out_with_the_tokens_whose_request_asked(make_bench: Callabl
     assert [output.logprobs for output in outputs["silent"]] == [None]
 
 
-def test_tokens_go_out_at_the_pace_that_a_request_asks_for(make_bench: Callable) -> None:
+def test_tokens_are_streamed_at_the_interval_of_the_request(make_bench: Callable) -> None:
     bench = make_bench()
     for rid, interval in (("each", 1), ("pairs", 2), ("whole", 0)):
         bench.scheduler.submit(Request(rid, range(4), SamplingLimits(max_new_tokens=6), stream_interval=interval))
@@ -229,7 +229,7 @@ def test_tokens_go_out_at_the_pace_that_a_request_asks_for(make_bench: Callable)
     assert sizes == {"each": [1] * 6, "pairs": [1, 2, 2, 1], "whole": [6]}
 
 
-def test_what_a_slow_receiver_did_not_take_comes_in_one_piece_and_retractions_repeat_nothing(
+def test_a_slow_receiver_gets_merged_deltas_and_no_token_twice(
     make_bench: Callable,
 ) -> None:
     bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)

@@ -146,7 +146,7 @@ def digests(workload: list[list[Call]], kv_pages: int = 9) -> list[int]:
 BASE: list[list[Call]] = [[Submit((0, 1, 2), 4)], [Submit((3, 3, 1, 2), 4)], [], [Abort(1)], []]
 
 
-def test_the_digest_tells_every_difference_between_two_ranks() -> None:
+def test_the_digest_shows_every_difference_between_two_ranks() -> None:
     """From the step on in which they part, not later, and for good."""
     others: list[tuple[int, list[list[Call]]]] = [
         (0, [[Submit((0, 1, 2, 3), 4)], *BASE[1:]]),  # a longer prompt
@@ -160,11 +160,11 @@ def test_the_digest_tells_every_difference_between_two_ranks() -> None:
         assert equal == [True] * parts_at + [False] * (len(BASE) - parts_at)
 
 
-def test_a_pool_of_another_size_is_told_in_the_first_step() -> None:
+def test_the_digest_shows_a_pool_of_another_size_in_the_first_step() -> None:
     assert all(one != other for one, other in zip(digests(BASE), digests(BASE, kv_pages=10), strict=True))
 
 
-def test_a_call_is_told_before_its_step() -> None:
+def test_the_digest_shows_a_call_before_the_next_step() -> None:
     """Also where the next batch is the same with and without it: a request that waits changes no batch."""
     plain, submits, aborts = (Rank(ParallelState.trivial()) for _ in range(3))
     for rank in (plain, submits, aborts):

@@ -27,7 +27,7 @@ def test_output_is_cached_at_the_end_except_its_last_token(make_bench: Callable)
     assert bench.stored_tokens() == [*range(6), *request.output_ids[:6]]
 
 
-def test_requests_with_one_prompt_at_once_store_it_once(make_bench: Callable) -> None:
+def test_concurrent_requests_with_one_prompt_store_it_once(make_bench: Callable) -> None:
     bench = make_bench()
     requests = [bench.submit(f"r{index}", range(9), 3) for index in range(3)]
     bench.scheduler.step()
@@ -38,7 +38,7 @@ def test_requests_with_one_prompt_at_once_store_it_once(make_bench: Callable) ->
     assert bench.scheduler.cache.used_tokens == 0
 
 
-def test_events_leave_between_launch_and_wait(make_bench: Callable) -> None:
+def test_events_are_sent_between_launch_and_wait(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(8))
     bench.scheduler.step()
@@ -52,7 +52,7 @@ def test_batches_carry_time_and_stream_index(make_bench: Callable) -> None:
     assert [(batch.ts, batch.attn_dp_rank) for batch in bench.publisher.batches] == [(1_700_000_000.0, 1)]
 
 
-def test_a_flush_forgets_prefixes_and_says_so_at_once(make_bench: Callable) -> None:
+def test_a_cleared_cache_publishes_the_event_immediately(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(8))
     bench.scheduler.step()
@@ -82,7 +82,7 @@ def test_every_step_reports_and_ranks_that_do_not_report_stay_silent(make_bench:
     assert (follower.sink.stats, follower.sink.kv_metrics, follower.publisher.batches) == ([], [], [])
 
 
-def test_close_sends_what_is_left_and_closes_both_sinks(make_bench: Callable) -> None:
+def test_close_sends_pending_batches_and_closes_both_sinks(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(7), 20)
     bench.scheduler.step()
@@ -103,7 +103,7 @@ def test_an_idle_step_is_harmless(make_bench: Callable) -> None:
     assert not bench.scheduler.has_work
 
 
-def test_decode_moments_and_preemptions_are_told(make_bench: Callable) -> None:
+def test_decode_moments_and_preemptions_are_reported(make_bench: Callable) -> None:
     bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
     ticks = count()
     bench.scheduler.request_metrics.clock = lambda: next(ticks) * 0.25
@@ -120,7 +120,7 @@ def test_decode_moments_and_preemptions_are_told(make_bench: Callable) -> None:
     assert totals.preemptions_per_s > 0
 
 
-def test_after_a_clear_who_waits_counts_nothing_as_cached(make_bench: Callable) -> None:
+def test_after_a_clear_waiting_requests_have_no_cached_tokens(make_bench: Callable) -> None:
     """Also in the namespace of other weights, in which the same tokens are not found."""
     bench = make_bench(max_running_requests=1)
     bench.submit("first", range(8))

@@ -50,7 +50,7 @@ def tiers() -> Iterator[HiCacheTiers]:
     tiers.close()
 
 
-def test_each_step_reports_where_prompts_were_found(tiers: HiCacheTiers) -> None:
+def test_each_step_reports_the_tiers_of_cached_prompts(tiers: HiCacheTiers) -> None:
     """Three prompts of 40 tokens over a device of 64: when the first comes again, the host alone has all of it."""
     sink, outputs = LastStats(), ListOutputSink()
     scheduler = Scheduler.compose(
@@ -74,7 +74,7 @@ def test_each_step_reports_where_prompts_were_found(tiers: HiCacheTiers) -> None
     assert last.num_cached_tokens == 40
 
 
-def test_a_scheduler_without_tiers_tells_of_none(make_bench: Callable) -> None:
+def test_a_scheduler_without_tiers_reports_none(make_bench: Callable) -> None:
     bench = make_bench()
     bench.submit("r", range(8))
     bench.drain()
