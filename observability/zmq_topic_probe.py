@@ -1,4 +1,4 @@
-"""Which topics a publisher really uses: subscribes to all of them for a short time."""
+"""Finding the topics that a publisher uses, by a short subscription to all topics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def probe_topics(
     keys: CurveClientKeys | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, set[bytes]]:
-    """Read the first frame of what each stream sends, by rank; empty for a stream that sends nothing.
+    """Return the topics of the messages of each stream, by rank; empty for a stream without messages.
 
-    Ends when every stream has sent something, or after ``listen_s``.
+    The call returns when every stream has sent a message, or after ``listen_s``.
     """
     topics: dict[int, set[bytes]] = {address.rank: set() for address in addresses}
     ranks: dict[Socket, int] = {}

@@ -1,4 +1,4 @@
-"""What an operator types after ``--jetstream``: where the broker is, and how much it may keep."""
+"""The value of ``--jetstream``: where the broker is, and how much it keeps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from observability.jetstream.records import check_prefix
+from observability.jetstream.addresses import check_prefix
 from scheduler_components import ConfigError
 from scheduler_components.validators import integer_validator, number_validator
 
 __all__ = ["JetStreamConfig"]
 
 _SCHEMES = ("nats", "tls", "ws", "wss")
-_MOST_REPLICAS = 5
+_MAX_REPLICAS = 5
 
 
 def _servers(value: object) -> tuple[str, ...]:
-    """One URL, several with commas between them, or a list of them."""
+    """Split one URL, or several separated by commas; or return a list of URLs as a tuple."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
     return tuple(value) if isinstance(value, Iterable) else (str(value),)
@@ -31,11 +31,11 @@ def _are_servers(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: 
     for url in value or ("",):
         try:
             parts = urlsplit(url if isinstance(url, str) else "")
-            is_one = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
+            is_valid = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
         except ValueError:
-            is_one = False
-        if not is_one:
-            raise ConfigError(attribute.name, url, "is no NATS server", "give a URL such as nats://127.0.0.1:4222")
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(attribute.name, url, "is not a NATS server", "give a URL such as nats://127.0.0.1:4222")
 
 
 def _is_prefix(_: object, attribute: attrs.Attribute[str], value: object) -> None:
@@ -44,36 +44,36 @@ def _is_prefix(_: object, attribute: attrs.Attribute[str], value: object) -> Non
 
 def _is_replicas(_: object, attribute: attrs.Attribute[int], value: object) -> None:
     integer_validator("is not a number of copies")(_, attribute, value)
-    if isinstance(value, int) and value > _MOST_REPLICAS:
-        hint = f"give 1 to {_MOST_REPLICAS}; 3 survives the loss of one server"
-        raise ConfigError(attribute.name, value, "is more copies than JetStream keeps", hint)
+    if isinstance(value, int) and value > _MAX_REPLICAS:
+        hint = f"give 1 to {_MAX_REPLICAS}; 3 survives the loss of one server"
+        raise ConfigError(attribute.name, value, "is above the limit of JetStream", hint)
 
 
 def _is_file(_: object, attribute: attrs.Attribute[str | None], value: object) -> None:
     if value is not None and not (isinstance(value, str) and Path(value).is_file()):
-        raise ConfigError(attribute.name, value, "is no file", "give the path of a user's .creds file")
+        raise ConfigError(attribute.name, value, "is not a file", "give the path of a user's .creds file")
 
 
 @attrs.frozen(kw_only=True)
 class JetStreamConfig:
     """Where the broker is and how much it keeps.
 
-    A log's limits bound the broker's disk and what a late reader must read after the snapshot. The snapshot is written
-    anew
-    when half of any limit is used up, so the broker drops only what the snapshot has.
+    The limits of a log bound the broker's disk, and the messages that a late reader must read after the snapshot. The
+    writer stores a new snapshot when half of any limit is used, so that the broker only drops messages that the
+    snapshot covers.
 
     Attributes:
-        servers: URLs, tried in any order; user and password may stand in them.
-        prefix: of all names in the broker. One per fleet.
-        replicas: copies of each log and bucket: 1 needs one server; 3 survives the loss of one of three.
+        servers: URLs, tried in any order; they may contain user and password.
+        prefix: of all names in the broker; one per fleet.
+        replicas: copies of each log and bucket: 1 needs one server, 3 survive the loss of one of three.
         max_msgs: batches that the broker keeps per stream: half a minute of a busy scheduler (2,000 per second).
         max_bytes: bytes that it keeps per worker: ``max_msgs`` batches of 4 KiB, some 1,000 tokens each.
-        max_age_s: seconds that it keeps anything of a worker that is gone: long enough for a restart, and short
-            enough that nobody cleans up.
-        credentials_file: of a user with a JWT, as the broker's own tools write it.
+        max_age_s: seconds that it keeps data of a stopped worker: long enough for a restart, and short enough that no
+            cleanup is needed.
+        credentials_file: of a user with a JWT, in the format of the broker's own tools.
 
     Raises:
-        ConfigError: naming the setting, the value, what is wrong and what to write.
+        ConfigError: a setting is invalid; the error names the setting, the value and a valid form.
     """
 
     servers: tuple[str, ...] = attrs.field(converter=_servers, validator=_are_servers)
@@ -88,10 +88,10 @@ class JetStreamConfig:
 
     @classmethod
     def from_cli(cls, text: str) -> JetStreamConfig:
-        """Read a URL, several with commas between them, or a JSON object of settings.
+        """Parse a URL, several URLs separated by commas, or a JSON object of settings.
 
         Raises:
-            ConfigError: neither, an unknown setting, or a bad value.
+            ConfigError: the text is none of them, or has an unknown setting or a bad value.
         """
         if not text.lstrip().startswith("{"):
             return cls(servers=text)
@@ -103,7 +103,9 @@ class JetStreamConfig:
         known = tuple(field.name for field in attrs.fields(cls))
         for name in settings:
             if name not in known:
-                raise ConfigError(name, settings[name], "is no setting of jetstream", f"give one of {', '.join(known)}")
+                raise ConfigError(
+                    name, settings[name], "is not a setting of jetstream", f"give one of {', '.join(known)}"
+                )
         if "servers" not in settings:
             raise ConfigError("servers", None, "is missing", hint)
         return cls(**settings)

@@ -1,83 +1,74 @@
-"""Following one stream of a log: what its cursor says is carried out on a view, and deadlines are kept.
+"""Following one stream of a log: carries out its cursor's instructions on a view, and keeps its deadlines by a clock.
 
-Without socket or thread: the owner passes on what comes and calls ``tick`` by ``next_deadline_s``. Questions go out
-through a ``LogChannel``.
+The owner of a ``LogFollower`` has the connection and the clock. It passes on each message and calls ``tick`` no later
+than ``next_deadline_s``. Requests go out through a ``LogChannel``.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from observability.jetstream.cursor import (
-    LogCursor,
+from observability.kv_stream import BatchApplier, FollowPolicy, StreamPosition, StreamState, StreamStats
+from observability.kv_stream.cursor_events import (
+    BatchesApplied,
+    ConnectionTimedOut,
+    HeartbeatReceived,
+    HeartbeatTimedOut,
+    LogMessageReceived,
+    PointerRead,
+    ReadTimedOut,
+    RetryDue,
+    SnapshotRead,
+)
+from observability.kv_stream.follow_policy import Deadlines
+from observability.kv_stream.instructions import (
     LogInstruction,
     ReadLog,
     ReadPointer,
     ReadSnapshot,
     RequestSnapshot,
-)
-from observability.jetstream.records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
-from observability.kv_stream import (
-    Apply,
-    ApplyStaged,
-    BatchApplier,
-    BatchEffect,
-    Clear,
-    CommitStaging,
-    FollowPolicy,
     RetryLater,
-    StartStaging,
-    StreamState,
 )
+from observability.kv_stream.log_cursor import LogCursor
+from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
+from observability.kv_stream.stream_state import UNCONNECTED
 
 __all__ = ["LogChannel", "LogFollower"]
 
-
-_UNHEARD = (StreamState.CONNECTING, StreamState.DEAD)
-_BASE_ANSWER_TIMEOUTS = 12
-"""A snapshot is one answer, however large: a minute, instead of the five seconds in which a pointer comes."""
+_SNAPSHOT_ANSWER_TIMEOUTS = 12
+"""A snapshot is one answer of any size: it may take a minute, a pointer the five seconds of ``answer_timeout_s``."""
 
 
 class LogChannel(Protocol):
-    """Reads a stream's pointer, snapshot and log; answers come back under the number of their question."""
+    """Reads a stream's pointer, snapshot and log. Each answer carries the number of its request."""
 
-    def read_pointer(self, ask: int) -> None:
+    def read_pointer(self, request_id: int) -> None:
         """Read the pointer, for ``LogFollower.on_pointer_read``."""
         ...
 
-    def read_snapshot(self, ask: int, pointer: SnapshotPointer) -> None:
+    def read_snapshot(self, request_id: int, pointer: SnapshotPointer) -> None:
         """Read the snapshot that ``pointer`` names, for ``LogFollower.on_snapshot_read``."""
         ...
 
     def request_snapshot(self) -> None:
-        """Tell the writer that its snapshot leads nowhere."""
+        """Ask the writer for another snapshot."""
         ...
 
-    def read_log(self, read: int, log_seq: int) -> None:
-        """Read the log from the place ``log_seq`` on, for ``LogFollower.on_message``; give up an earlier reading."""
+    def read_log(self, reading_id: int, log_seq: int) -> None:
+        """Read the log from ``log_seq`` on, for ``LogFollower.on_message``, and end an earlier reading."""
         ...
-
-
-@dataclass(slots=True)
-class _Deadlines:
-    """Moments on the caller's monotonic clock, in seconds; infinite when not set."""
-
-    answer_s: float = math.inf
-    retry_s: float = math.inf
-    silent_s: float = math.inf
-    dead_s: float = math.inf
 
 
 @dataclass(slots=True, kw_only=True)
 class LogFollower:
     """One stream's cursor, applier and deadlines. ``now_s`` is always the caller's monotonic clock.
 
-    What comes may take long to apply (a snapshot has every block), so these methods are iterators: between two steps
-    others may look at the view.
+    Applying a snapshot of every block takes long, so these methods are iterators: between two steps other threads may
+    query the view.
     """
 
     applier: BatchApplier
@@ -85,44 +76,51 @@ class LogFollower:
     policy: FollowPolicy
     jitter: Callable[[], float] = random.random
     cursor: LogCursor = field(default_factory=LogCursor, init=False)
-    _deadlines: _Deadlines = field(default_factory=_Deadlines, init=False)
-    _told: StreamState = field(default=StreamState.CONNECTING, init=False)
-    _read: int = field(default=0, init=False)
+    _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
+    _reading_id: int = field(default=0, init=False)
 
     @property
     def next_deadline_s(self) -> float:
-        """When ``tick`` must be called at the latest; infinite when there is nothing to wait for."""
-        due = self._deadlines
-        return min(due.answer_s, due.retry_s, due.silent_s, due.dead_s)
+        """The latest time for the next ``tick``; infinite without a deadline."""
+        return self._deadlines.next_s()
+
+    @property
+    def position(self) -> StreamPosition:
+        """The position of the view."""
+        cursor = self.cursor
+        return StreamPosition(self.applier.rank, cursor.state, cursor.last_seq, cursor.is_settled)
+
+    def stats(self, endpoint: str) -> StreamStats:
+        """Return the statistics of the stream except those of its transport."""
+        cursor = self.cursor
+        return self.applier.stats(cursor.counters, state=cursor.state, last_seq=cursor.last_seq, endpoint=endpoint)
 
     def begin(self, now_s: float) -> None:
-        """Begin to wait for the writer."""
+        """Start to wait for the writer."""
         self._deadlines.dead_s = now_s + self.policy.dead_after_s
 
     def on_reconnected(self) -> None:
-        """The broker can be read, again or for the first time: go on where the log was left."""
+        """The broker is reachable, again or for the first time: continue reading the log."""
         log_seq = self.cursor.next_log_seq
         if log_seq is not None:
             self._read_log(log_seq)
 
     def on_disconnected(self, now_s: float) -> None:
-        """The connection to the broker was lost."""
+        """The connection to the broker is lost."""
         self._deadlines.silent_s = min(self._deadlines.silent_s, now_s)
         self.tick(now_s)
 
     def on_heartbeat(self, heartbeat: LogHeartbeat, now_s: float) -> Iterator[None]:
-        """The writer said where it stands."""
+        """A heartbeat of the writer came."""
         if self.cursor.can_commit(heartbeat):
             yield from self.applier.prepare_swap()
-        yield from self._follow(self.cursor.on_heartbeat(heartbeat), now_s)
-        if self.cursor.state not in _UNHEARD and self._is_of_writer(heartbeat):
+        yield from self._carry_out(self.cursor.handle(HeartbeatReceived(heartbeat)), now_s)
+        if self.cursor.state not in UNCONNECTED and self._is_of_writer(heartbeat):
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
             self._deadlines.dead_s = math.inf
 
     def _is_of_writer(self, heartbeat: LogHeartbeat) -> bool:
-        """True for a heartbeat of the life that is followed, or read now; before there is one, any is a sign of
-        life.
-        """
+        """Return True for a heartbeat of the epoch that is followed or being read. Before the first, any one counts."""
         cursor = self.cursor
         return (
             cursor.state is StreamState.SYNCING
@@ -130,111 +128,79 @@ class LogFollower:
             or cursor.is_fetching(heartbeat.epoch)
         )
 
-    def on_message(self, read: int, message: LogMessage, now_s: float) -> Iterator[None]:
-        """A message of the log came; ``read`` is the number that its reading was asked for by."""
-        if read != self._read:
+    def on_message(self, reading_id: int, message: LogMessage, now_s: float) -> Iterator[None]:
+        """A message of the log came, from the reading that ``LogChannel.read_log`` started under ``reading_id``."""
+        if reading_id != self._reading_id:
             return
         last, gaps = self.cursor.last_seq, self.cursor.counters.gaps
-        yield from self._follow(self.cursor.on_message(message), now_s)
+        yield from self._carry_out(self.cursor.handle(LogMessageReceived(message)), now_s)
         if self.cursor.counters.gaps != gaps:
             self.applier.listener.on_gap(self.applier.rank, last + 1, message.seq)
-        yield from self._prove(now_s)
+        yield from self._verify(now_s)
 
-    def on_pointer_read(self, ask: int, pointer: SnapshotPointer | None, now_s: float) -> Iterator[None]:
-        """The pointer, as ``LogCursor.on_pointer_read``."""
-        yield from self._follow(self.cursor.on_pointer_read(ask, pointer), now_s)
+    def on_pointer_read(self, request_id: int, pointer: SnapshotPointer | None, now_s: float) -> Iterator[None]:
+        """The pointer came; None when there is none or it could not be read."""
+        yield from self._carry_out(self.cursor.handle(PointerRead(request_id, pointer)), now_s)
 
-    def on_snapshot_read(self, ask: int, snapshot: Snapshot | None, now_s: float) -> Iterator[None]:
-        """The snapshot, as ``LogCursor.on_snapshot_read``."""
-        yield from self._follow(self.cursor.on_snapshot_read(ask, snapshot), now_s)
-        yield from self._prove(now_s)
+    def on_snapshot_read(self, request_id: int, snapshot: Snapshot | None, now_s: float) -> Iterator[None]:
+        """The snapshot came; None when it could not be read."""
+        yield from self._carry_out(self.cursor.handle(SnapshotRead(request_id, snapshot)), now_s)
+        yield from self._verify(now_s)
 
-    def _prove(self, now_s: float) -> Iterator[None]:
-        """See whether the view has come to where the writer stood. The long part of a swap goes before it."""
+    def _verify(self, now_s: float) -> Iterator[None]:
+        """Verify the view against the last heartbeat. The long part of a swap comes first, in slices."""
         if self.cursor.can_commit():
             yield from self.applier.prepare_swap()
-        yield from self._follow(self.cursor.verify_position(), now_s)
+        yield from self._carry_out(self.cursor.handle(BatchesApplied()), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
+        """Handle every deadline up to ``now_s``."""
         due = self._deadlines
-        instructions: tuple[LogInstruction, ...] = ()
+        instructions: list[LogInstruction] = []
         if now_s >= due.answer_s and self.cursor.open_request_id is not None:
-            instructions += self.cursor.on_read_timeout(self.cursor.open_request_id)
+            instructions += self.cursor.handle(ReadTimedOut(self.cursor.open_request_id))
         elif now_s >= due.retry_s:
             due.retry_s = math.inf
-            instructions += self.cursor.on_retry_due()
+            instructions += self.cursor.handle(RetryDue())
         if now_s >= due.silent_s:
             due.silent_s = math.inf
             due.dead_s = min(due.dead_s, now_s + self.policy.dead_after_s)
-            instructions += self.cursor.on_heartbeat_timeout()
+            instructions += self.cursor.handle(HeartbeatTimedOut())
         if now_s >= due.dead_s:
             due.dead_s = math.inf
-            instructions += self.cursor.on_connection_timeout()
-        for _ in self._follow(instructions, now_s):
+            instructions += self.cursor.handle(ConnectionTimedOut())
+        for _ in self._carry_out(instructions, now_s):
             pass
 
-    def _follow(
-        self, instructions: tuple[LogInstruction, ...] | Iterator[LogInstruction], now_s: float
-    ) -> Iterator[None]:
-        """Carry out what the cursor said, then report a change of state."""
+    def _carry_out(self, instructions: Iterable[LogInstruction], now_s: float) -> Iterator[None]:
+        """Carry out the instructions one by one, then report a change of state."""
         for instruction in instructions:
-            self._carry_out(instruction, now_s)
+            match instruction:
+                case RetryLater(failures):
+                    self._deadlines.retry_s = now_s + self.policy.pause_s(failures, self.jitter())
+                case ReadPointer(request_id):
+                    self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
+                    self.channel.read_pointer(request_id)
+                case ReadSnapshot(request_id, pointer):
+                    self._deadlines.answer_s = now_s + _SNAPSHOT_ANSWER_TIMEOUTS * self.policy.answer_timeout_s
+                    self.channel.read_snapshot(request_id, pointer)
+                case ReadLog(log_seq):
+                    self._read_log(log_seq)
+                case RequestSnapshot():
+                    self.channel.request_snapshot()
+                case _:
+                    feedback = self.applier.carry_out(instruction)
+                    if feedback is not None:
+                        self.cursor.handle(feedback)
             yield None
         if self.cursor.open_request_id is None:
             self._deadlines.answer_s = math.inf
-        if self.cursor.state not in _UNHEARD and self._deadlines.silent_s == math.inf:
-            # It may come to be LIVE without another heartbeat, by a snapshot and the log: also then silence must end
-            # that.
+        if self.cursor.state not in UNCONNECTED and self._deadlines.silent_s == math.inf:
+            # A snapshot and the log can make the view LIVE without another heartbeat. Silence must end that state too.
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
-        if self.cursor.state is not self._told:
-            old, self._told = self._told, self.cursor.state
-            self.applier.listener.on_state_changed(self.applier.rank, old, self._told)
-
-    def _carry_out(self, instruction: LogInstruction, now_s: float) -> None:
-        applier = self.applier
-        if isinstance(instruction, Apply):
-            self._report(applier.apply(instruction.seq, instruction.payload, replayed=instruction.replayed))
-        elif isinstance(instruction, ApplyStaged):
-            self._report(
-                applier.apply_staged(
-                    instruction.seq, instruction.payload, is_snapshot_chunk=instruction.is_snapshot_chunk
-                )
-            )
-        elif isinstance(instruction, StartStaging):
-            applier.start_staging()
-        elif isinstance(instruction, CommitStaging):
-            applier.commit_staging()
-        elif isinstance(instruction, Clear):
-            applier.view.clear(applier.rank)
-            applier.listener.on_view_cleared(applier.rank, instruction.reason)
-        elif isinstance(instruction, RetryLater):
-            self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
-        elif isinstance(instruction, RequestSnapshot):
-            self.channel.request_snapshot()
-        elif isinstance(instruction, ReadPointer | ReadSnapshot | ReadLog):
-            self._read_from(instruction, now_s)
-        else:
-            applier.abort_staging()
-
-    def _read_from(self, instruction: ReadPointer | ReadSnapshot | ReadLog, now_s: float) -> None:
-        if isinstance(instruction, ReadLog):
-            self._read_log(instruction.log_seq)
-            return
-        timeout_s = self.policy.answer_timeout_s
-        if isinstance(instruction, ReadPointer):
-            self._deadlines.answer_s = now_s + timeout_s
-            self.channel.read_pointer(instruction.ask)
-        else:
-            self._deadlines.answer_s = now_s + _BASE_ANSWER_TIMEOUTS * timeout_s
-            self.channel.read_snapshot(instruction.ask, instruction.pointer)
+        if self.cursor.state is not self.applier.state:
+            self.applier.report_state(self.cursor.state)
 
     def _read_log(self, log_seq: int) -> None:
-        self._read += 1
-        self.channel.read_log(self._read, log_seq)
-
-    def _report(self, effect: BatchEffect) -> None:
-        if effect is BatchEffect.CLEARED:
-            self.cursor.on_cleared()
-        elif effect is BatchEffect.DAMAGED:
-            self.cursor.on_damaged()
+        self._reading_id += 1
+        self.channel.read_log(self._reading_id, log_seq)

@@ -1,54 +1,26 @@
-"""Following KV-event streams: discovery, subscribers, and the view of who holds which block.
+"""Following KV-event streams: discovery, subscribers, and the view of which rank holds which block.
 
-Most users need ``discover`` or ``static_address``, ``open_subscriber`` or ``open_async_subscriber``, and the
-``Subscriber``'s queries. The cores (view, cursors, follower) have no sockets: use them under a transport of your own.
+Most programs need ``discover`` or ``static_address``, ``open_subscriber`` or ``open_async_subscriber``, and the queries
+of the ``Subscriber``. The cores (cursor, follower, applier, view) have no sockets, so that another transport can use
+them. Their events and instructions are in the modules ``cursor_events`` and ``instructions``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from observability.kv_stream.cursor import (
-    MAX_REPLAY_CREDIT,
-    NO_EPOCH,
-    DigestCursor,
-    PlainCursor,
-    Position,
-    ReplayCredit,
-    StreamCursor,
-)
-from observability.kv_stream.follower import (
-    MAX_STREAMS,
-    BatchApplier,
-    BatchEffect,
-    FollowPolicy,
-    FrameParser,
-    NullStreamListener,
-    PayloadDecoder,
-    ReplayChannel,
-    StreamFollower,
-    StreamListener,
-    StreamPosition,
-    StreamStats,
-)
-from observability.kv_stream.instructions import (
-    STATE_TRANSITIONS,
-    AbortStaging,
-    Apply,
-    ApplyStaged,
-    Clear,
-    CommitStaging,
-    CursorCounters,
-    Instruction,
-    RetryLater,
-    SendReplayRequest,
-    StartStaging,
-    StreamState,
-    request_token,
-)
-from observability.kv_stream.view import BlockView, CountingView, RankSet, ViewCounters
+from observability.kv_stream.batch_applier import BatchApplier
+from observability.kv_stream.follow_policy import FollowPolicy
+from observability.kv_stream.follower import StreamFollower
+from observability.kv_stream.frames import FrameParser
+from observability.kv_stream.listener import NullStreamListener, StreamListener
+from observability.kv_stream.rank_set import RankSet
+from observability.kv_stream.stream_cursor import StreamCursor
+from observability.kv_stream.stream_state import StreamState
+from observability.kv_stream.stream_stats import StreamPosition, StreamStats
+from observability.kv_stream.view import BlockView
 from scheduler_components._lazy import lazy_exports
-from scheduler_components.events import Tier, medium_tier
+from scheduler_components.events import Tier
 
 if TYPE_CHECKING:
     from observability.kv_stream.discovery import (
@@ -63,10 +35,10 @@ if TYPE_CHECKING:
         static_address,
     )
     from observability.kv_stream.zmq_async_subscriber import AsyncSubscriber, open_async_subscriber
-    from observability.kv_stream.zmq_subscriber import FairRLock, Subscriber, open_subscriber, wait_any
+    from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber, wait_any
 
 __all__ = [
-    # where a worker's streams are
+    # the addresses of a worker's streams
     "discover",
     "static_address",
     "NoStreamsError",
@@ -88,42 +60,15 @@ __all__ = [
     "StreamState",
     "StreamPosition",
     "StreamStats",
-    # who holds which block
+    # which rank holds which block
     "BlockView",
-    "CountingView",
     "RankSet",
-    "ViewCounters",
     "Tier",
-    "medium_tier",
-    # the cores of a subscriber, for a transport of your own
+    # the cores of a subscriber, for another transport
     "StreamFollower",
-    "ReplayChannel",
     "FrameParser",
     "BatchApplier",
-    "PayloadDecoder",
-    "BatchEffect",
     "StreamCursor",
-    "DigestCursor",
-    "PlainCursor",
-    "Position",
-    "NO_EPOCH",
-    "ReplayCredit",
-    "MAX_REPLAY_CREDIT",
-    "MAX_STREAMS",
-    "FairRLock",
-    # what a cursor says
-    "STATE_TRANSITIONS",
-    "CursorCounters",
-    "Instruction",
-    "SendReplayRequest",
-    "request_token",
-    "Apply",
-    "StartStaging",
-    "ApplyStaged",
-    "CommitStaging",
-    "AbortStaging",
-    "Clear",
-    "RetryLater",
 ]
 
 __getattr__ = lazy_exports(
@@ -134,6 +79,6 @@ __getattr__ = lazy_exports(
             "escape_unprintable parse_worker_url"
         ),
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
-        "observability.kv_stream.zmq_subscriber": "FairRLock Subscriber open_subscriber wait_any",
+        "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber wait_any",
     },
 )

@@ -1,4 +1,4 @@
-"""Where a worker's streams are: from its URL, or from endpoints that a person gives."""
+"""Finding the addresses of a worker's streams, from its URL or from given endpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import msgspec
 
-from observability.kv_stream.follower import MAX_STREAMS
+from observability.kv_stream.stream_stats import MAX_STREAMS
 from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _MAX_REPLY_BYTES = 4 * 1024 * 1024
-"""SGLang's ``/server_info`` with all its flags and internal states is some 20 KB."""
+"""SGLang's ``/server_info`` with all flags and internal states has 20 KB."""
 
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_048_576)]
@@ -35,11 +35,11 @@ _StreamCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)]
 
 
 class NoStreamsError(ComponentError):
-    """The worker answers, and says that it publishes no KV events that could be followed.
+    """The worker answers, but publishes no KV events.
 
     Args:
-        url: the worker.
-        reason: its own ``kv_events_error``, or what is missing.
+        url: of the worker.
+        reason: its ``kv_events_error``, or the missing field.
     """
 
     def __init__(self, url: str, reason: str) -> None:
@@ -49,11 +49,11 @@ class NoStreamsError(ComponentError):
 
 
 class UnreachableError(StartError):
-    """Nothing at the worker's URL speaks HTTP: it does not run, or the URL is another's."""
+    """No HTTP server answers at the worker's URL: the worker is not running, or the URL is wrong."""
 
 
 class _Publisher(msgspec.Struct, frozen=True):
-    """One of ``publishers``: SGLang's two fields, then this kit's."""
+    """An item of ``publishers``: SGLang's two fields, then those of this kit."""
 
     dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STREAMS)]
     endpoint: str
@@ -62,7 +62,7 @@ class _Publisher(msgspec.Struct, frozen=True):
 
 
 class _Descriptor(msgspec.Struct, frozen=True):
-    """``kv_events`` of ``/server_info`` (SGLang 0.5.23 and this kit); unknown fields are ignored."""
+    """``kv_events`` of ``/server_info``, as in SGLang 0.5.23 and this kit. Unknown fields are ignored."""
 
     endpoint_host: str | None = None
     endpoint_port_base: _Port | None = None
@@ -78,9 +78,9 @@ class _Descriptor(msgspec.Struct, frozen=True):
 
 
 def escape_unprintable(text: str) -> str:
-    """Put ``?`` for each line break and control character of a text that came over the network.
+    """Replace each line break and control character of a text from the network by ``?``.
 
-    A peer must neither control the terminal nor write a line that looks like ours.
+    A peer must not control the terminal, or forge a line of output.
     """
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
@@ -89,11 +89,11 @@ def parse_worker_url(text: str) -> httpx.URL:
     """Parse the URL of a worker.
 
     Raises:
-        ConfigError: not an http or https URL with a host.
+        ConfigError: the text is not an http or https URL with a host.
         StartError: httpx is not installed.
     """
     try:
-        import httpx  # here: a bare endpoint needs no HTTP client
+        import httpx  # imported here because a bare endpoint needs no HTTP client
     except ImportError as error:
         hint = "pip install 'scheduler-components[http]', or give the streams' endpoints"
         raise StartError("httpx", "is not installed", hint) from error
@@ -104,18 +104,18 @@ def parse_worker_url(text: str) -> httpx.URL:
     if url.scheme not in ("http", "https"):
         raise ConfigError("url", text, "is not the URL of a worker", "give http://host:port")
     try:
-        Endpoint(transport="tcp", host=url.host, port=1)  # the host stands in for wildcards, so it must be one
+        Endpoint(transport="tcp", host=url.host, port=1)  # the host will replace wildcards, so it must be valid
     except ConfigError as error:
         raise ConfigError("url", text, error.problem, "give http://host:port") from None
     return url.copy_with(path=url.path.rstrip("/"), query=None, fragment=None)
 
 
 def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/*") -> bytes:
-    """GET one page of a worker, in a form that ``accept`` names.
+    """GET one page of a worker in a media type of ``accept``.
 
     Raises:
-        UnreachableError: nothing answers.
-        StartError: the answer is not 200.
+        UnreachableError: no server answers.
+        StartError: the status is not 200.
         DecodeError: the page is larger than 4 MiB.
     """
     import httpx  # here, as in ``parse_worker_url``
@@ -123,7 +123,7 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
     page = url.copy_with(path=url.path.rstrip("/") + path)
     body = bytearray()
     try:
-        # A worker is asked directly: a proxy that the environment may name does not know its address.
+        # Without the environment's proxy, which usually cannot reach a worker.
         with httpx.stream("GET", page, headers={"accept": accept}, timeout=timeout_s, trust_env=False) as reply:
             if reply.status_code != httpx.codes.OK:
                 raise StartError(str(page), f"answers {reply.status_code}", "check that this is the worker's own URL")
@@ -143,7 +143,7 @@ def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
 
     Raises:
         UnreachableError, StartError: as ``fetch_page``.
-        DecodeError: the page is not JSON, or is larger than 4 MiB.
+        DecodeError: the page is not JSON, or larger than 4 MiB.
     """
     body = fetch_page(url, path, timeout_s=timeout_s)
     try:
@@ -153,21 +153,21 @@ def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
 
 
 def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
-    """Ask a worker for its streams: one address per rank.
+    """Ask a worker for the addresses of its streams; return one per rank.
 
     Raises:
-        ConfigError: ``url`` is not a worker's URL.
-        UnreachableError: nothing answers at the URL.
-        StartError: what answers has no ``/server_info``.
-        NoStreamsError: it publishes no KV events.
-        DecodeError: what it says of its streams cannot be dialled.
+        ConfigError: ``url`` is not the URL of a worker.
+        UnreachableError: no server answers at the URL.
+        StartError: the server has no ``/server_info``.
+        NoStreamsError: the worker publishes no KV events.
+        DecodeError: an advertised address cannot be dialed.
     """
     worker = parse_worker_url(url)
     return parse_addresses(fetch_json(worker, "/server_info", timeout_s=timeout_s), worker)
 
 
 def parse_addresses(server_info: object, worker: httpx.URL) -> tuple[StreamAddress, ...]:
-    """Read ``/server_info``: one address per rank, with the worker's own host where a wildcard is advertised.
+    """Read ``/server_info`` and return one address per rank. The worker's host replaces an advertised wildcard.
 
     Raises:
         NoStreamsError, DecodeError: as ``discover``.
@@ -186,13 +186,13 @@ def parse_addresses(server_info: object, worker: httpx.URL) -> tuple[StreamAddre
 
 
 def _addresses(descriptor: _Descriptor, worker_host: str) -> tuple[StreamAddress, ...]:
-    """One per publisher where they are listed, else one per rank from the bases."""
+    """Return one address per listed publisher; without a list, one per rank from the base ports."""
     if descriptor.publishers:
         ranks = [publisher.dp_rank for publisher in descriptor.publishers]
         if len(set(ranks)) != len(ranks):
             raise ConfigError("publishers", ranks, "names a rank twice", "name each rank once")
         by_rank = sorted(descriptor.publishers, key=lambda publisher: publisher.dp_rank)
-        return tuple(_listed(descriptor, publisher, worker_host) for publisher in by_rank)
+        return tuple(_listed_address(descriptor, publisher, worker_host) for publisher in by_rank)
     if descriptor.endpoint_host is None or descriptor.endpoint_port_base is None:
         missing = "endpoint_host" if descriptor.endpoint_host is None else "endpoint_port_base"
         raise ConfigError(missing, None, "is missing, and no publishers are listed", "ask the worker's operator")
@@ -200,42 +200,42 @@ def _addresses(descriptor: _Descriptor, worker_host: str) -> tuple[StreamAddress
     return tuple(_address(descriptor, rank, base.offset(rank), worker_host) for rank in range(descriptor.dp_size))
 
 
-def _listed(descriptor: _Descriptor, publisher: _Publisher, worker_host: str) -> StreamAddress:
-    """The address of a publisher that is listed; a side that its entry leaves out is at base + rank on its host."""
+def _listed_address(descriptor: _Descriptor, publisher: _Publisher, worker_host: str) -> StreamAddress:
+    """Return the address of a listed publisher. An endpoint that its entry omits is at base port + rank on its host."""
     address = _address(descriptor, publisher.dp_rank, Endpoint.parse(publisher.endpoint), worker_host)
     replay, load = publisher.replay_endpoint, publisher.load_endpoint
     if replay is not None:
-        address = attrs.evolve(address, replay=_dialled(Endpoint.parse(replay, field="replay_endpoint"), worker_host))
+        address = attrs.evolve(address, replay=_dialable(Endpoint.parse(replay, field="replay_endpoint"), worker_host))
     if load is not None:
-        address = attrs.evolve(address, load=_dialled(Endpoint.parse(load, field="load_endpoint"), worker_host))
+        address = attrs.evolve(address, load=_dialable(Endpoint.parse(load, field="load_endpoint"), worker_host))
     return address
 
 
 def _address(descriptor: _Descriptor, rank: int, events: Endpoint, worker_host: str) -> StreamAddress:
-    def side(host: str | None, port_base: int | None) -> Endpoint | None:
+    def endpoint(host: str | None, port_base: int | None) -> Endpoint | None:
         if port_base is None:
             return None
-        return _dialled(Endpoint(transport="tcp", host=host or events.host, port=port_base).offset(rank), worker_host)
+        return _dialable(Endpoint(transport="tcp", host=host or events.host, port=port_base).offset(rank), worker_host)
 
     return StreamAddress(
         rank=rank,
-        events=_dialled(events, worker_host),
-        replay=side(descriptor.replay_endpoint_host, descriptor.replay_endpoint_port_base),
-        load=side(descriptor.load_endpoint_host, descriptor.load_endpoint_port_base),
+        events=_dialable(events, worker_host),
+        replay=endpoint(descriptor.replay_endpoint_host, descriptor.replay_endpoint_port_base),
+        load=endpoint(descriptor.load_endpoint_host, descriptor.load_endpoint_port_base),
         topic=descriptor.topic,
         block_size=descriptor.block_size,
     )
 
 
-def _dialled(endpoint: Endpoint, worker_host: str) -> Endpoint:
+def _dialable(endpoint: Endpoint, worker_host: str) -> Endpoint:
     return endpoint.with_host(worker_host) if endpoint.is_wildcard else endpoint
 
 
 def static_address(events: str, *, replay: str | None = None, topic: str = "", rank: int = 0) -> StreamAddress:
-    """The address of one stream whose endpoints a person gives; no offset is added.
+    """Return the address of one stream with the given endpoints; ``rank`` is not added to the ports.
 
     Raises:
-        ConfigError: an endpoint that cannot be dialled: malformed, a wildcard, or port 0.
+        ConfigError: an endpoint cannot be dialed: it is malformed, a wildcard, or has port 0.
     """
     return StreamAddress(
         rank=rank,

@@ -1,14 +1,17 @@
-"""Who holds a block, as one integer per hash: a bit per holder. Bits are given out, retired, and swept out in strides.
+"""The holders of each block as one integer per hash, with one bit per holder."""
 
-A holder is a rank between two of its clears. When it is cleared, its bit is *retired*: who asks masks it out from that
-moment on, and the rank goes on under a new bit. So a clear costs the same whatever is held, and nothing stale is ever
-seen. What retired bits left behind is taken out a stride of hashes at a time; then they are given out again.
-"""
-
-# Strides walk a dict that others use in between. A dict can be walked while values change, not while keys come or go.
-# So for the length of a walk a table keeps its keys: a hash that nobody holds stays, with the mask 0, and a new one
-# goes to ``_young``. After the walk the empty ones are deleted and the young ones move over, in strides too. A hash is
-# always in one of the two dicts at most. The walk ends, since what it walks does not grow.
+# How bits are retired
+# ====================
+#
+# A holder is a rank between two of its clears. When the rank is cleared, its bit is *retired*: queries mask the bit out
+# from then on, and the rank continues under a new bit. So a clear takes constant time, and no query sees a stale block.
+# A sweep removes retired bits from the masks one slice of hashes at a time. Then the bits can be allocated again.
+#
+# A sweep iterates over a dict that is used between two slices. A dict can be iterated while values change, but not
+# while keys come or go. So a table keeps its keys during an iteration: a hash without holders stays with the mask 0,
+# and a new hash goes to ``_young``. After the iteration the table deletes the empty hashes and moves the young ones
+# over, in slices too. A hash is always in at most one of the two dicts. The iteration ends, because its dict does not
+# grow.
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from scheduler_components.events import BlockLocation, Tier
 __all__ = ["HolderTables", "MaskTable", "SWEEP_SLICE_HASHES"]
 
 SWEEP_SLICE_HASHES = 256
-"""Hashes: some 30 us of a sweep."""
+"""Hashes per slice: 30 us of a sweep."""
 
 
 class MaskTable:
-    """Hash to mask. Without a sweep one dict, in which a hash that many hold costs one entry.
+    """Maps a hash to a mask. Outside a sweep it is one dict, with one entry per hash.
 
     Attributes:
-        masks: the table, but for what came during a sweep. A mask of 0 is nobody's.
-        is_moving: a sweep is in it: ``masks`` is not all, and not to be written to.
-        lookup: hash and default to mask; good until the table changes.
-        num_users: ranks that have opened the location that this table is of.
+        masks: the table without the hashes added during a sweep. A mask of 0 has no holder.
+        is_moving: a sweep is in progress: ``masks`` is incomplete, and must not be written to.
+        lookup: returns the mask of a hash, or a default; valid until the table changes.
+        num_users: ranks that have opened the location of this table.
     """
 
     __slots__ = ("_is_walked", "_unheld", "_young", "is_moving", "lookup", "masks", "num_users")
@@ -68,18 +71,18 @@ class MaskTable:
             self.masks[block_hash] = mask
 
     def has(self, bit: int, block_hash: int) -> bool:
-        """Whether the holder of ``bit`` holds a block."""
+        """Return True when the holder of ``bit`` holds a block."""
         return bool(self._get(block_hash) & bit)
 
     def holding(self, bit: int) -> Iterator[int]:
-        """The hashes that the holder of ``bit`` holds; costs a walk over the whole table."""
+        """Yield the hashes that the holder of ``bit`` holds. The call iterates over the whole table."""
         return (block_hash for block_hash, mask in chain(self.masks.items(), self._young.items()) if mask & bit)
 
-    # Events of one block are common, so neither loop makes a call that it can avoid. What one holder alone holds shares
-    # the integer that is its bit.
+    # Events of one block are common, so neither loop makes an avoidable call (benchmarks, view: "apply stored, events
+    # of 1 block"). Hashes with one holder share the integer that is its bit.
 
     def add(self, bit: int, hashes: Sequence[int]) -> int:
-        """Let the holder of ``bit`` hold ``hashes``; says how many it did not hold before."""
+        """Add the holder of ``bit`` to ``hashes``; return how many it did not hold before."""
         num_known = 0
         if self.is_moving:
             for block_hash in hashes:
@@ -102,7 +105,7 @@ class MaskTable:
         return len(hashes) - num_known
 
     def drop(self, bit: int, hashes: Sequence[int]) -> int:
-        """Let the holder of ``bit`` hold ``hashes`` no more; says how many it held."""
+        """Remove the holder of ``bit`` from ``hashes``; return how many it held."""
         num_unknown = 0
         if self.is_moving:
             for block_hash in hashes:
@@ -124,20 +127,20 @@ class MaskTable:
         return len(hashes) - num_unknown
 
     def sweep_bits(self, gone: int) -> Iterator[None]:
-        """Take the bits in ``gone`` out of every mask, a stride between two yields."""
+        """Remove the bits in ``gone`` from every mask, one slice between two yields."""
         masks, young, unheld = self.masks, self._young, self._unheld
         keep, last = ~gone, 0
         self.is_moving = self._is_walked = True
         self.lookup = self._get
         entries = iter(masks.items())
-        while stride := list(islice(entries, SWEEP_SLICE_HASHES)):
-            for block_hash, mask in stride:
+        while entries_in_slice := list(islice(entries, SWEEP_SLICE_HASHES)):
+            for block_hash, mask in entries_in_slice:
                 if mask & gone:
-                    rest = mask & keep
-                    if rest != last:
-                        last = rest
-                    masks[block_hash] = last  # neighbours, held by the same, share one integer
-                    if not rest:
+                    left = mask & keep
+                    if left != last:
+                        last = left
+                    masks[block_hash] = last  # neighbours with the same holders share one integer
+                    if not left:
                         unheld.append(block_hash)
             yield None
         self._is_walked = False
@@ -155,18 +158,18 @@ class MaskTable:
         self.is_moving = False
         self.lookup = masks.get
         if not masks:
-            masks.clear()  # lets go of what it had grown to
+            masks.clear()  # releases the memory of the grown dict
 
 
 class HolderTables:
-    """All tables of a view, and the bits in them. A view and its staging views share one.
+    """All tables of a view and the bits in them. A view and its staging views share one object.
 
     Attributes:
-        tiers: by tier, who holds a block there in full attention, at any location.
-        away: by tier, who of these does not hold it at the location that it uses most.
-        further: who holds a block at a location that is not the one that it uses most.
-        partial: who holds a block of a group that does not attend to a whole prefix.
-        is_swept: nothing of a retired bit is left.
+        tiers: by tier, the holders of a block in full attention, at any location.
+        away: by tier, those of them that do not hold it at their main location.
+        further: by location, the holders of a block at a location other than their main one.
+        partial: by location, the holders of a block of a group that does not attend to a whole prefix.
+        is_swept: no retired bit is left in a mask.
     """
 
     __slots__ = ("_retired", "_sweep", "_used", "away", "further", "is_swept", "partial", "tiers")
@@ -184,41 +187,39 @@ class HolderTables:
     def open_site(
         self, tables: dict[BlockLocation, MaskTable], used: dict[BlockLocation, MaskTable], location: BlockLocation
     ) -> MaskTable:
-        """The table of a location; ``used`` are a rank's own of ``tables``, which are all."""
+        """Return the table of a location. ``tables`` are those of all ranks, ``used`` those of one rank."""
         if location not in used:
             used[location] = table = tables.setdefault(location, MaskTable())
             table.num_users += 1
         return used[location]
 
     def close_sites(self, tables: dict[BlockLocation, MaskTable], used: dict[BlockLocation, MaskTable]) -> None:
-        """A rank holds nothing at its sites any more. A location that nobody uses goes, at once or with a sweep's
-        end.
-        """
+        """Close the locations of a rank without blocks. A location without users is deleted, now or after a sweep."""
         for location, table in used.items():
             table.num_users -= 1
             _drop_unused(tables, location)
         used.clear()
 
     def allocate_bit(self) -> int:
-        """The lowest bit that is nowhere in use: narrow masks are short."""
+        """Return the lowest unused bit, which keeps the masks short."""
         bit = ~self._used & (self._used + 1)
         self._used |= bit
         return bit
 
     def release_bit(self, bit: int) -> None:
-        """``bit`` was given out, and is in no mask."""
+        """Free a bit that is in no mask."""
         self._used ^= bit
 
     def retire_bit(self, bit: int) -> None:
-        """Nobody asks for ``bit`` any more: let it be swept out."""
+        """Schedule ``bit`` for the sweep. Queries must mask it out from now on."""
         self._retired |= bit
         if self.is_swept:
             self.is_swept = False
             self._sweep = self._sweeping()
 
-    def sweep(self, num_strides: int) -> None:
-        """Go on sweep_bits for so many strides, or to the end."""
-        for _ in islice(self._sweep, num_strides):
+    def sweep(self, num_slices: int) -> None:
+        """Continue the sweep for ``num_slices`` slices, or to its end."""
+        for _ in islice(self._sweep, num_slices):
             pass
 
     def _sweeping(self) -> Iterator[None]:

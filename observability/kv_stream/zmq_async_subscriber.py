@@ -1,44 +1,47 @@
-"""Following streams from an asyncio program, such as a router: a thread polls, the event loop is told what changed.
+"""Following streams from an asyncio program, such as a router.
 
-The thread decodes, not the loop, so that a snapshot of many blocks delays no request.
+A thread polls and decodes, so that a snapshot of many blocks does not delay the event loop. The loop receives the
+changed positions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable, Set
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from observability.kv_stream.follower import FollowPolicy, StreamListener, StreamPosition, StreamStats
-from observability.kv_stream.view import RankSet
+from observability.kv_stream.follow_policy import FollowPolicy
+from observability.kv_stream.listener import StreamListener
+from observability.kv_stream.stream_stats import StreamPosition
+from observability.kv_stream.subscriber_base import StreamQueries
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
-from scheduler_components.events import Tier
 from scheduler_components.kv_events import CurveClientKeys, StreamAddress
 
 __all__ = ["AsyncSubscriber", "open_async_subscriber"]
 
 _POLL_S = 0.05
-"""How long closing may wait for a thread that has nothing to read."""
+"""How long closing may wait for a thread without input."""
 
 
-class AsyncSubscriber:
-    """Made by ``open_async_subscriber``; used on its event loop, and by its listener.
+class AsyncSubscriber(StreamQueries):
+    """Follows streams for one event loop. ``open_async_subscriber`` creates it.
 
-    A query waits for at most one message to be applied, also while a snapshot of many comes.
+    Its queries are those of ``Subscriber``. They wait for at most one message to be applied, even during a snapshot.
 
-    ``async for position in subscriber`` gives each stream's position when it has changed. Changes that nobody has
-    taken are merged: a slow reader gets the newest, and nothing piles up. What it missed is in the view.
+    ``async for position in subscriber`` yields each stream's position after it has changed. Changes that the program
+    has not read are merged: a slow reader gets the newest position, and no queue grows. The view has every change.
     """
 
     def __init__(self, subscriber: Subscriber, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(subscriber._followed, subscriber._view, subscriber._lock)
         self._subscriber = subscriber
         self._loop = loop
-        self._lock = threading.Lock()
-        self._told: dict[int, StreamPosition] = {}  # by the thread, not yet taken by the loop; guarded by the lock
+        self._handover_lock = threading.Lock()
+        self._handover: dict[int, StreamPosition] = {}  # from the thread, not yet taken by the loop; under the lock
         self._changed: dict[int, StreamPosition] = {}
-        self._news = asyncio.Event()
+        self._has_changed = asyncio.Event()
         self._is_closing = False
         self._following: asyncio.Future[None] | None = None
 
@@ -52,68 +55,44 @@ class AsyncSubscriber:
             StopAsyncIteration: the subscriber was closed.
         """
         while not self._changed:
-            if not await self._wait_for_news():
+            if not await self._wait_for_change():
                 raise StopAsyncIteration
         return self._changed.pop(next(iter(self._changed)))
 
     async def wait_until(self, rank: int, seq: int, timeout_s: float) -> bool:
-        """Wait until the view of ``rank`` has batch ``seq`` and no recovery is under way; False after ``timeout_s``.
+        """Wait until the view of ``rank`` has batch ``seq`` and no recovery is in progress; False after ``timeout_s``.
 
         See ``Subscriber.wait_until``.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._is_at(rank, seq):
-                    if not await self._wait_for_news():
+                    if not await self._wait_for_change():
                         return self._is_at(rank, seq)
         except TimeoutError:
             return self._is_at(rank, seq)
         return True
 
     def _is_at(self, rank: int, seq: int) -> bool:
-        position = self._subscriber.positions()[rank]
+        position = self.positions()[rank]
         return position.is_settled and position.last_seq >= seq
 
-    async def _wait_for_news(self) -> bool:
-        """Wait for a change; False when there will be none. Raises what ended the following thread."""
+    async def _wait_for_change(self) -> bool:
+        """Wait for a change; False when there will be none. Raise the error that ended the polling thread."""
         if self._following is None or self._following.done():
             if self._following is not None:
                 self._following.result()
             return False
-        await self._news.wait()
+        await self._has_changed.wait()
         return True
 
-    def stats(self) -> dict[int, StreamStats]:
-        """Each stream's state and counters, by rank."""
-        return self._subscriber.stats()
-
-    def blocks(self, rank: int, tier: Tier = Tier.DEVICE, *, group_idx: int | None = None) -> Set[int]:
-        """A copy of the hashes that ``rank`` holds on ``tier``; see ``BlockView.blocks``."""
-        return self._subscriber.blocks(rank, tier, group_idx=group_idx)
-
-    def match_lengths(
-        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
-    ) -> dict[int, int]:
-        """How many of a prompt's leading blocks each rank holds; see ``BlockView.match_lengths``."""
-        return self._subscriber.match_lengths(hashes, tier, group_idx=group_idx)
-
-    def best_ranks(
-        self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
-    ) -> tuple[int, RankSet]:
-        """The longest prefix that any rank holds, and the ranks that do; see ``BlockView.best_ranks``."""
-        return self._subscriber.best_ranks(hashes, tier, group_idx=group_idx)
-
-    def ranks_holding(self, block_hash: int, tier: Tier = Tier.DEVICE) -> tuple[int, ...]:
-        """The ranks that hold one block on ``tier``."""
-        return self._subscriber.ranks_holding(block_hash, tier)
-
     def start(self, thread: ThreadPoolExecutor) -> None:
-        """Begin to follow, on the thread that opened the subscriber."""
+        """Start to poll on the thread that opened the subscriber."""
         self._following = self._loop.run_in_executor(thread, self._follow)
         self._following.add_done_callback(lambda _: self._wake())
 
     async def stop(self) -> None:
-        """End the following and wait for its thread."""
+        """Stop polling and wait for the thread."""
         self._is_closing = True
         if self._following is not None:
             await asyncio.wait([self._following])
@@ -122,29 +101,29 @@ class AsyncSubscriber:
         before: dict[int, StreamPosition] = {}
         while not self._is_closing:
             self._subscriber.poll(_POLL_S)
-            now = self._subscriber.positions()
+            now = self.positions()
             changes = {rank: position for rank, position in now.items() if before.get(rank) != position}
             before = now
             if changes:
-                self._tell(changes)
+                self._hand_over(changes)
 
-    def _tell(self, changes: dict[int, StreamPosition]) -> None:
-        with self._lock:
-            is_first = not self._told
-            self._told.update(changes)
-        if is_first:  # else the loop has not yet taken the earlier ones
-            self._loop.call_soon_threadsafe(self._take)
+    def _hand_over(self, changes: dict[int, StreamPosition]) -> None:
+        with self._handover_lock:
+            is_first = not self._handover
+            self._handover.update(changes)
+        if is_first:  # otherwise the loop has not yet taken the earlier ones, and takes these with them
+            self._loop.call_soon_threadsafe(self._take_changes)
 
-    def _take(self) -> None:
-        with self._lock:
-            told, self._told = self._told, {}
-        self._changed.update(told)
+    def _take_changes(self) -> None:
+        with self._handover_lock:
+            changes, self._handover = self._handover, {}
+        self._changed.update(changes)
         self._wake()
 
     def _wake(self) -> None:
-        """Wake everybody who waits; whoever waits from now on waits for something newer."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        """Wake every waiting coroutine. One that waits from now on waits for the next change."""
+        has_changed, self._has_changed = self._has_changed, asyncio.Event()
+        has_changed.set()
 
 
 @asynccontextmanager
@@ -155,9 +134,9 @@ async def open_async_subscriber(
     listener: StreamListener | None = None,
     keys: CurveClientKeys | None = None,
 ) -> AsyncIterator[AsyncSubscriber]:
-    """Follow streams until the block is left; the parameters are those of ``open_subscriber``.
+    """Follow streams until the end of the block. The parameters are those of ``open_subscriber``.
 
-    ``listener`` is called on the following thread, and may ask the subscriber.
+    The polling thread calls ``listener``, which may query the subscriber.
 
     Raises:
         ConfigError: as ``open_subscriber``.

@@ -1,8 +1,7 @@
-"""The relay: streams of any engine on this wire, followed and published again with the whole contract.
+"""The relay: follows the streams of any engine with this wire, and publishes them again with the whole contract.
 
-``open_relay`` with ``RelaySource`` and ``ZmqSinkFactory`` is what the command ``scheduler-components relay`` runs. A
-sink of
-another kind is a ``RelaySinkFactory``. ``SourceMerger`` is the core, without sockets.
+``open_relay`` with ``RelaySource`` and ``ZmqSinkFactory`` is the core of the command ``scheduler-components relay``. A
+sink of another kind comes from a ``RelaySinkFactory``.
 """
 
 from __future__ import annotations
@@ -13,18 +12,11 @@ from scheduler_components._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.relay.source import RelaySource
-    from observability.relay.source_merger import SourceMerger, least_trusted_state
     from observability.relay.status import RelayStatus, parse_relay_config
-    from observability.relay.stream import RelayedStream, RelaySink, RelaySinkFactory, SourceListener
+    from observability.relay.stream import RelaySinkFactory
     from observability.relay.tee_sink import TeeSinkFactory
-    from observability.relay.zmq_relay import (
-        RelayConfig,
-        RelayedStreamStats,
-        SourceStats,
-        ZmqRelay,
-        ZmqSinkFactory,
-        open_relay,
-    )
+    from observability.relay.zmq_relay import RelayConfig, RelayedStreamStats, ZmqRelay, open_relay
+    from observability.relay.zmq_sinks import ZmqSinkFactory
 
 __all__ = [
     # running one
@@ -35,30 +27,21 @@ __all__ = [
     "parse_relay_config",
     # where it publishes
     "RelaySinkFactory",
-    "RelaySink",
     "ZmqSinkFactory",
     "TeeSinkFactory",
-    # what it says of itself
+    # its status
     "RelayStatus",
-    "SourceStats",
     "RelayedStreamStats",
-    # the core
-    "SourceMerger",
-    "least_trusted_state",
-    "RelayedStream",
-    "SourceListener",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "observability.relay.tee_sink": "TeeSinkFactory",
-        "observability.relay.source_merger": "SourceMerger least_trusted_state",
         "observability.relay.source": "RelaySource",
         "observability.relay.status": "RelayStatus parse_relay_config",
-        "observability.relay.stream": "RelaySink RelaySinkFactory RelayedStream SourceListener",
-        "observability.relay.zmq_relay": (
-            "RelayConfig RelayedStreamStats SourceStats ZmqRelay ZmqSinkFactory open_relay"
-        ),
+        "observability.relay.stream": "RelaySinkFactory",
+        "observability.relay.zmq_relay": "RelayConfig RelayedStreamStats ZmqRelay open_relay",
+        "observability.relay.zmq_sinks": "ZmqSinkFactory",
     },
 )

@@ -1,4 +1,4 @@
-"""A set of block hashes that takes some ten bytes for each: a relay keeps one more copy of every block's hash."""
+"""A set of block hashes with ten bytes per hash, because a relay keeps one more copy of every block's hash."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Iterable, Iterator
 __all__ = ["BlockSet"]
 
 _SPLIT = 512
-"""Hashes in an array before it is cut in two: to insert moves half of 4 KiB, less than it costs to find the place."""
+"""Length at which an array is split. An insertion moves half of 4 KiB on average, less than finding the index costs."""
 
 
 class BlockSet:
-    """Signed 64-bit integers, each once, in sorted arrays of up to 512.
+    """A set of signed 64-bit integers in sorted arrays of up to 512.
 
-    A Python integer and its place in a dictionary take 90 bytes. Whatever the hashes are, adding one costs about half a
-    microsecond, and never more than a move of some kilobytes: there is no table to grow.
+    A Python integer and its dictionary entry take 90 bytes. Adding a hash takes half a microsecond, and at most a move
+    of some kilobytes, because no table has to grow.
     """
 
     __slots__ = ("_arrays", "_highest", "_num")
 
     def __init__(self) -> None:
         self._arrays: list[array[int]] = []
-        self._highest: list[int] = []  # of each array, so that the right one is found by bisection
+        self._highest: list[int] = []  # of each array, for bisection
         self._num = 0
 
     def __len__(self) -> int:
         return self._num
 
     def __iter__(self) -> Iterator[int]:
-        """Each hash, in order of its number."""
+        """Yield the hashes in ascending order."""
         for each in self._arrays:
             yield from each
 
@@ -42,7 +42,7 @@ class BlockSet:
         return hashes[bisect_left(hashes, block_hash)] == block_hash
 
     def update(self, block_hashes: Iterable[int]) -> None:
-        """Add each that is not there."""
+        """Add hashes."""
         arrays, highest = self._arrays, self._highest
         for block_hash in block_hashes:
             at = bisect_left(highest, block_hash)
@@ -54,26 +54,26 @@ class BlockSet:
                     at -= 1
                     highest[at] = block_hash
             hashes = arrays[at]
-            place = bisect_left(hashes, block_hash)
-            if place < len(hashes) and hashes[place] == block_hash:
+            index = bisect_left(hashes, block_hash)
+            if index < len(hashes) and hashes[index] == block_hash:
                 continue
-            hashes.insert(place, block_hash)
+            hashes.insert(index, block_hash)
             self._num += 1
             if len(hashes) == _SPLIT:
                 self._split(at)
 
     def difference_update(self, block_hashes: Iterable[int]) -> None:
-        """Take out each that is there."""
+        """Remove hashes; ignore those that are not in the set."""
         arrays, highest = self._arrays, self._highest
         for block_hash in block_hashes:
             at = bisect_left(highest, block_hash)
             if at == len(highest):
                 continue
             hashes = arrays[at]
-            place = bisect_left(hashes, block_hash)
-            if hashes[place] != block_hash:
+            index = bisect_left(hashes, block_hash)
+            if hashes[index] != block_hash:
                 continue
-            del hashes[place]
+            del hashes[index]
             self._num -= 1
             if not hashes:
                 del arrays[at], highest[at]

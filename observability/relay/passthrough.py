@@ -1,13 +1,12 @@
-"""Events that go on as the bytes that came, fields that this kit does not know included. Pure.
+"""Forwarding events as the received bytes, including fields that this kit does not know.
 
-A ``PassthroughDecoder`` reads a source's batches; each event of one carries its bytes, and is otherwise what any reader
-makes of it. So the merger needs not know of them. ``SourceEncoding`` gives what is published: the bytes, and for what
-the
-relay itself says (a restart's removals, a clear of one source) bytes of the same form.
+A ``PassthroughDecoder`` decodes a source's batches. Each decoded event carries its bytes and otherwise equals the event
+of any other decoder, so that the merger ignores the bytes. ``SourceEncoding`` returns the rows to publish: the bytes,
+and for events of the relay itself (removals after a restart, a clear of one source) bytes in the same encoding.
 
-Hashes that are bytes go on as the integers that all readers of this kit make of them: a removal that the relay must
-write itself knows no more of a block. And an event that is read only because readers forgive much (an option of a wrong
-type, a form that SGLang has given up) goes on as what was read, in this kit's fields alone.
+Hashes that are bytes are forwarded as the integers to which all decoders of this kit convert them, because a removal by
+the relay has only the integer. An event that only a tolerant decoder can read (an option of a wrong type, a form that
+SGLang no longer uses) is forwarded as decoded, with this kit's fields alone.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ __all__ = ["RawCleared", "PassthroughDecoder", "RawRemoved", "RawStored", "Sourc
 
 
 class RawStored(BlockStored, frozen=True):
-    """A stored event with the bytes that it came as."""
+    """A stored event with its received bytes."""
 
     raw: bytes = b""
 
 
 class RawRemoved(BlockRemoved, frozen=True):
-    """A removed event with the bytes that it came as."""
+    """A removed event with its received bytes."""
 
     raw: bytes = b""
 
 
 class RawCleared(AllBlocksCleared, frozen=True):
-    """A cleared event with the bytes that it came as."""
+    """A cleared event with its received bytes."""
 
     raw: bytes = b""
 
@@ -51,7 +50,7 @@ _RAW_KINDS = frozenset({RawStored, RawRemoved, RawCleared})
 
 
 class _RawBatch(msgspec.Struct, array_like=True):
-    """A payload of which the events are not read."""
+    """A payload with undecoded events."""
 
     ts: msgspec.Raw
     events: list[msgspec.Raw]
@@ -62,8 +61,8 @@ _read = msgspec.msgpack.Decoder().decode
 _write = msgspec.msgpack.Encoder().encode
 
 
-def _can_be_cut(payload: bytes) -> bool:
-    """False where a field that nobody here knows holds what cannot be read: such an event could not be cut."""
+def _can_split(payload: bytes) -> bool:
+    """Return False if an unknown field holds a value that cannot be decoded: such an event could not be split."""
     try:
         _read(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -72,38 +71,38 @@ def _can_be_cut(payload: bytes) -> bool:
 
 
 class PassthroughDecoder:
-    """Decodes the payloads of one source's stream; see ``BatchDecoder.decode``, which reads the same."""
+    """Decodes the payloads of one source's stream. It accepts the same payloads as ``BatchDecoder``."""
 
     __slots__ = ("_decoder", "_encoder", "_has_integers")
 
     def __init__(self) -> None:
         self._decoder = BatchDecoder()
         self._encoder = BatchEncoder("native")
-        self._has_integers = False  # an engine writes its hashes all alike: once one is a number, nobody looks again
+        self._has_integers = False  # an engine encodes all hashes alike, so one integer ends the checks
 
     def decode(self, payload: bytes) -> DecodedBatch:
-        """Decode one payload; each event that may go on as it came carries its bytes.
+        """Decode one payload. Each event that can be forwarded unchanged carries its bytes.
 
         Raises:
             DecodeError: as ``BatchDecoder.decode``.
         """
         batch = self._decoder.decode_typed(payload)
-        if batch is None or not _can_be_cut(payload):
+        if batch is None or not _can_split(payload):
             batch = self._decoder.decode_each_event(payload)
-            return replace(batch, events=tuple(self._read_each(payload)))
+            return replace(batch, events=tuple(self._decode_each(payload)))
         raws = _read_batch(payload).events
-        return replace(batch, events=tuple(map(self._kept, batch.events, map(bytes, raws))))
+        return replace(batch, events=tuple(map(self._with_bytes, batch.events, map(bytes, raws))))
 
-    def _read_each(self, payload: bytes) -> Iterator[WireEvent]:
+    def _decode_each(self, payload: bytes) -> Iterator[WireEvent]:
         for raw in _read_batch(payload).events:
             try:
                 event = decode_event(bytes(raw))
             except DecodeError:
-                continue  # the batch's ``errors`` name it
+                continue  # ``errors`` of the batch name the event
             _, _, refused = self._encoder.encode_valid(KVEventBatch(0.0, (cast("KVCacheEvent", raw),)), 0)
-            yield event if refused else self._kept(event, bytes(raw))
+            yield event if refused else self._with_bytes(event, bytes(raw))
 
-    def _kept(self, event: WireEvent, raw: bytes) -> WireEvent:
+    def _with_bytes(self, event: WireEvent, raw: bytes) -> WireEvent:
         if isinstance(event, AllBlocksCleared):
             return RawCleared(raw)
         if not self._has_integers:
@@ -124,7 +123,7 @@ class PassthroughDecoder:
 
 
 def split_removal(event: BlockRemoved, gone: AbstractSet[int]) -> Iterator[BlockRemoved]:
-    """Yield what removes those blocks of ``event`` that are in ``gone``; of bytes, each run of them is cut out."""
+    """Yield events that remove the blocks of ``event`` in ``gone``. For a raw event, yield one per run of blocks."""
     if not isinstance(event, RawRemoved):
         yield replace(event, block_hashes=tuple([each for each in event.block_hashes if each in gone]))
         return
@@ -139,11 +138,11 @@ _UNSIGNED = 2**64
 
 @dataclass(slots=True)
 class SourceEncoding:
-    """How a stream's sources write, as far as it was seen: what the relay itself says is written alike.
+    """The encoding of a stream's sources, inferred from their events and used for the relay's own events.
 
     Attributes:
-        is_array: whether events are arrays; None before the first.
-        is_unsigned: whether hashes are; None until one was seen that tells.
+        is_array: events are arrays; None before the first event.
+        is_unsigned: hashes are unsigned; None until a hash shows it.
     """
 
     is_array: bool | None = None
@@ -153,20 +152,20 @@ class SourceEncoding:
     )
 
     def rows(self, events: Sequence[KVCacheEvent]) -> list[KVCacheEvent]:
-        """What to publish of ``events``: bytes (``msgspec.Raw``), once any have come; else the events themselves."""
+        """Return ``events`` as bytes (``msgspec.Raw``) once a source has sent some, else unchanged."""
         return [self._row(event) for event in events]
 
     def _row(self, event: KVCacheEvent) -> KVCacheEvent:
         if type(event) in _RAW_KINDS:
             if self.is_unsigned is None:
-                self._look_at(cast("RawEvent", event))
+                self._infer_from(cast("RawEvent", event))
             return cast("KVCacheEvent", msgspec.Raw(cast("RawEvent", event).raw))
         if self.is_array is None:
             return event
         written = self._encoders[self.is_array].encode_event(_unsigned(event) if self.is_unsigned else event)
         return cast("KVCacheEvent", msgspec.Raw(written))
 
-    def _look_at(self, event: RawEvent) -> None:
+    def _infer_from(self, event: RawEvent) -> None:
         self.is_array = event.raw[0] in _ARRAY_FIRST_BYTES
         if isinstance(event, RawCleared):
             return

@@ -1,4 +1,4 @@
-"""What a person gives a relay to follow: the URL of a worker, or the endpoints of one stream."""
+"""The sources of a relay as an operator gives them: the URL of a worker, or the endpoints of one stream."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class RelaySource:
     """One source of a worker's events.
 
     Attributes:
-        text: as a person wrote it; ``url`` or ``address`` says what it means, the other is empty.
-        topic: put in the place of what a worker advertises; None leaves that.
+        text: the operator's text.
+        url: of the worker; empty for endpoints.
+        address: of the stream; None for a URL.
+        topic: replaces the topic that the worker advertises; None keeps it.
     """
 
     text: str
@@ -30,10 +32,10 @@ class RelaySource:
 
     @classmethod
     def parse(cls, text: str, *, topic: str | None = None) -> RelaySource:
-        """Read ``http://host:port``, or ``[RANK=]EVENTS[,REPLAY]`` with two endpoints.
+        """Parse ``http://host:port``, or ``[RANK=]EVENTS[,REPLAY]`` with two endpoints.
 
         Raises:
-            ConfigError: neither of them, or an endpoint that cannot be dialled.
+            ConfigError: the text is neither, or names an endpoint that cannot be dialed.
         """
         head, _, _ = text.partition("://")
         if head in ("http", "https"):
@@ -53,7 +55,7 @@ class RelaySource:
         return cls(text=text, address=static_address(events, replay=replay or None, topic=topic or "", rank=rank))
 
     def find(self, *, timeout_s: float) -> tuple[StreamAddress, ...]:
-        """Ask where its streams are; a source given by endpoints says it without asking anybody.
+        """Return the addresses of the source's streams. A source with a URL asks the worker for them.
 
         Raises:
             UnreachableError, StartError, NoStreamsError, DecodeError: as ``discover``.

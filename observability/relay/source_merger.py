@@ -1,27 +1,27 @@
-"""Several sources of one worker become one stream, without sockets: what subscribers say in, events to publish out."""
+"""Merging several sources of one worker into one stream, without sockets: changes of sources in, events out."""
 
-# The theory
-# ==========
+# The theory of merging
+# =====================
 #
-# A worker's blocks may be told by more than one source: its engine, an offload tier beside it. Each source is followed
-# by a subscriber, which is told of batches, of snapshots, of lives that end. A relay publishes one stream of all that.
+# A worker's blocks may come from more than one source: its engine, and an offload tier next to it. A subscriber follows
+# each source and reports batches, snapshots and restarts. The relay publishes one stream of all sources.
 #
-#     published  =  union over the sources of (what the source holds  +  what its snapshot, while one comes, holds)
+#     published  =  union over the sources of (blocks of the source  +  blocks of its snapshot, while one is received)
 #
-# That is kept after every call, and each call returns the events that lead there from what was published before. From
-# it follows what happens to an event of one source:
+# This holds after every call, and each call returns the events that lead to it from the published state before. It
+# follows for an event of one source:
 #
-#     stored      is published, unless all of it stands already (a snapshot tells again what is known)
+#     stored      is published, unless all its blocks are published already (a snapshot repeats known blocks)
 #     removed     is published without the blocks that another source still holds
-#     cleared     becomes the removal of what only this source held; where nothing else stands, it is a clear itself
-#     snapshot    its stores are published as they come; when it has replaced the view, what it lacks is removed; when
-#                 it came to nothing, what only it had is removed
+#     cleared     becomes the removal of the blocks that only this source held; if no block is left, it stays a clear
+#     snapshot    its stores are published as they come; when it replaces the view, the missing blocks are removed; when
+#                 it is discarded, the blocks that only it had are removed
 #
-# So a restart of a source never empties the stream in between: readers see the difference. And a worker with one source
-# sees its events unchanged.
+# So a restart of a source never empties the stream in between: readers see the difference. Readers of a worker with one
+# source see its events unchanged.
 #
-# The relay's own knowledge is as good as the worst of its sources. ``upstream`` says it to readers: None only while
-# every source is LIVE. While a snapshot comes, its source is not.
+# The relay knows the stream as well as its least trusted source. ``upstream`` publishes that state: None only while
+# every source is LIVE. A source is not LIVE while its snapshot is received.
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from observability.kv_stream import StreamState
+from observability.kv_stream.rank_blocks import location_of
 from observability.relay.block_set import BlockSet
 from observability.relay.passthrough import split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import MEDIUM_GPU, BlockLocation, block_location
+from scheduler_components.events import MEDIUM_GPU, BlockLocation
 
 __all__ = ["SourceMerger", "least_trusted_state"]
 
@@ -46,19 +47,19 @@ _WORST_FIRST = (
 )
 
 _Blocks = dict[BlockLocation, BlockSet]
-"""Hashes by where they are."""
+"""Hashes by location."""
 
 Events = tuple[KVCacheEvent, ...]
 
 
 def least_trusted_state(states: Iterable[StreamState]) -> StreamState:
-    """The state of what was put together from streams in ``states``; ``CONNECTING`` for none."""
+    """Return the state of a stream merged from streams in ``states``; ``CONNECTING`` for none."""
     return min(states, key=_WORST_FIRST.index, default=StreamState.CONNECTING)
 
 
 @dataclass(slots=True)
 class _Source:
-    """What one source holds; ``staged`` is what its snapshot holds so far, None while none comes."""
+    """The blocks of one source. ``staged`` has those of its snapshot so far, None while none is received."""
 
     state: StreamState = StreamState.CONNECTING
     held: _Blocks = field(default_factory=dict)
@@ -72,10 +73,10 @@ class _Source:
 
 
 class SourceMerger:
-    """The one stream of several sources; each is known by a key of the caller's.
+    """Merges several sources into one stream. The caller identifies each source by a key.
 
-    Methods that return events expect them to be published in order, before the next call. A source that was not named
-    before is new: connecting, and holding nothing.
+    Publish the returned events in order, before the next call. A new key adds a source, which is connecting and has no
+    blocks.
     """
 
     __slots__ = ("_sources",)
@@ -87,10 +88,10 @@ class SourceMerger:
         counts = {key: (str(source.state), _count(source.held)) for key, source in self._sources.items()}
         return f"<SourceMerger {counts}>"
 
-    # --- what a subscriber says of a source ---
+    # --- changes of a source ---
 
     def on_batch_applied(self, key: int, events: Events) -> Events:
-        """A batch of the source, or of its snapshot while one comes."""
+        """The subscriber applied a batch of the source, or of its snapshot."""
         source = self._source(key)
         if source.staged is None and len(self._sources) == 1:
             _fold_all(source.held, events)
@@ -99,63 +100,63 @@ class SourceMerger:
         return tuple(each for event in events for each in self._apply(into, event))
 
     def on_view_cleared(self, key: int) -> Events:
-        """What was known of the source is known no more: it restarted, or is dead."""
+        """The subscriber cleared the source's view, because the source restarted or is dead."""
         source = self._source(key)
         gone, source.held = source.held, {}
-        return self._no_longer_standing(gone)
+        return self._remove_unheld(gone)
 
     def on_snapshot_begin(self, key: int) -> None:
-        """Batches of this source belong to a snapshot from now on."""
+        """The following batches of this source belong to a snapshot."""
         self._source(key).staged = {}
 
     def on_snapshot_end(self, key: int, *, was_used: bool) -> Events:
-        """The snapshot is what the source holds, or came to nothing."""
+        """The snapshot replaced the source's blocks, or was discarded."""
         source = self._source(key)
         staged, source.staged = source.staged or {}, None
         if was_used:
             staged, source.held = source.held, staged
-        return self._no_longer_standing(staged)
+        return self._remove_unheld(staged)
 
     def on_state_changed(self, key: int, state: StreamState) -> None:
-        """How far the source can be trusted from now on."""
+        """The state of the source changed."""
         self._source(key).state = state
 
     def add_source(self, key: int) -> None:
-        """The source is one of this stream's; it is connecting, if it was not before."""
+        """Add a source, unless the stream has it."""
         self._source(key)
 
     def on_source_lost(self, key: int) -> Events:
-        """Nobody follows the source now; what it held stays until somebody says more."""
+        """The source is no longer followed. Its blocks stay until it is followed again or removed."""
         source = self._source(key)
         source.state = StreamState.CONNECTING
         staged, source.staged = source.staged or {}, None
-        return self._no_longer_standing(staged)
+        return self._remove_unheld(staged)
 
     def remove_source(self, key: int) -> Events:
-        """The source is none of this stream's any more."""
+        """Remove a source and its blocks."""
         source = self._sources.pop(key, None)
-        return () if source is None else self._no_longer_standing(source.held)
+        return () if source is None else self._remove_unheld(source.held)
 
-    # --- what is known ---
+    # --- the state ---
 
     @property
     def state(self) -> StreamState:
-        """That of the source that is known least."""
+        """The state of the least trusted source."""
         return least_trusted_state(source.state for source in self._sources.values())
 
     @property
     def upstream(self) -> str | None:
-        """What readers are told of this stream, see ``Meta``; None while all sources are known whole."""
+        """The ``upstream`` field of ``ReplayMeta``: None while every source is LIVE."""
         state = self.state
         return None if state is StreamState.LIVE else state.value
 
     @property
     def num_sources(self) -> int:
-        """Sources that the stream is made of, whether or not they are there."""
+        """Number of sources, reachable or not."""
         return len(self._sources)
 
     def num_blocks(self, key: int) -> int:
-        """Blocks that one source holds, over all sites."""
+        """Return the number of blocks of one source, over all locations."""
         return _count(self._source(key).held)
 
     # --- from one source's event to the stream's ---
@@ -168,15 +169,15 @@ class SourceMerger:
 
     def _apply(self, into: _Blocks, event: KVCacheEvent) -> Iterator[KVCacheEvent]:
         if isinstance(event, BlockStored):
-            location = _site_of(event)
-            is_new = not all(self._stands(location, each) for each in event.block_hashes)
+            location = location_of(event)
+            is_new = not all(self._is_held(location, each) for each in event.block_hashes)
             _fold_all(into, (event,))
             if is_new:
                 yield event
         elif isinstance(event, BlockRemoved):
-            location = _site_of(event)
+            location = location_of(event)
             _fold_all(into, (event,))
-            gone = {each for each in event.block_hashes if not self._stands(location, each)}
+            gone = {each for each in event.block_hashes if not self._is_held(location, each)}
             if len(gone) == len(set(event.block_hashes)):
                 yield event
             elif gone:
@@ -184,38 +185,34 @@ class SourceMerger:
         else:
             gone_blocks = dict(into)
             into.clear()
-            yield from self._no_longer_standing(gone_blocks)
+            yield from self._remove_unheld(gone_blocks)
 
-    def _stands(self, location: BlockLocation, block_hash: int) -> bool:
+    def _is_held(self, location: BlockLocation, block_hash: int) -> bool:
         return any(source.has(location, block_hash) for source in self._sources.values())
 
-    def _no_longer_standing(self, blocks: _Blocks) -> Events:
-        """Take back those of ``blocks`` that no source holds: one event per location, in which order means nothing."""
+    def _remove_unheld(self, blocks: _Blocks) -> Events:
+        """Return events that remove those of ``blocks`` that no source holds: one event per location, in any order."""
         if not any(blocks.values()):
             return ()
         if not any(_count(each.held) or _count(each.staged or {}) for each in self._sources.values()):
             return (AllBlocksCleared(),)
         removals: list[KVCacheEvent] = []
         for location, hashes in blocks.items():
-            gone = tuple([each for each in hashes if not self._stands(location, each)])
+            gone = tuple([each for each in hashes if not self._is_held(location, each)])
             if gone:
                 medium, group_idx, locality, ownership = location
-                told = None if medium == MEDIUM_GPU else medium
-                removals.append(BlockRemoved(gone, told, group_idx, locality, ownership))
+                wire_medium = None if medium == MEDIUM_GPU else medium
+                removals.append(BlockRemoved(gone, wire_medium, group_idx, locality, ownership))
         return tuple(removals)
 
 
-def _site_of(event: BlockStored | BlockRemoved) -> BlockLocation:
-    return block_location(event.medium, event.group_idx, event.locality, event.ownership)
-
-
 def _fold_all(blocks: _Blocks, events: Events) -> None:
-    """Fold events in order; those of one kind and location that follow each other, as one."""
+    """Fold events in order. Adjacent events of one kind and location are folded together."""
     hashes: list[int] = []
     of: tuple[type[KVCacheEvent], BlockLocation] | None = None
     for event in events:
         if isinstance(event, BlockStored | BlockRemoved):
-            before, of = of, (type(event), _site_of(event))
+            before, of = of, (type(event), location_of(event))
             if of != before and before is not None:
                 _change(blocks, before, hashes)
                 hashes = []

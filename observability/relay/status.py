@@ -1,4 +1,4 @@
-"""What a relay says of itself over HTTP: a ``StatusSource``, and the configuration that it publishes by."""
+"""The HTTP status of a relay (a ``StatusSource``), and the configuration of its publishers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["RelayStatus", "parse_relay_config"]
 
 
 def parse_relay_config(text: str) -> KVEventsConfig:
-    """Read what follows ``--kv-events-config``; what is not given has the relay's defaults.
+    """Parse the value of ``--kv-events-config`` with the defaults of a relay.
 
-    A relay publishes by ``zmq``, for it was started to. It begins at the clock's numbers, so that plain readers see
-    that it restarted. Events go on as the bytes that came: dialect ``native``.
+    The default publisher is ``zmq``, because a relay exists to publish. Numbers begin at the clock, so that readers
+    without the extension notice a restart. The dialect is ``native``: events are forwarded as the received bytes.
 
     Raises:
-        ConfigError: as ``KVEventsConfig.from_cli``, or another publisher is asked for.
+        ConfigError: as ``KVEventsConfig.from_cli``, or the publisher is not ``zmq``.
     """
     settings = KVEventsConfig.from_cli(text)
     given = settings.model_fields_set
@@ -32,17 +32,17 @@ def parse_relay_config(text: str) -> KVEventsConfig:
         dialect=settings.dialect if "dialect" in given else "native",
     )
     if settings.publisher != "zmq":
-        raise ConfigError("publisher", settings.publisher, "is none that a relay publishes by", 'give "zmq"')
+        raise ConfigError("publisher", settings.publisher, "is not a publisher of a relay", 'give "zmq"')
     return settings
 
 
 @dataclass(slots=True, kw_only=True)
 class RelayStatus:
-    """A ``StatusSource`` of a relay.
+    """The ``StatusSource`` of a relay.
 
     Attributes:
-        sinks: where the relay publishes.
-        block_size: tokens per block as a person gave it; None to say what was seen.
+        sinks: the sinks of the relay.
+        block_size: tokens per block as the operator gave it; None to report that of the events.
     """
 
     relay: ZmqRelay
@@ -50,11 +50,11 @@ class RelayStatus:
     block_size: int | None = None
 
     def health_problem(self) -> str | None:
-        """None while every source is known whole; else which is not, and how far it is."""
+        """Return which sources are not live, and their states; None if every source is live."""
         return "; ".join(_problems(self.relay.source_stats())) or None
 
     def server_info(self) -> Mapping[str, Any]:
-        """The descriptor of the published streams, and how far each source and stream is known."""
+        """Return the descriptor of the published streams, and the state of each source and stream."""
         sources, streams = self.relay.source_stats(), self.relay.stream_stats()
         info = {"version": __version__, "relay": _relay_info(sources, streams), **self._descriptor(streams)}
         problems = _problems(sources)
@@ -71,11 +71,11 @@ class RelayStatus:
         return self.sinks.server_info(self.block_size or seen, streams[-1].rank + 1)
 
     def model_info(self) -> Mapping[str, Any]:
-        """A relay has no model."""
+        """Return ``relay`` as the model path: a relay has no model."""
         return {"model_path": "relay"}
 
     def load_snapshots(self) -> Sequence[LoadSnapshot]:
-        """A relay has no load."""
+        """Return nothing: a relay has no load."""
         return ()
 
 

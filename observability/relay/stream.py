@@ -1,4 +1,4 @@
-"""One published stream of a relay: what its sources' subscribers say goes through the merger to the sink."""
+"""One published stream of a relay: events of its sources pass through the merger to the sink."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ __all__ = ["RelaySink", "RelaySinkFactory", "RelayedStream", "SourceListener"]
 
 
 class RelaySink(KvEventSink, Protocol):
-    """Where a relay publishes: a ``KvEventSink`` that can tell its readers how far the relay itself knows the stream.
+    """A ``KvEventSink`` that also publishes how far the relay itself knows the stream, such as ``ZmqEventPublisher``.
 
-    ``ZmqEventPublisher``. Called by ``RelayedStream``, on one thread.
+    ``RelayedStream`` calls it on one thread.
     """
 
     def set_upstream_state(self, state: str | None) -> None:
-        """Tell readers from now on that the stream is known so far: None for whole, else a ``StreamState``."""
+        """Publish the relay's own state of the stream from now on: None for LIVE, else a ``StreamState``."""
         ...
 
 
 class RelaySinkFactory(Protocol):
-    """Where the streams of all ranks go: ``ZmqSinkFactory``."""
+    """Opens the sink of each rank's stream, as ``ZmqSinkFactory`` does."""
 
     @property
     def dialect(self) -> str:
-        """What the streams are written in; in ``native`` an event goes on as the bytes that came."""
+        """The dialect of the sinks. In ``native``, an event is forwarded as the received bytes."""
         ...
 
     def open(self, rank: int) -> RelaySink:
-        """Open the sink of one rank's stream; called once per rank.
+        """Open the sink of one rank's stream. Called once per rank.
 
         Raises:
-            ConfigError, StartError: it cannot be opened; nothing stays open.
+            ConfigError, StartError: the sink cannot be opened; nothing stays open.
         """
         ...
 
     def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
-        """Give the keys by which ``/server_info`` leads readers to the streams."""
+        """Return the keys of ``/server_info`` by which readers find the streams."""
         ...
 
 
 @dataclass(slots=True)
 class RelayedStream:
-    """The stream of one rank.
+    """The published stream of one rank.
 
     Attributes:
-        rank: its number, stamped on its batches.
-        sink: where it is published.
-        wall_clock: seconds since the epoch, for batches that the relay itself makes.
-        merger: its sources.
-        block_size: tokens per block as the last stored event had it; None before the first.
+        rank: stamped on its batches.
+        sink: publishes it.
+        wall_clock: seconds since the epoch, for batches that the relay itself creates.
+        merger: of its sources.
+        block_size: tokens per block of the last stored event; None before the first.
         has_pending: True from a batch to ``flush``.
-        encoding: how events are written that came as bytes.
+        encoding: of events that came as bytes.
     """
 
     rank: int
@@ -72,9 +72,10 @@ class RelayedStream:
     encoding: SourceEncoding = field(default_factory=SourceEncoding)
 
     def publish(self, events: Events, ts: float) -> None:
-        """Publish what the merger said; nothing where that is nothing.
+        """Publish the merger's events, if there are any.
 
-        ``ts`` is the source's; 0, as in a base, is replaced by the time of now: who reads it live counts its age.
+        ``ts`` is the source's time stamp. A chunk of a snapshot has 0, which becomes the current time, because live
+        readers compute the lag from it.
         """
         if not events:
             return
@@ -86,22 +87,22 @@ class RelayedStream:
         self.sink.publish(KVEventBatch(ts or self.wall_clock(), rows, self.rank))
 
     def send_upstream_state(self) -> None:
-        """Tell readers how far the stream is known."""
+        """Publish how far the relay knows the stream."""
         self.sink.set_upstream_state(self.merger.upstream)
 
     def flush(self) -> None:
-        """Let what was published go out."""
+        """Send the pending batches."""
         if self.has_pending:
             self.has_pending = False
             self.sink.idle()
 
 
 class SourceListener(NullStreamListener):
-    """Takes what one source's subscriber says to the streams of its ranks.
+    """Passes the changes of one source to the streams of its ranks.
 
     Args:
-        key: the source's, in every merger.
-        streams: by rank; those of the source's ranks are there.
+        key: of the source, in every merger.
+        streams: by rank, including every rank of the source.
     """
 
     def __init__(self, key: int, streams: Mapping[int, RelayedStream]) -> None:
@@ -109,26 +110,26 @@ class SourceListener(NullStreamListener):
         self._streams = streams
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
-        """Publish the batch, or what it changes."""
+        """Publish the changes of the batch."""
         stream = self._streams[rank]
         stream.publish(stream.merger.on_batch_applied(self._key, batch.events), batch.ts)
 
     def on_view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002
-        """Take back what was known of the source."""
+        """Publish the removal of the source's blocks."""
         stream = self._streams[rank]
         stream.publish(stream.merger.on_view_cleared(self._key), stream.wall_clock())
 
     def on_snapshot_begin(self, rank: int) -> None:
-        """What follows is the source's whole state."""
+        """Collect the following batches as the source's whole state."""
         self._streams[rank].merger.on_snapshot_begin(self._key)
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
-        """Take back what the source does not hold any more."""
+        """Publish the removal of the blocks that the source no longer holds."""
         stream = self._streams[rank]
         stream.publish(stream.merger.on_snapshot_end(self._key, was_used=was_used), stream.wall_clock())
 
     def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:  # noqa: ARG002
-        """Tell readers how far the source is known."""
+        """Publish the stream's state if the source changes it."""
         stream = self._streams[rank]
         stream.merger.on_state_changed(self._key, new)
         stream.send_upstream_state()

@@ -1,4 +1,4 @@
-"""Into JetStream as well: sinks that publish each stream both where other sinks do and into a log."""
+"""Sinks that publish each stream of a relay twice: over another sink and into a JetStream log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from observability.kv_stream import StreamState
 from observability.relay.stream import RelaySink, RelaySinkFactory
 from scheduler_components import EventBatch, PublisherStats
 
-if TYPE_CHECKING:  # a relay that writes into no broker does without the extra
+if TYPE_CHECKING:  # a relay without a broker does not need the extra
     from observability.jetstream import JetStreamWriter
 
 __all__ = ["TeeSinkFactory"]
@@ -17,42 +17,42 @@ __all__ = ["TeeSinkFactory"]
 
 @dataclass(slots=True, kw_only=True)
 class _TeeSink:
-    """A ``RelaySink`` that publishes twice; its counters are those of the first."""
+    """A ``RelaySink`` that publishes to two sinks. Its counters are those of the first."""
 
     first: RelaySink
     second: RelaySink
 
     def publish(self, events: EventBatch) -> None:
-        """Publish the batch to both."""
+        """Publish the batch to both sinks."""
         self.first.publish(events)
         self.second.publish(events)
 
     def idle(self) -> None:
-        """Let both send what is pending."""
+        """Let both sinks send their pending batches."""
         self.first.idle()
         self.second.idle()
 
     def set_upstream_state(self, state: str | None) -> None:
-        """Tell the readers of both."""
+        """Publish the upstream state to the readers of both sinks."""
         self.first.set_upstream_state(state)
         self.second.set_upstream_state(state)
 
     def stats(self) -> PublisherStats:
-        """Counters of the first; ``JetStreamWriter.stats`` has the second's."""
+        """Return the counters of the first sink; ``JetStreamWriter.stats`` has those of the second."""
         return self.first.stats()
 
     def shutdown(self) -> None:
-        """Close both."""
+        """Close both sinks."""
         self.first.shutdown()
         self.second.shutdown()
 
 
 @dataclass(slots=True, kw_only=True)
 class TeeSinkFactory:
-    """``RelaySinkFactory`` that write every stream of ``others`` into a log, too.
+    """A ``RelaySinkFactory`` that also writes every stream of ``others`` into a log.
 
     Attributes:
-        others: where the streams go besides.
+        others: factory of the other sinks.
         writer: of the worker's log; closed with the sinks.
     """
 
@@ -61,16 +61,16 @@ class TeeSinkFactory:
 
     @property
     def dialect(self) -> str:
-        """That of the others: both streams carry the same bytes."""
+        """The dialect of the other sinks: both streams carry the same bytes."""
         return self.others.dialect
 
     def open(self, rank: int) -> RelaySink:
-        """Open the sinks of one rank's stream."""
+        """Open both sinks of one rank's stream."""
         first = self.others.open(rank)
         second = self.writer.sink(rank, self.dialect)
-        second.set_upstream_state(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
+        second.set_upstream_state(StreamState.CONNECTING.value)  # an empty stream must not count as complete
         return _TeeSink(first=first, second=second)
 
     def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
-        """Describe the others' streams, and where they stand in JetStream."""
+        """Describe the streams of the other sinks, and their names in JetStream."""
         return self.others.server_info(block_size, num_streams) | {"kv_events_jetstream": self.writer.describe()}

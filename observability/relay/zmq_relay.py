@@ -1,7 +1,7 @@
-"""The relay: subscribers of all sources and the sinks of all streams, polled by one thread.
+"""The relay: subscribers of all sources and sinks of all streams, polled by one thread.
 
-A source that does not answer is asked again and again, on another thread, while the others are relayed. A worker that
-comes back at other addresses is dialled there.
+Another thread keeps searching for a source that does not answer, while the relay forwards the others. The relay follows
+a worker that comes back at other addresses.
 """
 
 from __future__ import annotations
@@ -16,43 +16,29 @@ from types import TracebackType
 import attrs
 import msgspec
 
-from observability.kv_stream import (
-    CountingView,
-    FollowPolicy,
-    StreamState,
-    StreamStats,
-    Subscriber,
-    open_subscriber,
-    wait_any,
-)
+from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, open_subscriber, wait_any
+from observability.kv_stream.view import CountingView
 from observability.relay.passthrough import PassthroughDecoder
 from observability.relay.source import RelaySource
-from observability.relay.stream import RelayedStream, RelaySink, RelaySinkFactory, SourceListener
-from scheduler_components import ComponentError, PublisherStats, kv_events_server_info
-from scheduler_components.kv_events import (
-    BatchDecoder,
-    CurveClientKeys,
-    KVEventsConfig,
-    ListeningStream,
-    StreamAddress,
-    ZmqEventPublisher,
-)
+from observability.relay.stream import RelayedStream, RelaySinkFactory, SourceListener
+from scheduler_components import ComponentError, PublisherStats
+from scheduler_components.kv_events import BatchDecoder, CurveClientKeys, StreamAddress
 
-__all__ = ["RelayConfig", "RelayedStreamStats", "SourceStats", "ZmqRelay", "ZmqSinkFactory", "open_relay"]
+__all__ = ["RelayConfig", "RelayedStreamStats", "SourceStats", "ZmqRelay", "open_relay"]
 
-_FIND_TIMEOUT_S = 5.0
-_FIND_EVERY_S = 2.0
-"""A worker that starts again is found within this; one small page per so much time costs it nothing."""
+_SEARCH_TIMEOUT_S = 5.0
+_SEARCH_INTERVAL_S = 2.0
+"""The relay finds a restarted worker within this time. One small HTTP request per interval costs the worker nothing."""
 
 
 @attrs.frozen(kw_only=True)
 class RelayConfig:
-    """What to relay.
+    """The sources of a relay.
 
     Attributes:
-        sources: all of one worker.
-        keys: for sources that ask clients for keys.
-        policy: how long to wait for what.
+        sources: all sources of one worker.
+        keys: for sources that require CURVE keys of clients.
+        policy: how long to wait.
     """
 
     sources: tuple[RelaySource, ...]
@@ -61,12 +47,12 @@ class RelayConfig:
 
 
 class SourceStats(msgspec.Struct, frozen=True):
-    """One source at one moment.
+    """State of one source.
 
     Attributes:
-        source: as a person gave it.
-        problem: why it is not followed; empty where it is.
-        streams: by rank; empty where it is not followed.
+        source: the text that the operator gave.
+        problem: why it is not followed; empty if it is.
+        streams: by rank; empty if it is not followed.
     """
 
     source: str
@@ -75,15 +61,15 @@ class SourceStats(msgspec.Struct, frozen=True):
 
 
 class RelayedStreamStats(msgspec.Struct, frozen=True):
-    """One published stream at one moment.
+    """State of one published stream.
 
     Attributes:
-        rank: its number.
-        state: that of the source that is known least.
+        rank: of the stream.
+        state: that of its least trusted source.
         is_whole: every source is live.
-        num_sources: sources that it is made of, those that do not answer included.
-        block_size: tokens per block as they were last seen, None before.
-        publisher: the counters of where it is published.
+        num_sources: its sources, including those that do not answer.
+        block_size: tokens per block of the last stored event, None before the first.
+        publisher: the counters of its sink.
     """
 
     rank: int
@@ -96,7 +82,7 @@ class RelayedStreamStats(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Followed:
-    """A source and how it is followed; ``addresses`` is empty until it was found."""
+    """A source and its subscriber. ``addresses`` is empty until the source is found."""
 
     source: RelaySource
     problem: str = ""
@@ -106,7 +92,7 @@ class _Followed:
 
     @property
     def is_settled(self) -> bool:
-        """True while there is no reason to ask where its streams are."""
+        """True while no search for the source's streams is needed."""
         if self.subscriber is None:
             return False
         positions = self.subscriber.positions().values()
@@ -114,48 +100,15 @@ class _Followed:
         return not self.source.url or not any(position.state in lost for position in positions)
 
 
-class ZmqSinkFactory:
-    """Publishers of one configuration, one per rank; see ``RelaySinkFactory``."""
-
-    def __init__(self, settings: KVEventsConfig) -> None:
-        self._settings = settings
-        self._publishers: dict[int, ZmqEventPublisher] = {}
-
-    @property
-    def dialect(self) -> str:
-        """What the publishers write."""
-        return self._settings.dialect
-
-    def open(self, rank: int) -> RelaySink:
-        """Open the publisher of one rank, at the settings' ports + rank."""
-        publisher = self._publishers[rank] = ZmqEventPublisher(rank, config=self._settings)
-        publisher.set_upstream_state(StreamState.CONNECTING.value)  # nobody shall take an empty stream for whole
-        return publisher
-
-    def server_info(self, block_size: int | None, num_streams: int) -> dict[str, object]:
-        """Describe the streams, with the ports that the system gave."""
-        bound = [
-            ListeningStream.parse(rank, publisher.endpoint, replay=publisher.replay_endpoint)
-            for rank, publisher in tuple(self._publishers.items())
-            if publisher.endpoint.startswith("tcp://")
-        ]
-        # The descriptor asks for a size; where none has been seen yet, it is taken out again.
-        info = kv_events_server_info(self._settings, block_size=block_size or 1, dp_size=num_streams, publishers=bound)
-        described = info["kv_events"]
-        return info if block_size or not isinstance(described, dict) else info | {"kv_events": _unsized(described)}
-
-
-def _unsized(described: dict[str, object]) -> dict[str, object]:
-    return described | {"block_size": None}
-
-
 @dataclass(slots=True, kw_only=True)
 class ZmqRelay:
-    """Made by ``open_relay``. ``poll`` belongs to one thread, which also closes; the rest may be asked from any.
+    """Follows the sources and publishes their streams. ``open_relay`` creates it.
+
+    ``poll`` belongs to one thread, which also closes. The statistics may be read from any thread.
 
     Attributes:
-        sinks: where the streams go.
-        report: called with one sentence for people, whenever a source is lost or found.
+        sinks: opens the sinks of the streams.
+        report: receives one sentence for the operator whenever a source is lost or found.
     """
 
     config: RelayConfig
@@ -168,7 +121,7 @@ class ZmqRelay:
         default_factory=lambda: ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-relay-search")
     )
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _look_at_s: float = 0.0
+    _next_search_s: float = 0.0
 
     def __enter__(self) -> ZmqRelay:
         return self
@@ -179,7 +132,7 @@ class ZmqRelay:
         self.close()
 
     def close(self) -> None:
-        """Send what is pending, close every socket and stop every thread. Safe to call twice."""
+        """Send the pending batches, close every socket and stop every thread. Safe to call twice."""
         with self._lock:
             for followed in self._followed:
                 if followed.subscriber is not None:
@@ -191,7 +144,7 @@ class ZmqRelay:
     # --- following ---
 
     def begin(self) -> None:
-        """Look for every source once, and follow those that answer.
+        """Search for every source once, and follow those that answer.
 
         Raises:
             ConfigError, StartError: a sink cannot be opened.
@@ -201,11 +154,11 @@ class ZmqRelay:
             self._search(followed)
         for key, followed in enumerate(self._followed):
             assert followed.search is not None
-            followed.search.exception()  # waits for it
-            self._take_search(key, followed)
+            followed.search.exception()  # waits for the result
+            self._finish_search(key, followed)
 
     def poll(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for news of any source, and relay what has come."""
+        """Wait up to ``timeout_s`` for input from any source, and relay it."""
         subscribers = [each.subscriber for each in self._followed if each.subscriber is not None]
         has_input = wait_any(subscribers, timeout_s)
         with self._lock:
@@ -213,28 +166,28 @@ class ZmqRelay:
                 subscriber.drain()
             for stream in self.streams.values():
                 stream.flush()
-            if not has_input or self.clock() >= self._look_at_s:
-                self._look()
+            if not has_input or self.clock() >= self._next_search_s:
+                self._update_sources()
 
-    def _look(self) -> None:
-        """Ask after sources that are not there, and follow those that answered."""
+    def _update_sources(self) -> None:
+        """Search for missing sources, and follow those that were found."""
         now_s = self.clock()
-        is_due = now_s >= self._look_at_s
+        is_due = now_s >= self._next_search_s
         if is_due:
-            self._look_at_s = now_s + _FIND_EVERY_S
+            self._next_search_s = now_s + _SEARCH_INTERVAL_S
         for key, followed in enumerate(self._followed):
             if followed.search is not None and followed.search.done():
                 try:
-                    self._take_search(key, followed)
-                except ComponentError as error:  # no sink for a rank that was not there before
+                    self._finish_search(key, followed)
+                except ComponentError as error:  # the sink of a new rank cannot be opened
                     self._set_problem(followed, str(error))
             if is_due and followed.search is None and not followed.is_settled:
                 self._search(followed)
 
     def _search(self, followed: _Followed) -> None:
-        followed.search = self._threads.submit(followed.source.find, timeout_s=_FIND_TIMEOUT_S)
+        followed.search = self._threads.submit(followed.source.find, timeout_s=_SEARCH_TIMEOUT_S)
 
-    def _take_search(self, key: int, followed: _Followed) -> None:
+    def _finish_search(self, key: int, followed: _Followed) -> None:
         search, followed.search = followed.search, None
         assert search is not None
         try:
@@ -247,7 +200,7 @@ class ZmqRelay:
             self._follow(key, followed, addresses)
 
     def _follow(self, key: int, followed: _Followed, addresses: tuple[StreamAddress, ...]) -> None:
-        """Follow a source at ``addresses``, and no more where it was."""
+        """Follow a source at ``addresses`` instead of its previous addresses."""
         ranks = sorted(address.rank for address in addresses)
         for rank in ranks:
             if rank not in self.streams:
@@ -273,7 +226,7 @@ class ZmqRelay:
         self._set_problem(followed, "")
 
     def _share_sources(self) -> None:
-        """Each stream waits for every source of its rank, and for those of which nobody knows the ranks yet."""
+        """Add to each stream every source of its rank, and every source whose ranks are not known yet."""
         for rank, stream in self.streams.items():
             for key, followed in enumerate(self._followed):
                 if not followed.addresses or any(address.rank == rank for address in followed.addresses):
@@ -289,10 +242,10 @@ class ZmqRelay:
             f"{followed.source.text} is not relayed: {problem}" if problem else f"{followed.source.text} is found"
         )
 
-    # --- what others see ---
+    # --- statistics ---
 
     def source_stats(self) -> Sequence[SourceStats]:
-        """Each source, in the order in which they were given."""
+        """Return the state of each source, in the given order."""
         with self._lock:
             return [
                 SourceStats(followed.source.text, followed.problem, self._streams_of(key, followed))
@@ -300,7 +253,7 @@ class ZmqRelay:
             ]
 
     def _streams_of(self, key: int, followed: _Followed) -> dict[int, StreamStats]:
-        """The subscriber keeps no block: how many its source holds, the merger knows."""
+        """Add the number of blocks to the subscriber's statistics: the merger keeps the blocks, not the subscriber."""
         if followed.subscriber is None:
             return {}
         return {
@@ -309,7 +262,7 @@ class ZmqRelay:
         }
 
     def stream_stats(self) -> Sequence[RelayedStreamStats]:
-        """Each published stream, by rank."""
+        """Return the state of each published stream, ordered by rank."""
         with self._lock:
             return [
                 RelayedStreamStats(
@@ -334,14 +287,14 @@ class ZmqRelay:
 
 
 def open_relay(config: RelayConfig, *, sinks: RelaySinkFactory, report: Callable[[str], None]) -> ZmqRelay:
-    """Follow every source that answers, and publish; use it in a ``with`` block, or close it.
+    """Follow every source that answers, and publish. Use the relay in a ``with`` block, or close it.
 
-    A source that does not answer is said, and asked again every few seconds.
+    The relay reports a source that does not answer, and searches for it again every few seconds.
 
     Args:
-        config: what to relay.
-        sinks: where the streams go.
-        report: called with one sentence for people.
+        config: the sources.
+        sinks: opens the sinks of the streams.
+        report: receives one sentence for the operator whenever a source is lost or found.
 
     Raises:
         ConfigError, StartError: a sink cannot be opened.

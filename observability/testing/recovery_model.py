@@ -1,14 +1,13 @@
-"""The recovery of streams as a model: one publisher, several subscribers, and a network with every fault.
+"""A simulation of stream recovery: one publisher, several subscribers, and a network with every fault.
 
-All are the kit's real cores (stream, replay cursors, follower, view), without sockets, clock or threads. The publisher
-keeps the truth beside its stream: what it held after every batch of every epoch. After every step, no subscriber may
-say
-``LIVE`` of a view that differs from the truth, doubt an honest publisher, or have asked more than its pace allows;
-once faults stop, every view must become the truth in ``RECOVERY_LIMIT_S``.
+All parts are the kit's real cores (stream, replay sessions, follower, view), without sockets, clock or threads. The
+publisher keeps the true state next to its stream: its blocks after every batch of every epoch. After every step, no
+subscriber may be ``LIVE`` with a view that differs from the true state, distrust an honest publisher, or have sent more
+requests than its credit allows. Once the faults stop, every view must become the true state within
+``RECOVERY_LIMIT_S``.
 
-``RecoverySimulation(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a person can
-read
-them. Use it to break a core on purpose and see that it is caught, or to try a cursor of your own.
+``RecoverySimulation(...).run(steps)`` carries out steps by name, so that Hypothesis can shrink them and a developer can
+read them. Use it to check that a deliberately broken core is caught, or to try another cursor.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from typing import Any, TypeAlias
 import msgspec
 
 from observability.kv_stream import (
-    MAX_REPLAY_CREDIT,
     BatchApplier,
     BlockView,
     FollowPolicy,
     FrameParser,
     NullStreamListener,
-    SendReplayRequest,
     StreamCursor,
     StreamFollower,
     StreamState,
     Tier,
 )
+from observability.kv_stream.frames import END_SEQ_NUMBER
+from observability.kv_stream.instructions import SendReplayRequest
+from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
 from scheduler_components.kv_events.replay import ReplaySessions
@@ -41,24 +41,24 @@ from scheduler_components.kv_events.snapshot import merge_batches
 __all__ = ["RECOVERY_LIMIT_S", "RecoverySimulation", "ModelPublisher", "ModelSubscriber", "Steps"]
 
 MAX_PENDING = 2
-"""Batches that may wait; more collapse into one."""
+"""Pending batches of the publisher; more collapse into one."""
 
 Frame = tuple[int, bytes]
 """Number and payload of a live batch."""
 
 TOPIC = b"kv@pod1"
 FORGED = BatchEncoder("array").encode(KVEventBatch(0.0, (BlockStored((99,), None, (99,), 1, None),)), 0)
-"""Readable, and of nobody that is followed."""
+"""A readable batch of no followed publisher."""
 
 OTHER_TOPIC = b"kv@pod10"
-"""Of another publisher behind the same proxy: a subscription to ``TOPIC`` brings its frames too."""
+"""Topic of another publisher behind the same proxy: a subscription to ``TOPIC`` delivers its frames too."""
 
 State = frozenset[tuple[int, Tier]]
 _NO_BLOCKS: State = frozenset()
 
 
 class ModelPublisher:
-    """Stream and replay cursors as the ZMQ edge uses them; what waits beyond ``MAX_PENDING`` collapses."""
+    """Stream and replay sessions as the ZMQ edge uses them. More than ``MAX_PENDING`` pending batches collapse."""
 
     def __init__(self, *, window: int, seq_base: str) -> None:
         self.window, self.seq_base = window, seq_base
@@ -69,7 +69,7 @@ class ModelPublisher:
         self.start_epoch()
 
     def start_epoch(self) -> list[Frame]:
-        """Start, or start again with nothing; returns the live frames of the beginning."""
+        """Start an epoch with an empty state; return its first live frames."""
         self.epoch += 1
         first = 0 if self.seq_base == "zero" else 10_000 * self.epoch
         self.stream = EventStream(
@@ -86,7 +86,7 @@ class ModelPublisher:
         return self.send_pending()
 
     def publish(self, event: KVCacheEvent) -> None:
-        """Accept one batch of one event; ``held`` is the naive fold of all that was accepted."""
+        """Accept one batch of one event, and fold it into ``held``."""
         if isinstance(event, BlockStored):
             self.held |= {(each, _tier_of(event)) for each in event.block_hashes}
         elif isinstance(event, BlockRemoved):
@@ -97,7 +97,7 @@ class ModelPublisher:
         self.pending.append(KVEventBatch(float(self.num_published), (event,), 0))
 
     def send_pending(self) -> list[Frame]:
-        """Number what is pending, collapsed when it is too much; returns the live frames."""
+        """Number the pending batches, collapsed if there are too many; return the live frames."""
         if len(self.pending) > MAX_PENDING:
             merged = merge_batches(self.pending)
             assert merged is not None
@@ -113,20 +113,20 @@ class ModelPublisher:
         return frames
 
     def send(self, payload: bytes, state: State) -> Frame:
-        """Number one payload, after which a reader holds ``state``."""
+        """Number one payload, after which a reader must hold ``state``."""
         sequence = self.stream.append(payload)
         self.fold()
         self.states[self.epoch, sequence] = state
         return sequence, payload
 
     def fold(self) -> None:
-        """What a publisher does each time it sends or answers."""
+        """Fold the oldest batches, as a publisher does each time it sends or answers."""
         self.stream.fold_oldest()
         if self.stream.has_stuck_pins:
             self.cursors.cancel_pinned()
 
     def send_poison(self) -> list[Frame]:
-        """A batch with one event that nobody can read, which therefore changes nothing."""
+        """Send a batch with one unreadable event, which changes nothing."""
         frames = self.send_pending()
         self.is_poisoned = True
         self.num_published += 1
@@ -138,7 +138,7 @@ def _tier_of(event: BlockStored | BlockRemoved) -> Tier:
     return Tier.DEVICE if event.medium is None else Tier.HOST
 
 
-# --- a subscriber at the other end ---
+# --- a subscriber ---
 
 POLICY = FollowPolicy(
     answer_timeout_s=1.0,
@@ -152,9 +152,9 @@ POLICY = FollowPolicy(
 
 @dataclass
 class Connection:
-    """A live connection: the publisher's epoch when it was made, and the frames under way, each with its epoch.
+    """A live connection: the publisher's epoch at its start, and the frames in transit, each with its epoch.
 
-    Frames of another publisher, and forged ones, have no epoch of this one: None.
+    The epoch of a forged frame, and of another publisher's, is None.
     """
 
     epoch: int
@@ -164,7 +164,7 @@ class Connection:
 
 
 class ModelSubscriber:
-    """A follower, its view, its live connection and the one question that is open."""
+    """A follower, its view, its live connection and its open request."""
 
     def __init__(self, publisher: ModelPublisher, name: str, *, has_extension: bool, cursor: StreamCursor) -> None:
         self.publisher, self.name, self.has_extension = publisher, name, has_extension
@@ -180,69 +180,74 @@ class ModelSubscriber:
         )
         self.frames = FrameParser(TOPIC)
         self.connection: Connection | None = None
-        self.question: SendReplayRequest | None = None
+        self.request: SendReplayRequest | None = None
         self.client: bytes | None = None
         self.now_s = 0.0
-        self.asked_s: list[float] = []
+        self.sent_s: list[float] = []
         self.answering_epoch = -1
         self.verified_epoch = -1
-        self.is_spliced = self.is_altered = self.is_in_base = False
-        self.spliced_after = 0  # the number of the newest question then
+        self.is_spliced = self.is_altered = self.is_in_chunks = False
+        self.spliced_after = 0  # the newest request id at that time
         self.late: list[tuple[int, int, bytes]] = []
         self.follower.begin(0.0)
 
     # --- the replay channel ---
 
-    def send(self, question: SendReplayRequest) -> None:
+    def send(self, request: SendReplayRequest) -> None:
         self.cancel()
-        self.question = question
-        self.asked_s.append(self.now_s)
-        for number, asked_s in enumerate(reversed(self.asked_s), 1):
-            allowed = MAX_REPLAY_CREDIT + (self.now_s - asked_s) / POLICY.request_interval_s
-            assert number <= allowed + 1e-6, f"{self.name} asks {number} times since {asked_s}"
+        self.request = request
+        self.sent_s.append(self.now_s)
+        for number, sent_s in enumerate(reversed(self.sent_s), 1):
+            allowed = MAX_REPLAY_CREDIT + (self.now_s - sent_s) / POLICY.request_interval_s
+            assert number <= allowed + 1e-6, f"{self.name} sent {number} requests since {sent_s}"
 
     def tick(self, now_s: float) -> None:
         self.now_s = now_s
         self.follower.tick(now_s)
 
     def cancel(self) -> None:
-        """A question's connection ends with it; a message that is still under way comes late."""
-        if self.question is not None and self.client in self.publisher.cursors.clients:
+        """Close the request's connection; a message that is still in transit comes late."""
+        if self.request is not None and self.client in self.publisher.cursors.clients:
             message = self.publisher.cursors.message(self.client)
             if message is not None:
-                self.late.append((self.question.ask, int.from_bytes(message[-2], "big", signed=True), message[-1]))
+                self.late.append(
+                    (self.request.request_id, int.from_bytes(message[-2], "big", signed=True), message[-1])
+                )
             self.publisher.cursors.drop(self.client)
-        self.question = self.client = None
+        self.request = self.client = None
 
     @property
     def is_cut_off(self) -> bool:
-        """A plain subscriber's network takes both its connections or none; an extended one's may take either."""
+        """True when a plain subscriber has no connection: its network loses both connections or none.
+
+        The network of an extended subscriber may lose either connection alone.
+        """
         return not self.has_extension and (self.connection is None or self.connection.is_broken)
 
     def serve(self, count: int, fault: str, now_s: float) -> None:
-        """Take some messages of the open answer; a question reaches the publisher when its answer is first wanted."""
+        """Receive some messages of the open answer. The request reaches the publisher with the first of them."""
         for _ in range(count):
-            question = self.question
-            if question is None or self.is_cut_off:
+            request = self.request
+            if request is None or self.is_cut_off:
                 return
             if self.client is None:
                 if fault == "lose":
-                    self.client = b"lost"  # the question itself
+                    self.client = b"lost"  # the request itself is lost
                     return
-                self.client = f"{self.name}{question.ask}".encode()
+                self.client = f"{self.name}{request.request_id}".encode()
                 self.answering_epoch = self.publisher.epoch
-                is_read = self.has_extension or question.verb is None
+                is_read = self.has_extension or request.verb is None
                 self.publisher.cursors.receive(
-                    [self.client, b"", question.request.encode() if is_read else encode_plain_request(2**63)]
+                    [self.client, b"", request.request.encode() if is_read else encode_plain_request(2**63)]
                 )
             self.publisher.fold()
             if self.client not in self.publisher.cursors.clients:
-                return  # the publisher of that answer is gone, or a message was lost
+                return  # that epoch of the publisher is over, or a message was lost
             if fault == "cut":
                 self.publisher.cursors.end_all()
-            self.take(question, self.client, fault, now_s)
+            self.take(request, self.client, fault, now_s)
 
-    def take(self, question: SendReplayRequest, client: bytes, fault: str, now_s: float) -> None:
+    def take(self, request: SendReplayRequest, client: bytes, fault: str, now_s: float) -> None:
         message = self.publisher.cursors.message(client)
         self.publisher.cursors.on_sent(client)
         if message is None or fault == "lose":
@@ -252,29 +257,29 @@ class ModelSubscriber:
             payload = b"junk"
         if message[-2] == END_SEQ and message[-1]:
             meta = ReplayMeta.decode(message[-1])
-            self.is_in_base = meta.kind is ReplayMetaKind.BEGIN and meta.snap
-        elif fault == "alter" and message[-2] != END_SEQ and question.verb is not None and not self.is_in_base:
-            payload = FORGED  # readable, and not what the publisher has under this number
+            self.is_in_chunks = meta.kind is ReplayMetaKind.BEGIN and meta.snap
+        elif fault == "alter" and message[-2] != END_SEQ and request.verb is not None and not self.is_in_chunks:
+            payload = FORGED  # readable, but not the publisher's batch under this number
             self.is_altered = True
         for _ in range(2 if fault == "repeat" else 1):
-            self.receive(question.ask, sequence, payload, now_s)
+            self.receive(request.request_id, sequence, payload, now_s)
 
-    def receive(self, ask: int, sequence: int, payload: bytes, now_s: float) -> None:
+    def receive(self, request_id: int, sequence: int, payload: bytes, now_s: float) -> None:
         counters = self.follower.cursor.counters
         verified, splices = counters.verified, counters.splices
         may_distrust = self.is_spliced or self.is_altered
-        if sequence == int.from_bytes(END_SEQ, "big", signed=True):
+        if sequence == END_SEQ_NUMBER:
             for _ in self.follower.prepare_swap(payload):
                 self.check()
-            self.follower.on_replay_marker(ask, payload, now_s)
+            self.follower.on_replay_marker(request_id, payload, now_s)
         else:
-            self.follower.on_replay_batch(ask, sequence, payload, now_s)
+            self.follower.on_replay_batch(request_id, sequence, payload, now_s)
         assert counters.splices == splices or may_distrust, f"{self.name} distrusts an honest publisher"
         if counters.verified > verified:
             self.verified_epoch = self.answering_epoch
             self.is_altered = False
-            # A status proves the place that was asked about, and this answer may have opened the next question.
-            self.is_spliced = self.is_spliced and self.spliced_after >= ask
+            # A status proves the position of its request, and this answer may have opened the next request.
+            self.is_spliced = self.is_spliced and self.spliced_after >= request_id
 
     def receive_late(self, now_s: float) -> None:
         while self.late:
@@ -293,7 +298,7 @@ class ModelSubscriber:
             self.follower.on_disconnected(now_s)
 
     def deliver(self, count: int, fault: str, now_s: float) -> None:
-        """Hand over live frames; without a fault they stay in the socket while nobody listens."""
+        """Deliver live frames; without a fault they stay in the socket while the cursor would drop them."""
         frames = self.connection.frames if self.connection is not None else deque()
         for _ in range(min(count, len(frames))):
             if fault == "none" and not self.follower.cursor.is_accepting_live:
@@ -313,7 +318,7 @@ class ModelSubscriber:
                     if is_applied and epoch != self.verified_epoch:
                         self.is_spliced, self.spliced_after = True, self.follower.cursor.counters.replays_asked
 
-    # --- what it believes ---
+    # --- its view ---
 
     @property
     def state(self) -> StreamState:
@@ -324,10 +329,11 @@ class ModelSubscriber:
         return frozenset((each, tier) for tier in Tier for each in self.view.blocks(0, tier))
 
     def check(self) -> None:
-        """LIVE is not said of a wrong view.
+        """Check that a LIVE view is not wrong.
 
         One exception: a frame of another epoch came on the same connection, behind a proxy. Then LIVE may be wrong
-        until the next proof. A publisher without the extension gives no proof, so its proxies must hang up.
+        until the next proof. A publisher without the extension gives no proof, so its proxies must close the
+        connection.
         """
         is_extended = self.follower.cursor.is_extended
         if self.state is not StreamState.LIVE or self.connection is None:
@@ -344,19 +350,19 @@ class ModelSubscriber:
 RECOVERY_LIMIT_S = (
     2 * POLICY.probe_interval_s + POLICY.answer_timeout_s + POLICY.retry_max_s + 3 * POLICY.request_interval_s
 )
-"""How long recovery may take: two probe intervals plus the sync, after one lost question and the pause that follows. A
-status, a synchronisation and a snapshot may each have to wait for their credit."""
+"""How long recovery may take: two probe intervals plus the replay, after one lost request and the pause that follows. A
+status, an incremental replay and a snapshot may each have to wait for credit."""
 
 Steps: TypeAlias = list[tuple[Any, ...]]
-"""Each a method's name and its arguments."""
+"""Steps of a run, each a method name and its arguments."""
 
 
 class RecoverySimulation:
-    """One publisher, subscribers that it serves by the extension, and others that it does not.
+    """One publisher, subscribers that it serves by the extension, and others that it serves without.
 
     Args:
-        window: batches that the publisher keeps one by one.
-        seq_base: of its lives, ``"zero"`` or ``"clock"``.
+        window: length of the publisher's replay buffer, in batches.
+        seq_base: of its epochs, ``"zero"`` or ``"clock"``.
         num_extended, num_plain: subscribers of either kind, numbered in this order.
     """
 
@@ -374,7 +380,7 @@ class RecoverySimulation:
         ]
 
     def run(self, steps: Steps) -> None:
-        """All subscribers join, the steps happen, the faults stop, and every view becomes what was published."""
+        """Connect all subscribers, carry out the steps, stop the faults, and check that every view converges."""
         self.play([("store", 0, 3, False), ("send",)])
         for who in range(len(self.subscribers)):
             self.play([("connect", who), *[("serve", who, 9, "none")] * 2])
@@ -383,7 +389,7 @@ class RecoverySimulation:
         self.check_converged()
 
     def play(self, steps: Steps) -> None:
-        """Carry out each step, and check after it."""
+        """Carry out the steps, and check after each."""
         for name, *arguments in steps:
             getattr(self, name)(*arguments)
             for each in self.subscribers:
@@ -417,15 +423,15 @@ class RecoverySimulation:
         self.publisher.publish(AllBlocksCleared())
 
     def send(self) -> None:
-        """Send what was published to every connected subscriber."""
+        """Send the published batches to every connected subscriber."""
         self.broadcast(self.publisher.send_pending())
 
     def poison(self) -> None:
-        """Send a batch that nobody can read."""
+        """Send an unreadable batch."""
         self.broadcast(self.publisher.send_poison())
 
     def send_other_topic(self, who: int, ahead: int) -> None:
-        """Another publisher, whose topic begins alike, sends a batch ``ahead`` of the number that is due here."""
+        """Send a batch of another publisher with a longer topic, ``ahead`` of the next number of this one."""
         connection = self.chosen(who).connection
         if connection is not None:
             number = max(0, self.publisher.stream.next_sequence + ahead)
@@ -435,9 +441,9 @@ class RecoverySimulation:
         connection.frames.extend([(epoch, (topic, number.to_bytes(8, "big"), FORGED))] * count)
 
     def forge(self, who: int, ahead: int, count: int) -> None:
-        """Somebody sends ``count`` frames of this topic, each ``ahead`` of the number that is due.
+        """Send ``count`` forged frames of this topic, each ``ahead`` of the publisher's next number.
 
-        Only to who asks by the extension: nothing tells another that a frame is not the publisher's.
+        They go only to subscribers with the extension: others cannot distinguish a forged frame.
         """
         each = self.chosen(who)
         if each.connection is not None and each.has_extension:
@@ -445,30 +451,30 @@ class RecoverySimulation:
             self.put(each.connection, None, TOPIC, number, count)
 
     def connect(self, who: int) -> None:
-        """Make the live connection of one subscriber."""
+        """Open the live connection of one subscriber."""
         self.chosen(who).connect(self.now_s)
 
     def disconnect(self, who: int) -> None:
-        """Cut the live connection of one subscriber."""
+        """Close the live connection of one subscriber."""
         self.chosen(who).disconnect(self.now_s)
 
     def deliver(self, who: int, count: int, fault: str) -> None:
-        """Hand ``count`` live frames to one subscriber, with a fault: none, lose, repeat or reorder."""
+        """Deliver ``count`` live frames to one subscriber, with a fault: none, lose, repeat or reorder."""
         self.chosen(who).deliver(count, fault, self.now_s)
 
     def serve(self, who: int, count: int, fault: str) -> None:
-        """Hand it ``count`` messages of its open answer, with a fault: none, lose, repeat, cut, garble or alter.
+        """Deliver ``count`` messages of the open answer, with a fault: none, lose, repeat, cut, garble or alter.
 
-        Only a digest tells that a batch was altered, so that no plain answer is, and no chunk of a base.
+        Only a digest exposes an altered batch, so plain answers and chunks of a snapshot are never altered.
         """
         self.chosen(who).serve(count, fault, self.now_s)
 
     def deliver_late(self, who: int) -> None:
-        """Hand it what answers to its older questions still brought."""
+        """Deliver the late messages of answers to older requests."""
         self.chosen(who).receive_late(self.now_s)
 
     def wait(self, tenths: int) -> None:
-        """Let tenths of a second pass, and every subscriber do what is due."""
+        """Let tenths of a second pass, and handle every subscriber's deadlines."""
         until_s = self.now_s + tenths / 10
         for each in self.subscribers:
             while (due_s := each.follower.next_deadline_s) <= until_s:
@@ -477,7 +483,7 @@ class RecoverySimulation:
         self.now_s = until_s
 
     def restart(self, is_hidden: bool) -> None:
-        """The publisher's next epoch; ``is_hidden`` behind a proxy, which keeps up the connections of the extended."""
+        """Start the publisher's next epoch. ``is_hidden``: a proxy keeps the connections with the extension open."""
         for each in self.subscribers:
             if each.connection is not None:
                 stays = is_hidden and each.has_extension
@@ -488,7 +494,7 @@ class RecoverySimulation:
     # --- the end ---
 
     def recover(self) -> None:
-        """Faults stop; what is asked is answered and what is sent arrives, for as long as recovery may take."""
+        """Stop the faults: answer every request and deliver every frame, for ``RECOVERY_LIMIT_S``."""
         self.send()
         for each in self.subscribers:
             if each.connection is not None and each.connection.is_broken:
@@ -503,7 +509,7 @@ class RecoverySimulation:
             self.wait(1)
 
     def check_converged(self) -> None:
-        """Every view is what was published, and its state says so."""
+        """Check that every view equals the published state and is LIVE."""
         publisher = self.publisher
         for each in self.subscribers:
             assert each.blocks == publisher.held, f"{each.name} has not converged: {each.follower.cursor!r}"
@@ -511,4 +517,4 @@ class RecoverySimulation:
             if each.follower.cursor.is_extended:
                 assert each.verified_epoch == publisher.epoch
             if not publisher.is_poisoned and (each.has_extension or len(publisher.stream)):
-                assert each.state is StreamState.LIVE  # a plain one cannot tell an empty stream from a silent one
+                assert each.state is StreamState.LIVE  # without the extension, an empty stream looks like a silent one

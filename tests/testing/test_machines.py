@@ -17,12 +17,12 @@ from observability.kv_stream import (
     BlockView,
     FollowPolicy,
     NullStreamListener,
-    SendReplayRequest,
     StreamCursor,
     StreamFollower,
     StreamState,
     Tier,
 )
+from observability.kv_stream.instructions import SendReplayRequest
 from scheduler_components import BlockStored, KVCacheEvent
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import MemoryPageStore, open_file_page_store
@@ -116,7 +116,7 @@ class KitFollower:
         self.follower.on_connected(0.0)
 
     def send(self, question: SendReplayRequest) -> None:
-        self.question, self.open_request_id = question, question.ask
+        self.question, self.open_request_id = question, question.request_id
 
     def cancel(self) -> None:
         self.question = self.open_request_id = None

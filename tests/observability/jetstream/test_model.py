@@ -14,19 +14,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from observability.jetstream import (
-    LogCursor,
-    LogFollower,
-    LogHeartbeat,
-    LogLimits,
-    LogMessage,
-    LogTraffic,
-    LogWriter,
-    Snapshot,
-    SnapshotPointer,
+from observability.jetstream.log_follower import LogFollower
+from observability.jetstream.log_writer import LogLimits, LogTraffic, LogWriter
+from observability.kv_stream import (
+    BatchApplier,
+    BlockView,
+    FollowPolicy,
+    NullStreamListener,
+    StreamState,
+    Tier,
+    log_cursor,
 )
-from observability.jetstream import cursor as log_cursor
-from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullStreamListener, StreamState, Tier
+from observability.kv_stream.log_cursor import LogCursor
+from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
 
@@ -186,40 +186,41 @@ class ModelReader:
             policy=POLICY,
             jitter=lambda: 0.0,
         )
-        self.asked: list[tuple[int, SnapshotPointer | None]] = []
-        self.read = 0
+        self.requests: list[tuple[int, SnapshotPointer | None]] = []
+        self.reading_id = 0
         self.log_seq: int | None = None
         self.follower.begin(world.now_s)
 
-    def read_pointer(self, ask: int) -> None:
-        self.asked.append((ask, None))
+    def read_pointer(self, request_id: int) -> None:
+        self.requests.append((request_id, None))
 
-    def read_snapshot(self, ask: int, pointer: SnapshotPointer) -> None:
-        self.asked.append((ask, pointer))
+    def read_snapshot(self, request_id: int, pointer: SnapshotPointer) -> None:
+        self.requests.append((request_id, pointer))
 
     def request_snapshot(self) -> None:
         assert not self.world.is_whole, "the snapshot leads to the end of the log, and is not used"
         self.world.writer.core.on_snapshot_requested()
 
-    def read_log(self, read: int, log_seq: int) -> None:
-        self.read, self.log_seq = read, log_seq
+    def read_log(self, reading_id: int, log_seq: int) -> None:
+        self.reading_id, self.log_seq = reading_id, log_seq
 
     def hear(self, heartbeat: LogHeartbeat) -> None:
         self.run(self.follower.on_heartbeat(heartbeat, self.world.now_s))
 
     def answer(self, fate: str) -> None:
         """Answer the open questions from what the broker has, or fail."""
-        asked, self.asked = self.asked, []
-        for ask, pointer in asked:
+        requests, self.requests = self.requests, []
+        for request_id, pointer in requests:
             broker = self.world.broker
             if fate == "lose answer":
                 continue
             if pointer is None:
                 found = SnapshotPointer.decode(broker.pointer) if broker.pointer and fate != "lose" else None
-                self.run(self.follower.on_pointer_read(ask, found, self.world.now_s))
+                self.run(self.follower.on_pointer_read(request_id, found, self.world.now_s))
             else:
                 data = broker.objects.get(pointer.slot) if fate != "lose" else None
-                self.run(self.follower.on_snapshot_read(ask, Snapshot.decode(data) if data else None, self.world.now_s))
+                snapshot = Snapshot.decode(data) if data else None
+                self.run(self.follower.on_snapshot_read(request_id, snapshot, self.world.now_s))
 
     def take(self, count: int) -> None:
         """Read messages of the log, each once and in their order."""
@@ -229,7 +230,7 @@ class ModelReader:
             if message is None:
                 return
             self.log_seq = message.log_seq + 1
-            self.run(self.follower.on_message(self.read, message, self.world.now_s))
+            self.run(self.follower.on_message(self.reading_id, message, self.world.now_s))
 
     def run(self, steps: Iterator[None]) -> None:
         for _ in steps:
@@ -482,89 +483,91 @@ def caught_by(*steps: tuple[Any, ...]) -> Callable[[Mutate], Mutate]:
 
 @mutant
 def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
 
 @mutant
 def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    take = LogCursor.on_message
-    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+    take = LogCursor._on_message
+    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
     def take_any_life(self: LogCursor, message: LogMessage) -> Any:
-        epoch = self._place.at.epoch
+        epoch = self._target.at.epoch
         return take(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
 
-    patch.setattr(LogCursor, "on_message", take_any_life)
+    patch.setattr(LogCursor, "_on_message", take_any_life)
 
 
 @mutant
 def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
-    take = LogCursor.on_message
-    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+    take = LogCursor._on_message
+    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
     def take_ahead(self: LogCursor, message: LogMessage) -> Any:
-        at = self._place.at
+        at = self._target.at
         if message.epoch == at.epoch and message.seq > at.next:
             at.next = message.seq
         return take(self, message)
 
-    patch.setattr(LogCursor, "on_message", take_ahead)
+    patch.setattr(LogCursor, "_on_message", take_ahead)
 
 
 @caught_by(BASE, ONE, TWO, ("send", 1, "lose"), ("send", 1, "none"), ("hear", 2))
 def future_messages_not_held_and_nobody_stuck(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor._Place, "hold", lambda self, message: None)
-    patch.setattr(LogCursor, "_behind", lambda self: ())
+    patch.setattr(log_cursor._LogPosition, "hold", lambda self, message: None)
+    patch.setattr(LogCursor, "_on_writer_ahead", lambda self: ())
 
 
 @caught_by(BASE, ONE, ("send", 1, "none"), ("expire", 1))
 def stuck_readers_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor, "_STUCK_AFTER", 10**6)
+    patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
 
 
 @mutant
 def a_beat_proves_whatever_it_says(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogCursor, "_splice", lambda self: self._prove())
-    patch.setattr(log_cursor._Place, "takes", lambda self, message: True)
+    patch.setattr(LogCursor, "_on_digest_mismatch", lambda self: self._on_verified())
+    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
 
 @caught_by(*JOINED, ("restart_writer",))
 def another_life_is_never_looked_for(patch: pytest.MonkeyPatch) -> None:
-    foreign = LogCursor._foreign
-    patch.setattr(LogCursor, "_foreign", lambda self: foreign(self) if self.epoch == log_cursor.NO_EPOCH else ())
+    on_other_epoch = LogCursor._on_other_epoch
+    patch.setattr(
+        LogCursor, "_on_other_epoch", lambda self: on_other_epoch(self) if self.epoch == log_cursor.NO_EPOCH else ()
+    )
 
 
 @caught_by(BASE, ("heartbeat", 0), ("answer", 0, "lose"))
 def failed_questions_are_not_asked_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogCursor, "on_retry_due", lambda self: ())
+    patch.setattr(LogCursor, "_on_retry_due", lambda self: ())
 
 
 @mutant
 def batches_of_the_base_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor.on_snapshot_read
+    read = LogCursor._on_snapshot_read
 
-    def read_less(self: LogCursor, ask: int, snapshot: Snapshot | None) -> Any:
-        for each in read(self, ask, snapshot):
+    def read_less(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
+        for each in read(self, request_id, snapshot):
             if not (isinstance(each, log_cursor.ApplyStaged) and not each.is_snapshot_chunk):
                 yield each
 
-    patch.setattr(LogCursor, "on_snapshot_read", read_less)
+    patch.setattr(LogCursor, "_on_snapshot_read", read_less)
 
 
 @mutant
 def log_read_from_too_far_on(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor.on_snapshot_read
+    read = LogCursor._on_snapshot_read
 
-    def read_on(self: LogCursor, ask: int, snapshot: Snapshot | None) -> Any:
-        for each in read(self, ask, snapshot):
+    def read_on(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
+        for each in read(self, request_id, snapshot):
             yield log_cursor.ReadLog(each.log_seq + 3) if isinstance(each, log_cursor.ReadLog) else each
 
-    patch.setattr(LogCursor, "on_snapshot_read", read_on)
+    patch.setattr(LogCursor, "_on_snapshot_read", read_on)
 
 
 @caught_by(*JOINED, ONE, ("send", 1, "lose"), ("hear", 1))
 def no_message_is_sent_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogWriter, "on_failed", lambda self, message: self._under_way.discard(message.seq))
+    patch.setattr(LogWriter, "on_failed", lambda self, message: self._in_flight.discard(message.seq))
 
 
 @caught_by(BASE, *[step for block in range(20) for step in (("store", block, 1), ("send", 1, "none"), ("hear", 1))])
@@ -580,13 +583,13 @@ def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
 def what_left_the_window_is_skipped(patch: pytest.MonkeyPatch) -> None:
     why, pop_message = LogWriter.snapshot_reason, LogWriter.pop_message
 
-    def skip(self: LogWriter, largest_bytes: int) -> LogMessage | None:
-        self._out = max(self._out, self.stream.first)
-        return pop_message(self, largest_bytes)
+    def skip(self: LogWriter, max_payload_bytes: int) -> LogMessage | None:
+        self._next_out = max(self._next_out, self.stream.first)
+        return pop_message(self, max_payload_bytes)
 
     patch.setattr(LogWriter, "pop_message", skip)
     patch.setattr(
-        LogWriter, "snapshot_reason", lambda self, now_s: "" if "away" in why(self, now_s) else why(self, now_s)
+        LogWriter, "snapshot_reason", lambda self, now_s: "" if "unreachable" in why(self, now_s) else why(self, now_s)
     )
 
 

@@ -16,13 +16,13 @@ import pytest
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,
-    LogHeartbeat,
     nats_connection,
     nats_writer,
     open_jetstream_subscriber,
     open_jetstream_writer,
 )
 from observability.kv_stream import FollowPolicy, StreamState
+from observability.kv_stream.log_records import LogHeartbeat
 
 WORKER = "http://pod-1:30000"
 HERE = LogAddress(WORKER, 0, "kv@pod")
@@ -95,7 +95,7 @@ def test_a_broker_that_is_away_costs_bounded_memory_and_one_sentence(
         free_server.start()
         wait_for_whole(reader, feeder)
         assert writer.stats()[0].collapsed == 3_000
-        away = [record.getMessage() for record in caplog.records if "is away" in record.getMessage()]
+        away = [record.getMessage() for record in caplog.records if "is unreachable" in record.getMessage()]
         assert len(away) == 2  # one of the writer, one of the reader
         assert all(free_server.url in sentence for sentence in away)
 

@@ -8,38 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from observability.jetstream import (
-    JetStreamConfig,
-    LogAddress,
-    LogHeartbeat,
-    LogMessage,
-    Snapshot,
-    SnapshotPointer,
-    read_message,
-)
-from observability.jetstream.records import head_key_of
+from observability.jetstream import JetStreamConfig, LogAddress
+from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer, read_message
 from scheduler_components import ConfigError, DecodeError
 
 EPOCH, CHAIN = b"e" * 16, b"c" * 8
-NAMES = st.text(max_size=20).filter(lambda name: len(name.encode(errors="replace")) <= 80)
+NAMES = st.text(st.characters(codec="utf-8"), max_size=20)
+ADDRESSES = st.builds(LogAddress, NAMES.filter(bool), st.integers(0, 10**6), NAMES)
 
 
-@given(worker=NAMES.filter(bool), topic=NAMES, rank=st.integers(0, 10**6))
-def test_names_come_back_and_fit_into_subjects(worker: str, topic: str, rank: int) -> None:
-    try:
-        worker.encode(), topic.encode()
-    except UnicodeEncodeError:
-        return  # no name in any file or URL
-    address = LogAddress(worker, rank, topic)
-    assert head_key_of(address.pointer_key, "kv-events") == address
+@given(first=ADDRESSES, second=ADDRESSES)
+def test_different_addresses_have_different_names(first: LogAddress, second: LogAddress) -> None:
+    names = [(address.pointer_key, address.subject, address.heartbeat_subject) for address in (first, second)]
+    assert all((mine == other) is (first == second) for mine, other in zip(*names, strict=True))
+
+
+def test_separators_in_names_are_escaped() -> None:
+    names = [("a", "b.c"), ("a.b", "c"), ("a.b.c", ""), ("a=2Eb", "c"), ("a", ""), ("a", "="), ("=", "a"), ("=3D", "a")]
+    assert len({LogAddress(worker, 0, topic).pointer_key for worker, topic in names}) == len(names)
+
+
+@given(address=ADDRESSES)
+def test_names_are_valid_subjects(address: LogAddress) -> None:
     assert address.subject.count(".") == 4
     assert not set(address.subject + address.log) & set(" *>/\\\t\r\n")
     assert "." not in address.log
-
-
-@pytest.mark.parametrize("key", ["", "a", "a.b", "a.b.c", "a=2.b.0", "a=ZZ.b.0", "=41.b.0", ".b.0", "a.b.-1"])
-def test_a_key_that_no_writer_made_is_none(key: str) -> None:
-    assert head_key_of(key, "kv-events") is None
 
 
 def test_a_message_comes_back() -> None:

@@ -14,11 +14,11 @@ from observability.kv_stream import (
     BlockView,
     FollowPolicy,
     NullStreamListener,
-    SendReplayRequest,
     StreamCursor,
     StreamFollower,
     StreamState,
 )
+from observability.kv_stream.instructions import SendReplayRequest
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, DecodeError, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, DecodedBatch
 
@@ -31,7 +31,7 @@ class FakeChannel:
         self.is_open = False
 
     def send(self, question: SendReplayRequest) -> None:
-        self.asked.append((question.ask, question.start))
+        self.asked.append((question.request_id, question.start))
         self.is_open = True
 
     def cancel(self) -> None:

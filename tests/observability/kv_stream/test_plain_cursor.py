@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from observability.kv_stream import Apply, Clear, Instruction, PlainCursor, RetryLater, SendReplayRequest, StreamState
+from observability.kv_stream import StreamState
+from observability.kv_stream.cursor_events import (
+    BatchDamaged,
+    ClearApplied,
+    Connected,
+    ConnectionTimedOut,
+    Disconnected,
+    ProbeDue,
+    ReplayBatchReceived,
+    ReplayEndReceived,
+    ReplayTimedOut,
+    RetryDue,
+)
+from observability.kv_stream.instructions import Apply, Clear, Instruction, RetryLater, SendReplayRequest
+from observability.kv_stream.plain_cursor import PlainCursor
 
 
 def opened(*, has_replay: bool = True, batches: int = 3, patience: int = 3) -> PlainCursor:
     """A cursor at batch ``batches - 1`` of a publisher that sends b'0', b'1', ...; LIVE where that can be proved."""
     cursor = PlainCursor(has_replay=has_replay, patience=patience)
-    cursor.on_connected()
+    cursor.handle(Connected())
     if has_replay:
         for seq in range(batches):
-            cursor.on_replay_batch(1, seq, b"%d" % seq)
-        cursor.on_replay_end(1)
+            cursor.handle(ReplayBatchReceived(1, seq, b"%d" % seq))
+        cursor.handle(ReplayEndReceived(1))
     else:
         for seq in range(batches):
             cursor.on_live_batch(seq, b"%d" % seq)
@@ -28,15 +42,15 @@ def kinds(instructions: tuple[Instruction, ...]) -> list[type]:
 
 def test_late_join_asks_from_zero() -> None:
     cursor = PlainCursor(has_replay=True)
-    assert cursor.on_connected() == (SendReplayRequest(1, 0),)
+    assert cursor.handle(Connected()) == (SendReplayRequest(1, 0),)
     assert cursor.state is StreamState.SYNCING
     assert not cursor.is_accepting_live
 
 
 def test_an_empty_stream_stays_syncing_until_its_first_batch() -> None:
     cursor = PlainCursor(has_replay=True)
-    cursor.on_connected()
-    assert cursor.on_replay_end(1) == ()
+    cursor.handle(Connected())
+    assert cursor.handle(ReplayEndReceived(1)) == ()
     assert cursor.state is StreamState.SYNCING
     assert cursor.is_accepting_live
     assert kinds(cursor.on_live_batch(0, b"0")) == [Apply]
@@ -47,18 +61,18 @@ def test_a_gap_is_asked_for_from_the_number_that_is_held() -> None:
     cursor = opened()
     assert cursor.on_live_batch(5, b"5") == (SendReplayRequest(2, 2),)
     assert cursor.state is StreamState.RECOVERING
-    assert cursor.on_replay_batch(2, 2, b"2") == ()
+    assert cursor.handle(ReplayBatchReceived(2, 2, b"2")) == ()
     for seq in (3, 4, 5):
-        assert cursor.on_replay_batch(2, seq, b"%d" % seq) == (Apply(seq, b"%d" % seq, True),)
-    cursor.on_replay_end(2)
+        assert cursor.handle(ReplayBatchReceived(2, seq, b"%d" % seq)) == (Apply(seq, b"%d" % seq, True),)
+    cursor.handle(ReplayEndReceived(2))
     assert (cursor.state, cursor.last_seq, cursor.counters.gaps) == (StreamState.LIVE, 5, 1)
 
 
 def test_another_payload_under_the_held_number_is_another_life() -> None:
     cursor = opened()
-    cursor.on_disconnected()
-    assert cursor.on_connected() == (SendReplayRequest(2, 2),)
-    assert kinds(cursor.on_replay_batch(2, 2, b"new 2")) == [Clear, SendReplayRequest]
+    cursor.handle(Disconnected())
+    assert cursor.handle(Connected()) == (SendReplayRequest(2, 2),)
+    assert kinds(cursor.handle(ReplayBatchReceived(2, 2, b"new 2"))) == [Clear, SendReplayRequest]
     assert cursor.counters.restarts == 1
 
 
@@ -66,20 +80,20 @@ def test_a_restart_at_zero_without_a_reconnect_is_seen() -> None:
     cursor = opened()
     cursor.on_live_batch(3, b"3")
     assert kinds(cursor.on_live_batch(0, b"new 0")) == [SendReplayRequest]
-    assert kinds(cursor.on_replay_end(2)) == [Clear, SendReplayRequest]
-    cursor.on_replay_batch(3, 0, b"new 0")
-    cursor.on_replay_end(3)
+    assert kinds(cursor.handle(ReplayEndReceived(2))) == [Clear, SendReplayRequest]
+    cursor.handle(ReplayBatchReceived(3, 0, b"new 0"))
+    cursor.handle(ReplayEndReceived(3))
     assert (cursor.state, cursor.last_seq) == (StreamState.LIVE, 0)
 
 
 def test_a_truncated_window_is_partial_until_a_clear() -> None:
     cursor = PlainCursor(has_replay=True)
-    cursor.on_connected()
-    cursor.on_replay_batch(1, 7, b"7")
-    cursor.on_replay_end(1)
+    cursor.handle(Connected())
+    cursor.handle(ReplayBatchReceived(1, 7, b"7"))
+    cursor.handle(ReplayEndReceived(1))
     assert (cursor.state, cursor.counters.losses) == (StreamState.PARTIAL, 1)
     cursor.on_live_batch(8, b"clear")
-    cursor.on_cleared()
+    cursor.handle(ClearApplied())
     assert cursor.state is StreamState.LIVE
 
 
@@ -87,9 +101,9 @@ def test_a_batch_from_the_future_is_not_kept() -> None:
     cursor = opened()
     cursor.on_live_batch(4, b"4")
     assert cursor.on_live_batch(5, b"5") == ()
-    cursor.on_replay_batch(2, 2, b"2")
-    cursor.on_replay_batch(2, 3, b"3")
-    assert cursor.on_replay_end(2) == (SendReplayRequest(3, 3),)
+    cursor.handle(ReplayBatchReceived(2, 2, b"2"))
+    cursor.handle(ReplayBatchReceived(2, 3, b"3"))
+    assert cursor.handle(ReplayEndReceived(2)) == (SendReplayRequest(3, 3),)
     assert cursor.last_seq == 3
 
 
@@ -97,78 +111,78 @@ def test_the_same_hole_twice_is_a_loss() -> None:
     cursor = opened()
     cursor.on_live_batch(6, b"6")
     for ask in (2, 3):
-        cursor.on_replay_batch(ask, 2, b"2")
-        instructions = cursor.on_replay_batch(ask, 5, b"5")
+        cursor.handle(ReplayBatchReceived(ask, 2, b"2"))
+        instructions = cursor.handle(ReplayBatchReceived(ask, 5, b"5"))
         if ask == 2:
             assert instructions == ()
-            assert cursor.on_replay_end(2) == (SendReplayRequest(3, 2),)
+            assert cursor.handle(ReplayEndReceived(2)) == (SendReplayRequest(3, 2),)
     assert kinds(instructions) == [Clear, Apply]
-    cursor.on_replay_batch(3, 6, b"6")
-    cursor.on_replay_end(3)
+    cursor.handle(ReplayBatchReceived(3, 6, b"6"))
+    cursor.handle(ReplayEndReceived(3))
     assert (cursor.state, cursor.last_seq) == (StreamState.PARTIAL, 6)
 
 
 def test_a_silent_replay_channel_ends_in_partial_and_is_retried() -> None:
     cursor = opened(patience=2)
     cursor.on_live_batch(5, b"5")
-    assert cursor.on_replay_timeout(2) == (RetryLater(1),)
+    assert cursor.handle(ReplayTimedOut(2)) == (RetryLater(1),)
     assert cursor.state is StreamState.RECOVERING
-    assert cursor.on_retry_due() == (SendReplayRequest(3, 2),)
-    assert kinds(cursor.on_replay_timeout(3)) == [Clear, RetryLater]
+    assert cursor.handle(RetryDue()) == (SendReplayRequest(3, 2),)
+    assert kinds(cursor.handle(ReplayTimedOut(3))) == [Clear, RetryLater]
     assert (cursor.state, cursor.is_accepting_live) == (StreamState.PARTIAL, True)
     assert kinds(cursor.on_live_batch(6, b"6")) == [Clear, Apply]
-    assert cursor.on_retry_due() == (SendReplayRequest(4, 0),)
+    assert cursor.handle(RetryDue()) == (SendReplayRequest(4, 0),)
 
 
 def test_unanswered_probes_cost_the_proof_and_no_block() -> None:
     cursor = opened(patience=2)
-    assert cursor.on_probe_due() == (SendReplayRequest(2, 2),)
-    assert cursor.on_replay_timeout(2) == (RetryLater(1),)
-    assert cursor.on_retry_due() == (SendReplayRequest(3, 2),)
-    assert cursor.on_replay_timeout(3) == (RetryLater(2),)
+    assert cursor.handle(ProbeDue()) == (SendReplayRequest(2, 2),)
+    assert cursor.handle(ReplayTimedOut(2)) == (RetryLater(1),)
+    assert cursor.handle(RetryDue()) == (SendReplayRequest(3, 2),)
+    assert cursor.handle(ReplayTimedOut(3)) == (RetryLater(2),)
     assert cursor.state is StreamState.PARTIAL
     assert kinds(cursor.on_live_batch(3, b"3")) == [Apply]
-    cursor.on_cleared()
+    cursor.handle(ClearApplied())
     assert cursor.state is StreamState.PARTIAL
-    assert cursor.on_retry_due() == (SendReplayRequest(4, 3),)
-    cursor.on_replay_batch(4, 3, b"3")
-    cursor.on_replay_end(4)
+    assert cursor.handle(RetryDue()) == (SendReplayRequest(4, 3),)
+    cursor.handle(ReplayBatchReceived(4, 3, b"3"))
+    cursor.handle(ReplayEndReceived(4))
     assert cursor.state is StreamState.LIVE
 
 
 def test_an_empty_stream_whose_replay_falls_silent_is_listened_to_again() -> None:
     cursor = PlainCursor(has_replay=True, patience=1)
-    cursor.on_connected()
-    cursor.on_replay_end(1)
-    cursor.on_probe_due()
-    cursor.on_replay_timeout(2)
+    cursor.handle(Connected())
+    cursor.handle(ReplayEndReceived(1))
+    cursor.handle(ProbeDue())
+    cursor.handle(ReplayTimedOut(2))
     assert (cursor.state, cursor.is_accepting_live) == (StreamState.PARTIAL, True)
 
 
 def test_a_lost_end_marker_is_asked_past() -> None:
     cursor = opened()
     cursor.on_live_batch(5, b"5")
-    cursor.on_replay_batch(2, 2, b"2")
-    cursor.on_replay_batch(2, 3, b"3")
-    assert cursor.on_replay_timeout(2) == (SendReplayRequest(3, 3),)
+    cursor.handle(ReplayBatchReceived(2, 2, b"2"))
+    cursor.handle(ReplayBatchReceived(2, 3, b"3"))
+    assert cursor.handle(ReplayTimedOut(2)) == (SendReplayRequest(3, 3),)
 
 
 def test_answers_to_an_older_question_change_nothing() -> None:
     cursor = opened()
     cursor.on_live_batch(5, b"5")
-    assert cursor.on_replay_batch(1, 3, b"wrong") == ()
-    assert cursor.on_replay_end(1) == ()
-    assert cursor.on_replay_timeout(1) == ()
+    assert cursor.handle(ReplayBatchReceived(1, 3, b"wrong")) == ()
+    assert cursor.handle(ReplayEndReceived(1)) == ()
+    assert cursor.handle(ReplayTimedOut(1)) == ()
     assert (cursor.open_request_id, cursor.counters.stale_replays) == (2, 1)
 
 
 @pytest.mark.parametrize("first", [0, 9])
 def test_without_replay_nothing_proves_that_no_batch_was_lost(first: int) -> None:
     cursor = PlainCursor(has_replay=False)
-    cursor.on_connected()
+    cursor.handle(Connected())
     assert cursor.state is StreamState.PARTIAL
     cursor.on_live_batch(first, b"first")
-    cursor.on_cleared()
+    cursor.handle(ClearApplied())
     assert cursor.state is StreamState.PARTIAL
 
 
@@ -181,21 +195,21 @@ def test_without_replay_a_gap_clears_and_goes_on_partial() -> None:
 def test_an_unreadable_batch_takes_the_live_state_until_a_clear() -> None:
     cursor = opened()
     cursor.on_live_batch(3, b"3")
-    cursor.on_damaged()
+    cursor.handle(BatchDamaged())
     assert cursor.state is StreamState.PARTIAL
     cursor.on_live_batch(4, b"4")
     assert cursor.state is StreamState.PARTIAL
     cursor.on_live_batch(5, b"5")
-    cursor.on_cleared()
+    cursor.handle(ClearApplied())
     assert cursor.state is StreamState.LIVE
 
 
 def test_a_dead_publisher_is_forgotten_and_may_come_back() -> None:
     cursor = opened()
-    cursor.on_disconnected()
-    assert kinds(cursor.on_connection_timeout()) == [Clear]
+    cursor.handle(Disconnected())
+    assert kinds(cursor.handle(ConnectionTimedOut())) == [Clear]
     assert cursor.state is StreamState.DEAD
-    assert cursor.on_connected() == (SendReplayRequest(2, 0),)
+    assert cursor.handle(Connected()) == (SendReplayRequest(2, 0),)
 
 
 def test_a_repeated_batch_changes_nothing() -> None:
@@ -206,31 +220,34 @@ def test_a_repeated_batch_changes_nothing() -> None:
 
 def test_the_first_batch_of_a_clock_based_life_is_no_gap() -> None:
     cursor = PlainCursor(has_replay=True)
-    cursor.on_connected()
-    cursor.on_replay_end(1)
+    cursor.handle(Connected())
+    cursor.handle(ReplayEndReceived(1))
     assert kinds(cursor.on_live_batch(1_700_000_000_000, b"clear")) == [SendReplayRequest]
-    cursor.on_replay_batch(2, 1_700_000_000_000, b"clear")
-    cursor.on_cleared()
-    cursor.on_replay_end(2)
+    cursor.handle(ReplayBatchReceived(2, 1_700_000_000_000, b"clear"))
+    cursor.handle(ClearApplied())
+    cursor.handle(ReplayEndReceived(2))
     assert (cursor.state, cursor.counters.gaps) == (StreamState.LIVE, 0)
 
 
 def test_a_window_that_moved_past_the_held_number_is_a_loss_at_once() -> None:
     cursor = opened()
     cursor.on_live_batch(9, b"9")
-    assert cursor.on_replay_batch(2, 8, b"8") == (Clear("history before batch 8 is not known"), Apply(8, b"8", True))
-    cursor.on_replay_end(2)
+    assert cursor.handle(ReplayBatchReceived(2, 8, b"8")) == (
+        Clear("history before batch 8 is not known"),
+        Apply(8, b"8", True),
+    )
+    cursor.handle(ReplayEndReceived(2))
     assert (cursor.state, cursor.counters.replays_asked) == (StreamState.PARTIAL, 2)
 
 
 def test_a_publisher_that_keeps_nothing_is_followed_partial() -> None:
     cursor = PlainCursor(has_replay=True)
-    cursor.on_connected()
-    cursor.on_replay_end(1)
+    cursor.handle(Connected())
+    cursor.handle(ReplayEndReceived(1))
     cursor.on_live_batch(4, b"4")
-    cursor.on_replay_end(2)
-    cursor.on_probe_due()
-    cursor.on_replay_end(3)
+    cursor.handle(ReplayEndReceived(2))
+    cursor.handle(ProbeDue())
+    cursor.handle(ReplayEndReceived(3))
     assert kinds(cursor.on_live_batch(5, b"5")) == [Clear, Apply]
     assert cursor.state is StreamState.PARTIAL
 
@@ -239,35 +256,35 @@ def test_a_repeated_batch_within_an_answer_is_dropped() -> None:
     cursor = opened()
     cursor.on_live_batch(4, b"4")
     for seq in (2, 3, 2, 3):
-        cursor.on_replay_batch(2, seq, b"%d" % seq)
-    cursor.on_replay_batch(2, 4, b"4")
-    cursor.on_replay_end(2)
+        cursor.handle(ReplayBatchReceived(2, seq, b"%d" % seq))
+    cursor.handle(ReplayBatchReceived(2, 4, b"4"))
+    cursor.handle(ReplayEndReceived(2))
     assert (cursor.state, cursor.last_seq, cursor.counters.duplicates) == (StreamState.LIVE, 4, 2)
 
 
 def test_a_lost_connection_closes_the_question() -> None:
     cursor = opened()
     cursor.on_live_batch(5, b"5")
-    cursor.on_disconnected()
-    assert cursor.on_replay_batch(2, 3, b"3") == ()
+    cursor.handle(Disconnected())
+    assert cursor.handle(ReplayBatchReceived(2, 3, b"3")) == ()
     assert cursor.open_request_id is None
-    assert cursor.on_connected() == (SendReplayRequest(3, 2),)
+    assert cursor.handle(Connected()) == (SendReplayRequest(3, 2),)
 
 
 def test_without_replay_a_reconnect_begins_anew() -> None:
     cursor = opened(has_replay=False)
-    cursor.on_disconnected()
-    assert kinds(cursor.on_connected()) == [Clear]
+    cursor.handle(Disconnected())
+    assert kinds(cursor.handle(Connected())) == [Clear]
     assert kinds(cursor.on_live_batch(3, b"new 3")) == [Clear, Apply]
     assert cursor.state is StreamState.PARTIAL
 
 
 def test_batches_that_waited_during_their_own_replay_raise_no_question() -> None:
     cursor = PlainCursor(has_replay=True)
-    cursor.on_connected()
+    cursor.handle(Connected())
     for seq in range(100):
-        cursor.on_replay_batch(1, seq, b"%d" % seq)
-    cursor.on_replay_end(1)
+        cursor.handle(ReplayBatchReceived(1, seq, b"%d" % seq))
+    cursor.handle(ReplayEndReceived(1))
     for seq in range(40, 100):
         assert cursor.on_live_batch(seq, b"%d" % seq) == ()
     assert kinds(cursor.on_live_batch(100, b"100")) == [Apply]
@@ -283,10 +300,10 @@ def test_a_live_channel_that_goes_back_raises_one() -> None:
 @pytest.mark.parametrize("first", [2, 3, 9], ids=["tail lost", "held batch gone", "window moved on"])
 def test_a_probe_that_brings_news_takes_the_live_state_until_its_end(first: int) -> None:
     cursor = opened()
-    cursor.on_probe_due()
+    cursor.handle(ProbeDue())
     assert cursor.state is StreamState.LIVE
     for seq in range(first, 11):
-        cursor.on_replay_batch(2, seq, b"%d" % seq)
+        cursor.handle(ReplayBatchReceived(2, seq, b"%d" % seq))
     assert cursor.state is StreamState.RECOVERING
-    cursor.on_replay_end(2)
+    cursor.handle(ReplayEndReceived(2))
     assert cursor.state is (StreamState.LIVE if first == 2 else StreamState.PARTIAL)

@@ -13,7 +13,20 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import Apply, Clear, Instruction, PlainCursor, RetryLater, SendReplayRequest, StreamState
+from observability.kv_stream import StreamState
+from observability.kv_stream.cursor_events import (
+    ClearApplied,
+    Connected,
+    ConnectionTimedOut,
+    Disconnected,
+    ProbeDue,
+    ReplayBatchReceived,
+    ReplayEndReceived,
+    ReplayTimedOut,
+    RetryDue,
+)
+from observability.kv_stream.instructions import Apply, Clear, Instruction, RetryLater, SendReplayRequest
+from observability.kv_stream.plain_cursor import PlainCursor
 
 END = None
 CLEAR = -1
@@ -76,12 +89,12 @@ class World:
                     self.view.discard(block)
                 else:
                     self.view.clear()
-                    self.cursor.on_cleared()
+                    self.cursor.handle(ClearApplied())
             elif isinstance(instruction, Clear):
                 self.view.clear()
             elif isinstance(instruction, SendReplayRequest):
                 if self.question is not None and self.answer:
-                    self.old_answers.append((self.question.ask, self.answer))
+                    self.old_answers.append((self.question.request_id, self.answer))
                 self.question, self.answer = instruction, None
             elif isinstance(instruction, RetryLater):
                 self.retry_is_due = True
@@ -99,14 +112,14 @@ class World:
     def connect(self) -> None:
         if not self.is_connected:
             self.is_connected = True
-            self.carry_out(self.cursor.on_connected())
+            self.carry_out(self.cursor.handle(Connected()))
 
     def disconnect(self) -> None:
         if self.is_connected:
             self.is_connected = False
             self.live.clear()
             self.question = self.answer = None
-            self.cursor.on_disconnected()
+            self.cursor.handle(Disconnected())
 
     def publish(self, ops: list[int]) -> None:
         batches = [self.publisher.publish(op) for op in ops]
@@ -135,44 +148,44 @@ class World:
     def serve(self, count: int, fault: str) -> None:
         """Hand over some of the answer; only what comes after its first batch can be lost, as with TCP."""
         for _ in range(count):
-            if self.question is None or self.cursor.open_request_id != self.question.ask:
+            if self.question is None or self.cursor.open_request_id != self.question.request_id:
                 return
             question, is_first = self.question, self.answer is None
             if self.answer is None:
                 self.answer = self.publisher.answer(question.start)
             if fault == "silence" and not is_first:
-                self.carry_out(self.cursor.on_replay_timeout(question.ask))
+                self.carry_out(self.cursor.handle(ReplayTimedOut(question.request_id)))
                 return
             message = self.answer.pop(0)
             if message is END:
-                self.carry_out(self.cursor.on_replay_end(question.ask))
+                self.carry_out(self.cursor.handle(ReplayEndReceived(question.request_id)))
             elif fault != "drop" or is_first:
-                self.carry_out(self.cursor.on_replay_batch(question.ask, *message))
+                self.carry_out(self.cursor.handle(ReplayBatchReceived(question.request_id, *message)))
 
     def serve_stale(self) -> None:
         if self.old_answers:
             ask, answer = self.old_answers.pop()
             for message in answer:
                 if message is END:
-                    self.carry_out(self.cursor.on_replay_end(ask))
+                    self.carry_out(self.cursor.handle(ReplayEndReceived(ask)))
                 else:
-                    self.carry_out(self.cursor.on_replay_batch(ask, *message))
+                    self.carry_out(self.cursor.handle(ReplayBatchReceived(ask, *message)))
 
     def fail(self) -> None:
         if self.question is not None:
-            self.carry_out(self.cursor.on_replay_timeout(self.question.ask))
+            self.carry_out(self.cursor.handle(ReplayTimedOut(self.question.request_id)))
 
     def retry(self) -> None:
         if self.retry_is_due:
             self.retry_is_due = False
-            self.carry_out(self.cursor.on_retry_due())
+            self.carry_out(self.cursor.handle(RetryDue()))
 
     def give_up(self) -> None:
         if not self.is_connected:
-            self.carry_out(self.cursor.on_connection_timeout())
+            self.carry_out(self.cursor.handle(ConnectionTimedOut()))
 
     def probe(self) -> None:
-        self.carry_out(self.cursor.on_probe_due())
+        self.carry_out(self.cursor.handle(ProbeDue()))
 
     def heal(self) -> None:
         """Faults stop: everything is delivered, served and retried, and silence is probed."""

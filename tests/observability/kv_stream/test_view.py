@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import BlockView, CountingView, Tier, medium_tier
+from observability.kv_stream import BlockView, Tier
 from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES
+from observability.kv_stream.view import CountingView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import medium_tier
 
 MEDIA = {
     None: Tier.DEVICE,
@@ -246,16 +248,16 @@ def test_a_router_asks_for_full_attention_unless_it_names_a_group() -> None:
     assert view.match_lengths([1, 2], group_idx=1) == {0: 2}
     assert (view.blocks(0), view.blocks(0, group_idx=1)) == ({1}, {1, 2})
     view.apply(0, [BlockRemoved((1,), group_idx=0), told(2, group_idx=1)])
-    assert view.blocks_by_site(0) == {("GPU", 1, None, None): {1, 2}}
+    assert view.blocks_by_location(0) == {("GPU", 1, None, None): {1, 2}}
     assert view.match_lengths([2]) == {0: 1}  # what was said of it last: its group attends to all
     view.apply(0, [BlockRemoved((1, 2), group_idx=1)])
-    assert view.blocks_by_site(0) == {}
+    assert view.blocks_by_location(0) == {}
 
 
 def test_one_owners_removal_leaves_the_others_copy() -> None:
     view = BlockView()
     view.apply(0, [told(1, medium="FS", ownership="a"), told(1, medium="OBJ"), BlockRemoved((1,), "FS")])
-    assert view.blocks_by_site(0) == {("FS", None, None, "a"): {1}, ("OBJ", None, None, None): {1}}
+    assert view.blocks_by_location(0) == {("FS", None, None, "a"): {1}, ("OBJ", None, None, None): {1}}
     view.apply(0, [BlockRemoved((1,), "OBJ"), BlockRemoved((1,), "FS", ownership="a")])
     assert view.blocks(0, Tier.STORAGE) == frozenset()
 
@@ -381,18 +383,18 @@ def test_a_snapshot_that_was_swapped_in_takes_the_memory_of_the_blocks_before_it
 def test_a_rank_that_holds_nothing_any_more_begins_anew_wherever_it_stores() -> None:
     view = BlockView()
     view.apply(0, [told(1), BlockRemoved((1,)), told(2, group_idx=1), told(3), told(4, group_idx=2)])
-    assert view.blocks_by_site(0) == {
+    assert view.blocks_by_location(0) == {
         ("GPU", 1, None, None): {2},
         ("GPU", None, None, None): {3},
         ("GPU", 2, None, None): {4},
     }
     view.apply(0, [BlockRemoved((2,), group_idx=1), BlockRemoved((3,)), BlockRemoved((4,), group_idx=2)])
     view.apply(0, [told(5, group_idx=3), told(6, group_idx=2)])
-    assert view.blocks_by_site(0) == {("GPU", 3, None, None): {5}, ("GPU", 2, None, None): {6}}
+    assert view.blocks_by_location(0) == {("GPU", 3, None, None): {5}, ("GPU", 2, None, None): {6}}
     assert (view.block_count(0), view.counters(0).unknown_removals) == (2, 0)
     view.apply(0, [BlockRemoved((5,), group_idx=3), BlockRemoved((6,), group_idx=2), told(7, group_idx=1)])
     view.apply(0, [told(8, group_idx=2), BlockRemoved((7,), group_idx=1)])
-    assert view.blocks_by_site(0) == {("GPU", 2, None, None): {8}}
+    assert view.blocks_by_location(0) == {("GPU", 2, None, None): {8}}
     assert (view.block_count(0), view.counters(0).unknown_removals) == (1, 0)
 
 
@@ -445,7 +447,7 @@ def test_a_rank_that_gets_a_bit_that_was_swept_out_finds_nothing_of_the_one_befo
         pass
     for rank in (1, 2, 3):  # one of them has it
         view.apply(rank, [told(5), told(6, group_idx=1), told(2)])
-        assert view.blocks_by_site(rank) == {("GPU", None, None, None): {5, 2}, ("GPU", 1, None, None): {6}}
+        assert view.blocks_by_location(rank) == {("GPU", None, None, None): {5, 2}, ("GPU", 1, None, None): {6}}
         assert (view.block_count(rank), view.counters(rank).duplicate_stores) == (3, 0)
 
 
@@ -461,7 +463,7 @@ def test_a_copy_of_another_view_has_every_block_where_it_was() -> None:
     view, other = BlockView(), BlockView()
     other.apply(0, AT_SITES)
     view.replace(0, other)
-    assert view.blocks_by_site(0) == other.blocks_by_site(0)
+    assert view.blocks_by_location(0) == other.blocks_by_location(0)
     assert view.blocks(0, Tier.HOST) == other.blocks(0, Tier.HOST) == {2, 3, 4}  # what does not attend to all is apart
     for each in (view, other):
         each.apply(0, [BlockRemoved((2,), "CPU", 0, "LOCAL", "a")])
@@ -477,7 +479,7 @@ def test_what_names_a_place_in_one_field_alone_is_not_the_known_place_of_its_med
         place = {field: value}
         view.apply(0, [BlockRemoved((1,), "CPU", **place), BlockStored((9,), None, (), 1, None, "CPU", **place)])  # type: ignore[arg-type]
         view.apply(0, [BlockRemoved((9,), "CPU", **place)])  # type: ignore[arg-type]
-        assert view.blocks_by_site(0) == {("CPU", None, None, None): {1, 2}}
+        assert view.blocks_by_location(0) == {("CPU", None, None, None): {1, 2}}
     assert view.counters(0).remote_events == 3
 
 

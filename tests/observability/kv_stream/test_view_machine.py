@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from observability.kv_stream import BlockView, Tier, ViewCounters, holder_tables, medium_tier, view
+from observability.kv_stream import BlockView, Tier, holder_tables, rank_blocks, view
+from observability.kv_stream.rank_blocks import ViewCounters
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import BlockLocation, block_location
+from scheduler_components.events import BlockLocation, block_location, medium_tier
 
 NUM_RANKS = 4
 NUM_HASHES = 14
@@ -188,7 +189,7 @@ class ViewMachine(RuleBasedStateMachine):
                 self.answers(tier, of_group, group_idx)
         for rank, plain in self.plain.items():
             assert self.view.block_count(rank) == sum(len(plain.on(tier)) for tier in Tier)
-            assert self.view.blocks_by_site(rank) == plain.by_site()
+            assert self.view.blocks_by_location(rank) == plain.by_site()
             assert self.view.counters(rank) == plain.counters
 
     def answers(self, tier: Tier, held: dict[int, set[int]], group_idx: int | None = None) -> None:
@@ -212,9 +213,9 @@ class ViewMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_view_is_at_every_moment_what_plain_sets_are(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_tables, "SWEEP_SLICE_HASHES", stride)
-    monkeypatch.setattr(view, "_MOST_EARLY", 4)
-    monkeypatch.setattr(view, "_STRIDES_PER_BATCH", 1)
-    monkeypatch.setattr(view, "_STRIDES_AT_ONCE", 1)
+    monkeypatch.setattr(rank_blocks, "_MAX_EARLY_HASHES", 4)
+    monkeypatch.setattr(view, "_SLICES_PER_BATCH", 1)
+    monkeypatch.setattr(view, "_SLICES_PER_SWEEP", 1)
     run_state_machine_as_test(ViewMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
@@ -241,4 +242,4 @@ def test_sites_and_groups_of_one_tier_are_kept_apart(changes: list[tuple[int, KV
     for rank in (0, 1):
         machine.apply(rank, [BlockRemoved(tuple(range(4)), **where) for where in PLACES[1:4]])
     machine.shows_what_plain_sets_show()
-    assert machine.view.blocks_by_site(0) == machine.view.blocks_by_site(1) == {}
+    assert machine.view.blocks_by_location(0) == machine.view.blocks_by_location(1) == {}

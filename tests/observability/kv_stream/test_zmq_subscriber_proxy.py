@@ -10,14 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
-from observability.kv_stream import (
-    MAX_REPLAY_CREDIT,
-    FollowPolicy,
-    StreamState,
-    Subscriber,
-    open_subscriber,
-    static_address,
-)
+from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
+from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, KVEventsConfig, ZmqEventPublisher
 

@@ -18,7 +18,7 @@ from observability.kv_stream import (
     open_subscriber,
     static_address,
 )
-from observability.kv_stream.zmq_subscriber import FairRLock
+from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, StreamAddress, ZmqEventPublisher
 
@@ -133,7 +133,7 @@ def test_a_lock_goes_to_who_waits_and_comes_back() -> None:
         with lock:
             thread = threading.Thread(target=ask)
             thread.start()
-            while not lock.has_waiters:
+            while not lock._turn.locked():
                 thread.join(0.0001)
             order.append("before")
             with lock:  # as a listener does

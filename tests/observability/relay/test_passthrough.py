@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import BatchApplier, CountingView
-from observability.relay import RelayedStream, SourceListener
+from observability.kv_stream import BatchApplier
+from observability.kv_stream.view import CountingView
 from observability.relay.passthrough import PassthroughDecoder, RawRemoved, RawStored, split_removal
+from observability.relay.stream import RelayedStream, SourceListener
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, PublisherStats
 from scheduler_components.events import signed_block_hash
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream

@@ -10,7 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, StreamState, Tier
-from observability.relay import SourceMerger, least_trusted_state, source_merger
+from observability.relay import source_merger
+from observability.relay.source_merger import SourceMerger, least_trusted_state
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 State = set[tuple[str, int]]
@@ -138,11 +139,11 @@ def a_restart_forgets_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_clear_of_one_source_clears_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "_no_longer_standing", lambda *_: (AllBlocksCleared(),))
+    patch.setattr(SourceMerger, "_remove_unheld", lambda *_: (AllBlocksCleared(),))
 
 
 def a_removal_counts_for_all_sources(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "_stands", lambda *_: False)
+    patch.setattr(SourceMerger, "_is_held", lambda *_: False)
 
 
 def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,7 @@ def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
 
 
 def media_are_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(source_merger, "block_location", lambda *_: ("GPU", None, None, None))
+    patch.setattr(source_merger, "location_of", lambda *_: ("GPU", None, None, None))
 
 
 BROKEN = [

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
-from observability.relay import RelayedStream, SourceListener, SourceMerger
-from observability.testing.recovery_model import ModelSubscriber, RecoverySimulation
+from observability.relay.source_merger import SourceMerger
+from observability.relay.stream import RelayedStream, SourceListener
+from observability.testing import ModelSubscriber, RecoverySimulation
 from scheduler_components import EventBatch, PublisherStats
 from scheduler_components.kv_events import EventStream
 

@@ -215,7 +215,7 @@ def test_ranks_are_relayed_each_on_its_own(bench: Bench) -> None:
 def test_a_worker_that_does_not_answer_is_named_and_the_others_are_relayed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_relay, "_FIND_EVERY_S", 0.05)
+    monkeypatch.setattr(zmq_relay, "_SEARCH_INTERVAL_S", 0.05)
     publisher, late = bench.publisher(), bench.publisher()
     publisher.publish_events(stored(0, 3))
     late.publish_events(stored(5, 1))
@@ -239,7 +239,7 @@ def test_a_worker_that_does_not_answer_is_named_and_the_others_are_relayed(
 
 
 def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_relay, "_FIND_EVERY_S", 0.05)
+    monkeypatch.setattr(zmq_relay, "_SEARCH_INTERVAL_S", 0.05)
     first = ScriptedPublisher.open()
     bench.publishers.append(first)
     first.publish_events(stored(0, 3))

@@ -18,20 +18,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from observability.kv_stream import (
-    NO_EPOCH,
-    Apply,
-    BlockView,
-    DigestCursor,
-    FrameParser,
-    Instruction,
-    PlainCursor,
-    Position,
-    ReplayCredit,
-    cursor,
-    follower,
-)
-from observability.testing.recovery_model import RecoverySimulation, Steps
+from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower
+from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
+from observability.kv_stream.instructions import Apply, Instruction
+from observability.kv_stream.plain_cursor import PlainCursor
+from observability.kv_stream.stream_state import ReplayCredit
+from observability.testing import RecoverySimulation, Steps
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.kv_events import EventStream
@@ -135,60 +127,62 @@ REJOIN_BEHIND_THE_WINDOW = [("disconnect", 0), *FOUR_MORE, ("connect", 0)]
     *[("deliver", 0, 2, "none"), ("remove", 5, 1, False), ("send",), ("store", 2, 1, False), ("send",)],
 )
 def digest_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Position, "is_at", lambda self, meta: (self.epoch, self.next) == (meta.epoch, meta.start))
+    patch.setattr(Position, "matches", lambda self, meta: (self.epoch, self.next) == (meta.epoch, meta.start))
 
 
 @mutant
 def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Position, "is_at", lambda self, meta: self.next == meta.start)
-    compare, extended = DigestCursor._compare, ReplaySessions._extended
+    patch.setattr(Position, "matches", lambda self, meta: self.next == meta.start)
+    compare, extended = DigestCursor._check_status, ReplaySessions._extended
 
-    def compare_any_life(self: DigestCursor, question: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
-        question.asked_at.epoch = meta.epoch
-        return compare(self, question, meta)
+    def compare_any_life(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
+        request.initial.epoch = meta.epoch
+        return compare(self, request, meta)
 
     def answer_any_life(self: ReplaySessions, client: bytes, request: Any) -> Any:
         known = request.epoch != NO_EPOCH
         request = type(request)(request.start, request.verb, request.token, self._stream.epoch if known else NO_EPOCH)
         return extended(self, client, request)
 
-    patch.setattr(DigestCursor, "_compare", compare_any_life)
+    patch.setattr(DigestCursor, "_check_status", compare_any_life)
     patch.setattr(ReplaySessions, "_extended", answer_any_life)
 
 
 @caught_by(("wait", 21), ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "none"), ("serve", 0, 1, "none"))
 def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) -> None:
-    compare = DigestCursor._compare
+    compare = DigestCursor._check_status
 
-    def compare_now(self: DigestCursor, question: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
-        question.asked_at.digest = self._at.digest
-        return compare(self, question, meta)
+    def compare_now(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
+        request.initial.digest = self._position.digest
+        return compare(self, request, meta)
 
-    patch.setattr(DigestCursor, "_compare", compare_now)
+    patch.setattr(DigestCursor, "_check_status", compare_now)
 
 
 @caught_by(("wait", 21), ("restart", True), ("serve", 0, 1, "none"))
 def epoch_not_compared_in_a_status(patch: pytest.MonkeyPatch) -> None:
-    compare = DigestCursor._compare
+    compare = DigestCursor._check_status
 
-    def distrust(self: DigestCursor, question: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
-        if meta.epoch != question.asked_at.epoch:
-            return self._distrust()  # as the digest, which has the epoch in it, would say
-        return compare(self, question, meta)
+    def distrust(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
+        if meta.epoch != request.initial.epoch:
+            return self._on_digest_mismatch()  # the digest includes the epoch
+        return compare(self, request, meta)
 
-    patch.setattr(DigestCursor, "_compare", distrust)
+    patch.setattr(DigestCursor, "_check_status", distrust)
 
 
-def _hear_without(patch: pytest.MonkeyPatch, is_checked: Callable[[Any, ReplayMeta], bool]) -> None:
-    hear = cursor._SyncQuestion.hear
+def _accept_meta_without(patch: pytest.MonkeyPatch, is_checked: Callable[[Any, ReplayMeta], bool]) -> None:
+    accept_meta = digest_cursor._ExtendedRequest.accept_meta
 
-    def hear_less(self: Any, meta: ReplayMeta) -> Any:
-        place = self.staging or self.at
+    def accept_less(self: Any, meta: ReplayMeta) -> Any:
+        position = self.staging or self.position
         if not is_checked(self, meta):
-            meta = msgspec.structs.replace(meta, epoch=place.epoch, start=place.next, chain=place.digest, chunks=None)
-        return hear(self, meta)
+            meta = msgspec.structs.replace(
+                meta, epoch=position.epoch, start=position.next, chain=position.digest, chunks=None
+            )
+        return accept_meta(self, meta)
 
-    patch.setattr(cursor._SyncQuestion, "hear", hear_less)
+    patch.setattr(digest_cursor._ExtendedRequest, "accept_meta", accept_less)
 
 
 ALTERED_LAST_BATCH = [
@@ -199,18 +193,18 @@ ALTERED_LAST_BATCH = [
 
 @caught_by(*ALTERED_LAST_BATCH)
 def end_not_checked(patch: pytest.MonkeyPatch) -> None:
-    _hear_without(patch, lambda question, meta: meta.kind is not ReplayMetaKind.END)
+    _accept_meta_without(patch, lambda request, meta: meta.kind is not ReplayMetaKind.END)
 
 
-def _take_hole(patch: pytest.MonkeyPatch, in_part: str) -> None:
-    take = cursor._SyncQuestion.take
+def _accept_holes(patch: pytest.MonkeyPatch, in_phase: str) -> None:
+    accept_payload = digest_cursor._ExtendedRequest.accept_payload
 
-    def take_any(self: Any, seq: int, payload: bytes) -> Any:
-        place = self.staging or self.at
-        wanted = self.num_chunks if self.part is cursor._Part.BASE else place.next
-        return take(self, wanted if self.part.name == in_part and seq > wanted else seq, payload)
+    def accept_any(self: Any, seq: int, payload: bytes) -> Any:
+        position = self.staging or self.position
+        expected = self.num_chunks if self.phase is digest_cursor._Phase.CHUNKS else position.next
+        return accept_payload(self, expected if self.phase.name == in_phase and seq > expected else seq, payload)
 
-    patch.setattr(cursor._SyncQuestion, "take", take_any)
+    patch.setattr(digest_cursor._ExtendedRequest, "accept_payload", accept_any)
 
 
 @caught_by(
@@ -218,13 +212,13 @@ def _take_hole(patch: pytest.MonkeyPatch, in_part: str) -> None:
     *[("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none")],
 )
 def holes_inside_an_answer_accepted(patch: pytest.MonkeyPatch) -> None:
-    _take_hole(patch, "BATCHES")
+    _accept_holes(patch, "BATCHES")
 
 
 @caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
 def holes_inside_the_base_accepted(patch: pytest.MonkeyPatch) -> None:
-    _take_hole(patch, "BASE")
-    _hear_without(patch, lambda question, meta: meta.chunks is None)
+    _accept_holes(patch, "CHUNKS")
+    _accept_meta_without(patch, lambda request, meta: meta.chunks is None)
 
 
 @mutant
@@ -268,9 +262,9 @@ def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]
     live = DigestCursor.on_live_batch
 
     def take_more(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
-        if self.is_accepting_live and is_taken(seq, self._at.next):
-            self._at.next = max(seq, self._at.next - 1)
-            self._at.advance(payload)
+        if self.is_accepting_live and is_taken(seq, self._position.next):
+            self._position.next = max(seq, self._position.next - 1)
+            self._position.advance(payload)
             return (Apply(seq, payload, False),)
         return live(self, seq, payload)
 
@@ -294,7 +288,7 @@ ONE_LOST_OF_TWO = [
 @caught_by(*ONE_LOST_OF_TWO * 6)
 def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:
     for each in (DigestCursor, PlainCursor):
-        patch.setattr(each, "on_credit_available", lambda self: ())
+        patch.setattr(each, "_on_credit_available", lambda self: ())
 
 
 @mutant
@@ -323,9 +317,9 @@ def future_frame_is_no_hint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         DigestCursor,
         "on_live_batch",
-        lambda self, seq, payload: () if seq > self._at.next else live(self, seq, payload),
+        lambda self, seq, payload: () if seq > self._position.next else live(self, seq, payload),
     )
-    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
+    patch.setattr(DigestCursor, "_on_probe_due", lambda self: ())
 
 
 @mutant
@@ -342,12 +336,12 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
-    def believe(self: DigestCursor, ask: int) -> tuple[Instruction, ...]:
-        question = self._question
-        status = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
-        return () if question is None or question.is_status else self._close(question, status)
+    def believe(self: DigestCursor, request_id: int) -> tuple[Instruction, ...]:
+        request = self._request
+        end = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
+        return () if request is None or request.is_status else self._finish(request, end)
 
-    patch.setattr(DigestCursor, "on_replay_end", believe)
+    patch.setattr(DigestCursor, "_on_replay_end", believe)
 
 
 @caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
@@ -372,33 +366,33 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
     *[("serve", 0, 1, "none"), ("deliver_late", 0), ("serve", 0, 9, "none")],
 )
 def answers_to_older_questions_taken(patch: pytest.MonkeyPatch) -> None:
-    answered = DigestCursor.on_replay_batch
+    on_replay_batch = DigestCursor._on_replay_batch
     patch.setattr(
         DigestCursor,
-        "on_replay_batch",
-        lambda self, ask, seq, payload: answered(self, self.open_request_id or 0, seq, payload),
+        "_on_replay_batch",
+        lambda self, request_id, seq, payload: on_replay_batch(self, self.open_request_id or 0, seq, payload),
     )
 
 
 @mutant
 def retry_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "on_retry_due", lambda self: ())
+    patch.setattr(DigestCursor, "_on_retry_due", lambda self: ())
 
 
 @mutant
 def probe_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
+    patch.setattr(DigestCursor, "_on_probe_due", lambda self: ())
 
 
 @mutant
 def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
-    first_answer = PlainCursor._first_answer
+    on_first_batch = PlainCursor._on_first_batch
 
-    def believe(self: PlainCursor, question: Any, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def believe(self: PlainCursor, request: Any, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         self._run.payload = payload if seq == self._run.last else self._run.payload
-        return first_answer(self, question, seq, payload)
+        return on_first_batch(self, request, seq, payload)
 
-    patch.setattr(PlainCursor, "_first_answer", believe)
+    patch.setattr(PlainCursor, "_on_first_batch", believe)
 
 
 @pytest.mark.parametrize(("mutate", "trace"), MUTANTS)

@@ -1,0 +1,200 @@
+"""Decoding batches, applying them to a view and reporting each change to a listener."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import msgspec
+
+from observability.kv_stream.cursor_events import BatchDamaged, ClearApplied, ViewFeedback
+from observability.kv_stream.instructions import (
+    AbortStaging,
+    Apply,
+    ApplyStaged,
+    Clear,
+    CommitStaging,
+    StartStaging,
+    ViewInstruction,
+)
+from observability.kv_stream.listener import StreamListener
+from observability.kv_stream.stream_state import CursorCounters, StreamState
+from observability.kv_stream.stream_stats import StreamStats
+from observability.kv_stream.view import BlockView
+from scheduler_components import AllBlocksCleared, DecodeError
+from scheduler_components.kv_events import DecodedBatch
+
+__all__ = ["ApplierCounters", "BatchApplier", "PayloadDecoder"]
+
+
+@dataclass(slots=True)
+class ApplierCounters:
+    """Counters of one stream's batches and chunks. ``lag_s`` and ``last_error`` are those of the latest."""
+
+    batches: int = 0
+    events: int = 0
+    decode_errors: int = 0
+    rank_mismatches: int = 0
+    lag_s: float | None = None
+    last_error: str = ""
+
+
+_CURSOR_STATS = tuple(set(CursorCounters.__slots__) & set(StreamStats.__struct_fields__))
+"""The cursor's counters that ``StreamStats`` has under the same name."""
+
+
+class PayloadDecoder(Protocol):
+    """Decodes payloads, as ``BatchDecoder`` does."""
+
+    def decode(self, payload: bytes) -> DecodedBatch:
+        """Decode one payload. ``errors`` of the batch names each event that could not be read.
+
+        Raises:
+            DecodeError: the batch as a whole cannot be read.
+        """
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchApplier:
+    """Applies the batches of one rank to a view that may hold other ranks too.
+
+    Attributes:
+        rank: number of the stream in the view. A batch that names another rank is applied and counted.
+        wall_clock: seconds since the epoch, for the lag.
+        staging: the view in which a snapshot is built, None without one.
+        state: the state that the listener knows.
+    """
+
+    rank: int
+    view: BlockView
+    decoder: PayloadDecoder
+    listener: StreamListener
+    wall_clock: Callable[[], float]
+    counters: ApplierCounters = field(default_factory=ApplierCounters)
+    staging: BlockView | None = None
+    state: StreamState = field(default=StreamState.CONNECTING, init=False)
+
+    def carry_out(self, instruction: ViewInstruction) -> ViewFeedback | None:
+        """Carry out one instruction on the view, and return the event to report to the cursor, if any."""
+        if isinstance(instruction, Apply):
+            return self.apply(instruction.seq, instruction.payload, replayed=instruction.replayed)
+        if isinstance(instruction, ApplyStaged):
+            is_snapshot_chunk = instruction.is_snapshot_chunk
+            return self.apply_staged(instruction.seq, instruction.payload, is_snapshot_chunk=is_snapshot_chunk)
+        if isinstance(instruction, StartStaging):
+            self.start_staging()
+        elif isinstance(instruction, CommitStaging):
+            self.commit_staging()
+        elif isinstance(instruction, AbortStaging):
+            self.abort_staging()
+        elif isinstance(instruction, Clear):
+            self.view.clear(self.rank)
+            self.listener.on_view_cleared(self.rank, instruction.reason)
+        else:
+            assert_never(instruction)
+        return None
+
+    def report_state(self, state: StreamState) -> None:
+        """Report a new state to the listener."""
+        old, self.state = self.state, state
+        self.listener.on_state_changed(self.rank, old, state)
+
+    def apply(self, seq: int, payload: bytes, *, replayed: bool) -> ViewFeedback | None:
+        """Apply one payload to the view. An unreadable payload raises no error; it returns ``BatchDamaged``."""
+        return self._apply_to(self.view, seq, payload, replayed=replayed)
+
+    # --- staging ---
+
+    def start_staging(self) -> None:
+        """Create an empty staging view."""
+        self._discard_staging()
+        self.staging = self.view.create_staging()
+        self.listener.on_snapshot_begin(self.rank)
+
+    def apply_staged(self, seq: int, payload: bytes, *, is_snapshot_chunk: bool) -> ViewFeedback | None:
+        """Apply one payload to the staging view, as ``apply``."""
+        assert self.staging is not None
+        return self._apply_to(self.staging, seq, payload, replayed=True, is_snapshot_chunk=is_snapshot_chunk)
+
+    def prepare_swap(self) -> Iterator[None]:
+        """Do the long part of ``commit_staging`` in slices. The view stays as it is."""
+        if self.staging is not None:
+            yield from self.view.prepare_replace(self.rank, self.staging)
+
+    def commit_staging(self) -> None:
+        """Replace this rank's blocks by those of the staging view."""
+        assert self.staging is not None
+        self.view.replace(self.rank, self.staging)
+        self.staging = None
+        self.listener.on_snapshot_end(self.rank, was_used=True)
+
+    def abort_staging(self) -> None:
+        """Discard the staging view."""
+        self._discard_staging()
+        self.listener.on_snapshot_end(self.rank, was_used=False)
+
+    def _discard_staging(self) -> None:
+        if self.staging is not None:
+            self.view.discard_staging(self.staging)
+            self.staging = None
+
+    def stats(
+        self, cursor_counters: CursorCounters, *, state: StreamState, last_seq: int, endpoint: str
+    ) -> StreamStats:
+        """Return the statistics of the stream. The owner of its sockets adds those of the transport."""
+        counters, blocks = self.counters, self.view.counters(self.rank)
+        return StreamStats(
+            rank=self.rank,
+            endpoint=endpoint,
+            state=state,
+            last_seq=last_seq,
+            batches=counters.batches,
+            events=counters.events,
+            blocks_stored=blocks.stored_blocks,
+            blocks_removed=blocks.removed_blocks,
+            blocks_held=self.view.block_count(self.rank),
+            decode_errors=counters.decode_errors,
+            rank_mismatches=counters.rank_mismatches,
+            unknown_removals=blocks.unknown_removals,
+            unknown_media=blocks.unknown_media,
+            lag_s=counters.lag_s,
+            last_error=counters.last_error,
+            **{name: getattr(cursor_counters, name) for name in _CURSOR_STATS},
+        )
+
+    def _apply_to(
+        self, view: BlockView, seq: int, payload: bytes, *, replayed: bool, is_snapshot_chunk: bool = False
+    ) -> ViewFeedback | None:
+        counters = self.counters
+        try:
+            batch = self.decoder.decode(payload)
+        except DecodeError as error:
+            counters.decode_errors += 1
+            counters.last_error = f"batch {seq}: {error.reason}"
+            self.listener.on_batch_unreadable(self.rank, seq, error)
+            return BatchDamaged()
+        counters.batches += 1
+        counters.events += len(batch.events)
+        if batch.attn_dp_rank is not None and batch.attn_dp_rank != self.rank:
+            counters.rank_mismatches += 1
+        if not replayed:
+            counters.lag_s = self.wall_clock() - batch.ts
+        view.apply(self.rank, batch.events)
+        if is_snapshot_chunk and batch.events and isinstance(batch.events[0], AllBlocksCleared):
+            # The first chunk begins with a clear so that it can be applied to any view. No clear happened.
+            batch = msgspec.structs.replace(batch, events=batch.events[1:])
+        if batch.events or batch.errors or not is_snapshot_chunk:
+            self.listener.on_batch_applied(self.rank, seq, batch, replayed=replayed)
+        return self._feedback_of(seq, batch)
+
+    def _feedback_of(self, seq: int, batch: DecodedBatch) -> ViewFeedback | None:
+        if batch.errors:
+            self.counters.decode_errors += len(batch.errors)
+            self.counters.last_error = f"batch {seq}: {batch.errors[-1].reason}"
+            return BatchDamaged()
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                return ClearApplied()
+        return None
