@@ -38,8 +38,9 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
         batches, events: applied to the view, including replayed ones.
         blocks_stored, blocks_removed: blocks in those events; duplicates count as stored.
         blocks_held: blocks in the view now, over all tiers.
-        gaps, recovered, losses, restarts, verified, splices, snapshots, duplicates, replays_asked, replays_unanswered,
-            replays_cut: see ``CursorCounters``.
+        gaps, recovered, losses, restarts, duplicates: see ``CursorCounters``.
+        verified, splices, snapshots: likewise.
+        replays_asked, replays_unanswered, replays_cut: likewise.
         disconnects: times that the live connection was lost.
         decode_errors: batches or single events that could not be read.
         bad_frames: messages that are not frames of this wire.

@@ -1,4 +1,4 @@
-"""A real NATS server per test: its port comes from the system, its store is the test's, and it ends with the test."""
+"""A real NATS server per test, with a system-assigned port and a temporary store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("nats", reason="the extra `jetstream` has the client")
 
 
 def find_server() -> str:
-    """The server's program: beside this Python, or on the path."""
+    """Return the server's program, next to this Python or on the path."""
     found = shutil.which("nats-server", path=Path(sys.executable).parent) or shutil.which("nats-server")
     if found is None:
         pytest.skip("no nats-server: the extra `dev` has it")
@@ -45,7 +45,7 @@ class NatsServer:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start, and wait until it listens."""
+        """Start the server, and wait until it listens."""
         for old in self.folder.glob("*.ports"):
             old.unlink()
         command = [find_server(), "-a", "127.0.0.1", "-p", str(self.port), "--ports_file_dir", str(self.folder)]
@@ -63,23 +63,23 @@ class NatsServer:
             try:
                 found: list[str] = json.loads(path.read_text())["nats"]
             except ValueError:
-                continue  # half written
+                continue  # partly written
             return found
         return []
 
     def freeze(self) -> None:
-        """Stop it, and wait until it has stopped: meanwhile its other threads may still serve."""
+        """Pause the process, and wait until all of its threads have stopped."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Resume the process."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill the process, as a crash would."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -96,7 +96,7 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture
 def free_server(tmp_path: Path, free_ports: Callable[[int], int]) -> Iterator[NatsServer]:
-    """A server that has a port, and was not started."""
+    """A server with a port that is not started."""
     server = NatsServer(tmp_path / "nats", port=free_ports(1))
     yield server
     server.kill()
@@ -104,7 +104,7 @@ def free_server(tmp_path: Path, free_ports: Callable[[int], int]) -> Iterator[Na
 
 @pytest.fixture
 def nats_cluster(tmp_path: Path, free_ports: Callable[[int], int]) -> Iterator[list[NatsServer]]:
-    """Three servers on loopback that keep three copies."""
+    """Three servers on loopback with three replicas."""
     first = free_ports(6)
     routes = ",".join(f"nats://127.0.0.1:{first + 3 + number}" for number in range(3))
     servers = []
@@ -122,7 +122,7 @@ def nats_cluster(tmp_path: Path, free_ports: Callable[[int], int]) -> Iterator[l
 
 
 class LogFeeder:
-    """Publishes made-up batches to a sink, and knows what they add up to."""
+    """Publishes generated batches to a sink, and keeps the resulting state."""
 
     def __init__(self, sink: Any) -> None:
         self.sink = sink
@@ -138,7 +138,7 @@ class LogFeeder:
         self._publish(BlockRemoved(hashes))
 
     def churn(self, count: int) -> None:
-        """Store and remove, so that some hundred blocks stand."""
+        """Store and remove blocks; some hundred stay stored."""
         for _ in range(count):
             number = self.num_batches
             if number % 3 == 2:
@@ -158,7 +158,7 @@ def feed() -> Callable[[Any], LogFeeder]:
 
 @pytest.fixture
 def wait_for_whole() -> Callable[..., None]:
-    """Poll until a reader is LIVE and has exactly what was published; fails after half a minute."""
+    """Poll until a reader is LIVE with exactly the published blocks; fail after half a minute."""
 
     def wait(reader: Any, feeder: LogFeeder, rank: int = 0) -> None:
         deadline = time.monotonic() + 30
@@ -171,7 +171,7 @@ def wait_for_whole() -> Callable[..., None]:
 
 @pytest.fixture
 def poll_until() -> Callable[..., None]:
-    """Poll a reader until a condition holds; fails after half a minute."""
+    """Poll a reader until a condition holds; fail after half a minute."""
 
     def wait(reader: Any, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 30

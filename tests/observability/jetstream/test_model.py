@@ -34,7 +34,7 @@ LIMITS = LogLimits(
     max_msgs=12, max_bytes=4_000, max_age_s=1_000.0, overhead_bytes=100, buffer_steps=3, buffer_bytes=10_000
 )
 LARGEST_BYTES = 90
-"""A batch of four blocks is above it."""
+"""Upper limit of a message; a batch of four blocks exceeds it."""
 
 POLICY = FollowPolicy(
     answer_timeout_s=1.0,
@@ -45,13 +45,13 @@ POLICY = FollowPolicy(
     dead_after_s=5.0,
 )
 HEARTBEAT_INTERVAL_S = 0.5
-HEAL_ROUNDS = 40
-"""Beats: a stuck reader needs five to find out, a further question the longest pause, and a lost answer as much."""
+RECOVERY_ROUNDS = 40
+"""Heartbeats: a stalled reader needs five, another request the longest pause, and a lost answer as much."""
 
 
 @dataclass
 class Broker:
-    """A log of one subject with its limits, ids that it has seen, two objects, and a pointer with its revision."""
+    """A log of one subject with its limits and known ids, two objects, and a pointer with its revision."""
 
     log: list[LogMessage] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ class Broker:
     revision: int = 0
 
     def store(self, message: LogMessage) -> tuple[int, bool]:
-        """Append a message unless its id is known; returns its place, and whether it was."""
+        """Append a message unless its id is known; return its number, and whether the id was known."""
         message_id = message.headers["Nats-Msg-Id"]
         if message_id in self.ids:
             return self.next_log_seq - 1, True
@@ -78,13 +78,13 @@ class Broker:
 
 
 class ModelWriter:
-    """A writer's core, its truth, and what is under way to the broker."""
+    """A writer's core, its true state, and its messages in flight."""
 
     limits = LIMITS
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
-        self.num_lives = 0
+        self.num_epochs = 0
         self.core = LogWriter(
             epoch=self.new_epoch(),
             rank=0,
@@ -99,8 +99,8 @@ class ModelWriter:
         self.has_begun = self.is_superseded = False
 
     def new_epoch(self) -> bytes:
-        self.num_lives += 1
-        epoch = bytes([self.number + 1, self.num_lives]) * 8
+        self.num_epochs += 1
+        epoch = bytes([self.number + 1, self.num_epochs]) * 8
         self.world.states[epoch, -1] = frozenset()
         return epoch
 
@@ -115,7 +115,7 @@ class ModelWriter:
         self.held = frozenset()
 
     def send(self, count: int, fate: str) -> None:
-        """Hand out messages: the broker stores them, or they are lost, or it stores them and the answer is lost."""
+        """Send messages: the broker stores them, they are lost, or their acknowledgements are lost."""
         for _ in range(count):
             message = None if self.is_superseded else self.core.pop_message(LARGEST_BYTES)
             if message is None:
@@ -124,7 +124,7 @@ class ModelWriter:
             self.unacked.append((message, None if fate == "lose answer" else answer))
 
     def hear(self, count: int) -> None:
-        """Acknowledgements come, or are missed."""
+        """Receive acknowledgements, or time out."""
         for _ in range(min(count, len(self.unacked))):
             message, answer = self.unacked.pop(0)
             if answer is None:
@@ -132,13 +132,13 @@ class ModelWriter:
             else:
                 self.core.on_stored(message, answer[0], is_duplicate=answer[1])
 
-    def store_base(self, fate: str) -> None:
-        """Make the snapshot where one is due, and store it, or fail on the way."""
+    def store_snapshot(self, fate: str) -> None:
+        """Build a snapshot if one is due, and store it or fail on the way."""
         broker, now_s = self.world.broker, self.world.now_s
         if self.is_superseded or not self.core.snapshot_reason(now_s):
             return
-        snapshot, traffic = drained(self.core.build_snapshot())
-        self.find_head()
+        snapshot, traffic = run_to_end(self.core.build_snapshot())
+        self.refresh_pointer()
         if fate == "lose" or self.is_superseded:
             self.core.on_snapshot_failed()
             return
@@ -154,8 +154,8 @@ class ModelWriter:
         self.revision, self.has_begun = broker.revision, True
         self.core.on_snapshot_stored(snapshot, traffic, now_s)
 
-    def find_head(self) -> None:
-        """A pointer of somebody else's, after one of its own: another writer has taken over."""
+    def refresh_pointer(self) -> None:
+        """Detect another writer's pointer, which means that the writer was replaced."""
         broker = self.world.broker
         if self.revision != broker.revision:
             self.revision = broker.revision
@@ -163,17 +163,17 @@ class ModelWriter:
             self.is_superseded = self.is_superseded or (self.has_begun and is_foreign)
 
 
-def drained(making: Any) -> tuple[Snapshot, int]:
+def run_to_end(slices: Any) -> tuple[Snapshot, int]:
     while True:
         try:
-            next(making)
+            next(slices)
         except StopIteration as made:
             value: tuple[Snapshot, int] = made.value
             return value
 
 
 class ModelReader:
-    """A follower, its view, and what it asked for. Its own ``LogChannel``."""
+    """A follower, its view and its open requests. Implements ``LogChannel``."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -208,7 +208,7 @@ class ModelReader:
         self.run(self.follower.on_heartbeat(heartbeat, self.world.now_s))
 
     def answer(self, fate: str) -> None:
-        """Answer the open questions from what the broker has, or fail."""
+        """Answer the open requests from the broker, or fail."""
         requests, self.requests = self.requests, []
         for request_id, pointer in requests:
             broker = self.world.broker
@@ -223,7 +223,7 @@ class ModelReader:
                 self.run(self.follower.on_snapshot_read(request_id, snapshot, self.world.now_s))
 
     def take(self, count: int) -> None:
-        """Read messages of the log, each once and in their order."""
+        """Read messages of the log in order, each once."""
         for _ in range(count):
             log_seq = self.log_seq
             message = next((each for each in self.world.broker.log if log_seq and each.log_seq >= log_seq), None)
@@ -252,7 +252,7 @@ class ModelReader:
 
 
 class World:
-    """One log, its writers (the last is the worker's own), and two readers."""
+    """One log, its writers (the last is the current one), and two readers."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -261,7 +261,7 @@ class World:
         self.traffic = LogTraffic()
         self.broker = Broker()
         self.writers = [ModelWriter(self, 0)]
-        self.is_whole = False  # faults are over, and nothing was taken from the broker but by its limits
+        self.is_whole = False  # faults are over, and the broker dropped only by its limits
         self.readers = [ModelReader(self), ModelReader(self)]
 
     @property
@@ -288,10 +288,10 @@ class World:
         self.writer.hear(count)
 
     def snapshot(self, fate: str) -> None:
-        self.writer.store_base(fate)
+        self.writer.store_snapshot(fate)
 
     def heartbeat(self, who: int) -> None:
-        """A heartbeat of the writer, or of one that it took over from, reaches one reader."""
+        """Deliver a heartbeat of the current writer, or of a replaced one, to one reader."""
         self.now_s += HEARTBEAT_INTERVAL_S / 4
         for writer in self.writers[-2:] if who > 1 else self.writers[-1:]:
             heartbeat = None if writer.is_superseded else writer.core.heartbeat()
@@ -311,15 +311,15 @@ class World:
             reader.check()
 
     def restart_writer(self) -> None:
-        """Another process writes the log from nothing; the one before does not know yet."""
+        """Start another writer; the replaced one does not know it yet."""
         self.writers.append(ModelWriter(self, len(self.writers)))
 
-    def old_writer_goes_on(self, count: int) -> None:
-        """The writer before sends what it has, and finds out when it stores a snapshot."""
+    def replaced_writer_sends(self, count: int) -> None:
+        """Let the replaced writer send, until it stores a snapshot and notices."""
         if len(self.writers) > 1 and self.writers[-2].has_begun:
             old = self.writers[-2]
             old.send(count, "none")
-            old.store_base("none")
+            old.store_snapshot("none")
 
     def start_epoch(self) -> None:
         self.writer.start_epoch()
@@ -335,11 +335,11 @@ class World:
         reader.follower.on_reconnected()
 
     def expire(self, count: int) -> None:
-        """The broker drops the oldest messages, for they are old."""
+        """Drop the oldest messages because of their age."""
         self.broker.drop(count)
 
     def wipe_broker(self) -> None:
-        """The broker comes back with nothing; the writer looks, and finds that."""
+        """Empty the broker, which the writers notice."""
         self.broker = Broker()
         for writer in self.writers:
             writer.hear(len(writer.unacked))
@@ -347,11 +347,11 @@ class World:
             writer.core.on_snapshot_lost()
 
     def forge(self, kind: str, ahead: int) -> None:
-        """Somebody else writes to the subject."""
+        """Forge a message on the subject."""
         core = self.writer.core
         seq = max(0, core.stream.next_sequence + ahead)
         payload = self.encoder.encode(KVEventBatch(1.0, (BlockStored((99,), None, (1,), 1, None),), 0), 0)
-        epoch = core.epoch if kind == "life" else b"f" * 16
+        epoch = core.epoch if kind == "epoch" else b"f" * 16
         self.broker.store(LogMessage(0, epoch, seq, b"notachan", payload))
 
     # --- the end ---
@@ -361,31 +361,31 @@ class World:
             getattr(self, name)(*args)
             for reader in self.readers:
                 reader.check()
-        self.is_whole = not {"expire", "forge", "wipe_broker", "old_writer_goes_on"} & {name for name, *_ in steps}
+        self.is_whole = not {"expire", "forge", "wipe_broker", "replaced_writer_sends"} & {name for name, *_ in steps}
         self.is_whole = self.is_whole and not any(
             step[0] in ("answer", "snapshot") and step[-1] != "none" for step in steps
         )
-        self.heal()
+        self.recover()
 
-    def fall_silent(self) -> None:
-        """Nobody says anything any more: no reader goes on saying that it knows, and in the end it takes all back."""
+    def stop_writers(self) -> None:
+        """Stop the writers: no reader stays LIVE, and in the end every view is empty."""
         for seconds, states in (
             (POLICY.answer_timeout_s, (StreamState.CONNECTING, StreamState.DEAD)),
             (POLICY.dead_after_s, (StreamState.DEAD,)),
         ):
-            for _ in range(6):  # as something is due in between
+            for _ in range(6):  # because deadlines lie in between
                 self.wait(seconds / 5)
             for reader in self.readers:
                 assert reader.cursor.state in states, reader.cursor
         assert not any(reader.blocks for reader in self.readers)
 
-    def heal(self) -> None:
-        """No more faults: every reader has what the writer holds, and says so."""
-        for number in range(HEAL_ROUNDS):
+    def recover(self) -> None:
+        """Stop the faults, and check that every reader converges to the writer's state."""
+        for number in range(RECOVERY_ROUNDS):
             self.now_s += HEARTBEAT_INTERVAL_S
             for _ in range(4):
                 self.writer.hear(len(self.writer.unacked))
-                self.writer.store_base("none")
+                self.writer.store_snapshot("none")
                 self.writer.send(50, "none")
             for reader in self.readers:
                 reader.answer("none")
@@ -424,10 +424,10 @@ STEPS = st.lists(
         st.tuples(st.just("answer"), WHO, FATES),
         st.tuples(st.just("wait"), st.sampled_from([0.1, 1.1, 6.0])),
         st.sampled_from([("restart_writer",), ("start_epoch",), ("wipe_broker",)]),
-        st.tuples(st.just("old_writer_goes_on"), st.integers(1, 4)),
+        st.tuples(st.just("replaced_writer_sends"), st.integers(1, 4)),
         st.tuples(st.sampled_from(["lose_reader", "lose_broker"]), WHO),
         st.tuples(st.just("expire"), st.integers(1, 5)),
-        st.tuples(st.just("forge"), st.sampled_from(["life", "other"]), st.integers(-3, 3)),
+        st.tuples(st.just("forge"), st.sampled_from(["epoch", "other"]), st.integers(-3, 3)),
     ),
     max_size=40,
 )
@@ -443,7 +443,7 @@ JOINED = (BASE, ("heartbeat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
 @pytest.mark.timeout(600)
 @given(steps=STEPS)
 @settings(max_examples=5 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
-def test_never_live_while_wrong_and_whole_once_it_is_quiet(steps: list[tuple[Any, ...]]) -> None:
+def test_no_wrong_view_is_live_and_every_view_converges(steps: list[tuple[Any, ...]]) -> None:
     World().run(steps)
 
 
@@ -455,14 +455,14 @@ def test_never_live_while_wrong_and_whole_once_it_is_quiet(steps: list[tuple[Any
     steps=[("wait", 1.1), ("restart_writer",), *JOINED],
     joins=True,
 )
-def test_who_is_not_heard_is_neither_live_nor_kept_for_ever(steps: list[tuple[Any, ...]], joins: bool) -> None:
+def test_a_silent_writer_ends_live_and_is_cleared(steps: list[tuple[Any, ...]], joins: bool) -> None:
     world = World()
     if joins:
         for name, *args in JOINED:
             getattr(world, name)(*args)
     for name, *args in steps:
         getattr(world, name)(*args)
-    world.fall_silent()
+    world.stop_writers()
 
 
 # --- mutants ---
@@ -477,7 +477,7 @@ def mutant(mutate: Mutate, *steps: tuple[Any, ...]) -> Mutate:
 
 
 def caught_by(*steps: tuple[Any, ...]) -> Callable[[Mutate], Mutate]:
-    """A mutant that chance finds too seldom: what finds it."""
+    """Register a mutant with the trace that exposes it, because random traces rarely do."""
     return lambda mutate: mutant(mutate, *steps)
 
 
@@ -491,11 +491,11 @@ def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     take = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
-    def take_any_life(self: LogCursor, message: LogMessage) -> Any:
+    def accept_any_epoch(self: LogCursor, message: LogMessage) -> Any:
         epoch = self._target.at.epoch
         return take(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
 
-    patch.setattr(LogCursor, "_on_message", take_any_life)
+    patch.setattr(LogCursor, "_on_message", accept_any_epoch)
 
 
 @mutant
@@ -503,34 +503,34 @@ def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
     take = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
-    def take_ahead(self: LogCursor, message: LogMessage) -> Any:
+    def accept_ahead(self: LogCursor, message: LogMessage) -> Any:
         at = self._target.at
         if message.epoch == at.epoch and message.seq > at.next:
             at.next = message.seq
         return take(self, message)
 
-    patch.setattr(LogCursor, "_on_message", take_ahead)
+    patch.setattr(LogCursor, "_on_message", accept_ahead)
 
 
 @caught_by(BASE, ONE, TWO, ("send", 1, "lose"), ("send", 1, "none"), ("hear", 2))
-def future_messages_not_held_and_nobody_stuck(patch: pytest.MonkeyPatch) -> None:
+def reordered_messages_are_dropped_without_recovery(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor._LogPosition, "hold", lambda self, message: None)
     patch.setattr(LogCursor, "_on_writer_ahead", lambda self: ())
 
 
 @caught_by(BASE, ONE, ("send", 1, "none"), ("expire", 1))
-def stuck_readers_wait(patch: pytest.MonkeyPatch) -> None:
+def stalled_readers_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
 
 
 @mutant
-def a_beat_proves_whatever_it_says(patch: pytest.MonkeyPatch) -> None:
+def every_heartbeat_is_a_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_digest_mismatch", lambda self: self._on_verified())
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
 
 @caught_by(*JOINED, ("restart_writer",))
-def another_life_is_never_looked_for(patch: pytest.MonkeyPatch) -> None:
+def another_epoch_is_never_read(patch: pytest.MonkeyPatch) -> None:
     on_other_epoch = LogCursor._on_other_epoch
     patch.setattr(
         LogCursor, "_on_other_epoch", lambda self: on_other_epoch(self) if self.epoch == log_cursor.NO_EPOCH else ()
@@ -538,12 +538,12 @@ def another_life_is_never_looked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 @caught_by(BASE, ("heartbeat", 0), ("answer", 0, "lose"))
-def failed_questions_are_not_asked_again(patch: pytest.MonkeyPatch) -> None:
+def failed_requests_are_not_retried(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_retry_due", lambda self: ())
 
 
 @mutant
-def batches_of_the_base_are_left_out(patch: pytest.MonkeyPatch) -> None:
+def batches_of_the_snapshot_are_left_out(patch: pytest.MonkeyPatch) -> None:
     read = LogCursor._on_snapshot_read
 
     def read_less(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
@@ -555,7 +555,7 @@ def batches_of_the_base_are_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
-def log_read_from_too_far_on(patch: pytest.MonkeyPatch) -> None:
+def the_log_is_read_from_a_later_number(patch: pytest.MonkeyPatch) -> None:
     read = LogCursor._on_snapshot_read
 
     def read_on(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
@@ -566,7 +566,7 @@ def log_read_from_too_far_on(patch: pytest.MonkeyPatch) -> None:
 
 
 @caught_by(*JOINED, ONE, ("send", 1, "lose"), ("hear", 1))
-def no_message_is_sent_again(patch: pytest.MonkeyPatch) -> None:
+def no_message_is_retried(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogWriter, "on_failed", lambda self, message: self._in_flight.discard(message.seq))
 
 
@@ -580,7 +580,7 @@ def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 @caught_by(BASE, *FIVE)
-def what_left_the_window_is_skipped(patch: pytest.MonkeyPatch) -> None:
+def batches_before_the_buffer_are_skipped(patch: pytest.MonkeyPatch) -> None:
     why, pop_message = LogWriter.snapshot_reason, LogWriter.pop_message
 
     def skip(self: LogWriter, max_payload_bytes: int) -> LogMessage | None:
@@ -602,7 +602,7 @@ def large_batches_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 @caught_by(*FIVE, BASE)
-def the_base_is_older_than_it_says(patch: pytest.MonkeyPatch) -> None:
+def the_snapshot_is_older_than_its_number(patch: pytest.MonkeyPatch) -> None:
     making = LogWriter.build_snapshot
 
     def make_less(self: LogWriter) -> Any:

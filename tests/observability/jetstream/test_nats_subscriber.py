@@ -1,4 +1,4 @@
-"""Both ends of a log against the real server: killed, stopped, wiped; slow readers, retries, retention, forgeries."""
+"""Writer and reader of a log against a real server: crashes, pauses, slow readers, retries, retention, forgeries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(config: JetStreamConfig, *addresses: LogAddress, policy: FollowPolicy =
 
 
 def ask(config: JetStreamConfig, work: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-    """Do something with a client of one's own."""
+    """Run ``use`` with a separate client."""
 
     async def run() -> Any:
         client = await nats.connect(list(config.servers))
@@ -61,7 +61,7 @@ def log_state(config: JetStreamConfig) -> Any:
     return ask(config, work)
 
 
-def test_a_killed_server_comes_back_and_nothing_is_missing(
+def test_no_batch_is_missing_after_a_server_was_killed(
     nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any, eventually: Any
 ) -> None:
     config = config_of(nats_server)
@@ -78,10 +78,10 @@ def test_a_killed_server_comes_back_and_nothing_is_missing(
         wait_for_whole(reader, feeder)
         assert writer.stats()[0].broker_losses == 1
         assert reader.stats()[0].disconnects == 1
-        assert reader.stats()[0].snapshots == 1  # resumed by number, not by another snapshot
+        assert reader.stats()[0].snapshots == 1  # resumed by number, without another snapshot
 
 
-def test_a_broker_that_is_away_costs_bounded_memory_and_one_sentence(
+def test_an_unreachable_broker_costs_bounded_memory_and_one_log_line(
     free_server: Any, feed: Any, wait_for_whole: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(free_server)
@@ -100,7 +100,7 @@ def test_a_broker_that_is_away_costs_bounded_memory_and_one_sentence(
         assert all(free_server.url in sentence for sentence in away)
 
 
-def test_a_broker_that_forgot_everything_gets_it_again(
+def test_a_broker_that_lost_its_store_gets_the_state_again(
     nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
 ) -> None:
     config = config_of(nats_server)
@@ -117,7 +117,9 @@ def test_a_broker_that_forgot_everything_gets_it_again(
             wait_for_whole(late, feeder)
 
 
-def test_retention_drops_only_what_the_base_has(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+def test_retention_drops_only_messages_that_the_snapshot_covers(
+    nats_server: Any, feed: Any, wait_for_whole: Any
+) -> None:
     config = config_of(nats_server, max_msgs=16)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))
@@ -131,7 +133,7 @@ def test_retention_drops_only_what_the_base_has(nats_server: Any, feed: Any, wai
             assert late.stats()[0].snapshots == 1
 
 
-def test_a_slow_reader_finds_the_base_where_the_log_has_passed_it(
+def test_a_slow_reader_reads_the_snapshot_after_the_log_has_passed_it(
     nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
 ) -> None:
     config = config_of(nats_server, max_msgs=64)
@@ -140,7 +142,7 @@ def test_a_slow_reader_finds_the_base_where_the_log_has_passed_it(
         feeder.churn(10)
         wait_for_whole(reader, feeder)
         for _ in range(4):
-            feeder.churn(500)  # nobody polls
+            feeder.churn(500)  # without polling
             eventually(lambda: not writer.stats()[0].waiting)
         wait_for_whole(reader, feeder)
         assert not reader.stats()[0].decode_errors
@@ -149,7 +151,7 @@ def test_a_slow_reader_finds_the_base_where_the_log_has_passed_it(
 def test_a_reader_that_polls_late_has_every_message_of_a_large_log(
     nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any
 ) -> None:
-    """More than the inbox holds waits at the broker, and is read in order, without another snapshot."""
+    """Messages beyond the inbox wait at the broker, and are read in order without another snapshot."""
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))
@@ -164,17 +166,17 @@ def test_a_reader_that_polls_late_has_every_message_of_a_large_log(
         assert reader.stats()[0].snapshots == 1
 
 
-def test_what_is_sent_again_is_stored_once(
+def test_a_retried_message_is_stored_once(
     nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server stops for longer than an acknowledgement may take: it has the first sending and the second."""
+    """The server pauses beyond the acknowledgement timeout, and receives each message twice."""
     monkeypatch.setattr(nats_writer, "_ACK_TIMEOUT_S", 0.2)
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))
         feeder.churn(1)
         wait_for_whole(reader, feeder)
-        eventually(lambda: writer.stats()[0].bases)  # no batch is sent while one is on its way
+        eventually(lambda: writer.stats()[0].bases)  # no batch is sent before the first snapshot
         nats_server.freeze()
         try:
             feeder.churn(20)
@@ -184,11 +186,13 @@ def test_what_is_sent_again_is_stored_once(
         eventually(lambda: not writer.stats()[0].waiting)
         assert writer.stats()[0].retried
         wait_for_whole(reader, feeder)
-        in_log = 21 - writer.stats()[0].collapsed  # the first may have gone into the snapshot
+        in_log = 21 - writer.stats()[0].collapsed  # the snapshot may have the first ones
         assert log_state(config).messages <= in_log
 
 
-def test_an_engine_that_restarts_fences_off_what_was_before(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+def test_messages_of_the_epoch_before_a_restart_are_fenced_off(
+    nats_server: Any, feed: Any, wait_for_whole: Any
+) -> None:
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         sink = writer.sink(0)
@@ -225,7 +229,7 @@ def test_a_second_writer_takes_over_and_the_first_stops(
             assert reader.stats()[0].restarts == 1
 
 
-def test_hostile_messages_cost_themselves_and_a_counter(
+def test_hostile_messages_are_counted_and_skipped(
     nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
 ) -> None:
     config = config_of(nats_server)
@@ -269,12 +273,12 @@ def test_hostile_messages_cost_themselves_and_a_counter(
         wait_for_whole(reader, feeder)
         stats = reader.stats()[0]
         assert (stats.last_seq, stats.decode_errors) == (39, 0)
-        assert stats.snapshots == 2  # the ids of two batches were taken: they went by a snapshot
+        assert stats.snapshots == 2  # two ids were already used: their batches went by a snapshot
         with read(config) as late:
             wait_for_whole(late, feeder)
 
 
-def test_a_writer_that_is_gone_is_dead_after_a_while(
+def test_a_stopped_writer_is_dead_after_a_while(
     nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
 ) -> None:
     config = config_of(nats_server)
@@ -293,7 +297,7 @@ def test_a_writer_that_is_gone_is_dead_after_a_while(
             wait_for_whole(reader, again)
 
 
-def test_a_stream_that_its_writer_does_not_know_whole_is_partial(
+def test_a_stream_with_an_upstream_state_is_partial(
     nats_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
 ) -> None:
     config = config_of(nats_server)
@@ -317,7 +321,7 @@ def test_ranks_are_streams_of_one_log(nats_server: Any, feed: Any, wait_for_whol
         quiet, busy = (feed(writer.sink(rank)) for rank in range(2))
         quiet.churn(10)
         for _ in range(10):
-            busy.churn(100)  # drops what the quiet one has in the log
+            busy.churn(100)  # drops the messages of the quiet stream
             wait_for_whole(reader, busy, 1)
         wait_for_whole(reader, quiet, 0)
         with read(config, *addresses) as late:
@@ -326,7 +330,7 @@ def test_ranks_are_streams_of_one_log(nats_server: Any, feed: Any, wait_for_whol
             assert late.ranks_holding(next(iter(quiet.held & busy.held))) in ((0, 1), (1, 0))
 
 
-def test_a_batch_above_the_brokers_messages_goes_by_the_base(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
+def test_a_batch_above_the_message_limit_goes_by_a_snapshot(nats_server: Any, feed: Any, wait_for_whole: Any) -> None:
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))
@@ -341,7 +345,9 @@ def test_a_batch_above_the_brokers_messages_goes_by_the_base(nats_server: Any, f
         wait_for_whole(reader, feeder)
 
 
-def test_a_cluster_of_three_loses_the_one_that_leads_the_log(nats_cluster: Any, feed: Any, wait_for_whole: Any) -> None:
+def test_a_cluster_of_three_survives_the_loss_of_the_log_leader(
+    nats_cluster: Any, feed: Any, wait_for_whole: Any
+) -> None:
     config = config_of(*nats_cluster, replicas=3)
 
     async def leader(client: Any, js: Any) -> int:
@@ -360,7 +366,7 @@ def test_a_cluster_of_three_loses_the_one_that_leads_the_log(nats_cluster: Any, 
 
 
 class DeafOnce:
-    """Keeps the first cancellation to itself, as a library may that waits for an answer just then."""
+    """Swallows the first cancellation, as a library may while it waits for a reply."""
 
     def __init__(self) -> None:
         self.is_running = threading.Event()
@@ -378,8 +384,8 @@ class DeafOnce:
         """Nothing."""
 
 
-def test_a_thread_ends_though_a_cancellation_was_lost(nats_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen once: closing a reader waited for ever."""
+def test_a_thread_ends_although_a_cancellation_was_swallowed(nats_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: closing a reader hung."""
     monkeypatch.setattr(nats_connection, "_CANCEL_AGAIN_S", 0.05)
     user = DeafOnce()
     thread = nats_connection.NatsThread(config_of(nats_server), user, name="deaf")

@@ -1,4 +1,4 @@
-"""Publisher, writer, real server, reader: the thin run through all layers."""
+"""One run through all layers: publisher, writer, real server, reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def stored(*hashes: int) -> BlockStored:
     return BlockStored(hashes, None, tuple(range(4 * len(hashes))), 4, None)
 
 
-def test_a_reader_has_what_the_publisher_holds(nats_server: Any) -> None:
+def test_a_reader_has_the_blocks_of_the_publisher(nats_server: Any) -> None:
     config = JetStreamConfig(servers=nats_server.url)
     with open_jetstream_writer(config, "http://pod-1:30000", topic="kv") as writer:
         sink = writer.sink(0)
@@ -34,7 +34,7 @@ def test_a_reader_has_what_the_publisher_holds(nats_server: Any) -> None:
             assert reader.stats()[0].state is StreamState.LIVE
 
 
-def test_an_event_that_cannot_be_written_costs_itself(nats_server: Any) -> None:
+def test_an_event_that_cannot_be_encoded_is_left_out(nats_server: Any) -> None:
     config = JetStreamConfig(servers=nats_server.url)
     with open_jetstream_writer(config, "pod-1") as writer:
         sink = writer.sink(0)

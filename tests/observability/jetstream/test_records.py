@@ -1,4 +1,4 @@
-"""What stands in the broker is read strictly, names come back as they were, and settings are refused by name."""
+"""Records in the broker are read strictly, names are unique, and errors name the invalid setting."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_names_are_valid_subjects(address: LogAddress) -> None:
     assert "." not in address.log
 
 
-def test_a_message_comes_back() -> None:
+def test_a_message_round_trips() -> None:
     message = LogMessage(7, EPOCH, 12, CHAIN, b"payload")
     assert read_message(7, message.headers, b"payload") == message
 
 
 @given(st.dictionaries(st.sampled_from(["Nats-Msg-Id", "Kv-Chain"]), st.text(max_size=60)))
-def test_other_headers_are_no_message(headers: dict[str, str]) -> None:
+def test_malformed_headers_are_refused(headers: dict[str, str]) -> None:
     with pytest.raises(DecodeError):
         read_message(1, headers, b"")
 
@@ -55,7 +55,7 @@ def test_other_headers_are_no_message(headers: dict[str, str]) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_values_come_back_and_any_cut_is_refused(value: Any) -> None:
+def test_records_round_trip_and_truncated_ones_are_refused(value: Any) -> None:
     data = value.encode()
     assert type(value).decode(data) == value
     for end in range(len(data)):
@@ -64,7 +64,7 @@ def test_values_come_back_and_any_cut_is_refused(value: Any) -> None:
 
 
 @given(data=st.binary(max_size=80), kind=st.sampled_from([LogHeartbeat, SnapshotPointer, Snapshot]))
-def test_junk_is_refused_in_one_way(data: bytes, kind: Any) -> None:
+def test_junk_raises_only_a_decode_error(data: bytes, kind: Any) -> None:
     try:
         kind.decode(data)
     except DecodeError:
@@ -110,19 +110,19 @@ def test_numbers_that_contradict_each_other_are_refused(value: Any) -> None:
         ('{"servers": "nats://a", "credentials_file": "/nowhere/user.creds"}', "credentials_file"),
     ],
 )
-def test_a_setting_that_cannot_work_is_named(text: str, field: str) -> None:
+def test_an_error_names_the_invalid_setting(text: str, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         JetStreamConfig.from_cli(text)
     assert raised.value.field == field
 
 
-def test_a_url_several_or_json() -> None:
+def test_settings_parse_from_urls_and_json() -> None:
     assert JetStreamConfig.from_cli("nats://a:1, tls://b").servers == ("nats://a:1", "tls://b")
     config = JetStreamConfig.from_cli('{"servers": ["nats://a"], "replicas": 3, "max_age_s": 60}')
     assert (config.servers, config.replicas, config.max_age_s) == (("nats://a",), 3, 60)
 
 
 @pytest.mark.parametrize("given_", [{"worker": ""}, {"worker": "w" * 81}, {"worker": "w", "rank": -1}])
-def test_an_address_that_cannot_be_is_refused(given_: dict[str, Any]) -> None:
+def test_an_invalid_address_is_refused(given_: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LogAddress(**given_)

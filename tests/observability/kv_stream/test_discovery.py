@@ -1,4 +1,4 @@
-"""Whatever a worker says: addresses that can be dialled, or one of the documented errors."""
+"""Every answer of a worker yields dialable addresses or a documented error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DESCRIPTOR = {
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 
 
-def test_one_address_a_rank_at_base_plus_rank() -> None:
+def test_one_address_per_rank_at_base_port_plus_rank() -> None:
     first, second = parse_addresses({"kv_events": DESCRIPTOR, "model_path": "m"}, WORKER)
     assert (first.rank, second.rank) == (0, 1)
     assert str(second.events) == "tcp://worker.example:5558"
@@ -69,7 +69,7 @@ def test_reads_what_the_kit_describes() -> None:
 
 
 def test_publishers_on_several_nodes_are_read_as_sglang_lists_them() -> None:
-    """What an entry leaves out is at base + rank on its own host; what no publisher has, nobody has."""
+    """An endpoint that an entry omits is at base port + rank on its host, or missing if there is no base port."""
     listed = [{"dp_rank": 5, "endpoint": "tcp://10.0.0.2:5562"}, {"dp_rank": 0, "endpoint": "tcp://*:5557"}]
     first, second = parse_addresses({"kv_events": DESCRIPTOR | {"dp_size": 8, "publishers": listed}}, WORKER)
     assert (first.rank, str(first.events), str(first.replay)) == (
@@ -89,10 +89,10 @@ hosts = st.sampled_from(["10.0.0.1", "node-7.example", "[fd00::7]", "*", "0.0.0.
     st.sampled_from([None, 5557]),
 )
 @settings(deadline=None)
-def test_wherever_streams_are_bound_they_are_found(
+def test_advertised_endpoints_match_the_bound_ones(
     streams: list[tuple[str, int, int | None, int | None]], base: int | None
 ) -> None:
-    """Without a base the system gave the ports; with one they are base + rank, on hosts as they may be."""
+    """Without base ports the system assigned the ports; with them they are base + rank, on any host."""
 
     def at(host: str, port: int | None) -> str | None:
         return None if port is None else f"tcp://{host}:{port}"
@@ -112,7 +112,7 @@ def test_wherever_streams_are_bound_they_are_found(
     ]
 
 
-def test_a_worker_without_streams_says_why() -> None:
+def test_a_worker_without_streams_raises_its_reason() -> None:
     with pytest.raises(NoStreamsError, match="publishes no KV events: port is missing"):
         parse_addresses({"kv_events": None, "kv_events_error": "port is missing"}, WORKER)
     with pytest.raises(NoStreamsError, match="has no kv_events"):
@@ -141,7 +141,7 @@ def test_a_worker_without_streams_says_why() -> None:
         ({"publishers": [{"dp_rank": 0, "endpoint": "tcp://h:1"}] * 2}, "names a rank twice"),
     ],
 )
-def test_a_descriptor_that_cannot_be_dialled_names_its_field(change: dict[str, object], named: str) -> None:
+def test_an_error_of_a_descriptor_names_its_field(change: dict[str, object], named: str) -> None:
     with pytest.raises(DecodeError, match=named):
         parse_addresses({"kv_events": DESCRIPTOR | change}, WORKER)
 
@@ -183,7 +183,9 @@ def test_discover_asks_server_info(serve: Serve) -> None:
         ((200, b"[" * 100_000), DecodeError, "not JSON"),
     ],
 )
-def test_a_page_that_is_none(serve: Serve, page: tuple[int, bytes], error: type[Exception], words: str) -> None:
+def test_an_invalid_page_raises_a_documented_error(
+    serve: Serve, page: tuple[int, bytes], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         discover(serve({"/server_info": page}))
 
@@ -194,17 +196,17 @@ def test_an_unreachable_worker_is_a_start_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "worker:30000", "ftp://worker", "http://", "tcp://worker:5557", "http://a b"])
-def test_a_text_that_is_no_worker_url_is_refused(text: str) -> None:
+def test_an_invalid_worker_url_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="url"):
         parse_worker_url(text)
 
 
-def test_bare_endpoints_are_taken_as_they_are() -> None:
+def test_bare_endpoints_are_used_unchanged() -> None:
     address = static_address("tcp://127.0.0.1:5557", replay="ipc:///tmp/replay", topic="kv", rank=3)
     assert (str(address.events), str(address.replay), address.rank) == ("tcp://127.0.0.1:5557", "ipc:///tmp/replay", 3)
 
 
 @pytest.mark.parametrize("text", ["tcp://*:5557", "tcp://[::]:5557", "tcp://host:0", "tcp://host", "host:5557"])
-def test_an_endpoint_that_cannot_be_dialled_is_refused(text: str) -> None:
+def test_an_undialable_endpoint_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="replay_endpoint"):
         static_address("tcp://127.0.0.1:5557", replay=text)

@@ -1,4 +1,4 @@
-"""A subscriber of bare endpoints needs no HTTP client; who gives a URL without one is told what to install."""
+"""Bare endpoints need no HTTP client; a URL without one raises an error that names the extra."""
 
 from __future__ import annotations
 

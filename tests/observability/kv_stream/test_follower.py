@@ -1,4 +1,4 @@
-"""The follower keeps its deadlines: properties of time and of trust, with a clock that the test turns by hand."""
+"""The follower keeps its deadlines by a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ POLICY = FollowPolicy(answer_timeout_s=5.0, retry_min_s=1.0, retry_max_s=8.0, pr
 
 class FakeChannel:
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int]] = []
         self.is_open = False
 
-    def send(self, question: SendReplayRequest) -> None:
-        self.asked.append((question.request_id, question.start))
+    def send(self, request: SendReplayRequest) -> None:
+        self.requests.append((request.request_id, request.start))
         self.is_open = True
 
     def cancel(self) -> None:
@@ -60,7 +60,7 @@ class Diary(NullStreamListener):
 
 
 class Bench:
-    """A follower of rank 3 with everything around it fake or visible."""
+    """A follower of rank 3 with a fake channel, a recording listener and its own view."""
 
     def __init__(self, *, has_replay: bool = True) -> None:
         self.channel, self.diary, self.view = FakeChannel(), Diary(), BlockView()
@@ -80,7 +80,7 @@ class Bench:
         return self.follower.cursor.state
 
     def at(self, now_s: float) -> None:
-        """Let time pass as a poll loop does: from deadline to deadline."""
+        """Advance the time from deadline to deadline, as a poll loop does."""
         while self.follower.next_deadline_s <= now_s:
             self.follower.tick(self.follower.next_deadline_s)
         self.follower.tick(now_s)
@@ -95,7 +95,7 @@ def stored(block_hash: int, medium: str | None = None) -> BlockStored:
 
 
 def plain_bench() -> Bench:
-    """At a publisher without the extension, which has just said so."""
+    """Return a bench whose publisher has shown that it lacks the extension."""
     bench = Bench()
     bench.follower.on_connected(0.0)
     assert bench.follower.on_replay_marker(1, b"", 0.0)
@@ -113,7 +113,7 @@ def live_bench() -> Bench:
 def test_a_replay_fills_the_view_and_closes_its_channel() -> None:
     bench = live_bench()
     assert bench.view.blocks(3) == {5}
-    assert (bench.channel.asked, bench.channel.is_open) == ([(1, 0), (2, 0)], False)
+    assert (bench.channel.requests, bench.channel.is_open) == ([(1, 0), (2, 0)], False)
     assert bench.diary.states == [StreamState.SYNCING, StreamState.LIVE]
     assert bench.diary.batches == [(0, True)]
 
@@ -125,7 +125,7 @@ def test_a_live_batch_has_a_lag() -> None:
     assert bench.follower.applier.counters.lag_s == 10.0
 
 
-def test_an_answer_that_goes_on_is_waited_for_and_a_silent_one_is_not() -> None:
+def test_only_silence_within_an_answer_times_out() -> None:
     bench = plain_bench()
     for seq in range(10):
         bench.at(4.0 * (seq + 1))
@@ -133,42 +133,42 @@ def test_an_answer_that_goes_on_is_waited_for_and_a_silent_one_is_not() -> None:
     assert bench.follower.cursor.counters.replays_unanswered == 0
     bench.at(46.0)
     assert bench.follower.cursor.counters.replays_unanswered == 1
-    assert bench.channel.asked[2] == (3, 9)
+    assert bench.channel.requests[2] == (3, 9)
 
 
-def test_a_publisher_that_never_answers_is_asked_ever_less_often() -> None:
+def test_pauses_between_unanswered_requests_grow() -> None:
     bench = Bench()
     bench.follower.on_connected(0.0)
-    # Each question waits 5 s for its answer; after the first, of the extension, the pauses are 1, 2, 4, ... s.
+    # Each request times out after 5 s. After the first one, for the extension, the pauses are 1, 2, 4, ... s.
     for count, moment_s in enumerate((0.0, 5.0, 11.0, 18.0, 27.0), start=1):
         bench.at(moment_s - 0.1)
-        assert len(bench.channel.asked) == max(1, count - 1)
+        assert len(bench.channel.requests) == max(1, count - 1)
         bench.at(moment_s)
-        assert len(bench.channel.asked) == count
+        assert len(bench.channel.requests) == count
     assert bench.state is StreamState.PARTIAL
     bench.follower.on_replay_marker(5, b"", 27.0)
     bench.follower.on_live_batch(8, payload(stored(8)), 27.0)
     assert bench.view.blocks(3) == {8}
 
 
-def test_silence_is_probed_with_the_held_number() -> None:
+def test_a_silent_stream_is_probed_with_the_held_number() -> None:
     bench = live_bench()
     bench.at(1.9)
-    assert bench.channel.asked == [(1, 0), (2, 0)]
+    assert bench.channel.requests == [(1, 0), (2, 0)]
     bench.at(2.1)
-    assert bench.channel.asked[2:] == [(3, 0)]
+    assert bench.channel.requests[2:] == [(3, 0)]
     assert bench.state is StreamState.LIVE
 
 
-def test_batches_that_tell_nothing_new_do_not_put_the_probe_off() -> None:
+def test_duplicates_do_not_postpone_the_probe() -> None:
     bench = live_bench()
     for tenths in range(20):
         bench.follower.on_live_batch(0, payload(stored(5)), tenths / 10)
     bench.at(2.0)
-    assert bench.channel.asked[2:] == [(3, 0)]
+    assert bench.channel.requests[2:] == [(3, 0)]
 
 
-def test_the_tail_that_was_lost_is_found_by_the_probe() -> None:
+def test_a_probe_finds_lost_last_batches() -> None:
     bench = live_bench()
     bench.at(2.0)
     bench.follower.on_replay_batch(3, 0, payload(stored(5)), 2.0)
@@ -177,7 +177,7 @@ def test_the_tail_that_was_lost_is_found_by_the_probe() -> None:
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, frozenset())
 
 
-def test_a_publisher_that_never_comes_is_dead_and_may_come_later() -> None:
+def test_an_absent_publisher_is_dead_and_may_connect_later() -> None:
     bench = Bench()
     bench.at(14.9)
     assert bench.state is StreamState.CONNECTING
@@ -198,7 +198,7 @@ def test_a_lost_connection_keeps_the_view_until_dead() -> None:
     assert bench.diary.cleared[-1] == "the publisher is unreachable"
 
 
-def test_a_lost_connection_drops_the_question() -> None:
+def test_a_lost_connection_cancels_the_request() -> None:
     bench = Bench()
     bench.follower.on_connected(0.0)
     assert bench.channel.is_open
@@ -208,7 +208,7 @@ def test_a_lost_connection_drops_the_question() -> None:
 
 @given(junk=st.binary(max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_junk_costs_itself_and_the_live_state(junk: bytes) -> None:
+def test_junk_ends_the_live_state_and_changes_no_block(junk: bytes) -> None:
     bench = live_bench()
     bench.follower.on_live_batch(1, junk, 1.0)
     readable = not bench.follower.applier.counters.decode_errors
@@ -241,13 +241,13 @@ def test_pauses_grow_and_stay_within_their_bounds(failures: int, jitter: float) 
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
-def test_a_time_that_cannot_be_waited_is_refused(value: float) -> None:
+def test_an_invalid_time_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="dead_after_s"):
         FollowPolicy(dead_after_s=value)
 
 
 @pytest.mark.parametrize("begins_another", [True, False])
-def test_a_snapshot_that_came_to_nothing_leaves_nothing_in_the_view(begins_another: bool) -> None:
+def test_a_discarded_snapshot_leaves_no_blocks(begins_another: bool) -> None:
     bench = live_bench()
     applier, before = bench.follower.applier, bench.view.blocks(3)
     many = tuple(range(100, 20_000))
@@ -258,7 +258,7 @@ def test_a_snapshot_that_came_to_nothing_leaves_nothing_in_the_view(begins_anoth
         applier.start_staging()
     else:
         applier.abort_staging()
-    assert not bench.view.is_swept  # its blocks are on their way out
+    assert not bench.view.is_swept  # its blocks wait for the sweep
     while bench.view.sweep():
         pass
     assert bench.view.blocks(3) == before

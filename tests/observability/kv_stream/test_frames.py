@@ -1,4 +1,4 @@
-"""A stream's own messages are read; every other one is counted, and nothing raises."""
+"""The parser returns a stream's own messages, counts all others, and never raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANY_FRAME = st.one_of(st.binary(max_size=12), NUMBERS, TOPICS)
 
 
 @given(topic=TOPICS, frames=st.one_of(st.tuples(TOPICS, NUMBERS, st.just(b"p")), st.lists(ANY_FRAME, max_size=5)))
-def test_a_live_message_is_read_only_under_its_own_topic(topic: bytes, frames: list[bytes]) -> None:
+def test_a_live_message_needs_the_exact_topic(topic: bytes, frames: list[bytes]) -> None:
     reader = FrameParser(topic)
     read = reader.parse_live(frames)
     is_frame = len(frames) == 3 and len(frames[1]) == 8 and frames[1][0] < 0x80
@@ -25,7 +25,7 @@ def test_a_live_message_is_read_only_under_its_own_topic(topic: bytes, frames: l
 
 
 @given(frames=st.lists(ANY_FRAME, max_size=5))
-def test_an_answer_is_read_in_its_last_two_frames(frames: list[bytes]) -> None:
+def test_a_replay_message_is_parsed_from_its_last_two_frames(frames: list[bytes]) -> None:
     reader = FrameParser(b"kv")
     number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -2
     assert reader.parse_replay(frames) == (None if number < -1 else (number, frames[-1]))

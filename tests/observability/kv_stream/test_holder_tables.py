@@ -1,4 +1,4 @@
-"""A table of masks, and the bits in it: what a sweep does between two of its strides."""
+"""Tables of masks and their bits, with changes between two slices of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_components import BlockStored
 from scheduler_components.events import BlockLocation, Tier
 
 
-def test_bits_are_the_lowest_that_are_free_and_come_back_when_they_are_swept_out() -> None:
+def test_the_lowest_free_bit_is_allocated_and_swept_bits_are_free_again() -> None:
     found = HolderTables()
     first, second, third = (found.allocate_bit() for _ in range(3))
     assert (first, second, third) == (1, 2, 4)
@@ -21,7 +21,7 @@ def test_bits_are_the_lowest_that_are_free_and_come_back_when_they_are_swept_out
     table.add(second, range(10_000))
     found.retire_bit(second)
     assert not found.is_swept
-    assert found.allocate_bit() == 8  # what is retired is in masks still
+    assert found.allocate_bit() == 8  # retired bits are still in masks
     found.release_bit(8)
     while not found.is_swept:
         found.sweep(1)
@@ -49,7 +49,7 @@ def test_a_bit_that_is_retired_during_a_sweep_is_swept_out_by_the_next() -> None
 
 
 @pytest.mark.parametrize("name", ["further", "partial"])
-def test_the_table_of_a_site_goes_when_nobody_uses_it(name: str) -> None:
+def test_an_unused_table_is_deleted(name: str) -> None:
     found, location = HolderTables(), ("FS", None, None, "a")
     tables = getattr(found, name)
     kept, gone = MaskTable(), MaskTable()
@@ -122,12 +122,12 @@ def test_masks_stay_narrow_however_often_a_rank_is_cleared_or_replaced(num_block
     assert max(view._holders.allocate_bit() for _ in range(3)) <= 32
 
 
-def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
+def test_a_hash_dropped_while_new_hashes_move_is_deleted() -> None:
     table = MaskTable()
     table.add(1, range(10))
     sweep = table.sweep_bits(4)
     next(sweep)
-    table.add(1, range(1_000, 1_000 + 3 * holder_tables.SWEEP_SLICE_HASHES))  # kept apart from what is walked
+    table.add(1, range(1_000, 1_000 + 3 * holder_tables.SWEEP_SLICE_HASHES))  # kept apart from the dict of the sweep
     assert len(table.masks) == 10
     next(sweep)
     assert table.is_moving
@@ -138,7 +138,7 @@ def test_what_is_dropped_while_new_hashes_move_over_is_deleted() -> None:
     assert set(table.masks) == {*range(5, 10), *range(1_000, 1_000 + 3 * holder_tables.SWEEP_SLICE_HASHES)}
 
 
-def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None:
+def test_an_unused_table_is_kept_until_it_is_swept() -> None:
     found, location = HolderTables(), ("FS", None, None, "a")
     used: dict[BlockLocation, MaskTable] = {}
     table, bit = found.open_site(found.further, used, location), found.allocate_bit()
@@ -152,13 +152,13 @@ def test_a_site_that_a_rank_leaves_keeps_its_table_until_that_is_swept() -> None
     assert table.is_empty
 
 
-def test_what_is_dropped_in_a_walk_is_deleted_after_it() -> None:
+def test_a_hash_dropped_during_a_sweep_is_deleted_after_it() -> None:
     table = MaskTable()
     table.add(1, range(10))
     sweep = table.sweep_bits(4)
     next(sweep)
     assert table.drop(1, range(5)) == 5
-    assert len(table.masks) == 10  # what is walked keeps its keys
+    assert len(table.masks) == 10  # the dict of the sweep keeps its keys
     for _ in sweep:
         pass
     assert table.masks == dict.fromkeys(range(5, 10), 1)

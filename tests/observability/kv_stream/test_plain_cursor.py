@@ -1,4 +1,4 @@
-"""The plain rules, one by one. ``test_plain_cursor_network`` has them all at once on a faulty network."""
+"""The plain rules, one per test. ``test_plain_cursor_network`` tests them together on a faulty network."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from observability.kv_stream.instructions import Apply, Clear, Instruction, Retr
 from observability.kv_stream.plain_cursor import PlainCursor
 
 
-def opened(*, has_replay: bool = True, batches: int = 3, patience: int = 3) -> PlainCursor:
-    """A cursor at batch ``batches - 1`` of a publisher that sends b'0', b'1', ...; LIVE where that can be proved."""
+def live_cursor(*, has_replay: bool = True, batches: int = 3, patience: int = 3) -> PlainCursor:
+    """Return a cursor at batch ``batches - 1`` of a publisher that sends b'0', b'1', ...; LIVE if it has replay."""
     cursor = PlainCursor(has_replay=has_replay, patience=patience)
     cursor.handle(Connected())
     if has_replay:
@@ -40,7 +40,7 @@ def kinds(instructions: tuple[Instruction, ...]) -> list[type]:
     return [type(instruction) for instruction in instructions]
 
 
-def test_late_join_asks_from_zero() -> None:
+def test_a_late_join_requests_from_zero() -> None:
     cursor = PlainCursor(has_replay=True)
     assert cursor.handle(Connected()) == (SendReplayRequest(1, 0),)
     assert cursor.state is StreamState.SYNCING
@@ -57,8 +57,8 @@ def test_an_empty_stream_stays_syncing_until_its_first_batch() -> None:
     assert cursor.state is StreamState.LIVE
 
 
-def test_a_gap_is_asked_for_from_the_number_that_is_held() -> None:
-    cursor = opened()
+def test_a_gap_is_requested_from_the_held_number() -> None:
+    cursor = live_cursor()
     assert cursor.on_live_batch(5, b"5") == (SendReplayRequest(2, 2),)
     assert cursor.state is StreamState.RECOVERING
     assert cursor.handle(ReplayBatchReceived(2, 2, b"2")) == ()
@@ -68,16 +68,16 @@ def test_a_gap_is_asked_for_from_the_number_that_is_held() -> None:
     assert (cursor.state, cursor.last_seq, cursor.counters.gaps) == (StreamState.LIVE, 5, 1)
 
 
-def test_another_payload_under_the_held_number_is_another_life() -> None:
-    cursor = opened()
+def test_another_payload_under_the_held_number_is_a_restart() -> None:
+    cursor = live_cursor()
     cursor.handle(Disconnected())
     assert cursor.handle(Connected()) == (SendReplayRequest(2, 2),)
     assert kinds(cursor.handle(ReplayBatchReceived(2, 2, b"new 2"))) == [Clear, SendReplayRequest]
     assert cursor.counters.restarts == 1
 
 
-def test_a_restart_at_zero_without_a_reconnect_is_seen() -> None:
-    cursor = opened()
+def test_a_restart_at_zero_without_a_reconnect_is_detected() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(3, b"3")
     assert kinds(cursor.on_live_batch(0, b"new 0")) == [SendReplayRequest]
     assert kinds(cursor.handle(ReplayEndReceived(2))) == [Clear, SendReplayRequest]
@@ -86,7 +86,7 @@ def test_a_restart_at_zero_without_a_reconnect_is_seen() -> None:
     assert (cursor.state, cursor.last_seq) == (StreamState.LIVE, 0)
 
 
-def test_a_truncated_window_is_partial_until_a_clear() -> None:
+def test_a_truncated_replay_buffer_is_partial_until_a_clear() -> None:
     cursor = PlainCursor(has_replay=True)
     cursor.handle(Connected())
     cursor.handle(ReplayBatchReceived(1, 7, b"7"))
@@ -98,7 +98,7 @@ def test_a_truncated_window_is_partial_until_a_clear() -> None:
 
 
 def test_a_batch_from_the_future_is_not_kept() -> None:
-    cursor = opened()
+    cursor = live_cursor()
     cursor.on_live_batch(4, b"4")
     assert cursor.on_live_batch(5, b"5") == ()
     cursor.handle(ReplayBatchReceived(2, 2, b"2"))
@@ -108,12 +108,12 @@ def test_a_batch_from_the_future_is_not_kept() -> None:
 
 
 def test_the_same_hole_twice_is_a_loss() -> None:
-    cursor = opened()
+    cursor = live_cursor()
     cursor.on_live_batch(6, b"6")
-    for ask in (2, 3):
-        cursor.handle(ReplayBatchReceived(ask, 2, b"2"))
-        instructions = cursor.handle(ReplayBatchReceived(ask, 5, b"5"))
-        if ask == 2:
+    for request_id in (2, 3):
+        cursor.handle(ReplayBatchReceived(request_id, 2, b"2"))
+        instructions = cursor.handle(ReplayBatchReceived(request_id, 5, b"5"))
+        if request_id == 2:
             assert instructions == ()
             assert cursor.handle(ReplayEndReceived(2)) == (SendReplayRequest(3, 2),)
     assert kinds(instructions) == [Clear, Apply]
@@ -123,7 +123,7 @@ def test_the_same_hole_twice_is_a_loss() -> None:
 
 
 def test_a_silent_replay_channel_ends_in_partial_and_is_retried() -> None:
-    cursor = opened(patience=2)
+    cursor = live_cursor(patience=2)
     cursor.on_live_batch(5, b"5")
     assert cursor.handle(ReplayTimedOut(2)) == (RetryLater(1),)
     assert cursor.state is StreamState.RECOVERING
@@ -134,8 +134,8 @@ def test_a_silent_replay_channel_ends_in_partial_and_is_retried() -> None:
     assert cursor.handle(RetryDue()) == (SendReplayRequest(4, 0),)
 
 
-def test_unanswered_probes_cost_the_proof_and_no_block() -> None:
-    cursor = opened(patience=2)
+def test_unanswered_probes_make_the_view_partial_and_keep_its_blocks() -> None:
+    cursor = live_cursor(patience=2)
     assert cursor.handle(ProbeDue()) == (SendReplayRequest(2, 2),)
     assert cursor.handle(ReplayTimedOut(2)) == (RetryLater(1),)
     assert cursor.handle(RetryDue()) == (SendReplayRequest(3, 2),)
@@ -150,7 +150,7 @@ def test_unanswered_probes_cost_the_proof_and_no_block() -> None:
     assert cursor.state is StreamState.LIVE
 
 
-def test_an_empty_stream_whose_replay_falls_silent_is_listened_to_again() -> None:
+def test_an_empty_stream_with_a_silent_replay_channel_accepts_live_batches() -> None:
     cursor = PlainCursor(has_replay=True, patience=1)
     cursor.handle(Connected())
     cursor.handle(ReplayEndReceived(1))
@@ -159,16 +159,16 @@ def test_an_empty_stream_whose_replay_falls_silent_is_listened_to_again() -> Non
     assert (cursor.state, cursor.is_accepting_live) == (StreamState.PARTIAL, True)
 
 
-def test_a_lost_end_marker_is_asked_past() -> None:
-    cursor = opened()
+def test_a_request_follows_a_lost_end_marker() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(5, b"5")
     cursor.handle(ReplayBatchReceived(2, 2, b"2"))
     cursor.handle(ReplayBatchReceived(2, 3, b"3"))
     assert cursor.handle(ReplayTimedOut(2)) == (SendReplayRequest(3, 3),)
 
 
-def test_answers_to_an_older_question_change_nothing() -> None:
-    cursor = opened()
+def test_answers_to_an_older_request_change_nothing() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(5, b"5")
     assert cursor.handle(ReplayBatchReceived(1, 3, b"wrong")) == ()
     assert cursor.handle(ReplayEndReceived(1)) == ()
@@ -186,14 +186,14 @@ def test_without_replay_nothing_proves_that_no_batch_was_lost(first: int) -> Non
     assert cursor.state is StreamState.PARTIAL
 
 
-def test_without_replay_a_gap_clears_and_goes_on_partial() -> None:
-    cursor = opened(has_replay=False)
+def test_without_replay_a_gap_clears_and_stays_partial() -> None:
+    cursor = live_cursor(has_replay=False)
     assert kinds(cursor.on_live_batch(5, b"5")) == [Clear, Apply]
     assert (cursor.state, cursor.counters.gaps) == (StreamState.PARTIAL, 1)
 
 
-def test_an_unreadable_batch_takes_the_live_state_until_a_clear() -> None:
-    cursor = opened()
+def test_an_unreadable_batch_makes_the_view_partial_until_a_clear() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(3, b"3")
     cursor.handle(BatchDamaged())
     assert cursor.state is StreamState.PARTIAL
@@ -204,8 +204,8 @@ def test_an_unreadable_batch_takes_the_live_state_until_a_clear() -> None:
     assert cursor.state is StreamState.LIVE
 
 
-def test_a_dead_publisher_is_forgotten_and_may_come_back() -> None:
-    cursor = opened()
+def test_a_dead_publisher_is_cleared_and_may_reconnect() -> None:
+    cursor = live_cursor()
     cursor.handle(Disconnected())
     assert kinds(cursor.handle(ConnectionTimedOut())) == [Clear]
     assert cursor.state is StreamState.DEAD
@@ -213,12 +213,12 @@ def test_a_dead_publisher_is_forgotten_and_may_come_back() -> None:
 
 
 def test_a_repeated_batch_changes_nothing() -> None:
-    cursor = opened()
+    cursor = live_cursor()
     assert cursor.on_live_batch(2, b"2") == ()
     assert (cursor.state, cursor.counters.duplicates) == (StreamState.LIVE, 1)
 
 
-def test_the_first_batch_of_a_clock_based_life_is_no_gap() -> None:
+def test_the_first_batch_of_a_clock_based_epoch_is_not_a_gap() -> None:
     cursor = PlainCursor(has_replay=True)
     cursor.handle(Connected())
     cursor.handle(ReplayEndReceived(1))
@@ -229,8 +229,8 @@ def test_the_first_batch_of_a_clock_based_life_is_no_gap() -> None:
     assert (cursor.state, cursor.counters.gaps) == (StreamState.LIVE, 0)
 
 
-def test_a_window_that_moved_past_the_held_number_is_a_loss_at_once() -> None:
-    cursor = opened()
+def test_a_replay_buffer_after_the_held_number_is_a_loss() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(9, b"9")
     assert cursor.handle(ReplayBatchReceived(2, 8, b"8")) == (
         Clear("history before batch 8 is not known"),
@@ -253,7 +253,7 @@ def test_a_publisher_that_keeps_nothing_is_followed_partial() -> None:
 
 
 def test_a_repeated_batch_within_an_answer_is_dropped() -> None:
-    cursor = opened()
+    cursor = live_cursor()
     cursor.on_live_batch(4, b"4")
     for seq in (2, 3, 2, 3):
         cursor.handle(ReplayBatchReceived(2, seq, b"%d" % seq))
@@ -262,8 +262,8 @@ def test_a_repeated_batch_within_an_answer_is_dropped() -> None:
     assert (cursor.state, cursor.last_seq, cursor.counters.duplicates) == (StreamState.LIVE, 4, 2)
 
 
-def test_a_lost_connection_closes_the_question() -> None:
-    cursor = opened()
+def test_a_lost_connection_closes_the_request() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(5, b"5")
     cursor.handle(Disconnected())
     assert cursor.handle(ReplayBatchReceived(2, 3, b"3")) == ()
@@ -271,15 +271,15 @@ def test_a_lost_connection_closes_the_question() -> None:
     assert cursor.handle(Connected()) == (SendReplayRequest(3, 2),)
 
 
-def test_without_replay_a_reconnect_begins_anew() -> None:
-    cursor = opened(has_replay=False)
+def test_without_replay_a_reconnect_clears_the_view() -> None:
+    cursor = live_cursor(has_replay=False)
     cursor.handle(Disconnected())
     assert kinds(cursor.handle(Connected())) == [Clear]
     assert kinds(cursor.on_live_batch(3, b"new 3")) == [Clear, Apply]
     assert cursor.state is StreamState.PARTIAL
 
 
-def test_batches_that_waited_during_their_own_replay_raise_no_question() -> None:
+def test_batches_delivered_by_a_replay_cause_no_request() -> None:
     cursor = PlainCursor(has_replay=True)
     cursor.handle(Connected())
     for seq in range(100):
@@ -291,15 +291,15 @@ def test_batches_that_waited_during_their_own_replay_raise_no_question() -> None
     assert (cursor.counters.replays_asked, cursor.counters.duplicates) == (1, 1)
 
 
-def test_a_live_channel_that_goes_back_raises_one() -> None:
-    cursor = opened()
+def test_a_live_channel_that_goes_back_causes_a_request() -> None:
+    cursor = live_cursor()
     cursor.on_live_batch(3, b"3")
     assert kinds(cursor.on_live_batch(1, b"1")) == [SendReplayRequest]
 
 
 @pytest.mark.parametrize("first", [2, 3, 9], ids=["tail lost", "held batch gone", "window moved on"])
-def test_a_probe_that_brings_news_takes_the_live_state_until_its_end(first: int) -> None:
-    cursor = opened()
+def test_a_probe_with_new_batches_is_recovering_until_its_end(first: int) -> None:
+    cursor = live_cursor()
     cursor.handle(ProbeDue())
     assert cursor.state is StreamState.LIVE
     for seq in range(first, 11):

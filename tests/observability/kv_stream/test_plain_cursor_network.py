@@ -1,7 +1,7 @@
 """The plain rules against a model publisher and a faulty network.
 
 Properties, after every step:
-- LIVE is never said of a wrong view: the view is then what the publisher's present life held after ``last_seq``.
+- LIVE is never said of a wrong view: the view is then what the publisher's present epoch held after ``last_seq``.
 - PARTIAL never holds a block that the publisher did not hold then.
 - The cursor is never stuck: when faults stop, it settles, and is LIVE when the publisher still has its history.
 """
@@ -34,10 +34,10 @@ CLEAR = -1
 
 @dataclass
 class Publisher:
-    """One publisher over several lives: what it held after each batch of the present life, and its replay window."""
+    """One publisher over several epochs: its blocks after each batch of the current epoch, and its replay buffer."""
 
     window: int
-    life: int = 0
+    epoch: int = 0
     next_seq: int = 0
     sent: dict[int, bytes] = field(default_factory=dict)
     changes: dict[bytes, tuple[str, int]] = field(default_factory=dict)
@@ -45,10 +45,10 @@ class Publisher:
     held_after: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def publish(self, op: int) -> tuple[int, bytes]:
-        """``op`` is CLEAR, or a block number that is stored when absent and removed when present."""
+        """Publish ``op``: CLEAR, or a block to store if absent and remove if present."""
         change = "clear" if op == CLEAR else "remove" if op in self.held else "store"
         seq, self.next_seq = self.next_seq, self.next_seq + 1
-        payload = f"{self.life}:{seq}".encode()
+        payload = f"{self.epoch}:{seq}".encode()
         self.sent[seq] = payload
         self.changes[payload] = change, op
         self.held = frozenset() if op == CLEAR else self.held ^ {op}
@@ -56,7 +56,7 @@ class Publisher:
         return seq, payload
 
     def restart(self, base: int) -> None:
-        self.life += 1
+        self.epoch += 1
         self.next_seq = base
         self.sent, self.held_after, self.held = {}, {}, frozenset()
 
@@ -66,7 +66,7 @@ class Publisher:
 
 
 class World:
-    """Publisher, network and one cursor with the view that it steers."""
+    """Publisher, network and one cursor with its view."""
 
     def __init__(self, *, window: int, has_replay: bool, patience: int = 3) -> None:
         self.publisher = Publisher(window)
@@ -74,7 +74,7 @@ class World:
         self.view: set[int] = set()
         self.live: list[tuple[int, bytes]] = []
         self.is_connected = False
-        self.question: SendReplayRequest | None = None
+        self.request: SendReplayRequest | None = None
         self.answer: list[tuple[int, bytes] | None] | None = None
         self.old_answers: list[tuple[int, list[tuple[int, bytes] | None]]] = []
         self.retry_is_due = False
@@ -93,9 +93,9 @@ class World:
             elif isinstance(instruction, Clear):
                 self.view.clear()
             elif isinstance(instruction, SendReplayRequest):
-                if self.question is not None and self.answer:
-                    self.old_answers.append((self.question.request_id, self.answer))
-                self.question, self.answer = instruction, None
+                if self.request is not None and self.answer:
+                    self.old_answers.append((self.request.request_id, self.answer))
+                self.request, self.answer = instruction, None
             elif isinstance(instruction, RetryLater):
                 self.retry_is_due = True
         self.check()
@@ -118,7 +118,7 @@ class World:
         if self.is_connected:
             self.is_connected = False
             self.live.clear()
-            self.question = self.answer = None
+            self.request = self.answer = None
             self.cursor.handle(Disconnected())
 
     def publish(self, ops: list[int]) -> None:
@@ -146,49 +146,49 @@ class World:
             self.carry_out(self.cursor.on_live_batch(*batch))
 
     def serve(self, count: int, fault: str) -> None:
-        """Hand over some of the answer; only what comes after its first batch can be lost, as with TCP."""
+        """Deliver a part of the answer. Only messages after the first can be lost, as with TCP."""
         for _ in range(count):
-            if self.question is None or self.cursor.open_request_id != self.question.request_id:
+            if self.request is None or self.cursor.open_request_id != self.request.request_id:
                 return
-            question, is_first = self.question, self.answer is None
+            request, is_first = self.request, self.answer is None
             if self.answer is None:
-                self.answer = self.publisher.answer(question.start)
+                self.answer = self.publisher.answer(request.start)
             if fault == "silence" and not is_first:
-                self.carry_out(self.cursor.handle(ReplayTimedOut(question.request_id)))
+                self.carry_out(self.cursor.handle(ReplayTimedOut(request.request_id)))
                 return
             message = self.answer.pop(0)
             if message is END:
-                self.carry_out(self.cursor.handle(ReplayEndReceived(question.request_id)))
+                self.carry_out(self.cursor.handle(ReplayEndReceived(request.request_id)))
             elif fault != "drop" or is_first:
-                self.carry_out(self.cursor.handle(ReplayBatchReceived(question.request_id, *message)))
+                self.carry_out(self.cursor.handle(ReplayBatchReceived(request.request_id, *message)))
 
     def serve_stale(self) -> None:
         if self.old_answers:
-            ask, answer = self.old_answers.pop()
+            request_id, answer = self.old_answers.pop()
             for message in answer:
                 if message is END:
-                    self.carry_out(self.cursor.handle(ReplayEndReceived(ask)))
+                    self.carry_out(self.cursor.handle(ReplayEndReceived(request_id)))
                 else:
-                    self.carry_out(self.cursor.handle(ReplayBatchReceived(ask, *message)))
+                    self.carry_out(self.cursor.handle(ReplayBatchReceived(request_id, *message)))
 
     def fail(self) -> None:
-        if self.question is not None:
-            self.carry_out(self.cursor.handle(ReplayTimedOut(self.question.request_id)))
+        if self.request is not None:
+            self.carry_out(self.cursor.handle(ReplayTimedOut(self.request.request_id)))
 
     def retry(self) -> None:
         if self.retry_is_due:
             self.retry_is_due = False
             self.carry_out(self.cursor.handle(RetryDue()))
 
-    def give_up(self) -> None:
+    def time_out(self) -> None:
         if not self.is_connected:
             self.carry_out(self.cursor.handle(ConnectionTimedOut()))
 
     def probe(self) -> None:
         self.carry_out(self.cursor.handle(ProbeDue()))
 
-    def heal(self) -> None:
-        """Faults stop: everything is delivered, served and retried, and silence is probed."""
+    def recover(self) -> None:
+        """Stop the faults: deliver, answer and retry everything until the cursor settles."""
         self.connect()
         for _ in range(200):
             self.serve(1_000, "none")
@@ -206,7 +206,7 @@ STEPS = st.one_of(
     st.tuples(st.just("deliver"), st.integers(1, 4), st.sampled_from(["none", "none", "drop", "repeat", "reorder"])),
     st.tuples(st.just("serve"), st.integers(1, 6), st.sampled_from(["none", "none", "drop", "silence"])),
     st.tuples(st.just("restart"), st.sampled_from([0, 0, 1_000_000])),
-    st.tuples(st.sampled_from(["connect", "disconnect", "probe", "fail", "retry", "give_up", "serve_stale"])),
+    st.tuples(st.sampled_from(["connect", "disconnect", "probe", "fail", "retry", "time_out", "serve_stale"])),
 )
 
 
@@ -222,28 +222,28 @@ def run(world: World, steps: list[tuple]) -> None:
     window=st.integers(0, 6), has_replay=st.booleans(), patience=st.integers(1, 3), steps=st.lists(STEPS, max_size=60)
 )
 @settings(max_examples=600, deadline=None)
-def test_never_live_while_wrong_and_never_stuck(
+def test_no_wrong_view_is_live_and_the_cursor_settles(
     window: int, has_replay: bool, patience: int, steps: list[tuple]
 ) -> None:
     world = World(window=window, has_replay=has_replay, patience=patience)
     run(world, steps)
-    world.heal()
+    world.recover()
     world.probe()
-    world.heal()
+    world.recover()
     assert world.cursor.is_accepting_live and world.cursor.state is not StreamState.CONNECTING
 
 
 @given(steps=st.lists(STEPS, max_size=60), last=OPS)
 @settings(max_examples=600, deadline=None)
 def test_converges_when_the_publisher_has_its_history(steps: list[tuple], last: list[int]) -> None:
-    """Window large enough for everything: once faults stop and a probe was answered, the view is the truth."""
+    """With all history in the replay buffer, the view converges after the faults and one probe."""
     world = World(window=1_000, has_replay=True)
     run(world, steps)
     world.publish(last)
-    world.live.clear()  # the tail is lost on the live channel
-    world.heal()
+    world.live.clear()  # the last batches are lost on the live channel
+    world.recover()
     world.probe()
-    world.heal()
+    world.recover()
     assert world.cursor.state is StreamState.LIVE
     assert world.cursor.last_seq == world.publisher.next_seq - 1
     assert world.view == world.publisher.held

@@ -1,4 +1,4 @@
-"""The view equals a naive model: for each rank and tier a set of hashes, searched block by block."""
+"""The view equals a naive model with one set of hashes per rank and tier."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EVENTS = st.one_of(
 
 
 class NaiveView:
-    """Every block where it was stored, one by one."""
+    """The naive model: each block with its location."""
 
     def __init__(self) -> None:
         self.blocks: set[tuple[int, str | None, int | None, int]] = set()
@@ -97,7 +97,7 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
 
 
 @pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
-def test_media_of_the_field_fall_into_three_tiers(medium: str | None, tier: Tier | None) -> None:
+def test_known_media_map_to_three_tiers(medium: str | None, tier: Tier | None) -> None:
     assert medium_tier(medium) is tier
 
 
@@ -113,7 +113,7 @@ def test_harmless_events_are_counted() -> None:
     assert (counters.duplicate_stores, counters.unknown_removals, counters.unknown_media) == (1, 1, 1)
 
 
-def test_removals_from_a_place_where_nothing_was_stored_are_counted() -> None:
+def test_removals_from_an_unused_location_are_counted() -> None:
     view = BlockView()
     view.apply(7, [stored(1, 2), BlockRemoved((1, 2), None, 3), BlockRemoved((1,), "CPU"), BlockRemoved((1,), "TAPE")])
     counters = view.counters(7)
@@ -121,7 +121,7 @@ def test_removals_from_a_place_where_nothing_was_stored_are_counted() -> None:
     assert view.blocks(7) == {1, 2}
 
 
-def test_no_medium_and_the_device_are_one_place() -> None:
+def test_no_medium_means_the_device() -> None:
     view = BlockView()
     view.apply(7, [stored(1, medium="GPU"), stored(1), BlockRemoved((1,))])
     assert view.blocks(7) == frozenset()
@@ -130,7 +130,7 @@ def test_no_medium_and_the_device_are_one_place() -> None:
     assert view.counters(7).duplicate_stores == 1
 
 
-def test_places_known_before_a_clear_or_a_replacement_are_found_anew() -> None:
+def test_locations_are_looked_up_again_after_a_clear_or_a_replacement() -> None:
     view, other = BlockView(), BlockView()
     view.apply(7, [stored(1), AllBlocksCleared(), stored(2)])
     assert view.blocks(7) == {2}
@@ -142,7 +142,7 @@ def test_places_known_before_a_clear_or_a_replacement_are_found_anew() -> None:
 
 
 @given(ranks=st.lists(st.tuples(RANKS, EVENTS), max_size=20), staged=st.lists(EVENTS, max_size=20), late=EVENTS)
-def test_a_prepared_replacement_is_the_replacement_and_shows_nothing_before(
+def test_a_prepared_replacement_is_invisible_until_it_is_used(
     ranks: list[tuple[int, KVCacheEvent]], staged: list[KVCacheEvent], late: KVCacheEvent
 ) -> None:
     prepared, at_once, other = BlockView(), BlockView(), BlockView()
@@ -158,7 +158,7 @@ def test_a_prepared_replacement_is_the_replacement_and_shows_nothing_before(
     before = shown(prepared)
     for _ in prepared.prepare_replace(1, other):
         assert shown(prepared) == before
-    if len(staged) % 2:  # a change makes the preparation useless
+    if len(staged) % 2:  # a change invalidates the preparation
         prepared.apply(2, [late])
         at_once.apply(2, [late])
     prepared.replace(1, other)
@@ -171,7 +171,7 @@ def test_a_prepared_replacement_is_the_replacement_and_shows_nothing_before(
     assert shown(prepared) == shown(at_once)
 
 
-def test_ranks_that_end_at_one_place_are_all_named() -> None:
+def test_all_ranks_with_the_same_depth_are_returned() -> None:
     view = BlockView()
     for rank in range(70):
         view.apply(rank, [stored(1, 2, 3) if rank % 2 else stored(1)])
@@ -187,7 +187,7 @@ def test_one_rank_is_cleared_without_the_others() -> None:
     assert view.match_lengths([1, 2, 3]) == {rank: 3 for rank in range(100) if rank != 40}
 
 
-def test_a_copy_of_the_blocks_does_not_follow_the_view() -> None:
+def test_a_copy_of_the_blocks_does_not_change_with_the_view() -> None:
     view = BlockView()
     view.apply(0, [stored(1)])
     before = view.blocks(0)
@@ -195,7 +195,7 @@ def test_a_copy_of_the_blocks_does_not_follow_the_view() -> None:
     assert before == {1}
 
 
-def test_a_rank_never_seen_holds_nothing() -> None:
+def test_an_unknown_rank_holds_nothing() -> None:
     view = BlockView()
     assert (view.blocks(3), view.block_count(3), view.ranks) == (frozenset(), 0, ())
     assert view.match_lengths([]) == view.match_lengths([1]) == {}
@@ -203,7 +203,7 @@ def test_a_rank_never_seen_holds_nothing() -> None:
 
 @given(changes=CHANGES, aside=CHANGES, later=CHANGES)
 @settings(max_examples=200, deadline=None)
-def test_a_replaced_rank_is_as_if_it_had_never_been_another(
+def test_a_replaced_rank_keeps_nothing_of_its_old_blocks(
     changes: list[tuple[int, list[KVCacheEvent]]],
     aside: list[tuple[int, list[KVCacheEvent]]],
     later: list[tuple[int, list[KVCacheEvent]]],
@@ -232,7 +232,7 @@ def told(block_hash: int, **options: Any) -> BlockStored:
     return BlockStored((block_hash,), None, (7,), 1, None, **options)
 
 
-def test_remote_blocks_are_not_the_ranks_own() -> None:
+def test_remote_blocks_are_ignored() -> None:
     view = BlockView()
     view.apply(0, [told(1, locality="REMOTE"), told(2, locality="LOCAL"), BlockRemoved((2,), locality="REMOTE")])
     assert view.blocks(0) == {2}
@@ -240,7 +240,7 @@ def test_remote_blocks_are_not_the_ranks_own() -> None:
     assert view.counters(0).remote_events == 2
 
 
-def test_a_router_asks_for_full_attention_unless_it_names_a_group() -> None:
+def test_queries_cover_full_attention_unless_they_name_a_group() -> None:
     view = BlockView()
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     view.apply(0, [told(1, group_idx=0, kv_cache_spec_kind="full_attention"), told(1, **window), told(2, **window)])
@@ -249,12 +249,12 @@ def test_a_router_asks_for_full_attention_unless_it_names_a_group() -> None:
     assert (view.blocks(0), view.blocks(0, group_idx=1)) == ({1}, {1, 2})
     view.apply(0, [BlockRemoved((1,), group_idx=0), told(2, group_idx=1)])
     assert view.blocks_by_location(0) == {("GPU", 1, None, None): {1, 2}}
-    assert view.match_lengths([2]) == {0: 1}  # what was said of it last: its group attends to all
+    assert view.match_lengths([2]) == {0: 1}  # the last event applies: its group attends to the whole prefix
     view.apply(0, [BlockRemoved((1, 2), group_idx=1)])
     assert view.blocks_by_location(0) == {}
 
 
-def test_one_owners_removal_leaves_the_others_copy() -> None:
+def test_a_removal_by_one_owner_keeps_the_copy_of_another() -> None:
     view = BlockView()
     view.apply(0, [told(1, medium="FS", ownership="a"), told(1, medium="OBJ"), BlockRemoved((1,), "FS")])
     assert view.blocks_by_location(0) == {("FS", None, None, "a"): {1}, ("OBJ", None, None, None): {1}}
@@ -264,7 +264,7 @@ def test_one_owners_removal_leaves_the_others_copy() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 5, 64, 300])
 @pytest.mark.parametrize("every", [1, 3, 50])
-def test_the_best_ranks_are_a_set_of_their_moment(num_ranks: int, every: int) -> None:
+def test_best_ranks_do_not_change_with_the_view(num_ranks: int, every: int) -> None:
     view = BlockView()
     for rank in range(num_ranks):
         view.apply(-rank, [stored(1, 2) if rank % every else stored(1, 2, 3)])
@@ -282,7 +282,7 @@ def test_the_best_ranks_are_a_set_of_their_moment(num_ranks: int, every: int) ->
 
 
 @pytest.mark.parametrize("prompt", [[], [9], [9, 1]])
-def test_nobody_holds_what_was_never_stored(prompt: list[int]) -> None:
+def test_an_unknown_block_has_no_holder(prompt: list[int]) -> None:
     view = BlockView()
     assert (view.best_ranks(prompt)[0], set(view.best_ranks(prompt)[1])) == (0, set())
     view.apply(0, [stored(1)])
@@ -293,7 +293,7 @@ NUM_MANY = 40_000
 SLICE = 2_048
 
 
-def test_what_a_large_clear_leaves_behind_is_swept_out_in_slices() -> None:
+def test_a_large_clear_is_swept_in_slices() -> None:
     view = BlockView()
     view.apply(0, [stored(*range(first, first + 100)) for first in range(10, NUM_MANY, 100)])
     view.apply(1, [stored(1, 2), stored(10)])
@@ -302,14 +302,14 @@ def test_what_a_large_clear_leaves_behind_is_swept_out_in_slices() -> None:
     num_slices = 1
     while view.sweep():
         num_slices += 1
-    # Each hash is looked at once, and deleted once.
+    # Each hash is visited once and deleted once.
     assert 2 * NUM_MANY / SLICE - 4 < num_slices < 2 * NUM_MANY / SLICE + 20
     assert view.is_swept
     assert not view.sweep()
     assert (view.blocks(1), view.ranks_holding(10)) == ({1, 2, 10}, (1,))
 
 
-def test_batches_sweep_too_and_a_clear_of_a_few_blocks_leaves_nothing_behind() -> None:
+def test_batches_sweep_and_a_small_clear_needs_no_sweep() -> None:
     view = BlockView()
     view.apply(0, [stored(*range(100)), AllBlocksCleared()])
     assert view.is_swept
@@ -325,7 +325,7 @@ def test_batches_sweep_too_and_a_clear_of_a_few_blocks_leaves_nothing_behind() -
     assert view.is_swept
 
 
-def test_a_dropped_snapshot_leaves_nothing_behind() -> None:
+def test_a_discarded_snapshot_is_swept() -> None:
     view = BlockView()
     staging = view.create_staging()
     staging.apply(0, [stored(*range(20_000))])
@@ -337,7 +337,7 @@ def test_a_dropped_snapshot_leaves_nothing_behind() -> None:
     assert staging.blocks(0) == frozenset()
 
 
-def test_the_memory_of_a_view_that_was_cleared_is_given_back() -> None:
+def test_a_cleared_view_releases_its_memory() -> None:
     view = BlockView()
     tracemalloc.start()
     try:
@@ -355,9 +355,9 @@ def test_the_memory_of_a_view_that_was_cleared_is_given_back() -> None:
     assert left < held / 50
 
 
-def test_a_snapshot_that_was_swapped_in_takes_the_memory_of_the_blocks_before_it() -> None:
+def test_a_replaced_view_releases_the_memory_of_its_old_blocks() -> None:
     view = BlockView()
-    for rank in range(40):  # the last ones' bits are no small integers, which Python keeps once
+    for rank in range(40):  # the last bits are not small integers, which Python caches
         view.apply(rank, [stored(1)])
     tracemalloc.start()
     try:
@@ -380,7 +380,7 @@ def test_a_snapshot_that_was_swapped_in_takes_the_memory_of_the_blocks_before_it
     assert left < held * 1.05
 
 
-def test_a_rank_that_holds_nothing_any_more_begins_anew_wherever_it_stores() -> None:
+def test_an_empty_rank_chooses_its_main_location_again() -> None:
     view = BlockView()
     view.apply(0, [told(1), BlockRemoved((1,)), told(2, group_idx=1), told(3), told(4, group_idx=2)])
     assert view.blocks_by_location(0) == {
@@ -398,7 +398,7 @@ def test_a_rank_that_holds_nothing_any_more_begins_anew_wherever_it_stores() -> 
     assert (view.block_count(0), view.counters(0).unknown_removals) == (1, 0)
 
 
-def test_a_preparation_is_for_one_rank_and_one_view() -> None:
+def test_a_preparation_applies_to_one_rank_and_one_view() -> None:
     view, first, second = BlockView(), BlockView(), BlockView()
     first.apply(0, [stored(1)])
     first.apply(1, [stored(2)])
@@ -416,7 +416,7 @@ def test_a_preparation_is_for_one_rank_and_one_view() -> None:
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_window"])
 @pytest.mark.parametrize("num_blocks", [1, 1_000])
-def test_sites_that_nobody_uses_any_more_are_forgotten(kind: str, num_blocks: int) -> None:
+def test_unused_locations_are_deleted(kind: str, num_blocks: int) -> None:
     view = BlockView()
     hashes = tuple(range(num_blocks))
     tracemalloc.start()
@@ -439,13 +439,13 @@ def test_sites_that_nobody_uses_any_more_are_forgotten(kind: str, num_blocks: in
     assert grown < 60 * 100
 
 
-def test_a_rank_that_gets_a_bit_that_was_swept_out_finds_nothing_of_the_one_before() -> None:
+def test_a_reused_bit_holds_no_old_blocks() -> None:
     view = BlockView()
     sites = [told(1), told(2, group_idx=1), told(3, group_idx=1, kv_cache_spec_kind="sliding_window")]
     view.apply(0, [*sites, stored(*range(100, 1_000)), AllBlocksCleared()])
     while view.sweep():
         pass
-    for rank in (1, 2, 3):  # one of them has it
+    for rank in (1, 2, 3):  # one of them has the reused bit
         view.apply(rank, [told(5), told(6, group_idx=1), told(2)])
         assert view.blocks_by_location(rank) == {("GPU", None, None, None): {5, 2}, ("GPU", 1, None, None): {6}}
         assert (view.block_count(rank), view.counters(rank).duplicate_stores) == (3, 0)
@@ -459,12 +459,12 @@ AT_SITES = (
 )
 
 
-def test_a_copy_of_another_view_has_every_block_where_it_was() -> None:
+def test_a_copy_of_another_view_keeps_every_location() -> None:
     view, other = BlockView(), BlockView()
     other.apply(0, AT_SITES)
     view.replace(0, other)
     assert view.blocks_by_location(0) == other.blocks_by_location(0)
-    assert view.blocks(0, Tier.HOST) == other.blocks(0, Tier.HOST) == {2, 3, 4}  # what does not attend to all is apart
+    assert view.blocks(0, Tier.HOST) == other.blocks(0, Tier.HOST) == {2, 3, 4}  # partial groups are separate
     for each in (view, other):
         each.apply(0, [BlockRemoved((2,), "CPU", 0, "LOCAL", "a")])
         assert each.ranks_holding(2, Tier.HOST) == (0,)
@@ -472,7 +472,7 @@ def test_a_copy_of_another_view_has_every_block_where_it_was() -> None:
         assert each.ranks_holding(2, Tier.HOST) == ()
 
 
-def test_what_names_a_place_in_one_field_alone_is_not_the_known_place_of_its_medium() -> None:
+def test_one_location_field_is_enough_for_another_location() -> None:
     view = BlockView()
     view.apply(0, [stored(1, 2, 3, medium="CPU"), BlockRemoved((3,), "CPU")])
     for field, value in (("locality", "REMOTE"), ("ownership", "a"), ("group_idx", 1)):
@@ -483,7 +483,7 @@ def test_what_names_a_place_in_one_field_alone_is_not_the_known_place_of_its_med
     assert view.counters(0).remote_events == 3
 
 
-def test_a_site_is_kept_for_the_other_rank_that_uses_it() -> None:
+def test_a_location_is_kept_for_another_rank_that_uses_it() -> None:
     view = BlockView()
     at_site = BlockStored((1,), None, (), 1, None, "CPU", group_idx=1, ownership="a")
     removed = BlockRemoved((1,), "CPU", 1, None, "a")
@@ -494,7 +494,7 @@ def test_a_site_is_kept_for_the_other_rank_that_uses_it() -> None:
     assert view.match_lengths((1,), Tier.HOST, group_idx=1) == {1: 1}
 
 
-def test_a_group_is_asked_for_on_one_tier() -> None:
+def test_a_group_query_covers_one_tier() -> None:
     view = BlockView()
     view.apply(0, AT_SITES)
     for prompt, group_idx in (((5,), 1), ((4,), 0)):
@@ -503,7 +503,7 @@ def test_a_group_is_asked_for_on_one_tier() -> None:
 
 
 def test_a_preparation_is_done_in_slices_and_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is for: the replacement itself copies nothing then."""
+    """After a preparation, the replacement itself copies nothing."""
     view, other = BlockView(), BlockView()
     other.apply(0, [stored(*range(2 * SWEEP_SLICE_HASHES + 1))])
     assert len(list(view.prepare_replace(0, other))) == 3
@@ -512,11 +512,11 @@ def test_a_preparation_is_done_in_slices_and_used_once(monkeypatch: pytest.Monke
         view.replace(0, other)
     assert view.blocks(0) == other.blocks(0)
     other.apply(0, [stored(-1)])
-    view.replace(0, other)  # anew, for what was prepared is used
+    view.replace(0, other)  # the preparation was used, so this copies again
     assert -1 in view.blocks(0)
 
 
-def test_preparations_that_were_begun_are_forgotten_one_after_the_other() -> None:
+def test_a_new_preparation_discards_the_one_before() -> None:
     view, other = BlockView(), BlockView()
     other.apply(0, [stored(1)])
     next(iter(view.prepare_replace(0, other)))
@@ -527,7 +527,7 @@ def test_preparations_that_were_begun_are_forgotten_one_after_the_other() -> Non
     assert view.blocks(0) == {1}
 
 
-def test_of_a_staging_view_that_was_used_nothing_is_left_but_its_other_ranks() -> None:
+def test_a_used_staging_view_keeps_only_its_other_ranks() -> None:
     view = BlockView()
     view.apply(0, [stored(7)])
     staging = view.create_staging()
@@ -540,7 +540,7 @@ def test_of_a_staging_view_that_was_used_nothing_is_left_but_its_other_ranks() -
     assert view.match_lengths((7,)) == {0: 1, 1: 1}
 
 
-def test_a_view_that_only_counts_counts_all_and_keeps_nothing() -> None:
+def test_a_counting_view_counts_events_and_keeps_no_blocks() -> None:
     view, events = CountingView(), [stored(1, 2), BlockRemoved((1, 9, 8)), stored(5, medium="TAPE")]
     for _ in range(2):
         view.apply(7, [*events, AllBlocksCleared()])

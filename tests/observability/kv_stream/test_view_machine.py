@@ -1,4 +1,4 @@
-"""A view that is cleared, replaced and swept in between is, at every moment, what a plain set of blocks would be."""
+"""A view that is cleared, replaced and swept always equals plain sets of blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"locality": "REMOTE"},
     {"medium": "TAPE"},
 )
-"""Few, so that events meet: three sites on the device, three in storage."""
+"""Few locations, so that events collide: three on the device, three in storage."""
 
 ranks = st.integers(0, NUM_RANKS - 1)
 some_hashes = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=9).map(tuple)
@@ -106,7 +106,7 @@ def depth_in(held: set[int], prompt: Iterable[int]) -> int:
 
 
 class ViewMachine(RuleBasedStateMachine):
-    """A sweep passes one to three hashes at a time, so nearly every step happens within one."""
+    """A slice has one to three hashes, so nearly every step happens during a sweep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class ViewMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.staging is not None)
     @rule(num_slices=st.integers(0, 9), between=st.booleans(), batch=batches)
     def replace(self, num_slices: int, between: bool, batch: list[KVCacheEvent]) -> None:
-        """A preparation may be whole, given up, or overtaken by a change."""
+        """A preparation may be complete, abandoned, or invalidated by a change."""
         assert self.staging is not None
         rank, staging, plain = self.staging
         for _ in zip(range(num_slices), self.view.prepare_replace(rank, staging), strict=False):
@@ -202,7 +202,7 @@ class ViewMachine(RuleBasedStateMachine):
             assert (depth, set(holding)) == (best, {rank for rank in depths if depths[rank] == best})
 
     def teardown(self) -> None:
-        """What was cleared is swept out in the end, whatever happened in between."""
+        """Check that every cleared block is swept out in the end."""
         for _ in range(1_000):
             if not self.view.sweep():
                 break
@@ -211,7 +211,7 @@ class ViewMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-def test_a_view_is_at_every_moment_what_plain_sets_are(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_always_equals_plain_sets(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_tables, "SWEEP_SLICE_HASHES", stride)
     monkeypatch.setattr(rank_blocks, "_MAX_EARLY_HASHES", 4)
     monkeypatch.setattr(view, "_SLICES_PER_BATCH", 1)
@@ -233,8 +233,8 @@ near_events = st.one_of(near_stores, near_stores, near_removals, st.just(AllBloc
 
 @given(changes=st.lists(st.tuples(st.sampled_from((0, 0, 1)), near_events), max_size=40))
 @settings(max_examples=500)
-def test_sites_and_groups_of_one_tier_are_kept_apart(changes: list[tuple[int, KVCacheEvent]]) -> None:
-    """Three sites, four hashes: each event meets what the ones before it left."""
+def test_locations_and_groups_of_one_tier_are_separate(changes: list[tuple[int, KVCacheEvent]]) -> None:
+    """Few locations and hashes, so that each event meets the blocks of earlier ones."""
     machine = ViewMachine()
     for rank, event in changes:
         machine.apply(rank, [event])

@@ -1,4 +1,4 @@
-"""The asyncio API: an event loop is told of every change, waits without polling, and closes whatever happens."""
+"""The asyncio API: the loop receives changes, waits without polling, and always closes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(trace: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(trace, DEADLINE_S))
 
 
-def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
+def test_a_late_subscriber_follows(publisher: ZmqEventPublisher) -> None:
     async def trace() -> None:
         publish(publisher, *range(50))
         async with following(publisher) as sub:
@@ -63,7 +63,7 @@ def test_joins_late_and_follows(publisher: ZmqEventPublisher) -> None:
     run(trace())
 
 
-def test_one_group_of_a_hybrid_model_can_be_asked_for(publisher: ZmqEventPublisher) -> None:
+def test_one_group_of_a_hybrid_model_can_be_queried(publisher: ZmqEventPublisher) -> None:
     async def trace() -> None:
         window = BlockStored((1, 2), None, (1, 2), 1, None, group_idx=1, kv_cache_spec_kind="sliding_window")
         full = BlockStored((1,), None, (1,), 1, None, group_idx=0, kv_cache_spec_kind="full_attention")
@@ -76,7 +76,7 @@ def test_one_group_of_a_hybrid_model_can_be_asked_for(publisher: ZmqEventPublish
     run(trace())
 
 
-def test_changes_are_told_and_merged_for_a_slow_reader(publisher: ZmqEventPublisher) -> None:
+def test_changes_are_merged_for_a_slow_reader(publisher: ZmqEventPublisher) -> None:
     async def trace() -> None:
         publish(publisher, 0)
         async with following(publisher) as sub:
@@ -97,7 +97,7 @@ def test_changes_are_told_and_merged_for_a_slow_reader(publisher: ZmqEventPublis
     run(trace())
 
 
-def test_a_wait_that_takes_too_long_says_so(publisher: ZmqEventPublisher) -> None:
+def test_a_wait_returns_false_after_its_timeout(publisher: ZmqEventPublisher) -> None:
     async def trace() -> None:
         async with following(publisher) as sub:
             assert not await sub.wait_until(0, 5, 0.05)
@@ -106,7 +106,7 @@ def test_a_wait_that_takes_too_long_says_so(publisher: ZmqEventPublisher) -> Non
     run(trace())
 
 
-def test_leaving_ends_those_who_wait(publisher: ZmqEventPublisher) -> None:
+def test_closing_ends_waiting_coroutines(publisher: ZmqEventPublisher) -> None:
     async def trace() -> None:
         async with following(publisher) as sub:
             assert await sub.wait_until(0, -1, DEADLINE_S)
@@ -132,7 +132,7 @@ def test_an_error_in_the_block_closes_too(publisher: ZmqEventPublisher) -> None:
         run(trace())
 
 
-def test_what_a_listener_raises_reaches_who_waits(publisher: ZmqEventPublisher) -> None:
+def test_an_error_of_a_listener_reaches_waiting_coroutines(publisher: ZmqEventPublisher) -> None:
     class Failing(NullStreamListener):
         def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
             raise RuntimeError("the listener fails")
@@ -146,7 +146,7 @@ def test_what_a_listener_raises_reaches_who_waits(publisher: ZmqEventPublisher) 
     run(trace())
 
 
-def test_a_mistake_is_told_where_it_is_made() -> None:
+def test_a_wrong_argument_raises_at_the_call() -> None:
     async def trace() -> None:
         async with open_async_subscriber([]):
             raise AssertionError

@@ -20,7 +20,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class PlainPublisher:
-    """PUB and ROUTER as SGLang and vLLM have them; every fault is an attribute."""
+    """A publisher with PUB and ROUTER as in SGLang and vLLM; its faults are attributes."""
 
     def __init__(self, *, framing: str = "seed", topic: bytes = b"kv", dialect: str = "array") -> None:
         self.framing, self.topic, self.encoder = framing, topic, BatchEncoder(dialect)
@@ -49,7 +49,7 @@ class PlainPublisher:
             self.pub.send_multipart((self.topic, seq.to_bytes(8, "big"), payload))
 
     def serve(self) -> None:
-        """Answer the replay questions that have come."""
+        """Answer the waiting replay requests."""
         while self.router.poll(0):
             client, _, start = self.router.recv_multipart()
             self.asked.append(int.from_bytes(start, "big"))
@@ -87,7 +87,7 @@ def is_live_at(sub: Subscriber, seq: int) -> Callable[[], bool]:
 
 
 def publish_until_followed(sub: Subscriber, publisher: PlainPublisher) -> int:
-    """PUB sends nothing before it has read the subscription: publish until a batch came live; the next number."""
+    """Publish until a live batch arrives, because PUB drops batches before it has read the subscription."""
     deadline_s = time.monotonic() + DEADLINE_S
     seq = 0
     while sub.stats()[0].lag_s is None:
@@ -113,7 +113,7 @@ def sub(publisher: PlainPublisher) -> Iterator[Subscriber]:
         yield subscriber
 
 
-def test_joins_late_by_replay_and_follows(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_a_late_subscriber_replays_and_follows(publisher: PlainPublisher, sub: Subscriber) -> None:
     for seq in range(50):
         publisher.publish(seq, stored(seq))
     poll_until(sub, publisher, is_live_at(sub, 49))
@@ -134,7 +134,7 @@ def test_a_gap_is_replayed(publisher: PlainPublisher, sub: Subscriber) -> None:
     assert sub.stats()[0].gaps == before + 1
 
 
-def test_a_lost_last_batch_is_found_by_a_probe(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_a_probe_finds_a_lost_last_batch(publisher: PlainPublisher, sub: Subscriber) -> None:
     publisher.publish(0, stored(0))
     poll_until(sub, publisher, is_live_at(sub, 0))
     publisher.publish(1, AllBlocksCleared(), lost=True)
@@ -142,7 +142,7 @@ def test_a_lost_last_batch_is_found_by_a_probe(publisher: PlainPublisher, sub: S
     assert sub.blocks(0) == frozenset()
 
 
-def test_a_lost_end_marker_deafens_nobody(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_a_lost_end_marker_does_not_block_the_stream(publisher: PlainPublisher, sub: Subscriber) -> None:
     publisher.ends_answers = False
     publisher.publish(0, stored(0))
     poll_until(sub, publisher, lambda: sub.stats()[0].replays_unanswered > 0)
@@ -152,7 +152,7 @@ def test_a_lost_end_marker_deafens_nobody(publisher: PlainPublisher, sub: Subscr
     assert sub.blocks(0) == {0, 1}
 
 
-def test_a_silent_replay_channel_leaves_partial_and_heals_later(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_a_silent_replay_channel_is_partial_until_it_answers(publisher: PlainPublisher, sub: Subscriber) -> None:
     publisher.answers = False
     publisher.publish(0, stored(0))
     publisher.publish(1, stored(1))
@@ -164,7 +164,7 @@ def test_a_silent_replay_channel_leaves_partial_and_heals_later(publisher: Plain
     assert sub.blocks(0) == {0, 1, 2}
 
 
-def test_a_truncated_window_is_partial_never_live(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_a_truncated_replay_buffer_is_never_live(publisher: PlainPublisher, sub: Subscriber) -> None:
     publisher.publish(5, stored(5))
     poll_until(sub, publisher, lambda: state(sub) is StreamState.PARTIAL)
     publisher.publish(6, stored(6))
@@ -172,7 +172,7 @@ def test_a_truncated_window_is_partial_never_live(publisher: PlainPublisher, sub
     assert state(sub) is StreamState.PARTIAL
 
 
-def test_messages_that_are_not_frames_cost_themselves(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_malformed_messages_are_counted_and_skipped(publisher: PlainPublisher, sub: Subscriber) -> None:
     seq = publish_until_followed(sub, publisher)
     publisher.pub.send_multipart((b"kv", b"short", b""))
     publisher.pub.send_multipart((b"kv", (1).to_bytes(8, "big")))
@@ -182,7 +182,7 @@ def test_messages_that_are_not_frames_cost_themselves(publisher: PlainPublisher,
     assert sub.stats()[0].bad_frames == 3
 
 
-def test_another_topic_is_not_read(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_another_topic_is_skipped(publisher: PlainPublisher, sub: Subscriber) -> None:
     poll_until(sub, publisher, lambda: state(sub) is StreamState.SYNCING and bool(publisher.asked))
     publisher.pub.send_multipart((b"other", (0).to_bytes(8, "big"), b"junk"))
     publisher.publish(0, stored(0))
@@ -190,11 +190,11 @@ def test_another_topic_is_not_read(publisher: PlainPublisher, sub: Subscriber) -
     assert sub.stats()[0].decode_errors == 0
 
 
-def test_wait_until_says_when_it_took_too_long(publisher: PlainPublisher, sub: Subscriber) -> None:
+def test_wait_until_returns_false_after_its_timeout(publisher: PlainPublisher, sub: Subscriber) -> None:
     assert not sub.wait_until(0, 5, timeout_s=0.01)
 
 
-def test_closing_twice_keeps_the_view(publisher: PlainPublisher) -> None:
+def test_the_view_stays_readable_after_closing_twice(publisher: PlainPublisher) -> None:
     with open_subscriber([publisher.address], policy=QUICK) as sub:
         publisher.publish(0, stored(0))
         poll_until(sub, publisher, is_live_at(sub, 0))
@@ -202,7 +202,7 @@ def test_closing_twice_keeps_the_view(publisher: PlainPublisher) -> None:
     assert sub.blocks(0) == {0}
 
 
-def test_an_absent_publisher_is_dead_and_read_when_it_comes(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_absent_publisher_is_dead_until_it_connects(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("s") / "events"
     policy = FollowPolicy(dead_after_s=0.05)
     with open_subscriber([static_address(f"ipc://{path}")], policy=policy) as sub, zmq.Context() as context:
@@ -224,7 +224,7 @@ def test_two_streams_of_one_rank_are_refused() -> None:
         open_subscriber([])
 
 
-def test_between_two_attempts_to_connect_a_subscriber_sleeps(free_ports: Callable[[int], int]) -> None:
+def test_a_subscriber_sleeps_between_two_connection_attempts(free_ports: Callable[[int], int]) -> None:
     with open_subscriber([static_address(f"tcp://127.0.0.1:{free_ports(1)}")], policy=QUICK) as sub:
         while sub.sockets() or sub.due_in_s < 0.1:
             sub.poll(0.05)
@@ -233,7 +233,7 @@ def test_between_two_attempts_to_connect_a_subscriber_sleeps(free_ports: Callabl
         assert time.monotonic() - begun_s >= wait_s / 2
 
 
-def test_what_a_clear_leaves_behind_is_swept_out_where_no_more_batches_come() -> None:
+def test_a_clear_is_swept_without_further_batches() -> None:
     publisher, view = PlainPublisher(), BlockView()
     with open_subscriber([publisher.address], policy=QUICK, view=view) as sub:
         poll_until(sub, publisher, lambda: sub.stats()[0].state is not StreamState.CONNECTING)

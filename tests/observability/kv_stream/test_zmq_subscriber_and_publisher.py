@@ -1,4 +1,4 @@
-"""Subscriber and publisher of the kit together: whatever the setting, the view equals what was published."""
+"""Subscriber and publisher of the kit together: with every setting the view equals the published state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_late_join_then_live(stack: ExitStack, dialect: str, replay_framing: str
     assert (sub.stats()[0].gaps, sub.stats()[0].decode_errors) == (0, 0)
 
 
-def test_history_that_left_the_window_comes_folded(stack: ExitStack) -> None:
+def test_history_before_the_replay_buffer_comes_as_a_snapshot(stack: ExitStack) -> None:
     publisher = open_publisher(stack, buffer_steps=10)
     publish(publisher, *range(200))
     sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
@@ -60,7 +60,7 @@ def test_history_that_left_the_window_comes_folded(stack: ExitStack) -> None:
     assert sub.stats()[0].losses == 0
 
 
-def test_ranks_do_not_mix(stack: ExitStack) -> None:
+def test_ranks_have_separate_blocks(stack: ExitStack) -> None:
     publishers = [open_publisher(stack, attn_dp_rank=rank) for rank in range(4)]
     addresses = [address_of(publisher, rank) for rank, publisher in enumerate(publishers)]
     sub = stack.enter_context(open_subscriber(addresses, policy=POLICY))
@@ -76,9 +76,7 @@ def test_ranks_do_not_mix(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("seq_base", ["zero", "clock"])
 @pytest.mark.parametrize("second_life", [range(1_000, 1_010), range(1_000, 1_300)], ids=["behind", "past"])
-def test_a_restart_is_seen_also_when_it_passes_the_old_number(
-    stack: ExitStack, seq_base: str, second_life: range
-) -> None:
+def test_a_restart_that_passes_the_old_number_is_detected(stack: ExitStack, seq_base: str, second_life: range) -> None:
     first = open_publisher(stack, seq_base=seq_base)
     address = address_of(first)
     publish(first, *range(100))
@@ -101,14 +99,14 @@ def test_a_stream_without_replay_is_followed_and_never_live(stack: ExitStack) ->
     assert sub.wait_until(0, -1, DEADLINE_S)
     publish(publisher, 0)
     deadline_s = time.monotonic() + DEADLINE_S
-    while 1 not in sub.blocks(0):  # whether the first batch is heard depends on when the connection stands
+    while 1 not in sub.blocks(0):  # the connection may come after the first batch
         assert time.monotonic() < deadline_s, sub.stats()
         publish(publisher, 1)
         sub.poll(0.01)
     assert sub.stats()[0].state is StreamState.PARTIAL
 
 
-def test_a_publisher_that_drained_at_shutdown_is_read_to_its_end(stack: ExitStack) -> None:
+def test_all_batches_before_a_shutdown_are_read(stack: ExitStack) -> None:
     publisher = open_publisher(stack)
     sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
     publish(publisher, 0)

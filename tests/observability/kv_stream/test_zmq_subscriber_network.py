@@ -1,4 +1,4 @@
-"""A network that cuts, delays and partitions. Property: when it is over, the view is live and equals the state."""
+"""A network that cuts, delays and partitions: afterwards the view is live and equals the published state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 Start = Callable[..., Any]
 
 
-def test_connections_cut_in_mid_stream(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
+def test_connections_cut_in_the_middle_of_a_stream_recover(
+    start_publisher: Start, open_proxy: Start, watch: Start
+) -> None:
     publisher = start_publisher(buffer_steps=200)
     events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
     view = watch(events.address, replay.address)
@@ -21,7 +23,7 @@ def test_connections_cut_in_mid_stream(start_publisher: Start, open_proxy: Start
     view.converge(set(range(8_000)))
 
 
-def test_a_silent_partition_of_either_channel(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
+def test_a_silent_partition_of_either_channel_recovers(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
     publisher = start_publisher(buffer_steps=200, hwm=100)
     events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
     view = watch(events.address, replay.address)
@@ -38,7 +40,7 @@ def test_a_silent_partition_of_either_channel(start_publisher: Start, open_proxy
         view.converge(set(range(done)))
 
 
-def test_a_cut_while_everything_is_late(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
+def test_a_cut_of_a_slow_connection_recovers(start_publisher: Start, open_proxy: Start, watch: Start) -> None:
     publisher = start_publisher(buffer_steps=100)
     events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
     view = watch(events.address, replay.address)

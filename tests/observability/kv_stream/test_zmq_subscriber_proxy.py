@@ -1,4 +1,4 @@
-"""Behind a proxy frames of others arrive: of a topic that begins alike, of another life, of nobody."""
+"""A proxy delivers foreign frames: of a longer topic, of another epoch, of an unknown sender."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOPICS = ("kv@pod1", "kv@pod10")
 
 @dataclass
 class Proxy:
-    """XSUB in front of the publishers, XPUB in front of the readers; ``pass_on`` moves what has come."""
+    """XSUB for the publishers, XPUB for the readers; ``pass_on`` forwards the waiting messages."""
 
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
 
@@ -49,7 +49,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_each_view_holds_its_own_pod_and_says_so(stack: ExitStack) -> None:
+def test_each_view_has_only_the_blocks_of_its_own_pod(stack: ExitStack) -> None:
     proxy = Proxy()
     stack.callback(proxy.close)
     publishers, subscribers = [], []
@@ -68,7 +68,7 @@ def test_each_view_holds_its_own_pod_and_says_so(stack: ExitStack) -> None:
     block = 0
 
     def is_right(which: int, sub: Subscriber) -> bool:
-        """Also checks what must hold at any time: only its own pod's blocks, whatever its state."""
+        """Check in addition that the view never has another pod's blocks."""
         assert sub.blocks(0) <= published[which]
         return sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == published[which]
 
@@ -89,7 +89,7 @@ def test_each_view_holds_its_own_pod_and_says_so(stack: ExitStack) -> None:
     assert (longer.other_topics, shorter.splices, longer.splices) == (0, 0, 0)
 
 
-def test_five_thousand_strays_cost_a_bounded_number_of_questions(stack: ExitStack) -> None:
+def test_five_thousand_strays_cost_a_bounded_number_of_requests(stack: ExitStack) -> None:
     proxy = Proxy()
     stack.callback(proxy.close)
     config = KVEventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True, topic="kv")
@@ -115,7 +115,7 @@ def test_five_thousand_strays_cost_a_bounded_number_of_questions(stack: ExitStac
     from_s = time.monotonic()
 
     def all_read() -> bool:
-        """More strays at each look, so that some come while a question is open and some while none is."""
+        """Send more strays at each step, some while a request is open and some while none is."""
         nonlocal forged
         for _ in range(min(50, 5_000 - forged)):
             proxy.outside.send_multipart((b"kv", (9_000 + forged).to_bytes(8, "big"), payload))

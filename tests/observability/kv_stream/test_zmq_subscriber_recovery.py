@@ -31,7 +31,7 @@ Frames = list[bytes]
 
 
 class LiveProxy:
-    """Stands between a publisher and one subscriber; ``harm`` says what becomes of each message."""
+    """Forwards between a publisher and one subscriber; ``harm`` changes or drops each message."""
 
     def __init__(self, upstream: str) -> None:
         self.harm: Callable[[Frames], Frames | None] = lambda frames: frames
@@ -47,7 +47,7 @@ class LiveProxy:
         return self.pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def pump(self) -> int:
-        """Hand on what has come; how many messages that was."""
+        """Forward the waiting messages; return their number."""
         num_messages = 0
         while self.sub.poll(0):
             num_messages += 1
@@ -78,7 +78,7 @@ class Bench:
         return publisher
 
     def restart(self) -> None:
-        """The next life of the publisher, at the same addresses; the proxy keeps the subscriber's connection up."""
+        """Restart the publisher at the same addresses; the proxy keeps the subscriber's connection open."""
         self.publisher.close(1.0)
         self.options |= {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
         self.publisher = self.open_publisher()
@@ -114,7 +114,7 @@ class Bench:
         assert self.sub.blocks(0) == self.held
 
     def until_heard(self) -> None:
-        """Publish until a batch came through proxy and subscriber: before, PUB sends nothing."""
+        """Publish until a batch has passed proxy and subscriber, because PUB sends nothing before."""
         self.until_converged()
         while self.stats.lag_s is None:
             self.publish(stored(len(self.held)))
@@ -129,7 +129,7 @@ def is_dropped(frames: Frames) -> Frames | None:
     return None
 
 
-def test_a_dropped_last_clear_is_found_by_the_probe(stack: ExitStack) -> None:
+def test_a_probe_finds_a_dropped_last_clear(stack: ExitStack) -> None:
     bench = Bench(stack)
     bench.publish(*(stored(block) for block in range(100)))
     bench.until_heard()
@@ -140,7 +140,7 @@ def test_a_dropped_last_clear_is_found_by_the_probe(stack: ExitStack) -> None:
     assert bench.stats.snapshots == 1
 
 
-def test_what_a_proxy_drops_is_recovered_in_parts(stack: ExitStack) -> None:
+def test_batches_dropped_by_a_proxy_are_recovered(stack: ExitStack) -> None:
     bench = Bench(stack)
     bench.until_heard()
     num_seen = 0
@@ -160,7 +160,7 @@ def test_what_a_proxy_drops_is_recovered_in_parts(stack: ExitStack) -> None:
     assert bench.stats.recovered > 0
 
 
-def test_a_payload_changed_on_the_way_is_found_by_its_digest(stack: ExitStack) -> None:
+def test_the_digest_exposes_a_changed_payload(stack: ExitStack) -> None:
     bench = Bench(stack)
     bench.until_heard()
     bench.publish(stored(50))
@@ -185,14 +185,14 @@ def test_a_restart_behind_a_proxy_leaves_no_stale_block(stack: ExitStack, seq_ba
     assert bench.stats.disconnects == 0
 
 
-def test_all_that_left_the_window_is_there(stack: ExitStack) -> None:
+def test_blocks_before_the_replay_buffer_are_recovered(stack: ExitStack) -> None:
     bench = Bench(stack, buffer_steps=100)
     bench.publish(*(stored(block) for block in range(1_000)))
     bench.until_converged()
     assert bench.sub.blocks(0) == set(range(1_000))
 
 
-def test_a_snapshot_of_many_blocks_comes_in_chunks(stack: ExitStack) -> None:
+def test_a_large_snapshot_comes_in_chunks(stack: ExitStack) -> None:
     bench = Bench(stack, buffer_steps=1)
     for first in range(0, 40_000, 100):
         bench.publish(stored(*range(first, first + 100)))
@@ -201,7 +201,7 @@ def test_a_snapshot_of_many_blocks_comes_in_chunks(stack: ExitStack) -> None:
     assert bench.stats.snapshots == 1
 
 
-def test_a_reconnect_fetches_no_more_than_what_is_missing(stack: ExitStack) -> None:
+def test_a_reconnect_fetches_only_missing_batches(stack: ExitStack) -> None:
     bench = Bench(stack)
     bench.publish(*(stored(block) for block in range(500)))
     bench.until_heard()
@@ -216,7 +216,7 @@ def test_a_reconnect_fetches_no_more_than_what_is_missing(stack: ExitStack) -> N
     assert (bench.stats.recovered - before, bench.stats.snapshots, bench.stats.disconnects) == (2, 1, 1)
 
 
-def test_keys_open_a_guarded_stream_and_nothing_else_does(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_guarded_stream_needs_the_right_keys(stack: ExitStack, tmp_path: Path) -> None:
     publisher_key, secret = write_key_pair(tmp_path / "own", "publisher")
     client_key, client_secret = write_key_pair(tmp_path / "clients", "client")
     guard = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client_key.parent)}

@@ -1,4 +1,4 @@
-"""Queries are answered while a snapshot is applied: to other threads between two messages, to a listener always."""
+"""Queries during a snapshot: other threads are answered between two messages, a listener always."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, StreamA
 DEADLINE_S = 60.0
 NUM_BLOCKS = 60_000
 PAUSE_S = 0.002
-"""Long enough for a thread that was just started to reach its query."""
+"""Long enough for a new thread to reach its query."""
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[StreamAddress]:
-    """A publisher whose blocks are nearly all in the base: who joins gets them as a snapshot of many chunks."""
+    """A publisher with nearly all blocks in its snapshot, so that a subscriber receives many chunks."""
     config = KVEventsConfig(
         endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True, buffer_steps=4
     )
@@ -43,8 +43,8 @@ def address() -> Iterator[StreamAddress]:
     publisher.shutdown()
 
 
-class AskingListener(NullStreamListener):
-    """Starts one query on another thread at the first chunk, and notes at which chunk it had been answered."""
+class SlowQueryListener(NullStreamListener):
+    """Starts one query on another thread at the first chunk, and records the chunk at which it was answered."""
 
     def __init__(self) -> None:
         self.query: Callable[[], object] = lambda: None
@@ -61,7 +61,7 @@ class AskingListener(NullStreamListener):
             self.thread = threading.Thread(target=self.query)
             self.thread.start()
         if self.answered_at is None:
-            self.thread.join(PAUSE_S)  # it cannot be answered now, under the lock
+            self.thread.join(PAUSE_S)  # the lock is held here, so it cannot be answered yet
             if not self.thread.is_alive():
                 self.answered_at = self.num_chunks
 
@@ -69,8 +69,8 @@ class AskingListener(NullStreamListener):
         self.is_over = True
 
 
-def test_another_thread_is_answered_between_two_messages(address: StreamAddress) -> None:
-    listener = AskingListener()
+def test_a_query_of_another_thread_is_answered_between_two_messages(address: StreamAddress) -> None:
+    listener = SlowQueryListener()
     with open_subscriber([address], listener=listener, policy=FollowPolicy(probe_interval_s=0.1)) as sub:
         listener.query = lambda: sub.blocks(0)
         deadline_s = time.monotonic() + DEADLINE_S
@@ -85,13 +85,13 @@ def test_another_thread_is_answered_between_two_messages(address: StreamAddress)
 
 
 class QueryingListener(NullStreamListener):
-    """Asks everything each time that it is told something."""
+    """Runs every query at each change."""
 
     def __init__(self) -> None:
         self.subscriber: Subscriber | None = None
         self.seen: list[int] = []
 
-    def ask(self) -> None:
+    def query(self) -> None:
         if self.subscriber is not None:
             self.subscriber.stats()
             self.subscriber.match_lengths(range(10))
@@ -99,17 +99,17 @@ class QueryingListener(NullStreamListener):
             self.seen.append(len(self.subscriber.blocks(0)))
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
-        self.ask()
+        self.query()
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
-        self.ask()
+        self.query()
 
     def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
-        self.ask()
+        self.query()
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_a_listener_may_ask(address: StreamAddress) -> None:
+def test_a_listener_may_query(address: StreamAddress) -> None:
     listener = QueryingListener()
 
     async def trace() -> None:
@@ -121,17 +121,17 @@ def test_a_listener_may_ask(address: StreamAddress) -> None:
     assert set(listener.seen) == {0, NUM_BLOCKS}  # before the snapshot replaced the view, and after
 
 
-def test_a_lock_goes_to_who_waits_and_comes_back() -> None:
+def test_a_waiting_thread_gets_the_lock_and_returns_it() -> None:
     lock = FairRLock()
     order: list[str] = []
 
-    def ask() -> None:
+    def query() -> None:
         with lock:
-            order.append("asked")
+            order.append("queried")
 
     for _ in range(50):
         with lock:
-            thread = threading.Thread(target=ask)
+            thread = threading.Thread(target=query)
             thread.start()
             while not lock._turn.locked():
                 thread.join(0.0001)
@@ -142,4 +142,4 @@ def test_a_lock_goes_to_who_waits_and_comes_back() -> None:
             order.append("after")
             lock.yield_to_waiters()
         thread.join()
-    assert order == ["before", "asked", "after"] * 50
+    assert order == ["before", "queried", "after"] * 50

@@ -1,4 +1,4 @@
-"""The compact set is a set."""
+"""``BlockSet`` equals a set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["update", "update", "difference_upda
 
 @settings(max_examples=2 * settings().max_examples)
 @given(steps=STEPS)
-def test_it_holds_what_a_set_holds(steps: list[tuple[str, Iterable[int]]]) -> None:
+def test_it_equals_a_set(steps: list[tuple[str, Iterable[int]]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_set, "_SPLIT", 4)
         ours, model = BlockSet(), set[int]()
@@ -29,7 +29,7 @@ def test_it_holds_what_a_set_holds(steps: list[tuple[str, Iterable[int]]]) -> No
             assert [each in ours for each in (*hashes, 0, 21)] == [each in model for each in (*hashes, 0, 21)]
 
 
-def test_a_hash_takes_a_tenth_of_what_it_takes_in_a_dictionary() -> None:
+def test_a_hash_takes_a_tenth_of_the_memory_of_a_dictionary_entry() -> None:
     hashes = [(number * 0x9E3779B97F4A7C15) % 2**64 - 2**63 for number in range(100_000)]
     assert _allocated(lambda: _filled(hashes)) < 12 * len(hashes)
 
@@ -41,7 +41,7 @@ def _filled(hashes: list[int]) -> BlockSet:
 
 
 def _allocated(make: Callable[[], object]) -> int:
-    """Bytes of what ``make`` returns."""
+    """Return the bytes of the result of ``make``."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

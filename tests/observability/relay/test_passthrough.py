@@ -1,4 +1,4 @@
-"""Fields that the kit does not know, from an engine through a relay to a reader: live, from the base, in parts.
+"""Unknown fields from an engine through a relay to a reader: live, in a snapshot, in parts.
 
 Engines here are payloads of made-up events, in maps or arrays, whose blocks each carry what no version of this kit
 declares. The relay is the kit's real cores without sockets; a reader keeps, per block, all that was said of it.
@@ -27,7 +27,7 @@ STORED_FIELDS = BlockStored.__struct_fields__
 
 
 def stored(form: str, mark: str, hashes: list[Any], *, parent: Any = None, **known: Any) -> Any:
-    """A stored event with three fields of tomorrow: one of the event, one per block, one per token."""
+    """Return a stored event with three unknown fields: of the event, per block and per token."""
     fields = dict.fromkeys(STORED_FIELDS) | {"block_hashes": hashes, "parent_block_hash": parent, "block_size": 2}
     fields |= {"token_ids": list(range(2 * len(hashes)))}
     fields |= known
@@ -53,7 +53,7 @@ def payload_of(*events: Any) -> bytes:
 
 
 class Reader:
-    """Keeps of each block what its last stored event said, tomorrow's fields included."""
+    """Keeps the last stored event of each block, including unknown fields."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[Any, ...]] = {}
@@ -92,7 +92,7 @@ class Reader:
 
 
 class KeptStream:
-    """A sink that is the stream of a publisher: what it sent, and what a late joiner gets."""
+    """A sink with the stream of a publisher: its batches, and the replay of a late reader."""
 
     def __init__(self, dialect: str = "native", window: int = 1) -> None:
         self.encoder = BatchEncoder(dialect)
@@ -108,7 +108,7 @@ class KeptStream:
         self.stream.fold_oldest()
 
     def replayed(self) -> tuple[list[bytes], list[bytes]]:
-        """The base, and the window."""
+        """Return the snapshot and the replay buffer."""
         chunks = [each for each in self.stream.plan_snapshot() if each is not None]
         parts = self.stream.encode_chunk(chunks[0][0], self.encoder, 0, clear=True)
         window = [self.stream.payload(number) for number in range(self.stream.first, self.stream.next_sequence)]
@@ -125,7 +125,7 @@ class KeptStream:
 
 
 class Relay:
-    """A relay of one stream; a source's batches are given to it as a subscriber gives them."""
+    """A relay of one stream that receives batches as from a subscriber."""
 
     def __init__(self, num_sources: int = 1) -> None:
         self.out = KeptStream()
@@ -144,7 +144,7 @@ class Relay:
             self.sources[source].apply(0, payload, replayed=False)
 
     def hear_base(self, base: list[bytes], window: list[bytes], source: int = 0) -> None:
-        """A snapshot: chunks of the base, then the batches behind it."""
+        """Receive a snapshot: chunks, then the batches after it."""
         applier = self.sources[source]
         applier.start_staging()
         for payload in base:
@@ -159,7 +159,7 @@ HASHES = st.sampled_from([1, 2, 3, 4, 5, 6, 7])
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[bytes]:
-    """Batches of one engine, which writes all of them in one form, and hashes with or without a sign."""
+    """Batches of one engine in one encoding, with signed or unsigned hashes."""
     form, is_unsigned = draw(st.sampled_from(FORMS)), draw(st.booleans())
 
     standing: set[int] = set()
@@ -175,7 +175,7 @@ def histories(draw: st.DrawFn) -> list[bytes]:
             mark = f"{number}.{place}"
             kind = draw(st.sampled_from(["stored", "stored", "stored", "removed", "removed", "cleared"]))
             if kind == "stored":
-                new = [each for each in hashes(5) if each not in standing]  # what stands is not told again
+                new = [each for each in hashes(5) if each not in standing]  # a held block is not stored again
                 standing |= set(new)
                 events += [stored(form, mark, new, parent=draw(st.none() | HASHES))] if new else []
             elif kind == "removed":
@@ -191,7 +191,7 @@ def histories(draw: st.DrawFn) -> list[bytes]:
 
 @settings(deadline=None, max_examples=200)
 @given(history=histories())
-def test_one_source_goes_on_as_the_bytes_that_came(history: list[bytes]) -> None:
+def test_events_of_one_source_are_forwarded_as_received_bytes(history: list[bytes]) -> None:
     relay = Relay()
     relay.hear(*history)
     assert relay.out.sent == [each for each in history if each != payload_of()]
@@ -201,8 +201,8 @@ def test_one_source_goes_on_as_the_bytes_that_came(history: list[bytes]) -> None
 @example(history=[payload_of(stored("map", "a", [1, 2, 3])), payload_of(removed("map", "r", [2]))], base_at=1)
 @example(history=[payload_of(stored("array", "a", [1, 2, 3])), payload_of(removed("array", "r", [2]))], base_at=2)
 @given(history=histories(), base_at=st.integers(0, 6))
-def test_unknown_fields_survive_live_and_from_the_base(history: list[bytes], base_at: int) -> None:
-    """The relay joins at batch ``base_at``, by the engine's base; its reader joins by the relay's."""
+def test_unknown_fields_survive_live_and_in_a_snapshot(history: list[bytes], base_at: int) -> None:
+    """The relay joins at batch ``base_at`` by the engine's snapshot, its reader by the relay's."""
     engine, relay = KeptStream(), Relay()
     for payload in history[:base_at]:
         engine.append(payload)
@@ -217,7 +217,7 @@ def test_unknown_fields_survive_live_and_from_the_base(history: list[bytes], bas
 @settings(deadline=None, max_examples=200)
 @given(histories_of=st.tuples(histories(), histories()), order=st.lists(st.integers(0, 1), max_size=12))
 def test_two_sources_of_one_worker_keep_unknown_fields(histories_of: tuple[list[bytes], ...], order: list[int]) -> None:
-    """A block of the stream says what one of its sources said of it, wholly."""
+    """Each block of the stream equals the event of one of its sources."""
     relay, readers = Relay(num_sources=2), (Reader(), Reader())
     left = [list(history) for history in histories_of]
     for source in [*order, *[0] * len(left[0]), *[1] * len(left[1])]:
@@ -253,8 +253,8 @@ ODD_EVENTS = st.builds(
 
 @settings(deadline=None, max_examples=1_000)
 @given(event=ODD_EVENTS)
-def test_what_goes_on_as_it_came_is_what_the_dialect_takes(event: Any) -> None:
-    """A queue that overflows looks at events once more, and must not lose one then."""
+def test_forwarded_bytes_are_valid_in_the_dialect(event: Any) -> None:
+    """An overflowing queue decodes the events again, and must not lose one."""
     decoder = PassthroughDecoder()
     decoder.decode(payload_of(stored("map", "a", [1], parent=None)))
     for read in decoder.decode(payload_of(event)).events:
@@ -268,16 +268,16 @@ def events_of(relay: Relay) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_removal_of_which_a_part_still_stands_keeps_its_unknown_fields(form: str) -> None:
+def test_a_partial_removal_keeps_its_unknown_fields(form: str) -> None:
     relay = Relay(num_sources=2)
     relay.hear(payload_of(stored(form, "a", [1, 2, 3, 4, 5])))
     relay.hear(payload_of(stored(form, "b", [3])), source=1)
-    assert len(relay.out.sent) == 1  # all of it stands already
+    assert len(relay.out.sent) == 1  # every block is held already
     relay.hear(payload_of(removed(form, "gone", [1, 2, 3, 4])))
     assert events_of(relay)[1:] == [removed(form, "gone", [1, 2]), removed(form, "gone", [4])]
 
 
-def test_a_part_of_a_removal_names_what_its_bytes_name() -> None:
+def test_a_part_of_a_removal_equals_its_bytes() -> None:
     (event,) = PassthroughDecoder().decode(payload_of(removed("map", "gone", [1, 2, 3, 2**63 + 4]))).events
     assert isinstance(event, RawRemoved)
     parts = list(split_removal(event, {1, 3, 4 - 2**63}))
@@ -289,10 +289,10 @@ def test_a_part_of_a_removal_names_what_its_bytes_name() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wide", [2**63, 2**63 + 5, -5])
-def test_what_the_relay_says_itself_is_written_as_the_source_writes(form: str, wide: int) -> None:
-    """A plain reader compares hashes as they came, and may read one form alone."""
+def test_events_of_the_relay_use_the_encoding_of_the_source(form: str, wide: int) -> None:
+    """A plain reader compares raw hashes, and may read only one encoding."""
     relay = Relay()
-    relay.hear(payload_of(stored(form, "z", [0, 2**63 - 1])))  # which tell nothing of the sign
+    relay.hear(payload_of(stored(form, "z", [0, 2**63 - 1])))  # which do not show the sign
     relay.hear(payload_of(stored(form, "a", [wide, 7, wide + 1])))
     restarted = payload_of(stored(form, "b", [7]))
     relay.sources[0].start_staging()
@@ -306,7 +306,7 @@ def test_what_the_relay_says_itself_is_written_as_the_source_writes(form: str, w
         assert {name: last[name] for name in told} == told
 
 
-def test_hashes_of_bytes_become_what_a_removal_can_name() -> None:
+def test_bytes_hashes_are_forwarded_as_integers() -> None:
     relay = Relay()
     digest, parent = (2**255 + 3).to_bytes(32, "big"), b"\xff" * 32
     for form in FORMS:
@@ -317,8 +317,8 @@ def test_hashes_of_bytes_become_what_a_removal_can_name() -> None:
     assert events_of(relay)[2:] == [removed("map", "r", narrow[:1])]
 
 
-def test_what_the_dialect_native_refuses_goes_on_as_it_was_read() -> None:
-    """Readers take an option of a wrong type as missing; the good events of its batch go on as they came."""
+def test_an_event_that_native_refuses_is_forwarded_as_decoded() -> None:
+    """Readers ignore an option of a wrong type; the valid events of its batch are forwarded unchanged."""
     relay = Relay()
     odd, good = stored("map", "a", [1], lora_name=1.5), stored("map", "b", [2])
     relay.hear(payload_of(odd, good))
@@ -328,7 +328,7 @@ def test_what_the_dialect_native_refuses_goes_on_as_it_was_read() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_goes_on_as_it_was_read_has_its_sources_form(form: str) -> None:
+def test_an_event_forwarded_as_decoded_has_the_encoding_of_its_source(form: str) -> None:
     relay, wide = Relay(), 2**63 + 5
     relay.hear(payload_of(stored(form, "a", [wide])), payload_of(stored(form, "b", [7], parent=wide, lora_name=1.5)))
     relay.hear(payload_of(stored(form, "c", [wide + 1], lora_name=1.5)))
@@ -336,7 +336,7 @@ def test_what_goes_on_as_it_was_read_has_its_sources_form(form: str) -> None:
     assert [event[:3] for event in told] == [["BlockStored", [7], wide], ["BlockStored", [wide + 1], None]]
 
 
-def test_an_event_that_no_reader_could_cut_costs_itself() -> None:
+def test_an_event_that_cannot_be_split_is_left_out() -> None:
     relay = Relay()
     good = stored("map", "b", [2])
     torn = msgspec.msgpack.encode(stored("map", "XYZ", [1])).replace(b"\xa3XYZ", b"\xa3X\xff\xff")
@@ -345,14 +345,14 @@ def test_an_event_that_no_reader_could_cut_costs_itself() -> None:
     assert relay.sources[0].counters.decode_errors == 1
 
 
-def test_a_batch_that_is_none_is_told_as_by_any_decoder() -> None:
+def test_an_unreadable_batch_raises_as_in_any_decoder() -> None:
     relay = Relay()
     relay.hear(b"\xc1", payload_of("no event", cleared("map")))
     assert events_of(relay) == [cleared("map")]
     assert relay.sources[0].counters.decode_errors == 2
 
 
-def test_a_decoded_event_is_what_any_decoder_makes_of_it() -> None:
+def test_a_decoded_event_equals_that_of_any_decoder() -> None:
     payload = payload_of(stored("map", "a", [2**63 + 5, 7], medium="CPU"), cleared("map"))
     plain, kept = BatchDecoder().decode(payload), PassthroughDecoder().decode(payload)
     assert isinstance(kept.events[0], RawStored)

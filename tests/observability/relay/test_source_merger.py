@@ -1,4 +1,4 @@
-"""Several sources become one stream: whatever they do, it is the union of what is known of each."""
+"""The stream of several sources is always the union of their blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def removed(first: int, count: int, medium: str | None = None) -> BlockRemoved:
 
 
 class ModelSource:
-    """A source as its own subscriber's view has it, and the snapshot under way."""
+    """The blocks of a source and of its current snapshot."""
 
     def __init__(self) -> None:
         self.held: State = set()
@@ -44,7 +44,7 @@ class ModelSource:
 
 
 class World:
-    """Sources, the merger, and a reader of what it publishes."""
+    """Sources, the merger, and a reader of its events."""
 
     def __init__(self, num_sources: int) -> None:
         self.sources = [ModelSource() for _ in range(num_sources)]
@@ -71,7 +71,7 @@ class World:
         self.apply(who, AllBlocksCleared())
 
     def restart(self, who: int) -> None:
-        """The subscriber forgets what it knew; a snapshot under way was dropped before."""
+        """The subscriber clears its view; it has discarded a snapshot before."""
         self.end(who, False)
         key = who % len(self.sources)
         self.sources[key].held = set()
@@ -125,7 +125,7 @@ STEPS = st.lists(
 @pytest.mark.soak
 @settings(max_examples=3 * settings().max_examples)
 @given(steps=STEPS, num_sources=st.integers(1, 3))
-def test_the_stream_is_the_union_of_what_is_known_of_each_source(steps: list[tuple], num_sources: int) -> None:
+def test_the_stream_is_the_union_of_its_sources(steps: list[tuple], num_sources: int) -> None:
     World(num_sources).run(steps)
 
 
@@ -197,7 +197,7 @@ def test_a_worker_with_one_source_sees_its_events_unchanged() -> None:
     assert merger.on_batch_applied(0, events) is events
 
 
-def test_a_clear_of_one_source_takes_back_only_what_came_from_it() -> None:
+def test_a_clear_of_one_source_removes_only_its_blocks() -> None:
     merger = SourceMerger([0, 1])
     merger.on_batch_applied(0, (stored(0, 4),))
     merger.on_batch_applied(1, (stored(0, 2), stored(0, 4, "CPU")))
@@ -205,7 +205,7 @@ def test_a_clear_of_one_source_takes_back_only_what_came_from_it() -> None:
     assert merger.on_view_cleared(1) == (AllBlocksCleared(),)
 
 
-def test_a_block_of_another_group_owner_or_worker_is_another_block() -> None:
+def test_group_owner_and_worker_distinguish_blocks() -> None:
     sites = [{}, {"group_idx": 1}, {"locality": "REMOTE"}, {"ownership": "shared"}, {"medium": "CPU", "group_idx": 1}]
     events = tuple(msgspec.structs.replace(stored(0, 1), **location) for location in sites)
     merger = SourceMerger([0, 1])
@@ -215,7 +215,7 @@ def test_a_block_of_another_group_owner_or_worker_is_another_block() -> None:
     assert taken_back == tuple(BlockRemoved((0,), **location) for location in sites[1:])
 
 
-def test_what_a_snapshot_tells_again_is_not_published_again() -> None:
+def test_a_block_repeated_by_a_snapshot_is_not_published_again() -> None:
     merger = SourceMerger([0])
     merger.on_batch_applied(0, (stored(0, 3),))
     merger.on_snapshot_begin(0)
@@ -223,12 +223,12 @@ def test_what_a_snapshot_tells_again_is_not_published_again() -> None:
     assert merger.on_snapshot_end(0, was_used=True) == (BlockRemoved((2,)),)
 
 
-def test_a_source_that_held_nothing_is_forgotten_without_a_word() -> None:
+def test_removing_an_empty_source_publishes_nothing() -> None:
     merger = SourceMerger([0, 1])
     assert merger.on_view_cleared(0) == merger.remove_source(1) == merger.remove_source(1) == ()
 
 
-def test_the_stream_is_known_as_far_as_the_source_that_is_known_least() -> None:
+def test_the_stream_has_the_state_of_its_least_trusted_source() -> None:
     merger = SourceMerger([0, 1])
     assert merger.upstream == "connecting"
     merger.on_state_changed(0, StreamState.LIVE)

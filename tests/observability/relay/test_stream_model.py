@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
 from observability.relay.source_merger import SourceMerger
 from observability.relay.stream import RelayedStream, SourceListener
-from observability.testing import ModelSubscriber, RecoverySimulation
+from observability.testing import RecoverySimulation
+from observability.testing.recovery_model import ModelSubscriber
 from scheduler_components import EventBatch, PublisherStats
 from scheduler_components.kv_events import EventStream
 
@@ -26,7 +27,7 @@ State = frozenset[tuple[int, Tier]]
 
 
 class ModelSink:
-    """Publishes into the world of the relay's readers."""
+    """Publishes to the relay's readers."""
 
     def __init__(self, world: RecoverySimulation) -> None:
         self.world = world
@@ -45,11 +46,11 @@ class ModelSink:
         return PublisherStats()
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class RelayWorld:
-    """Engines, each with one subscriber that is the relay's, and the world of the relay's readers."""
+    """Engines, each followed by the relay, and the relay's readers."""
 
     def __init__(self, *, windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]) -> None:
         self.engines = [
@@ -62,7 +63,7 @@ class RelayWorld:
         self.begin_relay()
 
     def begin_relay(self) -> None:
-        """A new life of the relay: it knows nothing."""
+        """Restart the relay with an empty state."""
         self.stream = RelayedStream(0, ModelSink(self.readers), wall_clock=lambda: 0.0)
         for key, engine in enumerate(self.engines):
             (before,) = engine.subscribers
@@ -102,7 +103,7 @@ class RelayWorld:
             self.check()
 
     def check(self) -> None:
-        """What the relay published last is the union of what it knows."""
+        """Check that the published state is the union of the sources."""
         assert self.readers.publisher.held == self.known()
 
     def known(self) -> State:
@@ -125,7 +126,7 @@ class RelayWorld:
         self.check_readers()
 
     def check_relayed(self, engine: RecoverySimulation) -> None:
-        """The relay's view is the engine's, and proved where anything can prove it."""
+        """Check that the relay's view equals the engine's state, and is LIVE where it can be proved."""
         (relayed,) = engine.subscribers
         assert relayed.blocks == engine.publisher.held
         can_prove = relayed.follower.cursor.is_extended or len(engine.publisher.stream) > 0
@@ -137,7 +138,7 @@ class RelayWorld:
         is_whole = all(each.state is StreamState.LIVE for each in relayed)
         for each in self.readers.subscribers:
             assert each.blocks == self.known()
-            if each.follower.cursor.is_extended:  # a plain one has no word for it
+            if each.follower.cursor.is_extended:  # a plain reader has no such field
                 assert (each.state is StreamState.LIVE) == is_whole, f"{each.state}, and the relay knows {is_whole}"
 
 
@@ -182,7 +183,7 @@ CUT_IN_A_SNAPSHOT = [
 @given(steps=STEPS, windows=WINDOWS, seq_base=SEQ_BASES, engines=ENGINES)
 @example(steps=CUT_IN_A_SNAPSHOT, windows=(1, 1), seq_base="zero", engines=(True,))
 @settings(max_examples=3 * settings().max_examples, suppress_health_check=list(HealthCheck))
-def test_readers_of_a_relay_have_what_is_known_and_are_told_when_it_is_not_all(
+def test_readers_of_a_relay_have_its_blocks_and_its_state(
     steps: list[tuple], windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]
 ) -> None:
     RelayWorld(windows=windows, seq_base=seq_base, engines=engines).run(steps)

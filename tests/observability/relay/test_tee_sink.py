@@ -1,4 +1,4 @@
-"""A relay that writes into JetStream as well: engine's publisher, relay, real server, reader."""
+"""A relay that also writes into JetStream: engine's publisher, relay, real server, reader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 @contextmanager
 def polled(relay: ZmqRelay) -> Iterator[None]:
-    """Poll on a thread of its own."""
+    """Poll on a separate thread."""
     stopping = threading.Event()
 
     def run() -> None:
@@ -60,10 +60,10 @@ def endpoints(free_ports: Callable[[int], int]) -> list[str]:
     return [f"tcp://127.0.0.1:{first + number}" for number in range(4)]
 
 
-def test_readers_of_both_have_what_the_engine_holds(
+def test_readers_of_both_sinks_have_the_blocks_of_the_engine(
     endpoints: list[str], free_server: Any, feed: Any, wait_for_whole: Any, poll_until: Any
 ) -> None:
-    """The broker comes later: until then the relay serves its ZeroMQ readers."""
+    """The broker starts late: until then the relay serves its ZeroMQ readers."""
     engine = ZmqEventPublisher(
         0, config=KVEventsConfig(publisher="zmq", endpoint=endpoints[0], replay_endpoint=endpoints[1], bind=True)
     )
@@ -115,10 +115,8 @@ TOMORROW = {
 }  # fmt: skip
 
 
-def test_an_event_goes_into_the_log_as_the_bytes_that_came(
-    endpoints: list[str], nats_server: Any, poll_until: Any
-) -> None:
-    """Fields that the kit does not know included; what was stored before the log began stands in the snapshot."""
+def test_an_event_goes_into_the_log_as_received_bytes(endpoints: list[str], nats_server: Any, poll_until: Any) -> None:
+    """Unknown fields are kept, and the snapshot has the blocks stored before the log began."""
     settings = {"publisher": "zmq", "endpoint": endpoints[0], "replay_endpoint": endpoints[1], "dialect": "native"}
     engine = ZmqEventPublisher(0, config=KVEventsConfig(**settings, bind=True))
     raw = msgspec.Raw(msgspec.msgpack.encode(TOMORROW))
@@ -153,12 +151,12 @@ async def _log_of(url: str, address: LogAddress) -> list[bytes]:
         await client.close()
 
 
-def test_every_number_of_a_written_stream_has_one_metric() -> None:
+def test_every_counter_of_a_written_stream_has_one_metric() -> None:
     fields = {field.name for field in msgspec.structs.fields(LogStats)}
     assert sorted(metric.path for metric in LOG_METRICS) == sorted(fields - {"rank", "subject"})
 
 
-def test_the_command_asks_for_the_workers_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_requires_the_workers_name(capsys: pytest.CaptureFixture[str]) -> None:
     from scheduler_components.reference.cli.relay_command import jetstream_writer
 
     assert jetstream_writer(None, None, "") is None

@@ -1,4 +1,4 @@
-"""`relay --jetstream` as an operator runs it: a real server, a relay in a process of its own, and kill -9."""
+"""`relay --jetstream` as an operator runs it: a real server, a relay process, and kill -9."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine(tmp_path: Path) -> Iterator[ZmqEventPublisher]:
 
 @pytest.fixture
 def start(engine: ZmqEventPublisher, nats_server: Any, start_relay: Callable[..., Any]) -> Callable[[], Any]:
-    """Start a relay of the engine into the server."""
+    """Start a relay that writes the engine's stream to the server."""
     source = f"{engine.endpoint},{engine.replay_endpoint}"
     into = ("--jetstream", nats_server.url, "--worker", "pod-1")
     return lambda: start_relay(source, arguments=into)
@@ -39,7 +39,7 @@ def kill(relay: Any) -> None:
 def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_engine(
     engine: ZmqEventPublisher, nats_server: Any, start: Any, feed: Any, wait_for_whole: Any, poll_until: Any
 ) -> None:
-    """The engine's window of 20 batches passes while no relay is there. The reader stays."""
+    """The engine's replay buffer of 20 batches passes while no relay runs. The reader stays."""
     feeder = feed(engine)
     relay = start()
     config = JetStreamConfig(servers=nats_server.url)
@@ -49,7 +49,7 @@ def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_
             feeder.churn(40)
             if number:
                 wait_for_whole(reader, feeder)
-            kill(relay)  # the first time with batches of which nobody knows how far they went
+            kill(relay)  # the first time with batches in flight
             feeder.churn(40)
             poll_until(reader, lambda: reader.stats()[0].state is StreamState.CONNECTING)
             relay = start()
@@ -64,10 +64,10 @@ def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_
     assert relay.stop()[0] == 143
 
 
-def test_server_and_relay_are_killed_and_the_reader_too(
+def test_server_relay_and_reader_may_be_killed(
     engine: ZmqEventPublisher, nats_server: Any, start: Any, feed: Any, wait_for_whole: Any
 ) -> None:
-    """Readers that come and go between find the engine's blocks each time."""
+    """Readers that start in between find the engine's blocks each time."""
     feeder = feed(engine)
     relay = start()
     config = JetStreamConfig(servers=nats_server.url)

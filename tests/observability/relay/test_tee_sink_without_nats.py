@@ -1,4 +1,4 @@
-"""Who relays without a broker needs no client of one; who asks for a broker is told what to install."""
+"""A relay without a broker needs no NATS client; one with a broker names the missing extra."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BROKER = ("--jetstream", "nats://127.0.0.1:4222", "--worker", "pod")
         ("tcp://127.0.0.1:9", BROKER, "scheduler-components[jetstream]"),
     ],
 )
-def test_a_relay_asks_for_the_extra_only_when_it_is_needed(source: str, options: tuple[str, ...], said: str) -> None:
+def test_a_relay_needs_the_extra_only_for_jetstream(source: str, options: tuple[str, ...], said: str) -> None:
     settings = '{"endpoint": "tcp://127.0.0.1:0", "bind": true}'
     command = [sys.executable, "-c", WITHOUT_NATS, "relay", source, "--kv-events-config", settings, *options]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

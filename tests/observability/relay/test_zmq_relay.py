@@ -1,4 +1,4 @@
-"""The relay's edge in this process: scripted publishers before it, the kit's subscriber behind it."""
+"""The relay in this process, between scripted publishers and the kit's subscriber."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OFFLOADED = {
     "type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [], "block_size": 0,
     "lora_id": None, "medium": "CPU", "lora_name": None,
 }  # fmt: skip
-"""As vLLM's offloading tiers tell it."""
+"""An event of vLLM's offloading tiers."""
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 
@@ -70,7 +70,7 @@ def stored(first: int, count: int, medium: str | None = None) -> BlockStored:
 
 
 class Bench:
-    """A relay, what it follows and what follows it, all moved by one thread."""
+    """A relay, its sources and its reader, all polled by one thread."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
@@ -134,7 +134,7 @@ def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(bench: Ben
     assert bench.status.server_info()["kv_events"]["block_size"] == 4
 
 
-def test_what_was_never_known_is_told_as_partial_until_a_clear(bench: Bench) -> None:
+def test_unknown_history_is_partial_until_a_clear(bench: Bench) -> None:
     publisher = bench.publisher()
     for number in range(5):
         publisher.publish_events(stored(10 * number, 1))
@@ -149,7 +149,7 @@ def test_what_was_never_known_is_told_as_partial_until_a_clear(bench: Bench) -> 
     assert bench.status.health_problem() is None
 
 
-def test_a_restart_of_the_engine_is_told_and_numbers_go_on(bench: Bench) -> None:
+def test_a_restart_of_the_engine_continues_the_relays_numbers(bench: Bench) -> None:
     publisher = bench.publisher()
     publisher.publish_events(stored(0, 3))
     publisher.publish_events(stored(3, 3))
@@ -165,7 +165,7 @@ def test_a_restart_of_the_engine_is_told_and_numbers_go_on(bench: Bench) -> None
     assert (stats.last_seq > before, stats.gaps) == (True, 0)
 
 
-def test_a_base_is_told_with_the_time_of_now(bench: Bench) -> None:
+def test_a_relayed_snapshot_has_the_current_time(bench: Bench) -> None:
     engine = ZmqEventPublisher(0, buffer_steps=1, config=KVEventsConfig(**LOOPBACK))
     bench.stack.callback(engine.shutdown)
     engine.publish(KVEventBatch(0.0, (stored(0, 1),)))
@@ -180,7 +180,7 @@ def test_a_base_is_told_with_the_time_of_now(bench: Bench) -> None:
     assert abs(lag_s) < time.time() / 2
 
 
-def test_two_sources_become_one_stream_and_a_clear_of_one_is_its_own(bench: Bench) -> None:
+def test_two_sources_become_one_stream_and_clear_separately(bench: Bench) -> None:
     engine, tier = bench.publisher(), bench.publisher()
     engine.publish_events(stored(0, 3))
     tier.publish_events(stored(0, 5, "CPU"))
@@ -196,12 +196,12 @@ def test_two_sources_become_one_stream_and_a_clear_of_one_is_its_own(bench: Benc
     tier.publish_events(stored(9, 1, "CPU"))
     bench.until(lambda: reader.blocks(0, Tier.HOST) == {9} and bench.state() is StreamState.LIVE)
     assert reader.blocks(0) == {7}
-    tier.ends_answers = tier.answers = False  # nothing proves it any more
+    tier.ends_answers = tier.answers = False  # nothing proves the source any more
     bench.until(lambda: bench.state() is StreamState.PARTIAL)
     assert bench.relay.stream_stats()[0].num_sources == 2
 
 
-def test_ranks_are_relayed_each_on_its_own(bench: Bench) -> None:
+def test_ranks_are_relayed_separately(bench: Bench) -> None:
     first, second = bench.publisher(), bench.publisher()
     first.publish_events(stored(0, 1))
     second.publish_events(stored(50, 2))
@@ -212,7 +212,7 @@ def test_ranks_are_relayed_each_on_its_own(bench: Bench) -> None:
     assert {bench.state(0), bench.state(1)} <= {StreamState.LIVE, StreamState.SYNCING}
 
 
-def test_a_worker_that_does_not_answer_is_named_and_the_others_are_relayed(
+def test_an_unreachable_source_is_named_and_the_others_are_relayed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_relay, "_SEARCH_INTERVAL_S", 0.05)
@@ -238,7 +238,7 @@ def test_a_worker_that_does_not_answer_is_named_and_the_others_are_relayed(
     assert bench.said[1:] == ["http://127.0.0.1:1 is found"]
 
 
-def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_found_at_its_new_addresses(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_relay, "_SEARCH_INTERVAL_S", 0.05)
     first = ScriptedPublisher.open()
     bench.publishers.append(first)
@@ -260,7 +260,7 @@ def test_a_worker_that_comes_back_elsewhere_is_found_there(bench: Bench, monkeyp
     bench.until(lambda: reader.blocks(0) == {1} and bench.state() is StreamState.LIVE)
 
 
-def test_a_tier_that_tells_no_tokens_is_relayed_and_sets_no_block_size(bench: Bench) -> None:
+def test_a_tier_without_tokens_sets_no_block_size(bench: Bench) -> None:
     publisher = bench.publisher(dialect="native")
     publisher.publish_events(msgspec.Raw(msgspec.msgpack.encode(OFFLOADED)))  # type: ignore[arg-type]
     bench.open(source(publisher))
@@ -271,7 +271,7 @@ def test_a_tier_that_tells_no_tokens_is_relayed_and_sets_no_block_size(bench: Be
 
 
 class Told(NullStreamListener):
-    """Keeps the bytes of stored events."""
+    """Records the bytes of stored events."""
 
     def __init__(self) -> None:
         self.stored: list[bytes] = []
@@ -281,8 +281,8 @@ class Told(NullStreamListener):
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str) -> None:
-    """Live, and to a late reader from the base, of which the first run stands in part."""
+def test_unknown_fields_are_forwarded_as_received_bytes(bench: Bench, form: str) -> None:
+    """Live, and to a late reader by a snapshot that has a part of the first event."""
     publisher = bench.publisher(dialect="native")
     rows = [
         {"type": "BlockStored", "block_hashes": [2**63 + number, number], "parent_block_hash": None,
@@ -299,7 +299,7 @@ def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str
     with zmq.Context() as context, context.socket(zmq.SUB) as live:
         live.linger = 0
         live.subscribe(b"")
-        bench.until(lambda: bench.relay.stream_stats()[0].publisher.batches_sent)  # before anybody listens
+        bench.until(lambda: bench.relay.stream_stats()[0].publisher.batches_sent)  # before the reader connects
         live.connect(str(addresses[0].events))
         bench.until(lambda: bench.relay.stream_stats()[0].publisher.subscribers_seen)
         for event in (*events[1:4], BlockRemoved((2,)), *events[4:]):
@@ -317,10 +317,10 @@ def test_fields_of_tomorrow_go_on_as_the_bytes_that_came(bench: Bench, form: str
     told = [msgspec.msgpack.decode(raw) for raw in late.stored]
     tomorrow = [fields["tomorrow"] if form == "map" else fields[17] for fields in told]
     assert [each[0]["number"] for each in tomorrow] == list(range(1, 9))
-    assert [len(each) for each in tomorrow] == [2, 1, 2, 2, 2, 2, 2, 2]  # of the second event one block is gone
+    assert [len(each) for each in tomorrow] == [2, 1, 2, 2, 2, 2, 2, 2]  # one block of the second event is removed
 
 
-def test_keys_on_both_sides(bench: Bench, tmp_path: Path) -> None:
+def test_both_sides_may_require_keys(bench: Bench, tmp_path: Path) -> None:
     public, secret = write_key_pair(tmp_path / "own", "engine")
     client, client_secret = write_key_pair(tmp_path / "clients", "client")
     auth = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client.parent)}
@@ -338,7 +338,7 @@ def test_a_taken_port_is_an_error_at_the_start(bench: Bench) -> None:
         bench.open(source(publisher), endpoint=publisher.endpoint)
 
 
-def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> None:
+def test_metrics_cover_followed_and_published_streams(bench: Bench) -> None:
     publisher = bench.publisher()
     publisher.publish_events(stored(0, 3))
     text = source(publisher)
@@ -358,7 +358,7 @@ def test_metrics_say_what_is_followed_and_what_is_published(bench: Bench) -> Non
         RelayCollector(registry, bench.relay)
 
 
-def test_a_relay_publishes_by_zmq_at_the_clocks_numbers_unless_told_otherwise() -> None:
+def test_the_default_config_publishes_by_zmq_at_clock_numbers() -> None:
     settings = parse_relay_config('{"endpoint": "tcp://*:5557"}')
     assert (settings.publisher, settings.seq_base) == ("zmq", "clock")
     assert settings.dialect == "native"
@@ -374,6 +374,6 @@ def test_a_relay_publishes_by_zmq_at_the_clocks_numbers_unless_told_otherwise() 
      ("tcp://127.0.0.1:0", "cannot be dialled"), ("2000=tcp://127.0.0.1:1", "rank 2000"),
      ("tcp://127.0.0.1:1,http://127.0.0.1", "replay_endpoint")],
 )  # fmt: skip
-def test_what_is_no_source_is_refused_by_name(text: str, named: str) -> None:
+def test_an_error_names_the_invalid_source(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         RelaySource.parse(text)

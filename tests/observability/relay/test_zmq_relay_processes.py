@@ -1,4 +1,4 @@
-"""A relay between a publisher and its readers, each in a process of its own.
+"""A relay between a publisher and its readers, each in its own process.
 
 The last test restarts engine, relay and reader in any order, with and without a signal that they could catch. Rounds:
 three, under the profile ``soak`` as many as the variable ``RELAY_ROUNDS`` says, 20 by default.
@@ -51,7 +51,7 @@ def test_a_late_reader_of_a_relay_has_the_whole_state(
 
 
 class BlockLocation:
-    """An engine, its relay and the relay's reader, at addresses that outlive each of them; ``pool`` is the truth."""
+    """An engine, its relay and the relay's reader at fixed addresses; ``pool`` has the true state."""
 
     def __init__(self, stack: ExitStack, directory: Path, starts: dict[str, Start], seed: int) -> None:
         self.draw = random.Random(seed)
@@ -77,13 +77,13 @@ class BlockLocation:
             self.up[name] = self.starts["subscriber"](at["endpoint"], at["replay_endpoint"])
 
     def stop(self, name: str) -> None:
-        """Sometimes with a signal that it can catch, as often without."""
+        """Stop a process by SIGTERM or SIGKILL."""
         process = self.up.pop(name).process
         process.send_signal(self.draw.choice([signal.SIGKILL, signal.SIGTERM]))
         process.wait()
 
     def work(self) -> None:
-        """The engine stores, removes and now and then clears."""
+        """Let the engine store, remove and sometimes clear."""
         if "engine" not in self.up:
             return
         engine, draw = self.up["engine"], self.draw
@@ -102,7 +102,7 @@ class BlockLocation:
                 self.pool.clear()
 
     def play(self) -> None:
-        """Stop some of the three, start them again in any order, and let the engine work whenever it is up."""
+        """Stop some of the three, start them again in any order, and let the engine publish whenever it runs."""
         names = self.draw.sample(["engine", "relay", "reader"], self.draw.randrange(1, 4))
         for name in names:
             self.work()
@@ -114,7 +114,7 @@ class BlockLocation:
         self.work()
 
     def reads_the_pool(self) -> bool:
-        """True once the reader says that it is live, and has the engine's blocks."""
+        """Return True once the reader is live with the engine's blocks."""
         wanted = sorted(self.pool)
         answer: Any = {}
         deadline_s = time.monotonic() + DEADLINE_S
@@ -133,7 +133,7 @@ class BlockLocation:
 
 @pytest.mark.soak
 @pytest.mark.timeout(SOAK_ROUNDS * 90)
-def test_whoever_is_restarted_the_reader_ends_with_the_engines_pool(
+def test_the_reader_has_the_engines_blocks_after_any_restart(
     stack: ExitStack, start_publisher: Start, start_relay: Start, start_subscriber: Start, soaking: bool, tmp_path: Path
 ) -> None:
     starts = {"publisher": start_publisher, "relay": start_relay, "subscriber": start_subscriber}

@@ -23,7 +23,8 @@ from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Positi
 from observability.kv_stream.instructions import Apply, Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
 from observability.kv_stream.stream_state import ReplayCredit
-from observability.testing import RecoverySimulation, Steps
+from observability.testing import RecoverySimulation
+from observability.testing.recovery_model import Steps
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.kv_events import EventStream
@@ -51,30 +52,30 @@ TRACES = st.lists(
 WINDOWS = st.integers(1, 5)
 SEQ_BASES = st.sampled_from(["zero", "clock"])
 
-# A publisher that has shown the extension and falls silent was followed by the plain rules, which do not see a restart
+# A publisher that showed the extension and fell silent was once followed by the plain rules, which miss a restart
 # behind a proxy.
 SILENT_AFTER_RESTART = [
     ("store", 0, 1, False), ("wait", 21), ("restart", True), ("serve", 0, 1, "none"), ("store", 0, 1, False),
     ("store", 0, 1, False), ("wait", 21), ("wait", 21),
 ]  # fmt: skip
-# The window passes the end of an answer whose last batch waits for a slow client.
+# The replay buffer passes the end of an answer whose last batch waits for a slow client.
 OVERTAKEN_AT_THE_END = [
     ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("wait", 21), ("serve", 0, 3, "none"),
     *[("store", 4, 1, False), ("send",)] * 8, ("serve", 0, 3, "none"),
 ]  # fmt: skip
-# A gap comes while a status is open, and the window has passed the place that was asked about when it is answered.
+# A gap comes while a status is open, and the replay buffer has passed its position when the answer comes.
 GAP_BEHIND_A_STATUS = [
     *[("store", 0, 1, False)] * 2, ("forge", 0, 2, 1), *[("store", 0, 1, False)] * 5, ("send",), ("wait", 21),
     *[("store", 0, 1, False)] * 2, ("deliver", 0, 2, "none"),
 ]  # fmt: skip
-# The same, with a forged batch that follows on.
+# The same, with a forged batch that is contiguous.
 FORGED_BEHIND_A_STATUS = [*GAP_BEHIND_A_STATUS[:2], ("forge", 0, 0, 1), *GAP_BEHIND_A_STATUS[2:]]
-# The status that proves the view before a forged batch opens the question that finds it.
+# The status that proves the view before a forged batch opens the request that exposes it.
 FORGED_SINCE_THE_STATUS = [
     ("wait", 21), ("forge", 0, 0, 1), ("forge", 0, 2, 1), *[("store", 0, 1, False)] * 8, ("deliver", 0, 2, "none"),
 ]  # fmt: skip
-# A gap finds the credit spent, and what was missing comes before there is some: nothing is missing any more, and one
-# question must follow all the same.
+# A gap finds no credit, and the missing batches come before there is some: nothing is missing any more, but one
+# request must follow.
 GAP_FILLED_BEFORE_CREDIT = [
     *[
         ("store", 4, 1, False), ("store", 5, 1, False), ("send",), ("deliver", 0, 1, "lose"),
@@ -95,7 +96,7 @@ GAP_FILLED_BEFORE_CREDIT = [
 @example(trace=FORGED_SINCE_THE_STATUS, window=1, seq_base="zero")
 @example(trace=GAP_FILLED_BEFORE_CREDIT, window=3, seq_base="zero")
 @settings(max_examples=10 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
-def test_never_live_while_wrong_and_converges(trace: Steps, window: int, seq_base: str) -> None:
+def test_no_wrong_view_is_live_and_every_view_converges(trace: Steps, window: int, seq_base: str) -> None:
     RecoverySimulation(window=window, seq_base=seq_base).run(trace)
 
 
@@ -111,14 +112,14 @@ def mutant(mutate: Mutate, trace: Steps | None = None) -> Mutate:
 
 
 def caught_by(*trace: tuple) -> Callable[[Mutate], Mutate]:
-    """A mutant that chance finds too seldom: the trace that found it, told first."""
+    """Register a mutant with the trace that exposes it, because random traces rarely do."""
     return lambda mutate: mutant(mutate, list(trace))
 
 
 FOUR_MORE = [
     step for block in range(2, 6) for step in (("store", block, 1, False), ("remove", block - 2, 1, False), ("send",))
 ]
-REJOIN_BEHIND_THE_WINDOW = [("disconnect", 0), *FOUR_MORE, ("connect", 0)]
+REJOIN_AFTER_THE_BUFFER_MOVED = [("disconnect", 0), *FOUR_MORE, ("connect", 0)]
 
 
 @caught_by(
@@ -126,7 +127,7 @@ REJOIN_BEHIND_THE_WINDOW = [("disconnect", 0), *FOUR_MORE, ("connect", 0)]
     *[("store", 5, 1, False), ("send",), ("wait", 21), ("serve", 0, 1, "none"), ("serve", 0, 9, "none")],
     *[("deliver", 0, 2, "none"), ("remove", 5, 1, False), ("send",), ("store", 2, 1, False), ("send",)],
 )
-def digest_not_compared(patch: pytest.MonkeyPatch) -> None:
+def digest_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "matches", lambda self, meta: (self.epoch, self.next) == (meta.epoch, meta.start))
 
 
@@ -135,17 +136,17 @@ def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "matches", lambda self, meta: self.next == meta.start)
     compare, extended = DigestCursor._check_status, ReplaySessions._extended
 
-    def compare_any_life(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
+    def compare_any_epoch(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
         request.initial.epoch = meta.epoch
         return compare(self, request, meta)
 
-    def answer_any_life(self: ReplaySessions, client: bytes, request: Any) -> Any:
+    def answer_any_epoch(self: ReplaySessions, client: bytes, request: Any) -> Any:
         known = request.epoch != NO_EPOCH
         request = type(request)(request.start, request.verb, request.token, self._stream.epoch if known else NO_EPOCH)
         return extended(self, client, request)
 
-    patch.setattr(DigestCursor, "_check_status", compare_any_life)
-    patch.setattr(ReplaySessions, "_extended", answer_any_life)
+    patch.setattr(DigestCursor, "_check_status", compare_any_epoch)
+    patch.setattr(ReplaySessions, "_extended", answer_any_epoch)
 
 
 @caught_by(("wait", 21), ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "none"), ("serve", 0, 1, "none"))
@@ -215,19 +216,19 @@ def holes_inside_an_answer_accepted(patch: pytest.MonkeyPatch) -> None:
     _accept_holes(patch, "BATCHES")
 
 
-@caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
-def holes_inside_the_base_accepted(patch: pytest.MonkeyPatch) -> None:
+@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
+def holes_in_the_chunks_accepted(patch: pytest.MonkeyPatch) -> None:
     _accept_holes(patch, "CHUNKS")
     _accept_meta_without(patch, lambda request, meta: meta.chunks is None)
 
 
 @mutant
-def base_not_folded(patch: pytest.MonkeyPatch) -> None:
+def snapshot_is_not_folded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(event_stream.StreamSnapshot, "fold", lambda self, payload, changes: None)
 
 
-@caught_by(*REJOIN_BEHIND_THE_WINDOW)
-def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
+@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED)
+def buffer_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
     fold_oldest = EventStream.fold_oldest
 
     def fold_and_forget_one(self: EventStream) -> None:
@@ -240,8 +241,8 @@ def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EventStream, "fold_oldest", fold_and_forget_one)
 
 
-@caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), *FOUR_MORE, ("serve", 0, 9, "none"))
-def base_folded_under_an_open_snapshot(patch: pytest.MonkeyPatch) -> None:
+@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), *FOUR_MORE, ("serve", 0, 9, "none"))
+def snapshot_is_folded_while_it_is_sent(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def not_pinned(self: ReplaySessions, client: bytes) -> Iterator[None]:
         yield
@@ -250,31 +251,31 @@ def base_folded_under_an_open_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
-def plain_base_without_its_clear(patch: pytest.MonkeyPatch) -> None:
+def plain_snapshot_without_its_clear(patch: pytest.MonkeyPatch) -> None:
     chunk_of = ReplaySessions._chunk
     patch.setattr(
         ReplaySessions, "_chunk", lambda self, number, chunk, *, clear: chunk_of(self, number, chunk, clear=False)
     )
 
 
-def _live_mutant(patch: pytest.MonkeyPatch, is_taken: Callable[[int, int], bool]) -> None:
-    """Live frames for which ``is_taken(seq, wanted)`` are applied, and followed on from."""
+def _accept_live(patch: pytest.MonkeyPatch, is_accepted: Callable[[int, int], bool]) -> None:
+    """Apply live frames for which ``is_accepted(seq, expected)``, and continue from them."""
     live = DigestCursor.on_live_batch
 
-    def take_more(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
-        if self.is_accepting_live and is_taken(seq, self._position.next):
+    def accept_more(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+        if self.is_accepting_live and is_accepted(seq, self._position.next):
             self._position.next = max(seq, self._position.next - 1)
             self._position.advance(payload)
             return (Apply(seq, payload, False),)
         return live(self, seq, payload)
 
-    patch.setattr(DigestCursor, "on_live_batch", take_more)
+    patch.setattr(DigestCursor, "on_live_batch", accept_more)
 
 
 @caught_by(
     ("forge", 0, 3, 40), *[step for _ in range(9) for step in (("deliver", 0, 9, "none"), ("serve", 0, 9, "none"))]
 )
-def questions_without_a_pace(patch: pytest.MonkeyPatch) -> None:
+def requests_without_a_credit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(follower, "MAX_REPLAY_CREDIT", 10**6)
     patch.setattr(ReplayCredit, "__init__", lambda self: setattr(self, "available", 10**6))
 
@@ -303,16 +304,16 @@ def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def future_frame_kept(patch: pytest.MonkeyPatch) -> None:
-    _live_mutant(patch, lambda seq, wanted: seq > wanted)
+    _accept_live(patch, lambda seq, expected: seq > expected)
 
 
 @mutant
 def duplicate_applied(patch: pytest.MonkeyPatch) -> None:
-    _live_mutant(patch, lambda seq, wanted: seq < wanted)
+    _accept_live(patch, lambda seq, expected: seq < expected)
 
 
 @mutant
-def future_frame_is_no_hint(patch: pytest.MonkeyPatch) -> None:
+def future_frame_causes_no_request(patch: pytest.MonkeyPatch) -> None:
     live = DigestCursor.on_live_batch
     patch.setattr(
         DigestCursor,
@@ -335,7 +336,7 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
-def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
+def truncated_answer_accepted_as_complete(patch: pytest.MonkeyPatch) -> None:
     def believe(self: DigestCursor, request_id: int) -> tuple[Instruction, ...]:
         request = self._request
         end = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
@@ -344,7 +345,7 @@ def truncated_answer_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DigestCursor, "_on_replay_end", believe)
 
 
-@caught_by(*REJOIN_BEHIND_THE_WINDOW, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
+@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
 def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
     encode = ReplayMeta.encode
 
@@ -357,7 +358,7 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by(
     *[
-        *REJOIN_BEHIND_THE_WINDOW,
+        *REJOIN_AFTER_THE_BUFFER_MOVED,
         ("serve", 0, 1, "none"),
         ("wait", 12),
         ("remove", 4, 1, False),
@@ -365,7 +366,7 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
     ],
     *[("serve", 0, 1, "none"), ("deliver_late", 0), ("serve", 0, 9, "none")],
 )
-def answers_to_older_questions_taken(patch: pytest.MonkeyPatch) -> None:
+def answers_to_older_requests_accepted(patch: pytest.MonkeyPatch) -> None:
     on_replay_batch = DigestCursor._on_replay_batch
     patch.setattr(
         DigestCursor,
