@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
-from scheduler_components import LoadInquirer, LoadSnapshot, ParallelState
+from scheduler_components import LoadInquirer, ParallelState
 from scheduler_components.load import TokenCountedQueue
+from scheduler_components.values import LoadSnapshot
 
 NAME = "load"
 

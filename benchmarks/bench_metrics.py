@@ -20,9 +20,10 @@ from benchmarks.bench_load import inquirer_over
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
 from benchmarks.metrics_process import NUM_GAUGES, ProcessSpec, all_parts
 from observability import MetricsBoardCollector, PrometheusSink, render_metrics
-from scheduler_components import MetricsEmitter, ParallelState, SchedulerStats
+from scheduler_components import MetricsEmitter, ParallelState
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.values import SchedulerStats
 
 NAME = "metrics"
 _ROOT = Path(__file__).parent.parent

@@ -16,11 +16,12 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from observability import PrometheusSink
-from scheduler_components import MetricsSink, NullMetricsSink, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.metrics import open_shm_metrics_sink
+from scheduler_components.ports import MetricsSink, NullMetricsSink
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig

@@ -20,14 +20,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from benchmarks.measure import measure_interleaved
 from observability import MetricsBoardCollector, render_metrics
-from scheduler_components import (
-    LatencySnapshot,
-    LoadSnapshot,
-    ParallelState,
-    SchedulerStats,
-    TierStats,
-)
+from scheduler_components import ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.values import LatencySnapshot, LoadSnapshot, SchedulerStats, TierStats
 
 NUM_GAUGES = 64
 """What SGLang 0.5.23 sets one by one at a step's end."""

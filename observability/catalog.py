@@ -15,7 +15,7 @@ from typing import Literal
 
 import attrs
 
-from scheduler_components import HistogramSnapshot, SchedulerStats
+from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 __all__ = [
     "InfoMetric",

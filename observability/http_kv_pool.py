@@ -25,7 +25,8 @@ from starlette.routing import Route
 
 from observability.http_status import error_response
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolPage, KvPoolPlace
-from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
+from scheduler_components import ComponentError, ConfigError
+from scheduler_components.values import KvPoolSnapshot
 
 __all__ = ["KvPoolSource", "kv_pool_route"]
 

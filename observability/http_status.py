@@ -23,7 +23,8 @@ from starlette.routing import Route
 
 from observability.http_status_page import PAGE_POLICY, render_status_page
 from observability.prometheus_page import render_metrics
-from scheduler_components import ConfigError, LoadSnapshot, __version__
+from scheduler_components import ConfigError, __version__
+from scheduler_components.values import LoadSnapshot
 
 __all__ = [
     "StatusSource",

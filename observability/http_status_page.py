@@ -11,7 +11,8 @@ from html import escape
 from typing import Any
 
 from observability.kv_stream import NoStreamsError, parse_addresses, parse_worker_url
-from scheduler_components import ComponentError, LoadSnapshot
+from scheduler_components import ComponentError
+from scheduler_components.values import LoadSnapshot
 
 __all__ = ["LINKS", "PAGE_POLICY", "render_status_page"]
 

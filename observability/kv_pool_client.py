@@ -19,8 +19,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from observability.kv_stream import UnreachableError, fetch_page, parse_worker_url
-from scheduler_components import DecodeError, KvPoolSnapshot, StartError
+from scheduler_components import DecodeError, StartError
 from scheduler_components.events import MediumGroup, medium_group, signed_block_hash
+from scheduler_components.values import KvPoolSnapshot
 
 if TYPE_CHECKING:
     import httpx

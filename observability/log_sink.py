@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler_components import SchedulerStats
+from scheduler_components.values import SchedulerStats
 
 __all__ = ["LogSink"]
 

@@ -33,8 +33,9 @@ from observability.catalog import (
     StateMetric,
 )
 from observability.prometheus_collector import CatalogCollector, new_family
-from scheduler_components import ConfigError, HistogramSnapshot, SchedulerStats
+from scheduler_components import ConfigError
 from scheduler_components.shm_board import ShmBoard
+from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 __all__ = ["MetricsBoardCollector", "PrometheusSink"]
 

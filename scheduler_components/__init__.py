@@ -1,9 +1,9 @@
-"""Small parts that LLM-inference schedulers are composed of.
+"""Components of an LLM-inference scheduler: small parts that a scheduler's author composes.
 
-What a scheduler's author imports is here: the components, the ports that they ask for, the values that travel, and
-the errors. ``scheduler_components.ports`` is the page to read first. Packages hold the rest: ``kv_events`` (codec,
-stream, configuration, publishers), ``cache``, ``hicache``, ``load``, ``metrics``, ``testing``. What needs pyzmq,
-pydantic, numpy or torch is imported when it is first asked for.
+This module exports the most common components, the events and the main errors. Each file of this package is one
+component; import the others from their file. `ports` has the interfaces that users implement, `values` the values that
+travel between components. `kv_events`, `cache`, `hicache`, `load`, `metrics` and `testing` are packages of their own.
+pyzmq, pydantic, numpy and torch are imported only when a name needs them.
 """
 
 from __future__ import annotations
@@ -40,58 +40,13 @@ from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_
 from scheduler_components.metrics_emitter import LiveStats, MetricsEmitter
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.ports import (
-    HeldBlocksSource,
-    KvEventSink,
-    KvEventSource,
-    KvMetricsSink,
-    LoadSectionsSource,
-    LoadSink,
-    LoadSource,
-    MetricsSink,
-    NullKvMetricsSink,
-    NullMetricsSink,
-    OutputSink,
-    PoolSource,
-    QueueSource,
-    RateSource,
-    StatsSource,
-)
-from scheduler_components.values import (
-    BatchingStats,
-    CachedTokens,
-    DecodeMoments,
-    DisaggregationLoad,
-    FinishReason,
-    HistogramSnapshot,
-    IntegrityStats,
-    KvMetrics,
-    KvPoolSnapshot,
-    LatencySnapshot,
-    LoadSections,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    OutputBatch,
-    OutputDelta,
-    OutputStats,
-    PoolStats,
-    PublisherStats,
-    QueueLoad,
-    QuiesceStats,
-    SchedulerCounters,
-    SchedulerStats,
-    SpeculativeLoad,
-    TierStats,
-    TokenOutput,
-)
 
 if TYPE_CHECKING:
     from scheduler_components.cache import RadixCache
     from scheduler_components.server_info import kv_events_server_info
 
 __all__ = [  # sorted by meaning
-    # Components, and what they are made with.
+    # Components.
     "BatchResultProcessor",
     "GaugePacer",
     "KvPoolReader",
@@ -108,56 +63,14 @@ __all__ = [  # sorted by meaning
     "WorkCounters",
     "kv_events_server_info",
     "open_load_publisher",
-    # Ports: sources, then sinks. The ports of requests are in scheduler_components.ports alone.
-    "KvEventSource",
-    "HeldBlocksSource",
-    "LoadSectionsSource",
-    "LoadSource",
-    "PoolSource",
-    "QueueSource",
-    "RateSource",
-    "StatsSource",
-    "KvEventSink",
-    "KvMetricsSink",
-    "LoadSink",
-    "MetricsSink",
-    "OutputSink",
-    "NullKvMetricsSink",
-    "NullMetricsSink",
-    # Values: events, load, statistics, outputs.
+    # Events.
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
     "EventBatch",
     "KVCacheEvent",
     "KVEventBatch",
-    "LoadSnapshot",
-    "LoadSections",
-    "BatchingStats",
-    "DecodeMoments",
-    "DisaggregationLoad",
-    "LoraLoad",
-    "MemoryLoad",
-    "QueueLoad",
-    "SpeculativeLoad",
-    "HistogramSnapshot",
-    "KvPoolSnapshot",
-    "PoolStats",
-    "IntegrityStats",
-    "KvMetrics",
-    "LatencySnapshot",
-    "PublisherStats",
-    "SchedulerStats",
-    "SchedulerCounters",
-    "CachedTokens",
-    "TierStats",
-    "QuiesceStats",
-    "FinishReason",
-    "OutputBatch",
-    "OutputDelta",
-    "OutputStats",
-    "TokenOutput",
-    # Errors that a scheduler's author meets. HiCache's are in scheduler_components.hicache.
+    # Errors.
     "ComponentError",
     "ConfigError",
     "StartError",

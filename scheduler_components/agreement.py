@@ -58,7 +58,8 @@ from scheduler_components.errors import (
     SyncTimeoutError,
 )
 from scheduler_components.ports import SyncGroup
-from scheduler_components.values import MAX_OPERATION_BYTES, SyncCall, describe_calls
+from scheduler_components.sync_call import MAX_OPERATION_BYTES, describe_calls, pack_call, unpack_calls
+from scheduler_components.values import SyncCall
 
 __all__ = [
     "BLOCK_INTS",
@@ -103,10 +104,10 @@ def divergence_error(groups: Sequence[SyncGroup], call: SyncCall) -> SyncDiverge
 
 
 def _all_gather_calls(groups: Sequence[SyncGroup], call: SyncCall) -> list[SyncCall]:
-    records = call.to_ints()
+    records = pack_call(call)
     for group in groups:
         records = group.all_gather(records, call)
-    return SyncCall.many_from_ints(records)
+    return unpack_calls(records)
 
 
 class AgreedValues(msgspec.Struct, frozen=True):

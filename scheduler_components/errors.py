@@ -1,6 +1,6 @@
 """The errors of the kit: one tree.
 
-Each error carries its facts as fields and says who is to blame.
+Each error carries its facts as fields. Its class says which party is to blame: the user, the caller, a peer or the kit.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ __all__ = [
     "ConfigError",
     "DecodeError",
     "ForkedPublisherError",
+    "LoadBackError",
     "LockstepError",
     "OutOfPagesError",
-    "LoadBackError",
     "PoolInvariantError",
     "PublisherClosedError",
     "PublisherNameTakenError",
@@ -29,21 +29,21 @@ __all__ = [
 ]
 
 _MAX_SHOWN_CHARACTERS = 200
-"""A message stays readable when a whole file was given for a value; the field ``value`` keeps all of it."""
+"""Length of a value in a message, which stays readable for a value of the size of a file. `value` keeps all of it."""
 
 
 class ComponentError(Exception):
-    """Root of every error that this kit raises on purpose."""
+    """Root of all errors that the kit raises on purpose."""
 
 
 class ConfigError(ComponentError, ValueError):
-    """A person gave a value that cannot work. Raised before any socket, file or thread is opened.
+    """The user gave an invalid value. Raised before any socket, file or thread is opened.
 
     Args:
-        field: the name of the setting as its owner writes it, for example ``"replay_endpoint"``.
-        value: the value that was given.
+        field: name of the setting, as its owner writes it, for example ``"replay_endpoint"``.
+        value: the given value.
         problem: what is wrong with it, as a clause.
-        hint: what to write instead, as a clause.
+        hint: what to give instead, as a clause.
     """
 
     def __init__(self, field: str, value: object, problem: str, hint: str) -> None:
@@ -58,11 +58,11 @@ class ConfigError(ComponentError, ValueError):
 
 
 class StartError(ComponentError):
-    """The machine refused a resource that the configuration asked for (a port in use, a missing directory).
+    """The machine refused a configured resource: a port in use, a missing directory.
 
     Args:
-        resource: what was asked for, for example ``"tcp://127.0.0.1:5557"``.
-        problem: what the system answered.
+        resource: the resource, for example ``"tcp://127.0.0.1:5557"``.
+        problem: the answer of the system.
         hint: what the operator can do.
     """
 
@@ -74,11 +74,11 @@ class StartError(ComponentError):
 
 
 class PublisherClosedError(ComponentError, RuntimeError):
-    """``publish()`` was called on a publisher that has been shut down: the caller is to blame."""
+    """The caller called `publish()` on a publisher that is shut down."""
 
 
 class PublisherNameTakenError(ComponentError, KeyError):
-    """A second publisher was registered under one name: the caller is to blame. KeyError as in SGLang's registry."""
+    """The caller registered a second publisher under the same name. A KeyError, as in SGLang's registry."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -89,15 +89,15 @@ class PublisherNameTakenError(ComponentError, KeyError):
 
 
 class ForkedPublisherError(ComponentError, RuntimeError):
-    """``publish()`` was called in a child process of the publisher's: open one of its own there."""
+    """A child process called `publish()` on its parent's publisher. The child must open its own."""
 
     def __init__(self, owner_pid: int) -> None:
         self.owner_pid = owner_pid
-        super().__init__(f"this publisher belongs to process {owner_pid}; open one of your own after the fork")
+        super().__init__(f"this publisher belongs to process {owner_pid}; open another one after the fork")
 
 
 class DecodeError(ComponentError):
-    """Bytes from a peer that are not what the wire allows: the peer is to blame, its payload alone is lost."""
+    """A peer sent bytes that the wire format does not allow. Only this payload is lost."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -105,7 +105,7 @@ class DecodeError(ComponentError):
 
 
 class OutOfPagesError(ComponentError):
-    """A page pool was asked for more pages than are free: evict or retract first."""
+    """A page pool has fewer free pages than requested. Evict or retract first."""
 
     def __init__(self, wanted_pages: int, free_pages: int) -> None:
         self.wanted_pages = wanted_pages
@@ -114,21 +114,21 @@ class OutOfPagesError(ComponentError):
 
 
 class CacheIntegrityError(ComponentError):
-    """A cache's own arithmetic does not add up: the kit, or who mutated its tree, is to blame."""
+    """The counts of a cache do not add up: a bug in the kit, or in code that changed its tree."""
 
 
 class PoolInvariantError(CacheIntegrityError):
-    """Pages of a pool are lost, owned twice, or both owned and free; raised where the policy of the checker says so.
+    """Pages of a pool are lost, owned twice, or owned and free. Raised if the checker's policy says so.
 
     Args:
-        step: the scheduler's, in which it was found.
-        problems: one sentence each.
+        step: the scheduler's step before the check.
+        violations: one sentence each.
     """
 
-    def __init__(self, step: int, problems: tuple[str, ...]) -> None:
+    def __init__(self, step: int, violations: tuple[str, ...]) -> None:
         self.step = step
-        self.problems = problems
-        super().__init__(f"step {step}: {'; '.join(problems)}")
+        self.violations = violations
+        super().__init__(f"step {step}: {'; '.join(violations)}")
 
 
 class LockstepError(ComponentError):
@@ -143,14 +143,14 @@ class LockstepError(ComponentError):
 
 
 class SyncTimeoutError(ComponentError, TimeoutError):
-    """An agreement did not come about in its time: the missing ranks, or the way to them, are to blame.
+    """Not all ranks made a collective call in time: some ranks, or the network to them, failed.
 
     Args:
-        operation: the agreement that was waited for.
+        operation: name of the call.
         step: the caller's step.
-        missing_ranks: ranks that did not answer when they were called after it; empty when all answered late.
-        waited_s: the bound that was passed, seconds.
-        cause: what the transport answered; empty where it said nothing.
+        missing_ranks: ranks that did not answer a later inquiry; empty if all answered late.
+        waited_s: the timeout, in seconds.
+        cause: error of the transport; empty if it reported none.
     """
 
     def __init__(
@@ -169,30 +169,30 @@ class SyncTimeoutError(ComponentError, TimeoutError):
 
 
 class SyncDivergenceError(ComponentError):
-    """Ranks of one agreement came with different questions: a rank-local condition stands before a collective.
+    """Ranks made different collective calls: a condition of one rank decides whether a call happens.
 
     Args:
-        call: number of the agreement, counted from 0, where they part.
-        places: rank -> what that rank asked there.
+        call: number of the call, counted from 0, at which they differ.
+        places: rank -> its call.
     """
 
     def __init__(self, call: int, places: dict[int, str]) -> None:
         self.call = call
         self.places = places
         listed = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(places.items()))
-        super().__init__(f"ranks part at agreement {call}: {listed}")
+        super().__init__(f"ranks diverge at agreement {call}: {listed}")
 
 
 class SyncClosedError(ComponentError, RuntimeError):
-    """An agreement was asked of a domain that has been closed: the caller is to blame."""
+    """The caller used parallel groups that are closed."""
 
 
 class SettingsDivergenceError(ComponentError):
-    """Ranks of one replica were started with different settings: they would decide differently sooner or later.
+    """Ranks of one replica were started with different settings, so they would decide differently.
 
     Args:
         operation: what the settings are for.
-        settings: field -> rank -> the value there, in words; only the fields that differ.
+        settings: field -> rank -> its value in words; only the fields that differ.
     """
 
     def __init__(self, operation: str, settings: dict[str, dict[int, str]]) -> None:
@@ -202,15 +202,15 @@ class SettingsDivergenceError(ComponentError):
             f"{field}: " + ", ".join(f"rank {rank} has {value}" for rank, value in sorted(values.items()))
             for field, values in settings.items()
         )
-        super().__init__(f"{operation}: ranks have different settings: {listed}. Give all of them the same")
+        super().__init__(f"{operation}: ranks have different settings: {listed}; give all ranks the same settings")
 
 
 class TierDivergenceError(ComponentError):
-    """Ranks of one replica hold different pages on a tier: what they decide from here on would not fit together.
+    """Ranks of one replica hold different pages on a tier, so their later decisions would contradict each other.
 
     Args:
-        step: the agreement that found it; the ranks parted in the step before.
-        digest: what this rank holds, as one number; compare it with the other ranks'.
+        step: the agreement that found it; the ranks diverged in the step before.
+        digest: digest of this rank's pages. Compare it with the other ranks'.
     """
 
     def __init__(self, step: int, digest: int) -> None:
@@ -220,28 +220,28 @@ class TierDivergenceError(ComponentError):
 
 
 class QuiesceDivergenceError(ComponentError):
-    """Ranks of one replica were brought to different states: one would compute where another rests.
+    """Ranks of one replica are in different states: one would compute while another is quiesced.
 
     Args:
-        step: the question that found it, counted from 1.
-        operation: the order that stood.
-        state: this rank's, in words.
+        step: the agreement that found it, counted from 1.
+        operation: the pending control request.
+        state: this rank's state, in words.
     """
 
     def __init__(self, step: int, operation: str, state: str) -> None:
         self.step = step
         self.operation = operation
         self.state = state
-        super().__init__(f"question {step}, {operation!r}: ranks are in different states; this rank is {state}")
+        super().__init__(f"agreement {step}, {operation!r}: ranks are in different states; this rank is {state}")
 
 
 class StorageError(ComponentError):
-    """A page store could not do what it was asked: a miss, never a reason to stop.
+    """A page store failed. The cache treats it as a miss and continues.
 
     Args:
-        backend: the store's name, for example ``"file"``.
-        operation: the port's method, for example ``"batch_get"``.
-        problem: what the store answered.
+        backend: name of the store, for example ``"file"``.
+        operation: method of the port, for example ``"batch_get"``.
+        problem: the answer of the store.
     """
 
     def __init__(self, backend: str, operation: str, problem: str) -> None:
@@ -252,15 +252,15 @@ class StorageError(ComponentError):
 
 
 class StorageStallError(StorageError):
-    """A page store did not answer within its deadline."""
+    """A page store did not answer before its deadline."""
 
 
 class LoadBackError(ComponentError):
-    """Pages that a forward was to read have not come to the device: the forward's requests cannot be served.
+    """Pages that a forward reads were not loaded to the device, so its requests cannot be served.
 
     Args:
         op: number of the load.
-        problem: what became of it.
+        problem: why it failed.
     """
 
     def __init__(self, op: int, problem: str) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups
-from scheduler_components.values import SYNC_CALL_INTS, SyncCall, describe_calls
+from scheduler_components.sync_call import SYNC_CALL_INTS, describe_calls, pack_call, unpack_call
+from scheduler_components.values import SyncCall
 
 __all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups"]
 
@@ -48,7 +49,7 @@ class RollCall:
     def _answers(self, call: SyncCall) -> dict[int, SyncCall]:
         """Send this rank's call to all peers and return the calls of the ranks that answer."""
         peers = [rank for rank in self.ranks if rank != self.rank]
-        mine = torch.tensor(call.to_ints(), dtype=torch.int64)
+        mine = torch.tensor(pack_call(call), dtype=torch.int64)
         # Post receives first: an answer that arrives before its receive is lost if the peer then exits.
         receives: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
         for peer in peers:
@@ -62,7 +63,7 @@ class RollCall:
         present = {self.rank: call}
         for peer, (work, answer) in receives.items():
             if work is not None and _done(work, deadline_s):
-                present[peer] = SyncCall.from_ints(answer.tolist())
+                present[peer] = unpack_call(answer.tolist())
         for send in sends:
             _done(send, deadline_s)
         return present

@@ -18,9 +18,10 @@ from scheduler_components.errors import (
     SyncTimeoutError,
 )
 from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups, world_rank_groups
+from scheduler_components.sync_call import SYNC_CALL_INTS, pack_call, unpack_call
 from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.testing.thread_ranks import ThreadSyncHub
-from scheduler_components.values import SYNC_CALL_INTS, SyncCall
+from scheduler_components.values import SyncCall
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
@@ -134,14 +135,14 @@ def test_slots_that_do_not_fit_are_refused() -> None:
 )
 def test_a_call_survives_its_record(rank: int, number: int, step: int, operation: str) -> None:
     call = SyncCall(rank, number, step, operation)
-    assert len(call.to_ints()) == SYNC_CALL_INTS
-    assert SyncCall.from_ints(call.to_ints()) == call
+    assert len(pack_call(call)) == SYNC_CALL_INTS
+    assert unpack_call(pack_call(call)) == call
 
 
 @settings(deadline=None)
 @given(st.lists(INT64, min_size=SYNC_CALL_INTS, max_size=SYNC_CALL_INTS))
 def test_any_record_can_be_printed(record: list[int]) -> None:
-    assert "call" in str(SyncCall.from_ints(record))
+    assert "call" in str(unpack_call(record))
 
 
 Hops = dict[int, tuple[tuple[int, ...], ...]]
@@ -303,7 +304,7 @@ def test_a_simulated_rank_without_a_proposal_is_missing() -> None:
 
 def test_simulated_ranks_with_different_questions_part() -> None:
     proposals = {rank: Proposal("prefetch" if rank else "write back", step=8) for rank in range(4)}
-    with pytest.raises(SyncDivergenceError, match="ranks part at agreement 0: rank 0: 'write back' at step 8"):
+    with pytest.raises(SyncDivergenceError, match="ranks diverge at agreement 0: rank 0: 'write back' at step 8"):
         InProcessGroups(grid(2, 2)).reduce(proposals)
 
 

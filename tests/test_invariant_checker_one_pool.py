@@ -14,7 +14,7 @@ import attrs
 import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, serve
 
-from scheduler_components import FinishReason, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.cache import RadixNode
 from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.pool_stats_observer import RadixCachePool
@@ -25,7 +25,7 @@ from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.request_kv_cache import KV_POOL, RequestKvCache
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.values import AllocationRecord, PageHolding
+from scheduler_components.values import AllocationRecord, FinishReason, PageHolding
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,17 +15,15 @@ from scheduler_components import (
     ConfigError,
     KVCacheEvent,
     KVEventBatch,
-    KvMetrics,
-    LoadSnapshot,
     ParallelState,
     PublisherClosedError,
-    PublisherStats,
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.kv_events_publisher import kv_metrics_of_load
 from scheduler_components.testing import ListEventSink
 from scheduler_components.testing.fakes import FakeLoad, ListSink, ScriptedEventSource
+from scheduler_components.values import KvMetrics, LoadSnapshot, PublisherStats
 
 BUSY = FakeLoad(
     LoadSnapshot(

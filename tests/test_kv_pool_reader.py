@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from scheduler_components import (
-    KvPoolReader,
-    KvPoolSnapshot,
-    ParallelState,
-    PublisherStats,
-    RadixCache,
-    SchedulerKvEventsPublisher,
-)
+from scheduler_components import KvPoolReader, ParallelState, RadixCache, SchedulerKvEventsPublisher
 from scheduler_components.events import medium_group
 from scheduler_components.testing import ListEventSink, PoolVerifier
+from scheduler_components.values import KvPoolSnapshot, PublisherStats
 
 
 class Numbering(ListEventSink):

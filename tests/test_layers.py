@@ -23,7 +23,7 @@ FLOORS = (
     ("file_lock", "validators"),
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),
-    ("ports", "rank_groups", "shm_board"),
+    ("ports", "rank_groups", "shm_board", "sync_call"),
     ("agreement",),
     ("kv_events", "cache", "torch_sync"),
     ("load", "metrics", "hicache", "watchdog", "weight_updater"),

@@ -9,20 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import (
+from scheduler_components import LoadInquirer, ParallelState
+from scheduler_components.load import TokenCountedQueue
+from scheduler_components.testing import FakePool, FakeQueues
+from scheduler_components.testing.fakes import FakeRequest
+from scheduler_components.values import (
     DisaggregationLoad,
-    LoadInquirer,
     LoadSections,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
-    ParallelState,
     QueueLoad,
     SpeculativeLoad,
 )
-from scheduler_components.load import TokenCountedQueue
-from scheduler_components.testing import FakePool, FakeQueues
-from scheduler_components.testing.fakes import FakeRequest
 
 counts = st.integers(0, 2**30)
 

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import (
-    ConfigError,
-    GaugePacer,
-    LoadPublisher,
-    LoadSnapshot,
-    ParallelState,
-    open_load_publisher,
-)
+from scheduler_components import ConfigError, GaugePacer, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.values import LoadSnapshot
 
 
 @dataclass

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_components import (
-    ConfigError,
-    LiveStats,
-    LoadSnapshot,
-    MetricsEmitter,
-    ParallelState,
-    PublisherStats,
-    SchedulerCounters,
-    SchedulerStats,
-)
+from scheduler_components import ConfigError, LiveStats, MetricsEmitter, ParallelState
 from scheduler_components.metrics_emitter import StatsSources
+from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerCounters, SchedulerStats
 
 
 class Load:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import OutputBatch, OutputDelta, OutputStreamer, TokenOutput
+from scheduler_components import OutputStreamer
 from scheduler_components.output_streamer import FinalDeltaBuffer
+from scheduler_components.values import OutputBatch, OutputDelta, TokenOutput
 
 
 @dataclass

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, OutputDelta, TokenOutput
+from scheduler_components import ConfigError
 from scheduler_components.output_streamer import FinalDeltaBuffer
+from scheduler_components.values import OutputDelta, TokenOutput
 
 
 def end(number: int, num_tokens: int, hidden_bytes: int = 0) -> OutputDelta:

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import attrs
 from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
 
-from scheduler_components import PoolStats, SchedulerStats
 from scheduler_components.pool_stats_observer import PoolStatsObserver
-from scheduler_components.values import PageHolding, PoolCount
+from scheduler_components.values import PageHolding, PoolCount, PoolStats, SchedulerStats
 from scheduler_components.watchdog import IDLE_PHASE
 
 

@@ -120,7 +120,7 @@ def test_a_rank_in_another_state_is_found_at_the_next_order() -> None:
     replica = Replica()
     replica.ranks[2].state.weight_version = "v7"
     replica.give(Given(FlushCache()))
-    with pytest.raises(QuiesceDivergenceError, match="question 1, 'flush cache': ranks are in different states"):
+    with pytest.raises(QuiesceDivergenceError, match="agreement 1, 'flush cache': ranks are in different states"):
         replica.step()
     assert not any(engine.did for engine in replica.engines.values())
 

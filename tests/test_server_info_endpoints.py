@@ -19,7 +19,6 @@ from scheduler_components import (
     GaugePacer,
     KVEventBatch,
     LoadPublisher,
-    LoadSnapshot,
     ParallelState,
     kv_events_server_info,
     open_load_publisher,
@@ -32,6 +31,7 @@ from scheduler_components.kv_events import (
     open_event_publisher,
 )
 from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader
+from scheduler_components.values import LoadSnapshot
 
 DEADLINE_S = 60.0
 CLEARED = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))

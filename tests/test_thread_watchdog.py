@@ -88,7 +88,7 @@ def test_the_thread_tells_rank_step_phase_request_and_stacks(eventually: Callabl
         assert "MainThread" in report.stacks
         go_on.set()
         eventually(lambda: len(sink.reports) > 1)
-        assert "went on after" in str(sink.reports[1])
+        assert "continued after" in str(sink.reports[1])
         assert progress.num_stalls == 1
     finally:
         go_on.set()

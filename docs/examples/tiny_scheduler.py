@@ -4,19 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components import (
-    FinishReason,
-    KvEventSink,
     LoadInquirer,
-    LoadSnapshot,
-    OutputSink,
     OutputStreamer,
     ParallelState,
     RadixCache,
     SchedulerKvEventsPublisher,
     TokenCountedQueue,
-    TokenOutput,
 )
 from scheduler_components.cache import RadixNode
+from scheduler_components.ports import KvEventSink, OutputSink
+from scheduler_components.values import FinishReason, LoadSnapshot, TokenOutput
 
 PAGE_SIZE = 8
 Forward = Callable[[Sequence[int], Sequence[int], int], int]  # tokens, their pages, first to compute: the next token

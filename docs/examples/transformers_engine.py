@@ -17,16 +17,10 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from observability import PrometheusSink
 from observability.kv_stream import open_subscriber, static_address
-from scheduler_components import (
-    KvEventSink,
-    LoadInquirer,
-    MetricsEmitter,
-    MetricsSink,
-    ParallelState,
-    SchedulerKvEventsPublisher,
-)
+from scheduler_components import LoadInquirer, MetricsEmitter, ParallelState, SchedulerKvEventsPublisher
 from scheduler_components.cache import BlockTableRecorder
 from scheduler_components.kv_events import KVEventsConfig, open_event_publisher
+from scheduler_components.ports import KvEventSink, MetricsSink
 
 
 class RecordedLedger(BlockLedger):  # the engine's table of hashed blocks

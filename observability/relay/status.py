@@ -9,8 +9,9 @@ from typing import Any
 from observability.kv_stream import StreamState
 from observability.relay.stream import RelaySinkFactory
 from observability.relay.zmq_relay import RelayedStreamStats, SourceStats, ZmqRelay
-from scheduler_components import ConfigError, LoadSnapshot, __version__
+from scheduler_components import ConfigError, __version__
 from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.values import LoadSnapshot
 
 __all__ = ["RelayStatus", "parse_relay_config"]
 

@@ -10,9 +10,10 @@ from typing import Protocol
 from observability.kv_stream import NullStreamListener, StreamState
 from observability.relay.passthrough import SourceEncoding
 from observability.relay.source_merger import Events, SourceMerger
-from scheduler_components import BlockStored, KVEventBatch, KvEventSink
+from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.events import ValidatedEvents
 from scheduler_components.kv_events import DecodedBatch
+from scheduler_components.ports import KvEventSink
 
 __all__ = ["RelaySink", "RelaySinkFactory", "RelayedStream", "SourceListener"]
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from observability.kv_stream import StreamState
 from observability.relay.stream import RelaySink, RelaySinkFactory
-from scheduler_components import EventBatch, PublisherStats
+from scheduler_components import EventBatch
+from scheduler_components.values import PublisherStats
 
 if TYPE_CHECKING:  # a relay without a broker does not need the extra
     from observability.jetstream import JetStreamWriter

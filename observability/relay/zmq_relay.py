@@ -21,8 +21,9 @@ from observability.kv_stream.view import CountingView
 from observability.relay.passthrough import PassthroughDecoder
 from observability.relay.source import RelaySource
 from observability.relay.stream import RelayedStream, RelaySinkFactory, SourceListener
-from scheduler_components import ComponentError, PublisherStats
+from scheduler_components import ComponentError
 from scheduler_components.kv_events import BatchDecoder, CurveClientKeys, StreamAddress
+from scheduler_components.values import PublisherStats
 
 __all__ = ["RelayConfig", "RelayedStreamStats", "SourceStats", "ZmqRelay", "open_relay"]
 

@@ -12,16 +12,10 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from observability.catalog import SCHEDULER_METRICS
-from scheduler_components import (
-    LoadSnapshot,
-    MetricsSink,
-    OutputStats,
-    ParallelState,
-    PublisherStats,
-    SchedulerCounters,
-    SchedulerStats,
-)
+from scheduler_components import ParallelState
+from scheduler_components.ports import MetricsSink
 from scheduler_components.testing import CheckTrace
+from scheduler_components.values import LoadSnapshot, OutputStats, PublisherStats, SchedulerCounters, SchedulerStats
 
 __all__ = [
     "METRICS_SINK_CHECKS",

@@ -126,12 +126,14 @@ class PrefetchQueue:
         waiting = self._by_rid.get(rid, _WaitingRequest())
         num_read_pages = waiting.prefetch.num_read or 0 if waiting.prefetch is not None else 0
         page_size = self.transfers.tiers.tree.page_size
-        cached = self.transfers.stats.record_admission(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            loaded_tokens=waiting.num_loaded_pages * page_size,
-            read_tokens=num_read_pages * page_size,
-        )
+        loaded = min(waiting.num_loaded_pages * page_size, cached_tokens)
+        read = min(num_read_pages * page_size, loaded)
+        cached = CachedTokens(cached_tokens - loaded, loaded - read, read)
+        stats = self.transfers.stats
+        stats.prompt_tokens += prompt_tokens
+        stats.device_hit_tokens += cached.device
+        stats.host_hit_tokens += cached.host
+        stats.storage_hit_tokens += cached.storage
         self.cancel(rid)
         return cached
 

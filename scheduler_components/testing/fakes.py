@@ -10,16 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from scheduler_components import (
-    DecodeError,
-    EventBatch,
-    KVCacheEvent,
+from scheduler_components import DecodeError, EventBatch, KVCacheEvent
+from scheduler_components.values import (
+    InputKind,
+    InputMessage,
     LoadSnapshot,
     OutputBatch,
     OutputDelta,
     PublisherStats,
+    RequestRejection,
 )
-from scheduler_components.values import InputKind, InputMessage, RequestRejection
 
 __all__ = [
     # sources

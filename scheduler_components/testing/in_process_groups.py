@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from scheduler_components.agreement import AgreedValues, Proposal, elementwise_min
 from scheduler_components.errors import ConfigError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.values import SyncCall, describe_calls
+from scheduler_components.sync_call import describe_calls
+from scheduler_components.values import SyncCall
 
 __all__ = ["InProcessGroups"]
 

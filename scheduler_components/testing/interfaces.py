@@ -31,11 +31,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from scheduler_components import EventBatch, KVCacheEvent, LoadSnapshot
+from scheduler_components import EventBatch, KVCacheEvent
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import HeldBlocksSource
-from scheduler_components.values import ControlReply, ControlRequest, ForwardMode
+from scheduler_components.values import ControlReply, ControlRequest, ForwardMode, LoadSnapshot
 
 __all__ = [
     # prefix caches

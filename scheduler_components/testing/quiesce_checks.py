@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler_components import KvEventSink, OutputSink
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import QuiescableScheduler, Workload
 from scheduler_components.testing.pool_verifier import PoolVerifier

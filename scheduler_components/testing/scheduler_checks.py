@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
 from scheduler_components.invariant_checker import find_pool_violations
 from scheduler_components.pool_stats_observer import AuditedPool
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import AuditedScheduler, PooledScheduler, ServingScheduler, Workload
 from scheduler_components.testing.pool_verifier import PoolVerifier
 from scheduler_components.testing.scheduler_session import SchedulerSession, SubmittedRequest, max_steps, unfinished
-from scheduler_components.values import KvPoolSnapshot
+from scheduler_components.values import KvPoolSnapshot, LoadSnapshot
 
 __all__ = [
     "POOL_INVARIANT_CHECKS",

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from scheduler_components import FinishReason, KvEventSink, OutputDelta, OutputSink
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.fake_device import next_token
 from scheduler_components.testing.fakes import ListEventSink, ListOutputSink
 from scheduler_components.testing.interfaces import ServingScheduler, Workload
+from scheduler_components.values import FinishReason, OutputDelta
 
 __all__ = ["SchedulerSession", "SubmittedRequest", "max_steps", "unfinished"]
 

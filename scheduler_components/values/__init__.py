@@ -63,7 +63,7 @@ from scheduler_components.values.stats import (
     SchedulerCounters,
     SchedulerStats,
 )
-from scheduler_components.values.sync import MAX_OPERATION_BYTES, SYNC_CALL_INTS, SyncCall, describe_calls
+from scheduler_components.values.sync import SyncCall
 from scheduler_components.values.tiers import CachedTokens, TierStats
 
 __all__ = [
@@ -97,7 +97,6 @@ __all__ = [
     "LoadSnapshot",
     "LoadWeights",
     "LoraLoad",
-    "MAX_OPERATION_BYTES",
     "MemoryLoad",
     "MemoryTag",
     "OutputBatch",
@@ -118,7 +117,6 @@ __all__ = [
     "RequestRejection",
     "ResumeMemory",
     "RollBackWeights",
-    "SYNC_CALL_INTS",
     "SchedulerCounters",
     "SchedulerStats",
     "SpeculativeLoad",
@@ -127,5 +125,4 @@ __all__ = [
     "TierStats",
     "TokenOutput",
     "control_request_name",
-    "describe_calls",
 ]

@@ -20,7 +20,7 @@ __all__ = [
 
 
 class QueueLoad(msgspec.Struct, frozen=True, gc=False):
-    """Requests that are neither running nor plainly waiting, counted."""
+    """Numbers of requests in special queues: neither running nor in the plain waiting queue."""
 
     waiting: int = 0
     grammar: int = 0
@@ -29,10 +29,10 @@ class QueueLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class DisaggregationLoad(msgspec.Struct, frozen=True, gc=False):
-    """Queues of a prefill or decode instance under prefill/decode disaggregation.
+    """Queues of a prefill or decode instance with prefill/decode disaggregation.
 
-    ``waiting_reqs`` and ``pending_tokens`` are what these queues add to the plain counts: on a decode instance
-    requests in transfer already hold their pages, so they wait but add no pending tokens.
+    `waiting_reqs` and `pending_tokens` are added to the plain counts. On a decode instance, requests in transfer
+    already hold their pages: they wait but add no pending tokens.
     """
 
     mode: str = "null"
@@ -48,10 +48,10 @@ class DisaggregationLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoraLoad(msgspec.Struct, frozen=True, gc=False):
-    """Adapter slots in use; adapters of running and of waiting requests, by name.
+    """Adapter slots in use, and the names of the adapters of running and waiting requests.
 
-    The names travel with every report and are one label of a metric, joined by commas: give each adapter once, and of
-    those that wait only the first few dozen, which is more than a router looks at.
+    Every report contains the names, and a metric has them in one label, joined by commas. Give each adapter once, and
+    only the first few dozen of the waiting ones.
     """
 
     slots_used: int
@@ -62,14 +62,14 @@ class LoraLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):
-    """Mean accepted tokens per verification step, and the share of drafts that were accepted."""
+    """Mean accepted tokens per verification step, and the share of accepted drafts."""
 
     accept_length: float
     accept_rate: float
 
 
 class MemoryLoad(msgspec.Struct, frozen=True, gc=False):
-    """Where device memory went, in GB, and how many tokens the KV pool holds."""
+    """Usage of device memory in GB, and the capacity of the KV pool in tokens."""
 
     weight_gb: float
     kv_cache_gb: float
@@ -78,10 +78,10 @@ class MemoryLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeMoments(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Sums over the steps that decoded and prefilled nothing, since the start. An array in JSON, in SGLang's order.
+    """Sums over all decode steps without prefill since the start. A JSON array, in SGLang's order.
 
-    With b requests and t microseconds of a step, a reader takes differences between two reports and has the
-    least-squares line t = t0 + t1 * b of that time: what one more request costs those that run.
+    Let a step with b requests take t microseconds. From the differences between two reports a reader computes the
+    least-squares line t = t0 + t1 * b, which gives the cost of one more request.
 
     Attributes:
         steps: number of steps.
@@ -101,7 +101,7 @@ class DecodeMoments(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class LoadSections(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a load snapshot that not every engine has; None for those that this one has not."""
+    """The optional sections of a load snapshot; None for those that this engine does not have."""
 
     queues: QueueLoad | None = None
     disaggregation: DisaggregationLoad | None = None
@@ -111,30 +111,30 @@ class LoadSections(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One replica's load at one moment.
+    """A snapshot of one replica's load.
 
     Attributes:
-        sequence: one more with each snapshot; a reader drops a report whose sequence it has passed.
-        timestamp: wall-clock seconds since the epoch at which the counts were read.
-        dp_rank: the replica (``ParallelState.kv_stream_index``).
-        num_running_reqs, num_waiting_reqs: requests.
-        num_pending_tokens: input tokens of waiting requests plus what is left of a chunked prefill.
-        num_waiting_uncached_tokens: the part of them that no cached prefix covers.
+        sequence: increases by one with each snapshot. A reader drops a report that is older than its last one.
+        timestamp: when the counts were read, in seconds since the epoch.
+        dp_rank: index of the replica (`ParallelState.kv_stream_index`).
+        num_running_reqs, num_waiting_reqs: running and waiting requests.
+        num_pending_tokens: input tokens of waiting requests, and the remaining tokens of a chunked prefill.
+        num_waiting_uncached_tokens: pending tokens that no cached prefix covers.
         num_used_tokens: KV tokens held by running requests; evictable cache is not counted.
-        num_total_tokens: used plus pending: what a dispatcher balances.
-        max_total_num_tokens: capacity of the KV pool in tokens.
+        num_total_tokens: used plus pending tokens. A dispatcher balances this number.
+        max_total_num_tokens: capacity of the KV pool, in tokens.
         page_size: tokens per page of that pool.
         max_running_requests: request slots.
         token_usage: used / capacity, 0 to 1.
-        gen_throughput: generated tokens per second over the recent window.
-        cache_hit_rate: cached / input tokens over the recent window, 0 to 1.
-        utilization: the fuller of request slots and tokens, 0 to 1.
-        total_prefill_uncached_tokens: tokens that prefill has computed since the start.
-        total_prefill_busy_us: microseconds that those steps took; readers take differences of both between two
-            reports and have the prefill rate (SGLang 0.5.16 and later).
-        decode_moments: of the steps that decoded; None before the first (SGLang 0.5.23).
-        dispatched_watermarks: (dispatcher, ticket) pairs: this report counts every request that the dispatcher gave
-            that ticket or a lower one.
+        gen_throughput: generated tokens per second, over the recent window.
+        cache_hit_rate: cached / input tokens, over the recent window, 0 to 1.
+        utilization: usage of request slots or of tokens, whichever is higher, 0 to 1.
+        total_prefill_uncached_tokens: tokens computed by prefill since the start.
+        total_prefill_busy_us: duration of those steps in microseconds. The differences of both between two reports give
+            the prefill rate (SGLang 0.5.16 and later).
+        decode_moments: sums over the decode steps; None before the first (SGLang 0.5.23).
+        dispatched_watermarks: (dispatcher, ticket) pairs. This report counts every request of the dispatcher with that
+            ticket or a lower one.
     """
 
     sequence: int = 0

@@ -18,7 +18,7 @@ __all__ = [
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended. The first three are the values of SGLang's ``meta_info``, the last is vLLM's."""
+    """Why a request ended. The first three are values of SGLang's ``meta_info``, the last one is vLLM's."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -27,17 +27,17 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request and what belongs to them.
+    """New tokens of one request, and the data that belongs to them.
 
     Attributes:
         token_ids: the tokens, in order.
-        num_prompt_tokens: of the whole request.
+        num_prompt_tokens: length of the prompt.
         num_cached_tokens: prompt tokens that the prefix cache covered at the first admission.
-        num_retractions: how often the request lost its pages.
-        cached: the cached ones by the tier on which they were found.
-        logprobs: one per token, where the request asked for them.
-        top_logprobs: per token, the most probable ones there and their logprobs, where the request asked for them.
-        hidden_states: one vector per token, as the model gave it; type and width are the model's.
+        num_retractions: times that the request lost its pages.
+        cached: the cached prompt tokens, by tier.
+        logprobs: one per token, if the request asked for them.
+        top_logprobs: per token, the most probable tokens and their logprobs, if the request asked for them.
+        hidden_states: one vector per token, in the model's type and width.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -51,15 +51,15 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):
-    """News of one request.
+    """New output of one request.
 
     Attributes:
-        rid: whose news it is.
-        start: place of the first new token in the request's output. A receiver that has more already has read this
-            before; ``start`` never lies beyond what was sent.
-        num_output_tokens: the request's output so far. More than ``start`` and the new tokens together only where
-            tokens had to be dropped, and then the request ends here.
-        finish_reason: None while the request goes on.
+        rid: id of the request.
+        start: index of the first new token in the request's output. A receiver that already has more tokens has read
+            this delta before. `start` never exceeds the number of sent tokens.
+        num_output_tokens: length of the request's output. It exceeds `start` plus the new tokens only if tokens were
+            dropped, and then the request ends here.
+        finish_reason: None until the request ends.
         output: the new tokens.
     """
 
@@ -71,7 +71,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class OutputBatch(msgspec.Struct, frozen=True, gc=False):
-    """The news of one step, of all requests that have some.
+    """The new output of one step.
 
     Attributes:
         sequence: number of the message, contiguous from 0.
@@ -83,15 +83,15 @@ class OutputBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class OutputStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of one streamer since it was made.
+    """Counters of one streamer since it was created.
 
     Attributes:
-        batches_sent, deltas_sent, tokens_sent: taken by the receiver.
-        steps_delayed: steps whose news had to wait, because the receiver was behind.
-        requests_waiting: requests in flight with news that wait, now.
-        ends_held, bytes_held: requests that are over and whose last news wait, now, and what these take.
-        ends_dropped: requests whose end was never told: more were over than may be held.
-        tokens_dropped: tokens never told, with their request's end or without.
+        batches_sent, deltas_sent, tokens_sent: accepted by the receiver.
+        steps_delayed: steps whose output had to wait for the receiver.
+        requests_waiting: running requests whose output waits for the receiver.
+        ends_held, bytes_held: ended requests whose last delta waits for the receiver, and its size.
+        ends_dropped: requests whose end was never sent, because the buffer of ends was full.
+        tokens_dropped: tokens never sent.
     """
 
     batches_sent: int = 0

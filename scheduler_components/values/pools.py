@@ -23,12 +23,12 @@ __all__ = [
 
 
 class KvPoolSnapshot(msgspec.Struct, frozen=True):
-    """What a KV pool held at one moment, and where its stream stood then.
+    """The content of a KV pool, and the position of its stream at that moment.
 
     Attributes:
-        blocks: hashes by medium and KV-cache group, as ``HeldBlocksSource.held_blocks`` gives them.
-        sequence: number of the last batch of the stream that tells of changes before this moment; all later ones tell
-            of changes after it. -1 when no batch had gone out; None when whoever read the pool does not know.
+        blocks: hashes by medium and KV-cache group, as `HeldBlocksSource.held_blocks` returns them.
+        sequence: sequence number of the last batch with changes before this moment; later batches have later changes.
+            -1 if no batch was sent; None if it is unknown.
         rank: index of the stream.
     """
 
@@ -38,23 +38,23 @@ class KvPoolSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all places; one that lies in two counts twice."""
+        """Number of blocks in all places. A block in two places counts twice."""
         return sum(map(len, self.blocks.values()))
 
 
 class PoolCount(msgspec.Struct, frozen=True, gc=False):
-    """How the pages of one pool are divided at one moment; names are those of SGLang's leak reports.
+    """How the pages of one pool are divided. Names are those of SGLang's leak reports.
 
     Attributes:
-        name: of the pool, for example ``full``, ``swa`` or ``mamba``.
-        total: pages of the pool, numbered from ``first_page``.
-        available: free.
-        evictable: cached, and locked by nobody.
+        name: name of the pool, for example ``full``, ``swa`` or ``mamba``.
+        total: pages of the pool, numbered from `first_page`.
+        available: free pages.
+        evictable: cached and not locked.
         protected: cached and locked.
-        session_held: of sessions that are between two requests, outside the cache.
-        uncached: of requests, outside the cache.
-        in_transfer: of copies between tiers, outside the cache.
-        first_page: 1 where page 0 is a place for padding, as in SGLang.
+        session_held: held outside the cache by sessions between two requests.
+        uncached: held outside the cache by requests.
+        in_transfer: held outside the cache by copies between tiers.
+        first_page: 1 if page 0 is reserved for padding, as in SGLang.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PoolCount(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_missing(self) -> int:
-        """Pages that nobody accounts for; negative when some are accounted for twice. 0 in a sound pool."""
+        """Pages in no term; negative if some pages are in two terms. 0 in a sound pool."""
         held = self.protected + self.session_held + self.uncached + self.in_transfer
         return self.total - self.available - self.evictable - held
 
@@ -92,7 +92,7 @@ class PoolCount(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeldCount(msgspec.Struct, frozen=True, gc=False):
-    """Pages outside the cache, by the kind of who holds them: terms of ``PoolCount``."""
+    """Pages outside the cache, by kind of holder: terms of `PoolCount`."""
 
     uncached: int = 0
     session_held: int = 0
@@ -100,14 +100,14 @@ class HeldCount(msgspec.Struct, frozen=True, gc=False):
 
 
 class PageHolding(msgspec.Struct, frozen=True):
-    """What one holder has of one pool.
+    """The pages of one holder in one pool.
 
     Attributes:
         holder: id of the request, session or copy.
-        kind: what the holder is.
-        pages: its own, outside the cache.
+        kind: kind of the holder.
+        pages: its own pages, outside the cache.
         shared: cached pages that it uses.
-        node: the end of the prefix that it has locked in the pool's tree, as the tree's nodes are; None for none.
+        node: tree node where its locked prefix ends; None without one.
     """
 
     holder: str
@@ -118,20 +118,20 @@ class PageHolding(msgspec.Struct, frozen=True):
 
 
 AllocationAction: TypeAlias = Literal["allocated", "freed", "cached", "locked", "unlocked"]
-"""What can be done with a page, as ledgers note it."""
+"""What an allocation log records."""
 
 
 class AllocationRecord(msgspec.Struct, frozen=True):
-    """One entry of a ledger of owners: who took or gave which pages, when and where.
+    """One entry of the allocation log.
 
     Attributes:
-        step: of the scheduler.
-        phase: what the step was at, for example ``results``.
-        component: the code that did it, for example ``RequestKvCache.grow``.
-        action: what it did.
+        step: step of the scheduler.
+        phase: phase of the step, for example ``results``.
+        component: the code that acted, for example ``RequestKvCache.grow``.
+        action: what it did with the pages.
         holder: id of the request, session or copy.
-        pool: of the pages.
-        pages: the pages.
+        pool: name of the pool.
+        pages: the affected pages.
     """
 
     step: int
@@ -147,14 +147,14 @@ class AllocationRecord(msgspec.Struct, frozen=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True, gc=False):
-    """How full each pool of a scheduler is now. Names are those of SGLang's metrics; pools that it has not are None.
+    """Usage of each page pool. Names are those of SGLang's metrics. Fields of a missing pool are None.
 
     Attributes:
         max_pool_usage: used / total of the fullest pool, 0 to 1.
-        full_token_usage, kv_available_tokens, kv_evictable_tokens, kv_used_tokens: KV of full attention.
-        swa_token_usage, swa_available_tokens, swa_evictable_tokens, swa_used_tokens: KV of sliding windows.
-        mamba_usage, mamba_available_slots, mamba_evictable_slots, mamba_used_slots: states.
-        session_held_pages: pages, over all pools, that sessions hold between two requests.
+        full_token_usage, kv_available_tokens, kv_evictable_tokens, kv_used_tokens: the KV pool of full attention.
+        swa_token_usage, swa_available_tokens, swa_evictable_tokens, swa_used_tokens: the KV pool of sliding windows.
+        mamba_usage, mamba_available_slots, mamba_evictable_slots, mamba_used_slots: the pool of Mamba states.
+        session_held_pages: pages of all pools that sessions hold between two requests.
     """
 
     max_pool_usage: float
@@ -174,16 +174,16 @@ class PoolStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class IntegrityStats(msgspec.Struct, frozen=True, gc=False):
-    """What a ``PoolInvariantChecker`` and a watchdog have done and found. All but ``problems_open`` only ever grow.
+    """Counters of the `PoolInvariantChecker` and the watchdog. All but `problems_open` never decrease.
 
     Attributes:
-        checks: times that the counts of all pools were added up.
-        censuses: of them, those with a look at every page, lock and told block.
-        checks_failed: a pool or a policy raised instead of answering.
-        problems: found so far; one that stands counts once.
-        pages_lost: of them, pages that nobody has.
-        stalls: times that no progress was made for longer than the watchdog's bound.
-        problems_open: that the last census found.
+        checks: checks of the counts of all pools.
+        censuses: full checks of every page, lock and published block.
+        checks_failed: checks that an exception of a pool ended.
+        problems: violations found so far; each one counts once for as long as it lasts.
+        pages_lost: pages found that are neither free nor owned.
+        stalls: times without progress for longer than the watchdog's limit.
+        problems_open: violations that the last full check found.
     """
 
     checks: int = 0
@@ -196,15 +196,15 @@ class IntegrityStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class StallReport(msgspec.Struct, frozen=True):
-    """A scheduler that made no progress; as text, a sentence.
+    """A stall of a scheduler. `str` gives a sentence.
 
     Attributes:
-        rank: in words.
-        step, phase: where it stands, or stood.
-        request: id of the request at hand; empty where it is a whole batch.
-        waited_s: seconds in this phase, so far or in all.
-        stacks: of all threads, the scheduler's first.
-        is_resolved: it goes on again.
+        rank: description of the rank.
+        step, phase: where it makes, or made, no progress.
+        request: id of the request that it processes; empty for a whole batch.
+        waited_s: seconds in this phase: so far, or in total after the stall.
+        stacks: stacks of all threads, the scheduler's first.
+        is_resolved: whether the stall has ended.
     """
 
     rank: str
@@ -217,9 +217,9 @@ class StallReport(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Step, phase and request, in words."""
         return f"step {self.step}, phase {self.phase}" + (f", request {self.request}" if self.request else "")
 
     def __str__(self) -> str:
-        does = "went on after" if self.is_resolved else "has made no progress for"
+        does = "continued after" if self.is_resolved else "has made no progress for"
         return f"rank {self.rank} {does} {self.waited_s:.1f} s in {self.place}"

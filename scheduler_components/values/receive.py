@@ -21,16 +21,16 @@ Message_co = TypeVar("Message_co", covariant=True)
 
 
 class ReceiverStats(msgspec.Struct, gc=False):
-    """Counters of one rank's intake; those of messages are the leading rank's.
+    """Counters of one rank's receiver. Only the leading rank counts messages.
 
     Attributes:
-        receives: times that all ranks met for input.
-        receives_skipped: steps that took no input, by the weight of their forward mode.
-        requests_admitted: requests that went to all ranks.
-        requests_refused: requests that were answered instead, whatever the reason.
-        requests_repeated: further copies of requests in flight, which were dropped.
+        receives: relays of input to all ranks.
+        receives_skipped: steps without a relay, as `RecvSkipper` decided.
+        requests_admitted: requests relayed to all ranks.
+        requests_refused: rejected requests, for any reason.
+        requests_repeated: dropped copies of requests in flight.
         messages_unreadable: frames that are no message of the engine.
-        requests_held: requests that wait now because input is blocked.
+        requests_held: requests that wait because input is blocked.
     """
 
     receives: int = 0
@@ -42,12 +42,12 @@ class ReceiverStats(msgspec.Struct, gc=False):
     requests_held: int = 0
 
     def copy(self) -> ReceiverStats:
-        """Return the counts of this moment."""
+        """Return a copy of the counters."""
         return msgspec.structs.replace(self)
 
 
 class ForwardMode(enum.StrEnum):
-    """What a step computed; equal on all ranks of a replica. Names are SGLang's (``ForwardMode``, 0.5.23)."""
+    """What a step computed; equal on all ranks of a replica. Names are SGLang's (`ForwardMode`, 0.5.23)."""
 
     IDLE = "idle"
     EXTEND = "extend"
@@ -57,10 +57,10 @@ class ForwardMode(enum.StrEnum):
 
 
 class InputKind(enum.StrEnum):
-    """What an intake must know of a message.
+    """How the receiver treats a message.
 
-    A ``REQUEST`` may wait and may be refused. An ``ABORT`` ends one. A ``COMMAND`` is for the scheduler and always
-    passes. ``BLOCK``, ``UNBLOCK`` and ``DRAIN`` are for the intake itself and go no further.
+    A ``REQUEST`` may be held or rejected. An ``ABORT`` ends a request. A ``COMMAND`` is for the scheduler and always
+    relayed. ``BLOCK``, ``UNBLOCK`` and ``DRAIN`` are for the `InputBlocker` and not relayed.
     """
 
     REQUEST = "request"
@@ -72,12 +72,12 @@ class InputKind(enum.StrEnum):
 
 
 class InputMessage(msgspec.Struct, Generic[Message_co], frozen=True, gc=False):
-    """One message, read.
+    """One decoded message.
 
     Attributes:
-        kind: what the intake does with it.
-        message: for the scheduler, as the engine's own reader made it.
-        rid: of requests and aborts: which request.
+        kind: how the receiver treats it.
+        message: the content for the scheduler, decoded by the engine's `MessageDecoder`.
+        rid: id of the request, for requests and aborts.
     """
 
     kind: InputKind
@@ -86,7 +86,7 @@ class InputMessage(msgspec.Struct, Generic[Message_co], frozen=True, gc=False):
 
 
 class RejectionReason(enum.StrEnum):
-    """Why a request was not let in."""
+    """Why a request was rejected."""
 
     TOO_LARGE = "too_large"
     TOO_MANY = "too_many"
@@ -98,13 +98,13 @@ class RejectionReason(enum.StrEnum):
 
 
 class RequestRejection(msgspec.Struct, frozen=True, gc=False):
-    """The answer to a request that was not let in.
+    """The answer to a rejected request.
 
     Attributes:
-        rid: which request.
-        reason: why, for programs.
-        text: why, in one sentence with what to do, for the request's author.
-        retry_after_s: when to try again; None where that would not help, or where nobody knows.
+        rid: id of the request.
+        reason: the reason, for programs.
+        text: the reason and what to do, in one sentence for the user.
+        retry_after_s: seconds after which to retry; None if a retry would not help, or the time is unknown.
     """
 
     rid: str
@@ -114,13 +114,13 @@ class RequestRejection(msgspec.Struct, frozen=True, gc=False):
 
 
 class RelayedInput(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What the leading rank brings to all ranks before a step.
+    """The input that the leading rank broadcasts before a step.
 
     Attributes:
         step: the caller's step.
-        state_digest: the caller's state before it, 32 bits.
-        input_digest: of all frames that were relayed before, in order, 32 bits.
-        frames: messages in the order in which they are let in, as they came.
+        state_digest: digest of the caller's state before the step, 32 bits.
+        input_digest: digest of all frames relayed before, in order, 32 bits.
+        frames: admitted messages in order, as received.
     """
 
     step: int

@@ -23,11 +23,11 @@ __all__ = [
 
 
 class HistogramSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """A histogram at one moment.
+    """A snapshot of a histogram.
 
     Attributes:
-        bounds: upper bounds of the buckets, rising; a value equal to a bound is in its bucket, as in Prometheus.
-        counts: values in each bucket, and in one more for those above the last bound. Not cumulative.
+        bounds: upper bounds of the buckets, ascending. A value equal to a bound is in its bucket, as in Prometheus.
+        counts: number of values per bucket, with one more bucket above the last bound. Not cumulative.
         total: sum of all values.
     """
 
@@ -37,20 +37,20 @@ class HistogramSnapshot(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def count(self) -> int:
-        """Values observed."""
+        """Number of observed values."""
         return sum(self.counts)
 
 
 class LatencySnapshot(msgspec.Struct, frozen=True, gc=False):
-    """The histograms of one scheduler at one moment, seconds. The counts only grow.
+    """A snapshot of the request-time histograms of one scheduler, in seconds. The counts never decrease.
 
     Attributes:
         time_to_first_token: from the first queueing, one value per request.
-        inter_token: between tokens, one value per token; tokens that come together share their interval evenly.
-        e2e: from the first queueing to the end, one value per request that ended, aborts too.
-        queue: in the queue before the first prefill, one value per request. Waits after retractions are not in it, as
-            in SGLang: they would look like arrivals that waited.
-        prefill, decode: over all stays in these phases, one value per request that ended.
+        inter_token: between tokens, one value per token; tokens of one step share its interval evenly.
+        e2e: from the first queueing to the end, one value per ended request, aborts included.
+        queue: in the queue before the first prefill, one value per request. Waits after a retraction are excluded, as
+            in SGLang, because they would look like waits of new arrivals.
+        prefill, decode: total time in these phases, one value per ended request.
     """
 
     time_to_first_token: HistogramSnapshot
@@ -64,8 +64,8 @@ class LatencySnapshot(msgspec.Struct, frozen=True, gc=False):
 class KvMetrics(msgspec.Struct, frozen=True, gc=False):
     """Slots and blocks of one rank, as SGLang's schedulers push them to the serving process (0.5.x names).
 
-    ``kv_active_blocks`` and ``kv_total_blocks`` count whole pages; the two ``perc`` and ``rate`` values run from
-    0 to 1 as in the original.
+    `kv_active_blocks` and `kv_total_blocks` count whole pages. The ``perc`` and ``rate`` values range from 0 to 1,
+    as in SGLang.
     """
 
     request_active_slots: int = 0
@@ -82,26 +82,26 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     """Counters of one event publisher since it was opened.
 
     Attributes:
-        batches_sent, events_sent, bytes_sent: handed to the PUB socket.
-        events_refused: readers would not take them; left out of their batch by name, the rest went out.
-        batches_collapsed: merged with others into one, because more were pending than may be.
-        batches_dropped: accepted by ``publish()`` and not sent before the deadline of ``close()``.
-        replays_served, batches_replayed: finished replay answers, and batches in them.
+        batches_sent, events_sent, bytes_sent: passed to the PUB socket.
+        events_refused: events that readers could not decode. The publisher leaves them out of their batch.
+        batches_collapsed: batches merged with others because the queue of pending batches was full.
+        batches_dropped: batches accepted by `publish()` and not sent before the deadline of `close()`.
+        replays_served, batches_replayed: complete replay answers, and batches in them.
         replays_refused: replay requests that were malformed or over the client limit.
-        replays_truncated: replay answers cut before their end: the client was too slow, or the publisher closed.
-        replays_open: answers being sent now.
-        batches_buffered, bytes_buffered: kept for replay one by one, now.
-        blocks_in_base: standing blocks of batches that left that window, now.
-        bytes_in_base: size of the payloads that these blocks came in, now. Of payloads that are half gone, what stands
-            is kept alone once more is gone than stands. Besides, the base takes some 100 bytes per block.
-        batches_pending: accepted and not yet sent, now.
-        lag_s: how long the oldest of them has waited at most, namely since the publisher last drained its queue; 0
-            when there are none.
-        last_sequence: number of the last batch sent, -1 before the first.
-        subscribers_seen: connections of live subscribers that came about; tcp and ipc only.
-        peers_refused: connections, live and replay, that did not: no or wrong keys, or no ZeroMQ peer.
-        open_bind_without_auth: 1 when the stream listens beyond loopback without authentication.
-        replays_waiting: replay requests that wait for one of the open answers to end.
+        replays_truncated: incomplete replay answers: the client was too slow, or the publisher closed.
+        replays_open: answers in progress.
+        batches_buffered, bytes_buffered: current content of the replay buffer.
+        blocks_in_base: blocks in the snapshot: those of batches that left the replay buffer and were not removed since.
+        bytes_in_base: size of the payloads with these blocks. A payload is rewritten when more than half of its blocks
+            are removed. The snapshot takes another 100 bytes per block.
+        batches_pending: batches accepted and not sent yet.
+        lag_s: upper bound of the age of the oldest pending batch: the time since the publisher last emptied its
+            queue; 0 without pending batches.
+        last_sequence: sequence number of the last batch sent; -1 before the first.
+        subscribers_seen: connections of live subscribers so far; tcp and ipc only.
+        peers_refused: rejected connections, live and replay: missing or wrong keys, or not a ZeroMQ peer.
+        open_bind_without_auth: 1 if the stream listens beyond loopback without authentication.
+        replays_waiting: replay requests that wait for the end of an open answer.
     """
 
     batches_sent: int = 0
@@ -129,16 +129,16 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class QuiesceStats(msgspec.Struct, frozen=True, gc=False):
-    """What a scheduler was ordered to be, and how often. The first four are flags of this moment, 0 or 1.
+    """State and counters of the control requests. The first four are current flags, 0 or 1.
 
     Attributes:
-        is_paused: nothing is computed until it is told to continue.
-        is_awake: all of its memory is there, and the weights in it.
+        is_paused: nothing is computed until a request to continue.
+        is_awake: no memory is released, and the weights are loaded.
         has_weights_offloaded: the weights are on the host instead of the device.
-        has_discarded_all: the weights are nowhere; an update must bring new ones.
-        num_pauses, num_flushes: carried out.
-        num_weight_updates, num_weight_rollbacks: sessions that ended with new weights, and with the old ones.
-        num_orders_refused: orders of any kind that were not carried out.
+        has_discarded_all: the weights are discarded; a weight update must load new ones.
+        num_pauses, num_flushes: pauses and flushes carried out.
+        num_weight_updates, num_weight_rollbacks: weight updates that ended with the new weights, and with the old ones.
+        num_orders_refused: control requests that were rejected or failed.
     """
 
     is_paused: int = 0
@@ -153,19 +153,19 @@ class QuiesceStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class BatchingStats(msgspec.Struct, frozen=True, gc=False):
-    """How batches are made.
+    """How batches are composed.
 
     Attributes:
-        new_token_ratio: share of possible output that an admission reserves, now.
-        first_tokens_predicted: forecasts of a first token that came since.
-        first_token_error_p50_s, first_token_error_p90_s: how far off the last of them were, in the middle and at most
-            but for one in ten; 0 before the first.
-        dp_steps: under DP attention, steps in which some replica computed.
-        dp_idle_batches: of them, in which this one had nothing to compute.
-        dp_eager_steps: of them, without a captured graph.
-        dp_padded_tokens: positions that this replica's batches were short of the longest.
-        dp_prefills_delayed: steps before which replicas that would have prefilled were told to wait.
-        dp_prefills_forced: times that they had waited enough.
+        new_token_ratio: current share of a request's possible output that an admission reserves.
+        first_tokens_predicted: predictions of a first token that was generated since.
+        first_token_error_p50_s, first_token_error_p90_s: median and 90th percentile of the error of the last
+            predictions; 0 before the first.
+        dp_steps: with DP attention, steps in which at least one replica computed.
+        dp_idle_batches: of them, steps in which this replica had nothing to compute.
+        dp_eager_steps: of them, steps without a captured graph.
+        dp_padded_tokens: padding of this replica's batches to the longest batch, in tokens.
+        dp_prefills_delayed: steps in which replicas with a prefill had to wait.
+        dp_prefills_forced: times that such a wait reached its limit.
     """
 
     new_token_ratio: float = 0.0

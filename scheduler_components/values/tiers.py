@@ -11,7 +11,7 @@ __all__ = [
 
 
 class CachedTokens(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The cached tokens of one prompt, by the tier on which they were found, as ``TierStats`` tells hits apart."""
+    """The cached tokens of one prompt, by the tier that held them, as `TierStats` defines it."""
 
     device: int = 0
     host: int = 0
@@ -19,19 +19,18 @@ class CachedTokens(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class TierStats(msgspec.Struct, gc=False):
-    """Counters since the start; each only ever grows. The same on every rank of a replica.
+    """Counters since the start. They never decrease, and are equal on all ranks of a replica.
 
     Attributes:
-        prompt_tokens: prompts at their first admission.
-        device_hit_tokens, host_hit_tokens, storage_hit_tokens: of them, what was cached, by the tier on which it was
-            found: a page that had to be loaded from the host first is a hit of the host, one that had to be read
-            from storage is a hit of storage.
-        pages_written, pages_not_written: copied to the host; given up because of no room or a failure on some rank.
-        pages_loaded, pages_not_loaded: copied back to the device; given up.
-        pages_backed_up, pages_not_backed_up: written to storage; given up.
-        pages_prefetched: read from storage and put in the tree.
-        pages_revoked: found in storage on every rank and then not put in the tree.
-        prefetches, prefetches_revoked: begun; of them, ended without a page.
+        prompt_tokens: tokens of prompts at their first admission.
+        device_hit_tokens, host_hit_tokens, storage_hit_tokens: the cached part of them, by tier. A page that was loaded
+            back from the host counts as a host hit, a page that was prefetched from storage as a storage hit.
+        pages_written, pages_not_written: copied to the host; not copied because of no room or a failure of a rank.
+        pages_loaded, pages_not_loaded: copied back to the device; not copied.
+        pages_backed_up, pages_not_backed_up: written to storage; not written.
+        pages_prefetched: read from storage and inserted into the tree.
+        pages_revoked: found in storage on every rank, but not inserted into the tree.
+        prefetches, prefetches_revoked: started prefetches; those that ended without a page.
         pages_dropped: evicted from the device without a copy on the host.
     """
 
@@ -51,19 +50,6 @@ class TierStats(msgspec.Struct, gc=False):
     prefetches_revoked: int = 0
     pages_dropped: int = 0
 
-    def record_admission(
-        self, *, prompt_tokens: int, cached_tokens: int, loaded_tokens: int, read_tokens: int
-    ) -> CachedTokens:
-        """Count one prompt that begins to run: how much of it is cached, and what was moved for it before."""
-        loaded = min(loaded_tokens, cached_tokens)
-        read = min(read_tokens, loaded)
-        cached = CachedTokens(cached_tokens - loaded, loaded - read, read)
-        self.prompt_tokens += prompt_tokens
-        self.device_hit_tokens += cached.device
-        self.host_hit_tokens += cached.host
-        self.storage_hit_tokens += cached.storage
-        return cached
-
     def copy(self) -> TierStats:
-        """Return the counts of this moment."""
+        """Return a copy of the counters."""
         return msgspec.structs.replace(self)

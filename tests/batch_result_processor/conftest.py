@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler_components import BatchResultProcessor, FinishReason, TokenOutput
+from scheduler_components import BatchResultProcessor
 from scheduler_components.output_streamer import OutputStreamer, StreamedRequest
 from scheduler_components.testing.fakes import ListOutputSink
+from scheduler_components.values import FinishReason, TokenOutput
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

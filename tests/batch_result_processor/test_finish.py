@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler_components import FinishReason
 from scheduler_components.batch_result_processor import check_finished
+from scheduler_components.values import FinishReason
 
 EOS = frozenset({2})
 

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from scheduler_components import OutputBatch, OutputStreamer, RequestResult
+from scheduler_components import OutputStreamer, RequestResult
+from scheduler_components.values import OutputBatch
 
 EOS, STOP = 1, 2  # what ends a request of the bench
 

@@ -17,12 +17,13 @@ from benchmarks.bench_step import running_scheduler
 from benchmarks.measure import measure_interleaved
 from observability import PrometheusSink, render_metrics
 from observability.kv_stream import BlockView
-from scheduler_components import BlockRemoved, BlockStored, KVEventBatch, LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components import BlockRemoved, BlockStored, KVEventBatch, ParallelState
 from scheduler_components.cache import RadixCache
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.snapshot import StreamSnapshot
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.values import LoadSnapshot, SchedulerStats
 
 GROSS = 4.0
 """Caches of the processor and a neighbour's noise stay below this; one more factor of n does not."""

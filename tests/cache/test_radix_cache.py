@@ -15,11 +15,10 @@ from scheduler_components import (
     BlockStored,
     CacheIntegrityError,
     ConfigError,
-    KvEventSource,
     OutOfPagesError,
-    PoolSource,
 )
 from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache, RadixNode
+from scheduler_components.ports import KvEventSource, PoolSource
 
 MADE: list[RadixCache] = []
 

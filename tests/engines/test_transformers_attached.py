@@ -20,10 +20,12 @@ batching = pytest.importorskip("transformers.generation.continuous_batching.sche
 blocks = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators.cache_allocator")
 
 from observability.kv_stream import BlockView, open_subscriber, static_address  # noqa: E402
-from scheduler_components import KvEventSink, ParallelState, SchedulerStats  # noqa: E402
+from scheduler_components import ParallelState  # noqa: E402
 from scheduler_components.cache import signed_block_hash  # noqa: E402
 from scheduler_components.kv_events import KVEventsConfig, open_event_publisher  # noqa: E402
+from scheduler_components.ports import KvEventSink  # noqa: E402
 from scheduler_components.testing import EventLedger, ListEventSink  # noqa: E402
+from scheduler_components.values import SchedulerStats  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
 

@@ -18,12 +18,13 @@ pytest.importorskip("vllm", reason="`make engines` makes an environment with vll
 from vllm_in_process import TRACE_BLOCK_TOKENS, Engine, prompts
 
 from observability.kv_stream import NullStreamListener, StreamState, Subscriber, open_subscriber
-from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError, KvPoolSnapshot
+from scheduler_components import BlockRemoved, BlockStored, ForkedPublisherError
 from scheduler_components.engines.vllm import VllmEventPublisher
 from scheduler_components.events import MediumGroup
 from scheduler_components.kv_events import BatchEncoder, Endpoint, StreamAddress
 from scheduler_components.testing import PoolVerifier
 from scheduler_components.testing.pool_verifier import PoolDifference
+from scheduler_components.values import KvPoolSnapshot
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scheduler_components import CacheIntegrityError, EventBatch, FinishReason, ParallelState, TierStats
+from scheduler_components import CacheIntegrityError, EventBatch, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.cache.block_hash import DIGEST_BYTES
@@ -52,6 +52,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import EventLedger, ListEventSink
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
+from scheduler_components.values import FinishReason, TierStats
 
 PAGE_SIZE = 4
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from scheduler_components import KvEventSink, LoadSnapshot, OutputSink, ParallelState
+from scheduler_components import ParallelState
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -13,6 +14,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import PagedModel, interfaces
 from scheduler_components.testing.fake_device import InstantDevice
+from scheduler_components.values import LoadSnapshot
 
 PAGE_SIZE = 4
 

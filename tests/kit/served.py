@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from starlette.applications import Starlette
 
-from scheduler_components import ConfigError, OutputBatch, ParallelState
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
@@ -29,6 +29,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
+from scheduler_components.values import OutputBatch
 
 MODEL = SimulatedModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, DecodeMoments, LoadInquirer, LoadSections, ParallelState, WorkCounters
+from scheduler_components import ConfigError, LoadInquirer, ParallelState, WorkCounters
 from scheduler_components.load import DispatchLedger
 from scheduler_components.load.work_counters import MAX_DISPATCHERS
 from scheduler_components.testing import FakePool, FakeQueues
+from scheduler_components.values import DecodeMoments, LoadSections
 
 SEND, TAKE_IN, REPORT, DELIVER, LOSE = range(5)
 

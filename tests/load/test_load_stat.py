@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import DecodeError, LoadSnapshot, server_info
+from scheduler_components import DecodeError, server_info
 from scheduler_components.load.load_stat import (
     LOAD_TOPIC,
     MAX_LOAD_STAT_BYTES,
@@ -19,6 +19,7 @@ from scheduler_components.load.load_stat import (
     to_load_stat,
 )
 from scheduler_components.load.work_counters import MAX_DISPATCHERS
+from scheduler_components.values import LoadSnapshot
 
 counts = st.integers(0, 2**63 - 1)
 GOLDEN = bytes.fromhex("9ba84c6f6164537461740203cd0190cd06400105cd02bc0809cd03e8")

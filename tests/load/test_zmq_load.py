@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components import LoadSnapshot
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
 from scheduler_components.load.load_stat import decode_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
+from scheduler_components.values import LoadSnapshot
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -13,16 +13,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components import (
-    ConfigError,
-    GaugePacer,
-    LoadSnapshot,
-    ParallelState,
-    StartError,
-    open_load_publisher,
-)
+from scheduler_components import ConfigError, GaugePacer, ParallelState, StartError, open_load_publisher
 from scheduler_components.kv_events import CurveClientKeys, Endpoint, write_key_pair
 from scheduler_components.load import open_zmq_load_reader, open_zmq_load_sink
+from scheduler_components.values import LoadSnapshot
 
 Eventually = Callable[[Callable[[], object]], None]
 

@@ -10,9 +10,9 @@ import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_components import LoadSnapshot
 from scheduler_components.load.load_stat import encode_load_stat, to_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
+from scheduler_components.values import LoadSnapshot
 
 STALL_S = 0.5
 STEP_S = 0.01

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components import (
+from scheduler_components import ParallelState
+from scheduler_components.load.work_counters import MAX_DISPATCHERS
+from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
+from scheduler_components.ports import NullMetricsSink
+from scheduler_components.values import (
     LatencySnapshot,
     LoadSnapshot,
-    NullMetricsSink,
-    ParallelState,
     PoolStats,
     PublisherStats,
     SchedulerCounters,
     SchedulerStats,
     TierStats,
 )
-from scheduler_components.load.work_counters import MAX_DISPATCHERS
-from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
-from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
 
 
 def rank_of(rank: int, size: int = 8) -> ParallelState:

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import (
+from scheduler_components import DecodeError, ParallelState
+from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.metrics.request_times import Histogram, LatencyHistograms
+from scheduler_components.metrics.shm_metrics_board import decode_report, encode_report
+from scheduler_components.values import (
     BatchingStats,
-    DecodeError,
     DecodeMoments,
     DisaggregationLoad,
     HistogramSnapshot,
@@ -21,20 +24,16 @@ from scheduler_components import (
     LoraLoad,
     MemoryLoad,
     OutputStats,
-    ParallelState,
     PoolStats,
     PublisherStats,
     QueueLoad,
     QuiesceStats,
+    ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencyRecorder
-from scheduler_components.metrics.request_times import Histogram, LatencyHistograms
-from scheduler_components.metrics.shm_metrics_board import decode_report, encode_report
-from scheduler_components.values import ReceiverStats
 
 LABELS = ParallelState().metric_labels
 

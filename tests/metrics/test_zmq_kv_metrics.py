@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler_components import (
-    ConfigError,
-    KvMetrics,
-    LoadSnapshot,
-    ParallelState,
-    SchedulerKvEventsPublisher,
-    StartError,
-)
+from scheduler_components import ConfigError, ParallelState, SchedulerKvEventsPublisher, StartError
 from scheduler_components.metrics import open_zmq_kv_metrics_receiver
 from scheduler_components.metrics.zmq_kv_metrics import (
     ZmqKvMetricsReceiver,
     ZmqKvMetricsSink,
     open_zmq_kv_metrics_sink,
 )
+from scheduler_components.values import KvMetrics, LoadSnapshot
 
 Eventually = Callable[[Callable[[], object]], None]
 

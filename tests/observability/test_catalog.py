@@ -16,7 +16,8 @@ from observability.catalog import (
     Metric,
     render_markdown,
 )
-from scheduler_components import (
+from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
@@ -30,13 +31,12 @@ from scheduler_components import (
     PublisherStats,
     QueueLoad,
     QuiesceStats,
+    ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencyRecorder
-from scheduler_components.values import ReceiverStats
 
 # Facts that reach a dashboard in another way, each with its reason.
 NOT_EXPORTED = {

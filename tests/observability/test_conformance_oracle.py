@@ -22,7 +22,6 @@ from scheduler_components import (
     EventBatch,
     KVCacheEvent,
     KvPoolReader,
-    KvPoolSnapshot,
     ParallelState,
     RadixCache,
     SchedulerKvEventsPublisher,
@@ -30,6 +29,7 @@ from scheduler_components import (
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
+from scheduler_components.values import KvPoolSnapshot
 
 PAGE_SIZE = 4
 OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=150, answer_s=5.0, pool_every_s=0.05)

@@ -17,9 +17,10 @@ import zmq
 from observability import DoctorOptions, check_worker
 from observability.doctor import CheckResult, Severity, diagnose_stream, exit_code, render_report_json
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_components import BlockStored, ConfigError, KVEventBatch, LoadSnapshot
+from scheduler_components import BlockStored, ConfigError, KVEventBatch
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAddress, ZmqEventPublisher
 from scheduler_components.load import open_zmq_load_sink
+from scheduler_components.values import LoadSnapshot
 
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 

@@ -19,10 +19,11 @@ from starlette.routing import Route
 from observability import fetch_kv_pool, kv_pool_route
 from observability.http_kv_pool import MIN_READ_INTERVAL_S
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolUnreadableError
-from scheduler_components import ComponentError, ConfigError, KvPoolSnapshot
+from scheduler_components import ComponentError, ConfigError
 from scheduler_components.events import medium_group
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.testing import FakeClock
+from scheduler_components.values import KvPoolSnapshot
 
 GPU, CPU = medium_group(None), ("CPU", 1)
 

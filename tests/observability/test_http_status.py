@@ -17,12 +17,12 @@ from starlette.applications import Starlette
 
 from observability import PrometheusSink, status_routes
 from observability.http_status_page import render_status_page
-from scheduler_components import (
+from scheduler_components import ParallelState
+from scheduler_components.values import (
     DisaggregationLoad,
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
-    ParallelState,
     QueueLoad,
     SchedulerStats,
     SpeculativeLoad,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from observability import LogSink
-from scheduler_components import LoadSnapshot, ParallelState, PublisherStats, SchedulerStats
+from scheduler_components import ParallelState
+from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats
 
 LOGGER = logging.getLogger("test_log_sink")
 

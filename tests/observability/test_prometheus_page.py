@@ -13,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from observability import MetricsBoardCollector, PrometheusSink, StreamCollector, render_metrics
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_components import (
+from scheduler_components import ParallelState
+from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import (
     BatchingStats,
     DisaggregationLoad,
     IntegrityStats,
@@ -21,16 +23,14 @@ from scheduler_components import (
     LoraLoad,
     MemoryLoad,
     OutputStats,
-    ParallelState,
     PoolStats,
     QueueLoad,
     QuiesceStats,
+    ReceiverStats,
     SchedulerStats,
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencyRecorder
-from scheduler_components.values import ReceiverStats
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"

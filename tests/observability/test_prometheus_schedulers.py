@@ -9,18 +9,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from observability import PrometheusSink
 from observability.catalog import SCHEDULER_METRICS
-from scheduler_components import (
-    ConfigError,
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import (
     LoadSnapshot,
     LoraLoad,
-    ParallelState,
     PublisherStats,
     QueueLoad,
     SchedulerCounters,
     SchedulerStats,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencyRecorder
 
 
 def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:

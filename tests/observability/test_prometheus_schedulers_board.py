@@ -16,9 +16,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import MetricsBoardCollector, PrometheusSink
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
-from scheduler_components import (
+from scheduler_components import ConfigError, ParallelState
+from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
+from scheduler_components.ports import MetricsSink
+from scheduler_components.values import (
     BatchingStats,
-    ConfigError,
     DecodeMoments,
     DisaggregationLoad,
     IntegrityStats,
@@ -26,20 +28,17 @@ from scheduler_components import (
     LoadSnapshot,
     LoraLoad,
     MemoryLoad,
-    MetricsSink,
     OutputStats,
-    ParallelState,
     PoolStats,
     PublisherStats,
     QueueLoad,
     QuiesceStats,
+    ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
-from scheduler_components.values import ReceiverStats
 
 NUM_RANKS = 8
 LABELS = [ParallelState.from_tp_rank(r, tp_size=8, attn_dp_size=8).metric_labels for r in range(NUM_RANKS)]

@@ -6,9 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from observability import PrometheusSink
-from scheduler_components import LoadSnapshot, QuiesceStats, SchedulerStats
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.values import MemoryTag
+from scheduler_components.values import LoadSnapshot, MemoryTag, QuiesceStats, SchedulerStats
 
 
 def told(quiesce: QuiesceStats | None) -> dict[str, float | None]:

@@ -7,16 +7,9 @@ from prometheus_client import CollectorRegistry
 
 from observability import PrometheusSink
 from observability.catalog import SCHEDULER_METRICS
-from scheduler_components import (
-    LoadSnapshot,
-    MetricsEmitter,
-    OutputStats,
-    OutputStreamer,
-    ParallelState,
-    SchedulerStats,
-    TokenOutput,
-)
+from scheduler_components import MetricsEmitter, OutputStreamer, ParallelState
 from scheduler_components.testing import ListOutputSink
+from scheduler_components.values import LoadSnapshot, OutputStats, SchedulerStats, TokenOutput
 
 FIRST, SECOND = (ParallelState(dp_rank=rank, dp_size=2) for rank in range(2))
 METRICS = [metric for metric in SCHEDULER_METRICS if metric.path.startswith("outputs.")]

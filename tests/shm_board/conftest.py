@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scheduler_components import LoadSnapshot, ParallelState, SchedulerCounters, SchedulerStats
+from scheduler_components import ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_sink
 from scheduler_components.metrics.shm_metrics_board import METRICS_CODEC
 from scheduler_components.shm_board import ReportCodec
+from scheduler_components.values import LoadSnapshot, SchedulerCounters, SchedulerStats
 
 LABELS = ParallelState().metric_labels
 NUM_WRITERS = 2

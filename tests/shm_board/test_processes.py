@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler_components import SchedulerStats, StartError
+from scheduler_components import StartError
 from scheduler_components.shm_board import ReportCodec, ShmBoard, open_shm_page_writer
+from scheduler_components.values import SchedulerStats
 
 Codec = ReportCodec[Any]
 MakeReport = Callable[[int], Any]

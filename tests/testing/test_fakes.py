@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from scheduler_components import (
     AllBlocksCleared,
     KVEventBatch,
-    KvMetrics,
     LoadInquirer,
-    LoadSink,
-    LoadSnapshot,
     MetricsEmitter,
     ParallelState,
     SchedulerKvEventsPublisher,
-    SchedulerStats,
 )
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.ports import LoadSink
 from scheduler_components.testing import (
     FakeClock,
     FakePool,
@@ -34,6 +31,7 @@ from scheduler_components.testing.fake_device import InstantDevice
 from scheduler_components.testing.fakes import FakeLoad, FakeRequest, ListSink, ScriptedEventSource
 from scheduler_components.testing.faulty_network import Fault, FaultyNetwork
 from scheduler_components.testing.strategies import fault_plans
+from scheduler_components.values import KvMetrics, LoadSnapshot, SchedulerStats
 
 TRIVIAL = ParallelState.trivial()
 

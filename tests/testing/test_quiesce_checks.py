@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from kit.reference_scheduler import ReferenceScheduler
 
-from scheduler_components import KvEventSink, OutputSink
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.events import MediumGroup
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
 from scheduler_components.reference.device.weights import SimulatedWeights

@@ -11,19 +11,8 @@ import pytest
 from hypothesis import given, settings
 from kit.reference_scheduler import PAGE_SIZE, ReferenceScheduler
 
-from scheduler_components import (
-    BatchResultProcessor,
-    BlockStored,
-    EventBatch,
-    FinishReason,
-    KVEventBatch,
-    KvEventSink,
-    LoadSnapshot,
-    OutputBatch,
-    OutputDelta,
-    OutputSink,
-    TokenOutput,
-)
+from scheduler_components import BatchResultProcessor, BlockStored, EventBatch, KVEventBatch
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.scheduler.batcher import Batcher
@@ -33,6 +22,7 @@ from scheduler_components.reference.engine.scheduler.request_kv_cache import Req
 from scheduler_components.testing import ConformanceError, ListEventSink, ListOutputSink, interfaces
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
+from scheduler_components.values import FinishReason, LoadSnapshot, OutputBatch, OutputDelta, TokenOutput
 
 
 @pytest.mark.parametrize("check", checks.SCHEDULER_CHECKS)

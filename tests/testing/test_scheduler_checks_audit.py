@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from kit.hybrid_scheduler import SMALL, HybridPages, KeepsStateOfAborted, LosesWindowPages, checker_of, hybrid_scheduler
 
-from scheduler_components import KvEventSink, LoadSnapshot, OutputSink
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.pool_stats_observer import AuditedPool
+from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
 from scheduler_components.testing.strategies import workloads
+from scheduler_components.values import LoadSnapshot
 
 SEEN_BY_THE_CHECKS = IntegrityConfig(checks=CheckPolicy(action="count", count_every_steps=10**6))
 CONFIG = attrs.evolve(

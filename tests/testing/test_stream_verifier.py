@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, KvPoolSnapshot
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.events import medium_group
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.codec import DIALECTS
@@ -16,6 +16,7 @@ from scheduler_components.testing.interfaces import Frames
 from scheduler_components.testing.rules import RULES
 from scheduler_components.testing.strategies import cache_histories, invalid_histories
 from scheduler_components.testing.stream_verifier import AdvertisedStream, RecordedStream, ReplayResponse, verify_stream
+from scheduler_components.values import KvPoolSnapshot
 
 GPU = medium_group(None)
 EXPECTED = AdvertisedStream(rank=0, topic=b"kv", block_size=1)

@@ -8,22 +8,18 @@ from typing import assert_type
 import scheduler_components
 from scheduler_components import (
     KVCacheEvent,
-    KvMetrics,
     LoadInquirer,
     LoadPublisher,
-    LoadSnapshot,
-    MemoryLoad,
     MetricsEmitter,
     ParallelState,
-    PublisherStats,
     RadixCache,
     SchedulerKvEventsPublisher,
-    SchedulerStats,
     TokenCountedQueue,
     open_load_publisher,
 )
 from scheduler_components.cache import PrefixMatch
 from scheduler_components.kv_events import NullEventPublisher
+from scheduler_components.values import KvMetrics, LoadSnapshot, MemoryLoad, PublisherStats, SchedulerStats
 
 
 class Request:

@@ -13,19 +13,11 @@ from prometheus_client import CollectorRegistry
 from observability import LogSink, PrometheusSink
 from scheduler_components import (
     EventBatch,
-    FinishReason,
     KVCacheEvent,
     LoadInquirer,
-    LoadSnapshot,
-    OutputBatch,
-    OutputSink,
-    OutputStats,
     OutputStreamer,
     ParallelState,
-    PublisherStats,
     RadixCache,
-    SchedulerStats,
-    TokenOutput,
     WorkCounters,
     ports,
 )
@@ -34,16 +26,26 @@ from scheduler_components.hicache import KeySpace, MemoryPageStore, Placement
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.metrics import RateMeter
 from scheduler_components.output_streamer import StreamedRequest
-from scheduler_components.ports import StatsSource
+from scheduler_components.ports import OutputSink, StatsSource
 from scheduler_components.request_receiver import InputRelay, InputSource
+from scheduler_components.values import (
+    FinishReason,
+    LoadSnapshot,
+    OutputBatch,
+    OutputStats,
+    PublisherStats,
+    SchedulerStats,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
-    from scheduler_components import NullMetricsSink, SchedulerStats
     from scheduler_components.kv_events import ZmqEventPublisher
     from scheduler_components.load import ZmqLoadSink
     from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
     from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsSink
+    from scheduler_components.ports import NullMetricsSink
     from scheduler_components.sync_input_relay import SyncGroupRelay
+    from scheduler_components.values import SchedulerStats
     from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:

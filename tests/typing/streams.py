@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, assert_type
 import pytest
 
 from observability.kv_stream import BlockView, StreamStats, Tier, open_subscriber, static_address
-from scheduler_components import ConfigError, ParallelState, PublisherStats
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.kv_events import (
     BatchDecoder,
     BatchEncoder,
@@ -25,6 +25,7 @@ from scheduler_components.kv_events import (
     open_event_publisher,
 )
 from scheduler_components.server_info import describe_kv_events_publisher
+from scheduler_components.values import PublisherStats
 
 if TYPE_CHECKING:
     from observability.kv_stream import Subscriber

@@ -9,8 +9,9 @@ from zlib import crc32
 import attrs
 import msgspec
 
-from scheduler_components import ConfigError, OutOfPagesError, RadixCache, SchedulerCounters
+from scheduler_components import ConfigError, OutOfPagesError, RadixCache
 from scheduler_components.metrics import RateMeter
+from scheduler_components.values import SchedulerCounters
 from serving_parts.request import Request
 
 __all__ = [

@@ -12,7 +12,8 @@ import attrs
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from scheduler_components import LoadSnapshot, ParallelState
+from scheduler_components import ParallelState
+from scheduler_components.values import LoadSnapshot
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox, Output, Request
 from serving_parts.surroundings import Surroundings

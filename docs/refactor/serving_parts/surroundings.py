@@ -9,8 +9,9 @@ from typing import Any, BinaryIO
 import attrs
 from prometheus_client import CollectorRegistry
 
-from scheduler_components import ParallelState, PublisherStats
+from scheduler_components import ParallelState
 from scheduler_components.kv_events import BatchEncoder, EventBatch, EventPublisher, EventPublisherFactory
+from scheduler_components.values import PublisherStats
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components import PublisherStats
 from scheduler_components.kv_events import KVEventBatch
+from scheduler_components.values import PublisherStats
 from serving_parts.surroundings import PublisherFactory
 
 from .ambient import get_clock, get_parallel, get_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components import LoadSnapshot
+from scheduler_components.values import LoadSnapshot
 
 from .ambient import get_clock, get_parallel, get_settings
 

@@ -6,7 +6,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from observability import PrometheusSink
-from scheduler_components import SchedulerStats
+from scheduler_components.values import SchedulerStats
 
 from .ambient import get_clock, get_parallel, get_registry
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from scheduler_components import RadixCache, SchedulerCounters
+from scheduler_components import RadixCache
 from scheduler_components.metrics import RateMeter
+from scheduler_components.values import SchedulerCounters
 from serving_parts.batching import Counters, check_fits, next_batch, next_tokens, release
 from serving_parts.request import Output, Request
 from serving_parts.surroundings import Surroundings

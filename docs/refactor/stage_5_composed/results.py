@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler_components import RadixCache, SchedulerCounters
+from scheduler_components import RadixCache
 from scheduler_components.metrics import RateMeter
+from scheduler_components.values import SchedulerCounters
 from serving_parts.batching import Batch, release, share
 from serving_parts.request import Output, Request, finish_reason
 

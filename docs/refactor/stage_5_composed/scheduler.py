@@ -6,20 +6,18 @@ from collections.abc import Callable
 
 from observability import PrometheusSink
 from scheduler_components import (
-    KvEventSink,
     LiveStats,
     LoadInquirer,
-    LoadSnapshot,
     MetricsEmitter,
-    MetricsSink,
     ParallelState,
     RadixCache,
-    SchedulerCounters,
     SchedulerKvEventsPublisher,
     TokenCountedQueue,
 )
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.metrics import RateMeter
+from scheduler_components.ports import KvEventSink, MetricsSink
+from scheduler_components.values import LoadSnapshot, SchedulerCounters
 from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
 from serving_parts.request import Output, Request
 from serving_parts.surroundings import PublisherFactory, Surroundings

@@ -10,9 +10,10 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from scheduler_components import CachedTokens, ComponentError
+from scheduler_components import ComponentError
 from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
+from scheduler_components.values import CachedTokens
 
 __all__ = ["AnswerStats", "ChatSession", "ChatRequestError"]
 

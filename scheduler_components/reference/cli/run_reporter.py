@@ -20,10 +20,11 @@ from rich.live import Live
 from rich.table import Table
 
 from observability.kv_stream import StreamStats
-from scheduler_components import LoadSnapshot, SchedulerStats, StatsSource, TierStats
+from scheduler_components.ports import StatsSource
 from scheduler_components.reference.cli.run_report import RunReport
 from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 from scheduler_components.shm_board import ShmBoard
+from scheduler_components.values import LoadSnapshot, SchedulerStats, TierStats
 
 __all__ = [
     "JsonReporter",

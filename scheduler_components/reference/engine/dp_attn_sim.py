@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import attrs
 import msgspec
 
-from scheduler_components import OutputBatch, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStats, PrefillDelayer, dp_rank_groups
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -23,6 +23,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
 from scheduler_components.testing.thread_ranks import ThreadSyncHub
 from scheduler_components.validators import integer_validator, number_validator
+from scheduler_components.values import OutputBatch
 
 __all__ = ["Arrival", "DpSimConfig", "DpSimReport", "make_arrivals", "simulate_dp_attn"]
 

@@ -21,13 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from scheduler_components import (
-    ComponentError,
-    ConfigError,
-    KvPoolSnapshot,
-    SchedulerStats,
-    StartError,
-)
+from scheduler_components import ComponentError, ConfigError, StartError
 from scheduler_components.metrics import open_shm_metrics_board
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
@@ -49,7 +43,7 @@ from scheduler_components.reference.engine.messages import (
 )
 from scheduler_components.reference.engine.rank_processes import RankExit, RankProcess, open_ranks
 from scheduler_components.shm_board import ShmBoard
-from scheduler_components.values import ClearStorageIndex
+from scheduler_components.values import ClearStorageIndex, KvPoolSnapshot, SchedulerStats
 
 __all__ = [
     "RpcError",

@@ -14,14 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from observability import error_response, kv_pool_route, status_routes
-from scheduler_components import (
-    ComponentError,
-    ConfigError,
-    LoadSnapshot,
-    QuiesceStats,
-    __version__,
-    kv_events_server_info,
-)
+from scheduler_components import ComponentError, ConfigError, __version__, kv_events_server_info
 from scheduler_components.kv_events import Endpoint, ListeningStream
 from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.reference.engine.engine import Engine, RpcError
@@ -31,6 +24,7 @@ from scheduler_components.reference.engine.frontend.http_generate import Generat
 from scheduler_components.reference.engine.frontend.http_openai import ChatEndpoint, CompletionEndpoint
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend, open_text_codec
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
+from scheduler_components.values import LoadSnapshot, QuiesceStats
 
 __all__ = [
     "EngineStatus",

@@ -20,9 +20,9 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from scheduler_components import DecodeError, LoadSnapshot, OutputBatch, TierStats
+from scheduler_components import DecodeError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
-from scheduler_components.values import ControlReply, ControlRequest
+from scheduler_components.values import ControlReply, ControlRequest, LoadSnapshot, OutputBatch, TierStats
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",

@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from observability import MetricsBoardCollector
 from observability.catalog import ALL_METRICS
 from observability.grafana import DASHBOARD_FILE, render_dashboard
-from scheduler_components import (
+from scheduler_components import ParallelState
+from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
@@ -22,16 +24,14 @@ from scheduler_components import (
     LoraLoad,
     MemoryLoad,
     OutputStats,
-    ParallelState,
     PoolStats,
     QueueLoad,
     QuiesceStats,
+    ReceiverStats,
     SchedulerStats,
     SpeculativeLoad,
     TierStats,
 )
-from scheduler_components.metrics import RequestLatencyRecorder
-from scheduler_components.values import ReceiverStats
 
 SERIES = re.compile(r"(sglang:\w+)(\{[^}]*\})")
 

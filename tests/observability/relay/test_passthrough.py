@@ -17,10 +17,11 @@ from observability.kv_stream import BatchApplier
 from observability.kv_stream.view import CountingView
 from observability.relay.passthrough import PassthroughDecoder, RawRemoved, RawStored, split_removal
 from observability.relay.stream import RelayedStream, SourceListener
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, PublisherStats
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch
 from scheduler_components.events import signed_block_hash
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
 from scheduler_components.kv_events.codec import decode_event
+from scheduler_components.values import PublisherStats
 
 FORMS = ("map", "array")
 STORED_FIELDS = BlockStored.__struct_fields__

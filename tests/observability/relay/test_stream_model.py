@@ -20,8 +20,9 @@ from observability.relay.source_merger import SourceMerger
 from observability.relay.stream import RelayedStream, SourceListener
 from observability.testing import RecoverySimulation
 from observability.testing.recovery_model import ModelSubscriber
-from scheduler_components import EventBatch, PublisherStats
+from scheduler_components import EventBatch
 from scheduler_components.kv_events import EventStream
+from scheduler_components.values import PublisherStats
 
 State = frozenset[tuple[int, Tier]]
 

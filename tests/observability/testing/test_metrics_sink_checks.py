@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from observability import PrometheusSink
 from observability.catalog import SCHEDULER_METRICS
 from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
-from scheduler_components import SchedulerStats
 from scheduler_components.testing import ConformanceError
+from scheduler_components.values import SchedulerStats
 
 
 class Scrape:

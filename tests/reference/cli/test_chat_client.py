@@ -13,7 +13,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from scheduler_components import CachedTokens, StartError
+from scheduler_components import StartError
 from scheduler_components.reference.cli.chat_client import AnswerStats
 from scheduler_components.reference.cli.chat_command import (
     ChatOptions,
@@ -22,6 +22,7 @@ from scheduler_components.reference.cli.chat_command import (
     read_lines,
     run_chat,
 )
+from scheduler_components.values import CachedTokens
 
 
 async def given(*questions: str) -> AsyncIterator[str]:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from observability.kv_stream import StreamState, StreamStats
-from scheduler_components import LoadSnapshot, SchedulerStats
 from scheduler_components.reference.cli.run_reporter import (
     ConsoleReporter,
     CounterRates,
@@ -21,6 +20,7 @@ from scheduler_components.reference.cli.run_reporter import (
     render_rank_table,
 )
 from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
+from scheduler_components.values import LoadSnapshot, SchedulerStats
 
 
 def report(**load: float) -> SchedulerStats:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from scheduler_components import FinishReason, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.device.torch_attention import pack_batch
 from scheduler_components.reference.device.torch_device import TorchDevice
@@ -22,6 +22,7 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+from scheduler_components.values import FinishReason
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from kit.model_bench import PAGE_SIZE, PROMPTS, SYSTEMS, LateMover, ModelBench, Tiers, open_threads
 
-from scheduler_components import FinishReason
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, open_file_page_store
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+from scheduler_components.values import FinishReason
 
 
 @pytest.fixture

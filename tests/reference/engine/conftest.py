@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components import BlockStored, EventBatch, KVCacheEvent, KvMetrics, ParallelState, SchedulerStats
+from scheduler_components import BlockStored, EventBatch, KVCacheEvent, ParallelState
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -19,6 +19,7 @@ from scheduler_components.reference.engine.scheduler.scheduler import (
     StepResult,
 )
 from scheduler_components.testing import ListOutputSink
+from scheduler_components.values import KvMetrics, SchedulerStats
 
 MODEL = SimulatedModel()
 

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_components import (
-    DecodeError,
-    FinishReason,
-    LoadSnapshot,
-    OutputBatch,
-    OutputDelta,
-    TokenOutput,
-)
+from scheduler_components import DecodeError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
@@ -53,15 +46,20 @@ from scheduler_components.values import (
     ContinueGeneration,
     ControlReply,
     EndWeightUpdate,
+    FinishReason,
     FlushCache,
     InputKind,
+    LoadSnapshot,
     LoadWeights,
     MemoryTag,
+    OutputBatch,
+    OutputDelta,
     PauseGeneration,
     PauseMode,
     ReleaseMemory,
     ResumeMemory,
     RollBackWeights,
+    TokenOutput,
 )
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)

@@ -11,9 +11,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler_components import ConfigError, LoadSnapshot
+from scheduler_components import ConfigError
 from scheduler_components.load import DispatchLedger
 from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER
+from scheduler_components.values import LoadSnapshot
 
 __all__ = ["LoadDispatcher", "Placement", "ReplicaLoad"]
 

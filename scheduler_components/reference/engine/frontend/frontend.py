@@ -16,7 +16,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from scheduler_components import ComponentError, ConfigError, FinishReason, OutputBatch, OutputDelta
+from scheduler_components import ComponentError, ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, Placement
 from scheduler_components.reference.engine.frontend.errors import (
@@ -42,7 +42,7 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     encode,
 )
-from scheduler_components.values import ControlReply
+from scheduler_components.values import ControlReply, FinishReason, OutputBatch, OutputDelta
 
 __all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
 

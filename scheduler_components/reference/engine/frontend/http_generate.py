@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from scheduler_components import ComponentError, FinishReason
+from scheduler_components import ComponentError
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.frontend import RequestStream
 from scheduler_components.reference.engine.frontend.http_body import (
@@ -39,6 +39,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
     stop_strings,
 )
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta, TextFrontend
+from scheduler_components.values import FinishReason
 
 __all__ = ["GenerateBody", "GenerateEndpoint", "read_generate_body"]
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from scheduler_components import CachedTokens, ConfigError
+from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
+from scheduler_components.values import CachedTokens
 
 __all__ = [
     "MAX_CHOICES",

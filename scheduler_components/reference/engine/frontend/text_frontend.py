@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from scheduler_components import ConfigError, FinishReason, OutputDelta
+from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.frontend.frontend import Frontend, GenerateReqInput, RequestStream
@@ -20,6 +20,7 @@ from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
+from scheduler_components.values import FinishReason, OutputDelta
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",

@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from scheduler_components import (
-    LoadSnapshot,
-    OutputBatch,
-    WorkCounters,
-)
+from scheduler_components import WorkCounters
 from scheduler_components.reference.engine.messages import (
     FRONTEND_DISPATCHER,
     LoadReport,
@@ -25,6 +21,8 @@ from scheduler_components.reference.engine.messages import (
 from scheduler_components.thread_watchdog import LogStallSink
 from scheduler_components.values import (
     InputMessage,
+    LoadSnapshot,
+    OutputBatch,
     RejectionReason,
     RequestRejection,
     StallReport,

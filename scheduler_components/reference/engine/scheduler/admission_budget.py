@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_components import BatchingStats
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer, FirstTokenPredictor
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.ports import ComputeGate, NullComputeGate
 from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.values import BatchingStats
 
 __all__ = ["AdmissionBudget"]
 

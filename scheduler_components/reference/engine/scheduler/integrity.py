@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components import KvEventSource, ParallelState, RadixCache
+from scheduler_components import ParallelState, RadixCache
 from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.cache import RadixNode
 from scheduler_components.invariant_checker import PoolInvariantChecker, PublishedBlocks
 from scheduler_components.pool_stats_observer import AuditedPool, PoolStatsObserver, RadixCachePool
-from scheduler_components.ports import AllocationSink, NullAllocationSink
+from scheduler_components.ports import AllocationSink, KvEventSource, NullAllocationSink
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_components import FinishReason
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
+from scheduler_components.values import FinishReason
 
 __all__ = [
     "RequestQueues",

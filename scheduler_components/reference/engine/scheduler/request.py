@@ -6,10 +6,11 @@ import enum
 from array import array
 from collections.abc import Iterable
 
-from scheduler_components import CachedTokens, ConfigError, FinishReason, TokenOutput
+from scheduler_components import ConfigError
 from scheduler_components.cache import RadixNode
 from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.reference.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
+from scheduler_components.values import CachedTokens, FinishReason, TokenOutput
 
 __all__ = [
     "Request",

@@ -9,12 +9,12 @@ from typing import cast
 
 import msgspec
 
-from scheduler_components import FinishReason, SchedulerCounters, WorkCounters
+from scheduler_components import WorkCounters
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.values import ReceiverStats
+from scheduler_components.values import FinishReason, ReceiverStats, SchedulerCounters
 
 __all__ = ["RequestMetrics"]
 

@@ -27,16 +27,9 @@ import msgspec
 from scheduler_components import (
     BatchResultProcessor,
     ConfigError,
-    KvEventSink,
-    KvMetricsSink,
     LiveStats,
     LoadInquirer,
-    LoadSource,
     MetricsEmitter,
-    MetricsSink,
-    NullKvMetricsSink,
-    NullMetricsSink,
-    OutputSink,
     OutputStreamer,
     ParallelState,
     RadixCache,
@@ -46,7 +39,16 @@ from scheduler_components import (
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.kv_events import NullEventPublisher
-from scheduler_components.ports import NullOutputSink
+from scheduler_components.ports import (
+    KvEventSink,
+    KvMetricsSink,
+    LoadSource,
+    MetricsSink,
+    NullKvMetricsSink,
+    NullMetricsSink,
+    NullOutputSink,
+    OutputSink,
+)
 from scheduler_components.quiesce import QuiesceState, weight_namespace
 from scheduler_components.reference.device.device import Device, DeviceOutput, ScheduledBatch
 from scheduler_components.reference.engine.config import SchedulerConfig

@@ -9,14 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler_components import (
-    ConfigError,
-    FinishReason,
-    LoadSnapshot,
-    OutputBatch,
-    OutputDelta,
-    TokenOutput,
-)
+from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.errors import (
@@ -39,6 +32,7 @@ from scheduler_components.reference.engine.messages import (
     decode_command,
     pack_tokens,
 )
+from scheduler_components.values import FinishReason, LoadSnapshot, OutputBatch, OutputDelta, TokenOutput
 
 
 class Leader:

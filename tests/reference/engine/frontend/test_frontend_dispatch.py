@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components import LoadSnapshot
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.messages import FRONTEND_DISPATCHER
+from scheduler_components.values import LoadSnapshot
 
 
 def make_dispatcher(num_replicas: int, affinity_tokens: int = 0) -> LoadDispatcher:

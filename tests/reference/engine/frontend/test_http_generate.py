@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_components import FinishReason, OutputBatch, OutputDelta, TokenOutput
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
 from scheduler_components.reference.engine.frontend.frontend import Frontend
@@ -32,6 +31,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_tokens,
 )
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
+from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput
 
 
 class Leader:

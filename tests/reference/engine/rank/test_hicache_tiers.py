@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="needs torch: pip install scheduler-componen
 
 import torch
 
-from scheduler_components import ConfigError, FinishReason, ParallelState
+from scheduler_components import ConfigError, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, TorchDeviceMemory
 from scheduler_components.page_shape import HostLayout
@@ -30,6 +30,7 @@ from scheduler_components.reference.engine.config import HiCacheConfig, Schedule
 from scheduler_components.reference.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.values import FinishReason
 
 PAGE_SIZE = 4
 CONFIG = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=64, max_running_requests=4, chunk_tokens=16)

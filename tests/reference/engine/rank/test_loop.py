@@ -12,15 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler_components import (
-    FinishReason,
-    GaugePacer,
-    LoadPublisher,
-    LoadSnapshot,
-    OutputDelta,
-    ParallelState,
-    SchedulerStats,
-)
+from scheduler_components import GaugePacer, LoadPublisher, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import LockstepError
 from scheduler_components.internal_state import InternalState
@@ -55,7 +47,7 @@ from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettin
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing.fakes import ListSink
-from scheduler_components.values import RelayedInput
+from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta, RelayedInput, SchedulerStats
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components import CachedTokens
 from scheduler_components.dynamic_chunk_sizer import PrefillLatencyModel
 from scheduler_components.testing import FakeClock
+from scheduler_components.values import CachedTokens
 
 
 def timed(bench: object, base_s: float, token_s: float) -> FakeClock:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, TokenOutput
+from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.values import TokenOutput
 
 checked = settings(deadline=None)
 u32 = st.integers(0, 2**32 - 1)

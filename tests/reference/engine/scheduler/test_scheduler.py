@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_components import ConfigError, FinishReason
+from scheduler_components import ConfigError
 from scheduler_components.reference.device.device import DeviceOutput, SimulatedModel
 from scheduler_components.reference.device.model_spec import TokenSpec
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams, TokenLogprobs
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.values import FinishReason
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 

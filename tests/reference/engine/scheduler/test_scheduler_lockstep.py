@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import BatchingStats, EventBatch, LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components import EventBatch, ParallelState
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -24,6 +24,7 @@ from scheduler_components.reference.engine.scheduler.scheduler import (
     SchedulerSinks,
     StepResult,
 )
+from scheduler_components.values import BatchingStats, LoadSnapshot, SchedulerStats
 
 MODEL = SimulatedModel(vocab_size=4)
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components import BlockRemoved, EventBatch, FinishReason, ParallelState
+from scheduler_components import BlockRemoved, EventBatch, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
@@ -30,6 +30,7 @@ from scheduler_components.values import (
     ContinueGeneration,
     ControlRequest,
     EndWeightUpdate,
+    FinishReason,
     FlushCache,
     MemoryTag,
     PauseGeneration,

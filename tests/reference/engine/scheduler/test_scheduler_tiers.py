@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
-from scheduler_components import ParallelState, SchedulerStats
+from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.hicache import (
     HiCacheStepper,
@@ -27,6 +27,7 @@ from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTier
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import ListOutputSink
+from scheduler_components.values import SchedulerStats
 
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
