@@ -76,19 +76,19 @@ def run_engine(
     asyncio.run(asyncio.wait_for(whole(), timeout=60))
 
 
-def wanted(tokens: range, max_new_tokens: int = 5) -> GenerateReqInput:
+def make_request(tokens: range, max_new_tokens: int = 5) -> GenerateReqInput:
     limits = SamplingLimits(max_new_tokens=max_new_tokens)
     return GenerateReqInput(input_ids=pack_tokens(tokens), limits=limits)
 
 
 async def generate(engine: Engine, request: GenerateReqInput) -> list[int]:
-    async with engine.frontend.open_request(request) as news:
-        return [token async for delta in news for token in delta.output.token_ids]
+    async with engine.frontend.open_request(request) as stream:
+        return [token async for delta in stream for token in delta.output.token_ids]
 
 
 def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
-        requests = [wanted(range(start, start + 40)) for start in range(12)]
+        requests = [make_request(range(start, start + 40)) for start in range(12)]
         answers = await asyncio.gather(*(generate(engine, request) for request in requests))
         assert all(len(tokens) == 5 for tokens in answers)
         await engine.wait_until_idle()
@@ -117,7 +117,7 @@ def test_only_the_first_rank_of_each_replica_opens_a_stream(private_tmp: Path) -
 
 def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
-        await generate(engine, wanted(range(64)))
+        await generate(engine, make_request(range(64)))
         info = json.loads(json.dumps(EngineStatus(engine=engine).server_info(), default=str))
         addresses = parse_addresses(info, parse_worker_url("http://127.0.0.1:30000"))
         assert len({each.port for at in addresses for each in (at.events, at.replay, at.load) if each}) == 6
@@ -145,7 +145,7 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
             httpx.AsyncClient(transport=app, base_url="http://engine") as client,
             open_async_subscriber(addresses) as reader,
         ):
-            await asyncio.gather(*(generate(engine, wanted(range(64))) for _ in range(4)))
+            await asyncio.gather(*(generate(engine, make_request(range(64))) for _ in range(4)))
             await engine.wait_until_idle()
             before = await engine.dump_caches()
             for rank in (0, 1):
@@ -157,7 +157,7 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
                 assert await reader.wait_until(rank, before[2 * rank].last_sequence + 1, 20)
                 assert reader.blocks(rank) == frozenset()
             # One for each replica, for many seconds of its device's time.
-            asked = [asyncio.ensure_future(generate(engine, wanted(range(64), 900))) for _ in range(2)]
+            asked = [asyncio.ensure_future(generate(engine, make_request(range(64), 900))) for _ in range(2)]
             while not (await engine.dump_caches())[0].block_hashes:
                 await asyncio.sleep(0)
             assert (await client.post("/flush_cache")).status_code == 400
@@ -196,12 +196,12 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
                 return [unpack_hashes(dumps[tp_rank].stored_hashes) for tp_rank in range(4)]
 
             async def serve() -> None:
-                await asyncio.gather(*(generate(engine, wanted(range(64))) for _ in range(4)))
+                await asyncio.gather(*(generate(engine, make_request(range(64))) for _ in range(4)))
 
             await serve()
             full = await stored()
             assert all(full)
-            asked = asyncio.ensure_future(generate(engine, wanted(range(64), 400)))
+            asked = asyncio.ensure_future(generate(engine, make_request(range(64), 400)))
             while engine.frontend.is_idle:
                 await asyncio.sleep(0)
             assert (await client.post("/clear_hicache_storage_backend")).status_code == 400
@@ -221,7 +221,7 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
 def test_server_info_has_the_kv_metrics_of_each_replica(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         while set(engine.stats.read()) != {0, 1}:
-            await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
+            await asyncio.gather(*(generate(engine, make_request(range(8))) for _ in range(4)))
         metrics = EngineStatus(engine=engine).server_info()["kv_metrics"]
         assert [(each["data_parallel_rank"], each["kv_total_blocks"]) for each in metrics] == [(0, 256), (1, 256)]
 
@@ -233,15 +233,15 @@ def test_the_advertised_load_gauge_counts_dispatched_requests(private_tmp: Path)
         described = EngineStatus(engine=engine).server_info()["kv_events"]
         base, host = described["load_endpoint_port_base"], described["endpoint_host"]
         with closing(open_zmq_load_reader(f"tcp://{host}:{base + rank}" for rank in range(2))) as reader:
-            await asyncio.gather(*(generate(engine, wanted(range(8))) for _ in range(4)))
+            await asyncio.gather(*(generate(engine, make_request(range(8))) for _ in range(4)))
             await engine.wait_until_idle()
             sent = {rank: load.last_dispatch_ticket for rank, load in enumerate(engine.frontend.dispatcher.replicas)}
             assert sum(sent.values()) == 4
-            told: dict[int, tuple[int, int, int]] = {}
-            while told != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
+            loads: dict[int, tuple[int, int, int]] = {}
+            while loads != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
                 loads = {rank: sample.stat for rank, sample in reader.read(0.1).samples.items()}
                 await asyncio.sleep(0)  # the deadline of the test is heard here
-                told = {
+                loads = {
                     rank: (
                         dict(load.dispatched_watermarks)[FRONTEND_DISPATCHER],
                         load.num_running_reqs,
@@ -256,8 +256,8 @@ def test_the_advertised_load_gauge_counts_dispatched_requests(private_tmp: Path)
 def test_a_request_that_can_never_fit_is_refused(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         with pytest.raises(RequestRefusedError, match="the pool has 1024"):
-            await generate(engine, wanted(range(2000)))
-        assert len(await generate(engine, wanted(range(40)))) == 5
+            await generate(engine, make_request(range(2000)))
+        assert len(await generate(engine, make_request(range(40)))) == 5
 
     run_engine(scenario)
 
@@ -270,12 +270,12 @@ def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp
             stats = next(iter(engine.stats.read().values()), None)
             return ReceiverStats() if stats is None or stats.receiver is None else stats.receiver
 
-        running = asyncio.create_task(generate(engine, wanted(range(40), max_new_tokens=200)))
+        running = asyncio.create_task(generate(engine, make_request(range(40), max_new_tokens=200)))
         await asyncio.sleep(0)  # it is sent now
         engine.frontend.send(0, BlockInput())
-        waiting = [asyncio.create_task(generate(engine, wanted(range(start, start + 40)))) for start in range(3)]
+        waiting = [asyncio.create_task(generate(engine, make_request(range(start, start + 40)))) for start in range(3)]
         await asyncio.sleep(0)
-        async with engine.frontend.open_request(wanted(range(9, 49))):
+        async with engine.frontend.open_request(make_request(range(9, 49))):
             pass  # left while it waits: it is answered, and never computed
         while (counts().requests_held, counts().requests_refused) != (3, 1):
             await asyncio.sleep(0.01)
@@ -285,7 +285,7 @@ def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp
         assert len(await running) == 200
         engine.frontend.send(0, DrainInput())
         with pytest.raises(TooBusyError, match="this replica is draining"):
-            await generate(engine, wanted(range(40)))
+            await generate(engine, make_request(range(40)))
         await engine.wait_until_idle()
         first, second = (await engine.dump_caches()).values()
         assert first.digest == second.digest
@@ -299,8 +299,8 @@ def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp
 
 def test_a_closed_request_frees_its_pages(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
-        async with engine.frontend.open_request(wanted(range(40), max_new_tokens=900)) as news:
-            await anext(news)
+        async with engine.frontend.open_request(make_request(range(40), max_new_tokens=900)) as stream:
+            await anext(stream)
         await engine.wait_until_idle()
         assert all(stats.load.num_used_tokens == 0 for stats in engine.stats.read().values())
 
@@ -314,7 +314,7 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
         with pytest.raises(EngineFailedError, match=f"tp{tp_rank}.* was killed by signal 9"):
             await engine.run(asyncio.Event().wait())
         with pytest.raises(EngineFailedError):
-            await generate(engine, wanted(range(4)))
+            await generate(engine, make_request(range(4)))
 
     run_engine(scenario)
 
@@ -326,22 +326,24 @@ def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp:
         app = make_app(engine, CollectorRegistry())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
             assert (await client.get("/health")).status_code == 200
-            async with engine.frontend.open_request(wanted(range(40), max_new_tokens=900)) as news:
-                assert news.replica == 0
-                await anext(news)
+            async with engine.frontend.open_request(make_request(range(40), max_new_tokens=900)) as stream:
+                assert stream.replica == 0
+                await anext(stream)
                 os.kill(engine.ranks[tp_rank].process.pid, signal.SIGSTOP)
                 with pytest.raises(RankSilentError, match=rf"^rank dp0/pp0/tp{tp_rank}.* no heartbeat for [\d.]+ s$"):
-                    async for _ in news:
+                    async for _ in stream:
                         pass
             answer = await client.get("/health")
             assert answer.status_code == 503
             assert f"rank dp0/pp0/tp{tp_rank}" in answer.json()["problem"]
-            assert len(await generate(engine, wanted(range(40)))) == 5  # by the other replica
+            assert len(await generate(engine, make_request(range(40)))) == 5  # by the other replica
             os.kill(engine.ranks[tp_rank].process.pid, signal.SIGCONT)
             while (await client.get("/health")).status_code != 200:
                 await asyncio.sleep(0.02)
         await engine.wait_until_idle()  # what was given up is over there too
-        answers = await asyncio.gather(*(generate(engine, wanted(range(start, start + 40))) for start in range(8)))
+        answers = await asyncio.gather(
+            *(generate(engine, make_request(range(start, start + 40))) for start in range(8))
+        )
         assert all(len(tokens) == 5 for tokens in answers)
 
     # So slow that the request takes seconds: a busy machine stops the rank before its last token.

@@ -69,7 +69,7 @@ rids = st.text(min_size=1, max_size=20)
 
 seconds = st.floats(0, 1e6)
 tags = st.lists(st.sampled_from(MemoryTag), max_size=2).map(tuple)
-orders = st.one_of(
+control_requests = st.one_of(
     st.builds(PauseGeneration, st.sampled_from(PauseMode), seconds),
     st.sampled_from([ContinueGeneration(), CheckWeights(), RollBackWeights()]),
     st.builds(FlushCache, seconds),
@@ -81,7 +81,7 @@ orders = st.one_of(
     st.builds(ResumeMemory, tags),
 )
 commands = st.one_of(
-    st.builds(SubmitControl, counts, orders),
+    st.builds(SubmitControl, counts, control_requests),
     st.builds(BlockInput),
     st.builds(UnblockInput),
     st.builds(DrainInput),

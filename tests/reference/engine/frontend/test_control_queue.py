@@ -41,7 +41,7 @@ class PlayedReplicas:
     """Leaders' sockets that answer orders at once; ``problems`` and ``checksums`` say how, ``deaf`` do not answer."""
 
     def __init__(self) -> None:
-        self.told: list[list[ControlRequest]] = [[], []]
+        self.received: list[list[ControlRequest]] = [[], []]
         self.problems: dict[tuple[int, type[ControlRequest]], str] = {}
         self.checksums = [5, 5]
         self.deaf: set[int] = set()
@@ -50,18 +50,18 @@ class PlayedReplicas:
             dispatcher=LoadDispatcher(replicas=[ReplicaLoad(), ReplicaLoad()]),
             heartbeats=HeartbeatMonitor(timeout_s=2 * HEARTBEAT_INTERVAL_S),
         )
-        self.desk = ControlQueue(frontend=self.frontend)
+        self.control = ControlQueue(frontend=self.frontend)
 
     def take(self, replica: int, command: SubmitControl) -> None:
-        order = command.request
-        self.told[replica].append(order)
-        problem = self.problems.get((replica, type(order)), "")
-        checksum = self.checksums[replica] if isinstance(order, CheckWeights) else 0
+        request = command.request
+        self.received[replica].append(request)
+        problem = self.problems.get((replica, type(request)), "")
+        checksum = self.checksums[replica] if isinstance(request, CheckWeights) else 0
         if replica not in self.deaf:
             self.frontend.receive(ControlCompleted(replica, ControlReply(command.request_id, problem, 3, checksum)))
 
     def kinds(self, replica: int) -> list[type[ControlRequest]]:
-        return [type(order) for order in self.told[replica]]
+        return [type(request) for request in self.received[replica]]
 
 
 class _Leader:
@@ -84,79 +84,79 @@ PARTS = {"a": b"1", "b": b"2"}
 
 def test_a_weight_update_is_one_session_on_all_replicas() -> None:
     replicas = PlayedReplicas()
-    assert run(lambda: replicas.desk.update_weights("v2", PARTS)) == 5
+    assert run(lambda: replicas.control.update_weights("v2", PARTS)) == 5
     for replica in (0, 1):
         assert replicas.kinds(replica) == [*SESSION, EndWeightUpdate]
-        assert replicas.told[replica][-1] == EndWeightUpdate(5)
-    assert replicas.desk.weight_version == "v2"
+        assert replicas.received[replica][-1] == EndWeightUpdate(5)
+    assert replicas.control.weight_version == "v2"
     assert not replicas.frontend.replies.commands.controls
 
 
 @pytest.mark.parametrize(
-    ("checksums", "wanted", "words"),
+    ("checksums", "expected", "words"),
     [
         ([5, 6], None, "replica 1: the weights have checksum 0000000000000006, not 0000000000000005"),
         ([6, 6], 5, "replica 0: the weights have checksum 0000000000000006, not 0000000000000005; replica 1: "),
     ],
 )
-def test_replicas_with_different_checksums_roll_back(checksums: list[int], wanted: int | None, words: str) -> None:
+def test_replicas_with_different_checksums_roll_back(checksums: list[int], expected: int | None, words: str) -> None:
     replicas = PlayedReplicas()
     replicas.checksums = checksums
     with pytest.raises(ControlFailedError, match=words):
-        run(lambda: replicas.desk.update_weights("v2", PARTS, checksum=wanted))
+        run(lambda: replicas.control.update_weights("v2", PARTS, checksum=expected))
     assert [replicas.kinds(replica) for replica in (0, 1)] == [[*SESSION, RollBackWeights]] * 2
-    assert replicas.desk.weight_version == "default"
+    assert replicas.control.weight_version == "default"
 
 
-@pytest.mark.parametrize("order", [BeginWeightUpdate, LoadWeights, CheckWeights])
-def test_a_failure_on_one_replica_is_rolled_back_on_all(order: type[ControlRequest]) -> None:
+@pytest.mark.parametrize("request_type", [BeginWeightUpdate, LoadWeights, CheckWeights])
+def test_a_failure_on_one_replica_is_rolled_back_on_all(request_type: type[ControlRequest]) -> None:
     replicas = PlayedReplicas()
-    replicas.problems[1, order] = "rank 3 could not"
+    replicas.problems[1, request_type] = "rank 3 could not"
     with pytest.raises(ControlFailedError, match="replica 1: rank 3 could not"):
-        run(lambda: replicas.desk.update_weights("v2", PARTS))
+        run(lambda: replicas.control.update_weights("v2", PARTS))
     assert replicas.kinds(0)[-1] is replicas.kinds(1)[-1] is RollBackWeights
     assert EndWeightUpdate not in replicas.kinds(0)
-    assert replicas.desk.weight_version == "default"
+    assert replicas.control.weight_version == "default"
 
 
 def test_a_partial_commit_fails_the_engine_and_a_refused_one_does_not() -> None:
     replicas = PlayedReplicas()
     replicas.problems = dict.fromkeys([(0, EndWeightUpdate), (1, EndWeightUpdate)], "given up at its deadline")
     with pytest.raises(ControlFailedError):
-        run(lambda: replicas.desk.update_weights("v2", PARTS))
+        run(lambda: replicas.control.update_weights("v2", PARTS))
     assert replicas.kinds(1)[-1] is RollBackWeights
     assert replicas.frontend.replies.failure is None
     del replicas.problems[0, EndWeightUpdate]
     with pytest.raises(ControlFailedError, match="replica 1: given up"):
-        run(lambda: replicas.desk.update_weights("v2", PARTS))
+        run(lambda: replicas.control.update_weights("v2", PARTS))
     assert "replicas have different weights" in str(replicas.frontend.replies.failure)
 
 
 def test_a_pause_that_fails_on_one_replica_pauses_none() -> None:
     replicas = PlayedReplicas()
-    assert run(lambda: replicas.desk.pause(PauseMode.ABORT, 0.0)) == 6
+    assert run(lambda: replicas.control.pause(PauseMode.ABORT, 0.0)) == 6
     replicas.problems[0, PauseGeneration] = "given up at its deadline"
     with pytest.raises(ControlFailedError, match="pause generation: replica 0: given up"):
-        run(lambda: replicas.desk.pause(PauseMode.FINISH, 0.0))
-    assert [replicas.told[replica][-1] for replica in (0, 1)] == [ContinueGeneration()] * 2
+        run(lambda: replicas.control.pause(PauseMode.FINISH, 0.0))
+    assert [replicas.received[replica][-1] for replica in (0, 1)] == [ContinueGeneration()] * 2
 
 
 def test_a_silent_or_dead_rank_ends_the_control_request() -> None:
     async def hang() -> None:
         replicas.frontend.receive(RankHeartbeat("rank 7", 1))
-        asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))
-        while not replicas.told[1]:
+        pending = asyncio.ensure_future(replicas.control.send(FlushCache(3600.0)))
+        while not replicas.received[1]:
             await asyncio.sleep(0)
         for _ in range(3):
             replicas.frontend.tick()
-        await asked
+        await pending
 
     async def die() -> None:
-        asked = asyncio.ensure_future(replicas.desk.send(FlushCache(3600.0)))
-        while not replicas.told[1]:
+        pending = asyncio.ensure_future(replicas.control.send(FlushCache(3600.0)))
+        while not replicas.received[1]:
             await asyncio.sleep(0)
         replicas.frontend.fail(EngineFailedError("rank 7 was killed by signal 9"))
-        await asked
+        await pending
 
     replicas = PlayedReplicas()
     replicas.deaf = {1}

@@ -51,7 +51,7 @@ def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Frontend, list[L
     return Frontend(leaders=leaders, dispatcher=dispatcher, **settings), leaders  # type: ignore[arg-type]
 
 
-def wanted(rid: str | None = None, num_tokens: int = 3) -> GenerateReqInput:
+def make_request(rid: str | None = None, num_tokens: int = 3) -> GenerateReqInput:
     return GenerateReqInput(rid=rid, input_ids=pack_tokens(range(num_tokens)), limits=SamplingLimits(max_new_tokens=2))
 
 
@@ -72,12 +72,15 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def test_a_request_is_submitted_once_and_gets_its_deltas_in_order() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
-        async with frontend.open_request(wanted("a")) as first, frontend.open_request(wanted("b")) as second:
+        async with (
+            frontend.open_request(make_request("a")) as first,
+            frontend.open_request(make_request("b")) as second,
+        ):
             frontend.process_outputs(OutputBatch(0, (output("a", 1), output("b", 2))))
             frontend.process_outputs(OutputBatch(0, (output("a", 3, FinishReason.LENGTH),)))
             frontend.process_outputs(OutputBatch(0, (output("b", 4, FinishReason.STOP),)))
-            assert [news.output.token_ids for news in [each async for each in first]] == [(1,), (3,)]
-            assert [news.output.token_ids for news in [each async for each in second]] == [(2,), (4,)]
+            assert [stream.output.token_ids for stream in [each async for each in first]] == [(1,), (3,)]
+            assert [stream.output.token_ids for stream in [each async for each in second]] == [(2,), (4,)]
         assert [command.rid for command in leader.commands if isinstance(command, SubmitRequest)] == ["a", "b"]
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
         assert frontend.num_open_requests == 0
@@ -95,12 +98,12 @@ def test_a_sampled_request_gets_a_seed_unless_it_has_one() -> None:
             SamplingParams(temperature=1.0, seed=0),
         )
         for sampling in asked:
-            async with frontend.open_request(msgspec.structs.replace(wanted(), sampling=sampling)):
+            async with frontend.open_request(msgspec.structs.replace(make_request(), sampling=sampling)):
                 pass
-        told = [command.sampling for command in leader.commands if isinstance(command, SubmitRequest)]
-        assert (told[0], told[3]) == (asked[0], asked[3])
-        assert None not in (told[1].seed, told[2].seed)
-        assert told[1].seed != told[2].seed
+        sent = [command.sampling for command in leader.commands if isinstance(command, SubmitRequest)]
+        assert (sent[0], sent[3]) == (asked[0], asked[3])
+        assert None not in (sent[1].seed, sent[2].seed)
+        assert sent[1].seed != sent[2].seed
 
     run(scenario())
 
@@ -108,7 +111,7 @@ def test_a_sampled_request_gets_a_seed_unless_it_has_one() -> None:
 def test_a_client_that_leaves_early_aborts_its_request() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
-        async with frontend.open_request(wanted("a")):
+        async with frontend.open_request(make_request("a")):
             pass
         assert leader.commands[-1] == AbortRequest("a")
         frontend.process_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
@@ -122,7 +125,7 @@ def test_a_client_that_leaves_early_aborts_its_request() -> None:
 def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
-        async with frontend.open_request(wanted("a")):
+        async with frontend.open_request(make_request("a")):
             frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
         assert len(leader.commands) == 1
 
@@ -132,7 +135,7 @@ def test_a_client_that_leaves_after_the_end_aborts_nothing() -> None:
 def test_requests_without_an_id_get_different_ones() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
-        async with frontend.open_request(wanted()) as first, frontend.open_request(wanted()) as second:
+        async with frontend.open_request(make_request()) as first, frontend.open_request(make_request()) as second:
             assert first.rid != second.rid
 
     run(scenario())
@@ -141,7 +144,7 @@ def test_requests_without_an_id_get_different_ones() -> None:
 def test_a_chosen_id_never_collides_with_one_that_a_client_gave() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
-        async with frontend.open_request(wanted("request-0")), frontend.open_request(wanted()) as second:
+        async with frontend.open_request(make_request("request-0")), frontend.open_request(make_request()) as second:
             assert second.rid != "request-0"
 
     run(scenario())
@@ -152,15 +155,15 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_is_reported() -> None:
 
     async def scenario() -> None:
         frontend, (leader,) = make_front()
-        async with frontend.open_request(wanted("a")):
+        async with frontend.open_request(make_request("a")):
             pass
         with pytest.raises(ConfigError, match="open request"):
-            frontend.open_request(wanted("a"))
+            frontend.open_request(make_request("a"))
         assert [type(command) for command in leader.commands] == [SubmitRequest, AbortRequest]
         frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
-        async with frontend.open_request(wanted("a")) as news:
+        async with frontend.open_request(make_request("a")) as stream:
             frontend.process_outputs(OutputBatch(0, (output("a", 2, FinishReason.STOP),)))
-            assert [each.output.token_ids async for each in news] == [(2,)]
+            assert [each.output.token_ids async for each in stream] == [(2,)]
 
     run(scenario())
 
@@ -168,9 +171,9 @@ def test_an_id_stays_in_use_until_the_end_of_its_request_is_reported() -> None:
 def test_requests_beyond_the_limit_are_refused() -> None:
     async def scenario() -> None:
         frontend, _ = make_front(max_open_requests=1)
-        async with frontend.open_request(wanted()):
+        async with frontend.open_request(make_request()):
             with pytest.raises(TooBusyError):
-                frontend.open_request(wanted())
+                frontend.open_request(make_request())
 
     run(scenario())
 
@@ -179,9 +182,9 @@ def test_a_refusal_reaches_the_client_and_sends_no_abort() -> None:
     async def scenario() -> None:
         frontend, (leader,) = make_front()
         with pytest.raises(RequestRefusedError, match="too long"):
-            async with frontend.open_request(wanted("a")) as news:
+            async with frontend.open_request(make_request("a")) as stream:
                 frontend.receive(RequestRefused("a", "too long"))
-                await anext(news)
+                await anext(stream)
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
 
     run(scenario())
@@ -191,9 +194,9 @@ def test_a_busy_replica_refuses_with_too_busy() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
         with pytest.raises(TooBusyError, match="takes no more requests"):
-            async with frontend.open_request(wanted("a")) as news:
+            async with frontend.open_request(make_request("a")) as stream:
                 frontend.receive(RequestRefused("a", "this replica takes no more requests", True))
-                await anext(news)
+                await anext(stream)
         assert not frontend.num_open_requests
 
     run(scenario())
@@ -210,9 +213,9 @@ def test_a_request_with_lost_tokens_fails(delta: OutputDelta, complaint: str) ->
     async def scenario() -> None:
         frontend, (leader,) = make_front()
         with pytest.raises(RequestFailedError, match=complaint):
-            async with frontend.open_request(wanted("a")) as news:
+            async with frontend.open_request(make_request("a")) as stream:
                 frontend.process_outputs(OutputBatch(0, (delta,)))
-                await anext(news)
+                await anext(stream)
         assert not any(isinstance(command, AbortRequest) for command in leader.commands)
         assert frontend.num_open_requests == 0
 
@@ -222,12 +225,12 @@ def test_a_request_with_lost_tokens_fails(delta: OutputDelta, complaint: str) ->
 def test_a_failed_engine_fails_every_request() -> None:
     async def scenario() -> None:
         frontend, _ = make_front()
-        async with frontend.open_request(wanted("a")) as news:
+        async with frontend.open_request(make_request("a")) as stream:
             frontend.fail(EngineFailedError("rank 3 died"))
             with pytest.raises(EngineFailedError, match="rank 3"):
-                await anext(news)
+                await anext(stream)
         with pytest.raises(EngineFailedError):
-            frontend.open_request(wanted("b"))
+            frontend.open_request(make_request("b"))
 
     run(scenario())
 
@@ -235,8 +238,11 @@ def test_a_failed_engine_fails_every_request() -> None:
 def test_requests_go_to_the_replica_with_the_least_load() -> None:
     async def scenario() -> None:
         frontend, leaders = make_front(2)
-        async with frontend.open_request(wanted(num_tokens=100)), frontend.open_request(wanted(num_tokens=10)):
-            async with frontend.open_request(wanted(num_tokens=10)) as third:
+        async with (
+            frontend.open_request(make_request(num_tokens=100)),
+            frontend.open_request(make_request(num_tokens=10)),
+        ):
+            async with frontend.open_request(make_request(num_tokens=10)) as third:
                 assert third.replica == 1
         assert [sum(isinstance(each, SubmitRequest) for each in leader.commands) for leader in leaders] == [1, 2]
 
@@ -247,7 +253,7 @@ def test_idle_means_that_every_replica_reported_it_after_its_last_request() -> N
     async def scenario() -> None:
         frontend, _ = make_front()
         assert frontend.is_idle
-        async with frontend.open_request(wanted("a")):
+        async with frontend.open_request(make_request("a")):
             frontend.receive(LoadReport(load(1)))
             assert not frontend.is_idle
             frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.LENGTH),)))
@@ -287,11 +293,11 @@ def make_silent(frontend: Frontend, *replicas: int) -> None:
 def test_requests_of_a_silent_replica_fail_and_others_continue() -> None:
     async def scenario() -> None:
         frontend, leaders = make_front(2)
-        opened = [frontend.open_request(wanted()) for _ in range(2)]
+        opened = [frontend.open_request(make_request()) for _ in range(2)]
         make_silent(frontend, 0)
-        async with opened[0] as news:
+        async with opened[0] as stream:
             with pytest.raises(RankSilentError, match=r"^rank dp0 has sent no heartbeat for 10.5 s$"):
-                await anext(news)
+                await anext(stream)
         assert leaders[0].commands[-1] == AbortRequest(opened[0].rid)  # so that it is free again when it goes on
         frontend.process_outputs(OutputBatch(1, (output(opened[1].rid, 1, FinishReason.LENGTH),)))
         assert (await anext(opened[1])).finish_reason == FinishReason.LENGTH
@@ -303,13 +309,13 @@ def test_a_silent_replica_gets_no_requests_until_its_next_heartbeat() -> None:
     async def scenario() -> None:
         frontend, _ = make_front(2)
         frontend.dispatcher.affinity_tokens = 1000
-        request = msgspec.structs.replace(wanted(), conversation="one")
+        request = msgspec.structs.replace(make_request(), conversation="one")
         home = frontend.open_request(request).replica
         make_silent(frontend, home)
-        assert [frontend.open_request(wanted()).replica for _ in range(3)] == [1 - home] * 3
+        assert [frontend.open_request(make_request()).replica for _ in range(3)] == [1 - home] * 3
         assert frontend.open_request(request).replica == 1 - home
         frontend.receive(RankHeartbeat(f"dp{home}", home))
-        assert frontend.open_request(wanted()).replica == home
+        assert frontend.open_request(make_request()).replica == home
 
     run(scenario())
 
@@ -319,7 +325,7 @@ def test_when_all_replicas_are_silent_a_request_is_refused_immediately() -> None
         frontend, leaders = make_front(2)
         make_silent(frontend, 0, 1)
         with pytest.raises(RankSilentError, match="rank dp0"):
-            frontend.open_request(wanted())
+            frontend.open_request(make_request())
         assert not any(leader.commands for leader in leaders)
 
     run(scenario())

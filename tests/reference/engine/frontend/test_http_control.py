@@ -42,8 +42,8 @@ def run_engine(config: EngineConfig, scenario: Callable[[Engine], Awaitable[None
 async def generate(engine: Engine, rid: str, max_new_tokens: int = 6) -> list[int]:
     limits = SamplingLimits(max_new_tokens=max_new_tokens)
     asked = GenerateReqInput(rid=rid, input_ids=pack_tokens(range(64)), limits=limits)
-    async with engine.frontend.open_request(asked) as news:
-        return [token async for delta in news for token in delta.output.token_ids]
+    async with engine.frontend.open_request(asked) as stream:
+        return [token async for delta in stream for token in delta.output.token_ids]
 
 
 class Bench:
@@ -75,8 +75,8 @@ class Bench:
 
     async def state(self) -> tuple[bool, bool]:
         """Whether the engine says that it is paused, and that it sleeps."""
-        told = (await self.client.get("/server_info")).json()
-        return told["is_paused"], told["is_sleeping"]
+        info = (await self.client.get("/server_info")).json()
+        return info["is_paused"], info["is_sleeping"]
 
     async def generate_on_all(self, name: str) -> list[list[int]]:
         asked = [generate(self.engine, f"{name}-{number}") for number in range(4)]
@@ -124,10 +124,10 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
             refused = await bench.post("/update_weights", weight_version="v2", parts=parts, checksum=f"{1:016x}")
             assert refused.status_code == 400 and "check weights: replica 0: the weights have checksum" in refused.text
             assert (await bench.client.get("/server_info")).json()["weight_version"] == "default"
-            told = json.loads(await bench.done("/update_weights", weight_version="v2", parts=parts))
+            info = json.loads(await bench.done("/update_weights", weight_version="v2", parts=parts))
             for path in ("/server_info", "/model_info"):
                 assert (await bench.client.get(path)).json()["weight_version"] == "v2"
-            await bench.done("/update_weights", weight_version="v2", parts=parts, checksum=told["checksum"])
+            await bench.done("/update_weights", weight_version="v2", parts=parts, checksum=info["checksum"])
             assert await bench.routed_blocks() == none
             assert not waiting.done()
             await bench.done("/continue_generation")

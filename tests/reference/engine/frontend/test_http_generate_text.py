@@ -44,10 +44,14 @@ def test_events_carry_all_text_so_far_and_the_new_tokens(make_served: Callable[.
 def test_logprobs_match_their_tokens(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
     asked = {"return_logprob": True, "top_logprobs_num": 1, "sampling_params": {"max_new_tokens": 3}}
-    told = [each["meta_info"] for each in generate(served, input_ids=[1], rid="mine", stream=stream, **asked)]
+    meta_infos = [each["meta_info"] for each in generate(served, input_ids=[1], rid="mine", stream=stream, **asked)]
     tokens = served.foretold("mine", 1, 3)
-    assert [pair for each in told for pair in each["output_token_logprobs"]] == [[0.0, token, None] for token in tokens]
-    assert [top for each in told for top in each["output_top_logprobs"]] == [[[0.0, token, None]] for token in tokens]
+    assert [pair for each in meta_infos for pair in each["output_token_logprobs"]] == [
+        [0.0, token, None] for token in tokens
+    ]
+    assert [top for each in meta_infos for top in each["output_top_logprobs"]] == [
+        [[0.0, token, None]] for token in tokens
+    ]
 
 
 def test_a_response_names_the_stop_string_and_the_rank(make_served: Callable[..., Any]) -> None:

@@ -47,8 +47,8 @@ async def serve(engine: Engine, number: int) -> None:
     while True:
         tokens = range(number * 100, number * 100 + 96)
         request = GenerateReqInput(input_ids=pack_tokens(tokens), limits=SamplingLimits(max_new_tokens=9))
-        async with engine.frontend.open_request(request) as news:
-            async for _ in news:
+        async with engine.frontend.open_request(request) as stream:
+            async for _ in stream:
                 pass
         number = number * 7 % 1001 + 1
 

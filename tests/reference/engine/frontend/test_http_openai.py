@@ -73,15 +73,15 @@ def test_a_stream_adds_up_to_the_response_and_ends_with_usage(make_served: Calla
     use(served, scenario)
 
 
-@pytest.mark.parametrize(("options", "told"), [(None, []), ({"include_usage": False}, [])])
+@pytest.mark.parametrize(("options", "reported"), [(None, []), ({"include_usage": False}, [])])
 def test_usage_is_reported_only_on_request(
-    make_served: Callable[..., Any], options: dict[str, bool] | None, told: list[Any]
+    make_served: Callable[..., Any], options: dict[str, bool] | None, reported: list[Any]
 ) -> None:
     async def scenario(client: Any) -> None:
         stream = await client.completions.create(
             model="any", prompt="one", max_tokens=2, stream=True, stream_options=options
         )
-        assert [event.usage async for event in stream if event.usage] == told
+        assert [event.usage async for event in stream if event.usage] == reported
 
     use(make_served(), scenario)
 
@@ -134,9 +134,9 @@ def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[.
     async def scenario(client: Any) -> None:
         asked = {"model": "any", "prompt": [*range(17)], "max_tokens": 1}
         await client.completions.create(**asked)
-        told = {"return_cached_tokens_details": True}
+        reported = {"return_cached_tokens_details": True}
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        answer = await client.completions.create(**asked, **options, extra_body=told)
+        answer = await client.completions.create(**asked, **options, extra_body=reported)
         last = [event async for event in answer][-1] if stream else answer
         assert last.sglext["cached_tokens_details"] == {"device": 16, "host": 0, "storage": 0}
         assert last.usage.prompt_tokens_details.cached_tokens == 16
@@ -265,13 +265,13 @@ def test_logprobs_of_a_completion_match_its_tokens(make_served: Callable[..., An
         answer = await client.completions.create(
             model="any", prompt="one", max_tokens=3, logprobs=1, stream=stream, extra_body={"rid": "mine"}
         )
-        told = [event.choices[0].logprobs async for event in answer] if stream else [answer.choices[0].logprobs]
+        reported = [event.choices[0].logprobs async for event in answer] if stream else [answer.choices[0].logprobs]
         words = [CODEC.decode([token]) for token in served.foretold("mine", 1, 3)]
-        assert [token for each in told for token in each.tokens] == words
-        assert [value for each in told for value in each.token_logprobs] == [0.0, 0.0, 0.0]
-        assert [top for each in told for top in each.top_logprobs] == [{word: 0.0} for word in words]
+        assert [token for each in reported for token in each.tokens] == words
+        assert [value for each in reported for value in each.token_logprobs] == [0.0, 0.0, 0.0]
+        assert [top for each in reported for top in each.top_logprobs] == [{word: 0.0} for word in words]
         offsets = [0, len(words[0]), len(words[0]) + len(words[1])]
-        assert [offset for each in told for offset in each.text_offset] == offsets
+        assert [offset for each in reported for offset in each.text_offset] == offsets
 
     use(served, scenario)
 

@@ -54,7 +54,7 @@ from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSourc
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 
 
-class OrderToStop:
+class StopSignal:
     """A pipe whose end is closed to order the stop, as a parent's death would."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class OrderToStop:
 class Device:
     """Instant; orders the stop with its ``last`` batch."""
 
-    def __init__(self, order: OrderToStop, last: int) -> None:
+    def __init__(self, stop_signal: StopSignal, last: int) -> None:
         self.num_batches = 0
-        self._order, self._last = order, last
+        self._stop_signal, self._last = stop_signal, last
 
     def launch(self, batch: ScheduledBatch) -> None:
         self.batch = batch
@@ -84,7 +84,7 @@ class Device:
 
     def wait(self) -> DeviceOutput:
         if self.num_batches == self._last:
-            self._order.give()
+            self._stop_signal.give()
         return DeviceOutput(tuple(work.end for work in self.batch.works))
 
 
@@ -101,7 +101,7 @@ class Wires:
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._orders: list[OrderToStop] = []
+        self._stop_signals: list[StopSignal] = []
 
     def pair(self, high_water_mark: int = 0) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """A PUSH and the PULL that reads it."""
@@ -113,14 +113,14 @@ class Wires:
         push.connect(name)
         return push, pull
 
-    def order(self) -> OrderToStop:
-        self._orders.append(OrderToStop())
-        return self._orders[-1]
+    def stop_signal(self) -> StopSignal:
+        self._stop_signals.append(StopSignal())
+        return self._stop_signals[-1]
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        for order in self._orders:
-            order.close()
+        for stop_signal in self._stop_signals:
+            stop_signal.close()
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ class Rank:
     """One rank's executor and what it reports."""
 
     def __init__(self, wires: Wires, tp_rank: int, last_batch: int, *, output_room: int = 0) -> None:
-        self.order = wires.order()
+        self.stop_signal = wires.stop_signal()
         push, self._reports = wires.pair()
         outputs, self.outputs = wires.pair(output_room)
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
@@ -144,14 +144,16 @@ class Rank:
         if parallel.leads_replica:
             sinks.outputs = ZmqOutputSink(socket=outputs)
         state = QuiesceState()
-        scheduler = Scheduler.compose(CONFIG, parallel, Device(self.order, last_batch), sinks=sinks, quiesce=state)
+        scheduler = Scheduler.compose(
+            CONFIG, parallel, Device(self.stop_signal, last_batch), sinks=sinks, quiesce=state
+        )
         quiesce = make_quiesce_stepper(scheduler, state, groups=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
         internal = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles))
         rpc = RpcHandler(state=internal, profiles=profiles)
         self.worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
-        self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.order.reader))
+        self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.stop_signal.reader))
         self.load = ListSink()
         self.load_publisher = LoadPublisher(
             parallel=parallel, load=scheduler.load, sinks=(self.load, FrontendLoadSink(reports=reports))
@@ -200,7 +202,7 @@ def lead(
     Leader(
         worker=rank.worker,
         receiver=receiver,
-        sleeper=IdleSleeper([pull], [rank.order.reader]),
+        sleeper=IdleSleeper([pull], [rank.stop_signal.reader]),
         heartbeat=rank.heartbeat,
         load_publisher=rank.load_publisher,
     ).run()
@@ -296,7 +298,7 @@ def test_an_idle_leader_sends_outputs_again_that_were_not_accepted(wires: Wires)
             assert delta.start == len(tokens)
             tokens += delta.output.token_ids
             ended = delta.finish_reason is not None
-    rank.order.give()
+    rank.stop_signal.give()
     leading.join()
     assert tokens == list(range(10, 60))
 
@@ -312,7 +314,7 @@ def test_a_leader_that_waits_for_a_follower_sends_heartbeats_and_stops_on_the_si
         for _ in range(6):  # three times before steps, the last of which cannot be told
             rank.wait_for(RankHeartbeat)
     finally:
-        rank.order.give()
+        rank.stop_signal.give()
         leading.join()
     assert rank.worker.scheduler.num_steps == 2
 
@@ -324,25 +326,25 @@ def test_a_long_wait_returns_for_each_heartbeat(wires: Wires) -> None:
     _, silent = wires.pair()
     assert all(rank.heartbeat.wait(silent, zmq.POLLIN, timeout_ms) for timeout_ms in (600_000, None))
     assert len(rank.reports(RankHeartbeat)) == 2
-    rank.order.give()
+    rank.stop_signal.give()
     assert not rank.heartbeat.wait(silent, zmq.POLLIN, 600_000)
 
 
 def test_statistics_are_written_before_the_replica_reports_idle(wires: Wires) -> None:
     """Whoever waits for the end of all work reads the statistics then."""
     rank = Rank(wires, 0, last_batch=3)
-    told: list[tuple[int, int]] = []
+    loads: list[tuple[int, int]] = []
 
     class Frontend(ListSink):
         def send(self, load: LoadSnapshot) -> None:
-            told.append((load.num_running_reqs, rank.stats.newest.load.num_running_reqs))
+            loads.append((load.num_running_reqs, rank.stats.newest.load.num_running_reqs))
 
     rank.load_publisher.sinks = (Frontend(),)
     rank.load_publisher.pacer = GaugePacer(min_interval_s=0.0)
     lead(wires, rank, [submit("a")], [])
-    assert (1, 1) in told
-    assert told[-1] == (0, 0)
-    assert all(written == running for running, written in told)
+    assert (1, 1) in loads
+    assert loads[-1] == (0, 0)
+    assert all(written == running for running, written in loads)
     assert rank.stats.newest.counters.generation_tokens_total == 3
 
 

@@ -308,8 +308,8 @@ async def generate(engine: Engine, rid: str, num_prompt: int, num_new: int) -> l
     asked = GenerateReqInput(
         rid=rid, input_ids=pack_tokens(range(num_prompt)), limits=SamplingLimits(max_new_tokens=num_new)
     )
-    async with engine.frontend.open_request(asked) as news:
-        return [token async for delta in news for token in delta.output.token_ids]
+    async with engine.frontend.open_request(asked) as stream:
+        return [token async for delta in stream for token in delta.output.token_ids]
 
 
 def dp_counts(engine: Engine) -> list[tuple[int, int, int]]:

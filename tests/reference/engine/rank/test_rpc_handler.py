@@ -102,8 +102,8 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
         async with open_engine(attrs.evolve(config, profile_directory=str(tmp_path)), show=print) as engine:
             app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
             async with httpx.AsyncClient(transport=app, base_url="http://engine") as client:
-                told = await client.post("/set_internal_state", json={"server_args": {"chunk_tokens": 8}})
-                assert told.json() == {"updated": True, "server_args": {"chunk_tokens": 8}}
+                response = await client.post("/set_internal_state", json={"server_args": {"chunk_tokens": 8}})
+                assert response.json() == {"updated": True, "server_args": {"chunk_tokens": 8}}
                 states = (await client.get("/get_internal_state")).json()["internal_states"]
                 assert [state["chunk_tokens"] for state in states] == [8, 8]
                 for body in ({"server_args": {"page_size": 8}}, {"chunk_tokens": 8}, []):
@@ -116,9 +116,9 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
                 assert (await client.post("/start_profile", json={"num_steps": 0})).status_code == 400
                 started = await client.post("/start_profile", json={"profile_id": "p", "num_steps": 2})
                 assert started.status_code == 200, started.text
-                wanted = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=4))
-                async with engine.frontend.open_request(wanted) as news:
-                    assert sum([len(delta.output.token_ids) async for delta in news]) == 4
+                request = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=4))
+                async with engine.frontend.open_request(request) as stream:
+                    assert sum([len(delta.output.token_ids) async for delta in stream]) == 4
                 traces = (await client.post("/stop_profile")).json()["traces"]
         assert [Path(trace).name for trace in traces] == ["p-rank0.folded", "p-rank1.folded"]
         assert all("run_rank (process.py:" in Path(trace).read_text() for trace in traces)

@@ -14,8 +14,8 @@ from scheduler_components.values import CachedTokens
 def timed(bench: object, base_s: float, token_s: float) -> FakeClock:
     """Let every step of a bench take as long as a linear model says."""
     clock = FakeClock(0.0)
-    book, terms = bench.scheduler.request_metrics, bench.scheduler.batcher.budget
-    book.clock = terms.forecast.clock = clock
+    request_metrics, budget = bench.scheduler.request_metrics, bench.scheduler.batcher.budget
+    request_metrics.clock = budget.forecast.clock = clock
     launch = bench.device.launch
 
     def slow(batch: object) -> None:
@@ -35,10 +35,10 @@ def test_the_errors_of_forecasts_are_reported(make_bench: Callable) -> None:
     for number in range(6):
         bench.submit(f"b{number}", range(50_000 + number * 1000, 50_000 + number * 1000 + 60))
     bench.drain()
-    told = bench.sink.stats[-1].batching
-    assert told.first_tokens_predicted >= 6
-    assert told.first_token_error_p50_s <= told.first_token_error_p90_s < 0.02
-    assert told.new_token_ratio == bench.scheduler.batcher.budget.new_token_ratio.current
+    stats = bench.sink.stats[-1].batching
+    assert stats.first_tokens_predicted >= 6
+    assert stats.first_token_error_p50_s <= stats.first_token_error_p90_s < 0.02
+    assert stats.new_token_ratio == bench.scheduler.batcher.budget.new_token_ratio.current
 
 
 def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_computed(make_bench: Callable) -> None:

@@ -53,10 +53,10 @@ def test_a_stalled_rank_is_reported_over_http_and_with_its_stacks(private_tmp: P
         async with open_engine(SLOW, show=lines.append) as engine:
             engine.frontend.heartbeats.timeout_s = 1.0
             app = make_app(engine, CollectorRegistry())
-            wanted = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=5))
+            request = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=5))
             async with (
                 httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client,
-                engine.frontend.open_request(wanted),
+                engine.frontend.open_request(request),
             ):
                 while "stuck" not in (problem := (await client.get("/health")).text):
                     await asyncio.sleep(0.05)

@@ -208,10 +208,10 @@ def test_logprobs_are_streamed_to_requests_that_want_them(make_bench: Callable) 
     bench = make_bench()
     asks = Request("asks", range(4), SamplingLimits(2), sampling=SamplingParams(logprobs=1))
     bench.scheduler.submit(asks)
-    told = [TokenLogprobs(-0.5, ((7, -0.25),)), TokenLogprobs(-1.5, ((8, -0.75),))]
-    bench.device.answers = [DeviceOutput((place,), logprobs={0: each}) for place, each in enumerate(told)]
+    expected = [TokenLogprobs(-0.5, ((7, -0.25),)), TokenLogprobs(-1.5, ((8, -0.75),))]
+    bench.device.answers = [DeviceOutput((place,), logprobs={0: each}) for place, each in enumerate(expected)]
     bench.submit("silent", range(10, 14), 1)
-    bench.device.answers[0] = DeviceOutput((0, 1), logprobs={0: told[0]})
+    bench.device.answers[0] = DeviceOutput((0, 1), logprobs={0: expected[0]})
     bench.drain()
     outputs = {rid: [delta.output for delta in bench.outputs.deltas if delta.rid == rid] for rid in ("asks", "silent")}
     assert [output.logprobs for output in outputs["asks"]] == [(-0.5,), (-1.5,)]
@@ -241,9 +241,9 @@ def test_a_slow_receiver_gets_merged_deltas_and_no_token_twice(
     bench.scheduler.output.flush()
     assert requests[1].num_retractions
     for request in requests:
-        news = [delta for delta in bench.outputs.deltas if delta.rid == request.rid]
-        assert tuple(token for delta in news for token in delta.output.token_ids) == request.output_ids
-        assert len(news) < 20
+        deltas = [delta for delta in bench.outputs.deltas if delta.rid == request.rid]
+        assert tuple(token for delta in deltas for token in delta.output.token_ids) == request.output_ids
+        assert len(deltas) < 20
 
 
 def test_times_of_requests_and_of_prefill_are_in_the_reports(make_bench: Callable) -> None:

@@ -92,7 +92,7 @@ class SomeWeights:
 
 
 tags = st.lists(st.sampled_from(MemoryTag), min_size=1, max_size=2, unique=True).map(tuple)
-orders = st.one_of(
+control_requests = st.one_of(
     st.builds(PauseGeneration, st.sampled_from(PauseMode)),
     st.just(ContinueGeneration()),
     st.just(FlushCache()),
@@ -187,22 +187,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())
 
-    @rule(order=orders)
-    def order(self, order: ControlRequest) -> None:
+    @rule(control_request=control_requests)
+    def control_request(self, control_request: ControlRequest) -> None:
         """Given while anything may run, it ends in a bounded number of steps; what it empties is told at once."""
-        self.quiesce.enqueue(0, order)
+        self.quiesce.enqueue(0, control_request)
         for _ in range(3):
             answer = self.quiesce.step()
             if answer is not None:
                 break
             self.read(self.scheduler.step())
         assert answer is not None, "an order without a deadline stands for more than three steps"
-        if isinstance(order, FlushCache) and not answer.problem:
+        if isinstance(control_request, FlushCache) and not answer.problem:
             assert not self.view.blocks
             assert self.scheduler.cache.free_tokens == self.config.kv_tokens
-        if order == PauseGeneration(PauseMode.RETRACT):
+        if control_request == PauseGeneration(PauseMode.RETRACT):
             self.num_put_back += answer.num_requests
-        if isinstance(order, PauseGeneration) and not answer.problem and order.mode is not PauseMode.IN_PLACE:
+        if (
+            isinstance(control_request, PauseGeneration)
+            and not answer.problem
+            and control_request.mode is not PauseMode.IN_PLACE
+        ):
             assert not self.scheduler.queues.running
         self.read(self.scheduler.step())
         assert self.view.blocks == set(self.scheduler.cache.block_hashes())
@@ -257,8 +261,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         state = self.quiesce.quiesce.state
-        for order in (RollBackWeights(), ResumeMemory(tuple(sorted(state.released))), ContinueGeneration()):
-            self.quiesce.enqueue(0, order)
+        for control_request in (RollBackWeights(), ResumeMemory(tuple(sorted(state.released))), ContinueGeneration()):
+            self.quiesce.enqueue(0, control_request)
             while self.quiesce.quiesce.has_pending:
                 self.quiesce.step()
         tokens = sum(len(request.token_ids) + request.limits.max_new_tokens for request in self.requests.values())

@@ -74,8 +74,8 @@ def test_every_step_reports_and_ranks_that_do_not_report_stay_silent(make_bench:
         bench.submit("r", range(8), 6)
         assert len(bench.drain()) == 6
     assert [stats.load.num_running_reqs for stats in leader.sink.stats] == [1, 1, 1, 1, 1, 0]
-    told = [stats.counters.generation_tokens_total for stats in leader.sink.stats]
-    assert told == [1, 1, 1, 1, 1, 6], "counters are read every 32nd step, and when nothing is left to do"
+    counts = [stats.counters.generation_tokens_total for stats in leader.sink.stats]
+    assert counts == [1, 1, 1, 1, 1, 6], "counters are read every 32nd step, and when nothing is left to do"
     assert leader.sink.stats[-1].load.num_running_reqs == 0
     assert [metrics.request_active_slots for metrics in leader.sink.kv_metrics] == [1, 1, 0]
     assert leader.publisher.batches

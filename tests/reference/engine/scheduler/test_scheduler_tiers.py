@@ -65,13 +65,13 @@ def test_each_step_reports_the_tiers_of_cached_prompts(tiers: HiCacheTiers) -> N
         scheduler.submit(Request(rid, range(first, first + 41), SamplingLimits(max_new_tokens=1)))
         for _ in scheduler.drain():
             pass
-    told = sink.stats.tiers
-    assert told == tiers.stats()
-    assert told is not None
-    assert (told.prompt_tokens, told.device_hit_tokens + told.host_hit_tokens) == (4 * 41, 40)
-    assert told.host_hit_tokens > 0
+    tier_stats = sink.stats.tiers
+    assert tier_stats == tiers.stats()
+    assert tier_stats is not None
+    assert (tier_stats.prompt_tokens, tier_stats.device_hit_tokens + tier_stats.host_hit_tokens) == (4 * 41, 40)
+    assert tier_stats.host_hit_tokens > 0
     last = outputs.deltas[-1].output
-    assert (last.cached.device, last.cached.host) == (told.device_hit_tokens, told.host_hit_tokens)
+    assert (last.cached.device, last.cached.host) == (tier_stats.device_hit_tokens, tier_stats.host_hit_tokens)
     assert last.num_cached_tokens == 40
 
 
