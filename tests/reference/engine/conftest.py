@@ -25,7 +25,7 @@ MODEL = SimulatedModel()
 
 
 class InstantDevice:
-    """Answers at once; notes what happens around it."""
+    """A device without delay that records the calls around it."""
 
     def __init__(self, journal: list[str]) -> None:
         self.journal = journal
@@ -125,5 +125,5 @@ class Bench:
 
 @pytest.fixture
 def make_bench() -> Callable[..., Bench]:
-    """``make_bench(parallel=None, **sizes)``; pages of 4 tokens and a pool of 16 unless said otherwise."""
+    """``make_bench(parallel=None, **sizes)``: by default pages of 4 tokens and a pool of 16."""
     return Bench

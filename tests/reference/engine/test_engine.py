@@ -134,7 +134,7 @@ def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Pa
 
 
 def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> None:
-    """No request comes after it, and the cache is really empty. With work in flight it is refused."""
+    """The cache is empty after the flush. A flush with work in flight is refused."""
 
     async def scenario(engine: Engine) -> None:
         app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
@@ -186,7 +186,7 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
         ):
 
             async def stored() -> list[frozenset[int]]:
-                """What each rank counts as stored, once its views have been told of it."""
+                """The pages that each rank counts as stored, once the views have received the events."""
                 await engine.wait_until_idle()
                 dumps = await engine.dump_caches()
                 for rank in (0, 1):
@@ -240,7 +240,7 @@ def test_the_advertised_load_gauge_counts_dispatched_requests(private_tmp: Path)
             loads: dict[int, tuple[int, int, int]] = {}
             while loads != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
                 loads = {rank: sample.stat for rank, sample in reader.read(0.1).samples.items()}
-                await asyncio.sleep(0)  # the deadline of the test is heard here
+                await asyncio.sleep(0)  # lets the test's timeout take effect
                 loads = {
                     rank: (
                         dict(load.dispatched_watermarks)[FRONTEND_DISPATCHER],
@@ -378,7 +378,7 @@ def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
 
 
 def test_a_rank_loads_no_module_of_the_frontend() -> None:
-    """Eight of them start at once, often on few cores."""
+    """Eight of them start together, often on few cores."""
     program = "import sys, scheduler_components.reference.engine.rank.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"cyclopts", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}

@@ -1,4 +1,4 @@
-"""Messages between the engine's processes come out as they went in, and what is no message is a DecodeError."""
+"""Messages between the engine's processes survive encoding, and any other frame is a DecodeError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The desk of orders, over replicas that are played: all carry an order out, or what was done is taken back."""
+"""ControlQueue over fake replicas: all execute a control request, or all roll it back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class PlayedReplicas:
-    """Leaders' sockets that answer orders at once; ``problems`` and ``checksums`` say how, ``deaf`` do not answer."""
+    """Leader sockets that reply immediately with ``problems`` and ``checksums``; those in ``deaf`` do not reply."""
 
     def __init__(self) -> None:
         self.received: list[list[ControlRequest]] = [[], []]

@@ -1,4 +1,4 @@
-"""The front: what is opened is dispatched once, told everything, and aborted when its client leaves early."""
+"""Frontend: a request is dispatched once, gets all its deltas, and is aborted when its client closes it early."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_early_aborts_its_request() -> None:
         async with frontend.open_request(make_request("a")):
             pass
         assert leader.commands[-1] == AbortRequest("a")
-        frontend.process_outputs(OutputBatch(0, (output("a", 1),)))  # on its way when the client left: nobody minds
+        frontend.process_outputs(OutputBatch(0, (output("a", 1),)))  # was in flight when the client closed the request
         assert frontend.num_open_requests == 1
         frontend.process_outputs(OutputBatch(0, (output("a", 1, FinishReason.ABORT),)))
         assert frontend.num_open_requests == 0

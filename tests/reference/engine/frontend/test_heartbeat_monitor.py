@@ -1,4 +1,4 @@
-"""A replica is silent while one of its ranks is, each silence is told once, and a word ends it."""
+"""A replica is silent while one of its ranks is. Each silence is reported once, and a heartbeat ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders to an engine of processes, over HTTP: after each of them, what readers know is what the ranks' caches hold."""
+"""Control requests to an engine of processes: after each of them, the subscribers' views equal the ranks' caches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Bench:
         return answer.text
 
     async def state(self) -> tuple[bool, bool]:
-        """Whether the engine says that it is paused, and that it sleeps."""
+        """Return ``is_paused`` and ``is_sleeping``."""
         info = (await self.client.get("/server_info")).json()
         return info["is_paused"], info["is_sleeping"]
 
@@ -104,7 +104,7 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
             plain = await bench.routed_blocks()
             assert all(plain)
 
-            # Pause and abort: who runs is told so, who comes later waits.
+            # Pause and abort: running requests end, later requests wait.
             running = [asyncio.ensure_future(generate(engine, f"long-{number}", 900)) for number in range(2)]
             while engine.frontend.is_idle or not all(
                 stats.load.num_running_reqs for stats in engine.stats.read().values()
@@ -170,7 +170,7 @@ def test_a_rank_that_dies_in_an_update_is_named() -> None:
         await engine.control.send(BeginWeightUpdate("v2"))
         os.kill(engine.ranks[3].process.pid, signal.SIGKILL)
         with pytest.raises(EngineFailedError, match=r"flush cache: rank .*tp3.* was killed by signal 9"):
-            while True:  # the death itself is heard a moment later
+            while True:  # the engine notices the death a moment later
                 await engine.control.send(FlushCache(20.0))
 
     run_engine(SMALL, scenario)

@@ -35,7 +35,7 @@ from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, 
 
 
 class Leader:
-    """A replica that answers each request at once with its prompt, token by token."""
+    """A replica that immediately returns the prompt of each request, token by token."""
 
     def __init__(self) -> None:
         self.frontend: Frontend | None = None
@@ -267,7 +267,7 @@ def test_a_stream_of_a_failed_engine_ends_with_an_error_event() -> None:
 
 
 def test_a_disconnect_between_two_tokens_aborts_the_request() -> None:
-    """As a server of ASGI 2.4 tells: sending fails."""
+    """A server of ASGI 2.4 reports a disconnect by failing to send."""
     frontend, leader = make_front()
 
     def answer_one_token(command: SubmitRequest) -> None:

@@ -1,4 +1,4 @@
-"""The reference engine's ``/kv_pool``: its streams tell what its pools hold, on every tier, while it serves."""
+"""``/kv_pool`` of the reference engine: its streams match its pools on every tier while it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server binds before it says where it is, gives the port back, and complains in one sentence."""
+"""The HTTP server binds before it returns its URL, releases the port, and reports errors in one sentence."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_page_stored_with_another_checksum_kind_is_a_miss(
         assert run.hit_tokens == (0, 0, 0)
     with opened(with_files(tmp_path, checksum=second)) as run:
         run.serve(PROMPTS[0])
-        assert run.hit_tokens == (0, 0, 40)  # what lies there in another way is in nobody's place
+        assert run.hit_tokens == (0, 0, 40)  # pages of another checksum kind have other keys
 
 
 def test_zero_copy_storage_needs_contiguous_pages(tmp_path: Path) -> None:

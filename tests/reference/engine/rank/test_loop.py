@@ -1,4 +1,4 @@
-"""A rank's loop: leader and followers take the same steps, who parts is caught, and the order to stop is heard."""
+"""The loop of a rank: leader and followers take the same steps, a divergence is detected, and the signal stops it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 
 
 class StopSignal:
-    """A pipe whose end is closed to order the stop, as a parent's death would."""
+    """A pipe whose end is closed to stop a rank, as when the parent process dies."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
@@ -72,7 +72,7 @@ class StopSignal:
 
 
 class Device:
-    """Instant; orders the stop with its ``last`` batch."""
+    """A device without delay that stops the rank with its ``last`` batch."""
 
     def __init__(self, stop_signal: StopSignal, last: int) -> None:
         self.num_batches = 0
@@ -187,7 +187,7 @@ def submit(rid: str, num_tokens: int = 10, max_new_tokens: int = 3, ticket: int 
 def lead(
     wires: Wires, rank: Rank, commands: list[RankCommand], followers: list[zmq.Socket[bytes]], *, recv_interval: int = 1
 ) -> None:
-    """Run a leader over ``commands``, all of which it finds at once."""
+    """Run a leader over ``commands``, all of which it receives before its first step."""
     push, pull = wires.pair()
     for command in commands:
         push.send(encode(command))
@@ -307,11 +307,11 @@ def test_a_leader_that_waits_for_a_follower_sends_heartbeats_and_stops_on_the_si
     """The follower is silent; were its leader silent too, the wrong one might be named."""
     rank = Rank(wires, 0, last_batch=1000)
     rank.heartbeat.clock = map(float, count()).__next__  # so that it speaks whenever it may
-    steps_out, _ = wires.pair(high_water_mark=1)  # two in the pipe, and nobody reads
+    steps_out, _ = wires.pair(high_water_mark=1)  # two fit in the pipe, and no reader takes them
     leading = threading.Thread(target=lead, args=(wires, rank, [submit("a", max_new_tokens=50)], [steps_out]))
     leading.start()
     try:
-        for _ in range(6):  # three times before steps, the last of which cannot be told
+        for _ in range(6):  # three before steps; the last one cannot be relayed
             rank.wait_for(RankHeartbeat)
     finally:
         rank.stop_signal.give()
@@ -331,7 +331,7 @@ def test_a_long_wait_returns_for_each_heartbeat(wires: Wires) -> None:
 
 
 def test_statistics_are_written_before_the_replica_reports_idle(wires: Wires) -> None:
-    """Whoever waits for the end of all work reads the statistics then."""
+    """A client that waits until the engine is idle then reads the final statistics."""
     rank = Rank(wires, 0, last_batch=3)
     loads: list[tuple[int, int]] = []
 

@@ -1,4 +1,4 @@
-"""Replicas that take every step together: who sleeps is woken for it, who dies is named, and outputs are as ever."""
+"""Replicas that take every step together: sleeping ones wake, dead ones are named, and outputs do not change."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_peer_is_waiting_from_its_first_vector_until_the_collective_ends(wires
 
 
 def test_an_early_vector_of_the_next_step_wakes_the_leader(wires: Wires) -> None:
-    """Rank 2 hears rank 0 begin step 2 while it still waits for rank 1 in step 1: no socket will wake it for that."""
+    """Rank 2 receives a vector of step 2 from rank 0 while it waits for rank 1 in step 1. No socket wakes it again."""
     hubs = open_hubs(wires, 3)
     all_groups = [hub.parallel_groups(((0, 1, 2),)) for hub in hubs]
     late, waiting = wires.pipe("late")
@@ -253,7 +253,7 @@ class Arrival(NamedTuple):
 
 
 def serve(arrivals: list[Arrival], size: int) -> list[Replica]:
-    """Send each request to its replica; returns the replicas, which have come to their end."""
+    """Send each request to its replica and return the replicas after their end."""
     with open_wires() as wires:
         replicas = [Replica(wires, rank, size) for rank in range(size)]
         try:

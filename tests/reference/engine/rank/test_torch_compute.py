@@ -1,4 +1,4 @@
-"""A rank with a model: what it is told in its first line is enough to compute what ``generate`` does."""
+"""A rank with a model: its configuration is enough to compute what ``generate`` does."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_steps_limits_are_those_of_a_slow_device(spec: ModelSpec) -> None:
 
 
 def test_an_engine_without_a_model_imports_no_torch() -> None:
-    """Neither the front nor a rank, which is what a rank imports and opens before it is ready."""
+    """Neither the frontend nor a rank imports it."""
     script = (
         "import sys;"
         "from scheduler_components.reference.cli.engine_commands import engine_config, EngineOptions, HiCacheOptions;"

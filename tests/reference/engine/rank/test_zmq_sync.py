@@ -1,6 +1,6 @@
-"""Agreement over the engine's own sockets: one answer for all, or one error that says who is missing; or an end.
+"""Collectives over the engine's sockets: one result for all ranks, or one error that names the missing ranks.
 
-Ranks are threads here, each with sockets of its own; they open in any order.
+Ranks are threads here. Each has its own sockets, and they open in any order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class Ranks:
-    """Four ranks, CP2 x TP2, and an order to stop."""
+    """Four ranks, CP2 x TP2, and a signal to stop."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, timeout_s: float = 10) -> None:
         self._context, self._folder, self._timeout_s = context, folder, timeout_s

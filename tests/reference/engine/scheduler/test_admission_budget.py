@@ -12,7 +12,7 @@ from scheduler_components.values import CachedTokens
 
 
 def timed(bench: object, base_s: float, token_s: float) -> FakeClock:
-    """Let every step of a bench take as long as a linear model says."""
+    """Let the duration of every step follow a linear model."""
     clock = FakeClock(0.0)
     request_metrics, budget = bench.scheduler.request_metrics, bench.scheduler.batcher.budget
     request_metrics.clock = budget.forecast.clock = clock

@@ -1,4 +1,4 @@
-"""Properties of the admission policy: what is refused never fits, what is accepted always does, and order is kept."""
+"""Properties of admission: a refused request never fits, an accepted one always does, and order is kept."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_request_is_refused_exactly_when_the_whole_pool_could_not_hold_it(
         check_request_fits(config, num_input, max_new)
     assert refusal.value.field == "input_ids"
     room = config.kv_tokens - num_input + 1
-    if room >= 1:  # the hint tells the truth: so many are allowed, and not one more
+    if room >= 1:  # the hint is exact: one token more does not fit
         assert f"at most {room} new tokens" in refusal.value.hint
         check_request_fits(config, num_input, room)
         with pytest.raises(ConfigError):

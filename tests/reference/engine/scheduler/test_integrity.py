@@ -1,4 +1,4 @@
-"""The checks and the watchdog in the reference engine: through real processes, and what a rank's configuration says."""
+"""The checks and the watchdog of the reference engine, in real processes and in the configuration of a rank."""
 
 from __future__ import annotations
 

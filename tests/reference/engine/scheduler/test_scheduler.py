@@ -94,7 +94,7 @@ def test_concurrent_prefills_share_the_budget(make_bench: Callable) -> None:
 
 
 def test_the_reserve_for_output_shrinks_without_retractions(make_bench: Callable) -> None:
-    """Both together may take 86 positions of 82: the second comes in when the first has shown that it does well."""
+    """Together they may need 86 of 82 positions. The second is admitted once the reserve of the first has shrunk."""
     bench = make_bench(page_size=1, kv_tokens=82, new_token_ratio=1.0, min_new_token_ratio=0.0)
     bench.submit("a", range(4), 50)
     bench.scheduler.step()
@@ -135,7 +135,7 @@ def test_an_abort_frees_all_pages(make_bench: Callable, num_steps: int) -> None:
     for _ in range(num_steps):
         bench.scheduler.step()
     assert bench.scheduler.abort("r")
-    assert bench.scheduler.has_work  # the abort is still to be told
+    assert bench.scheduler.has_work  # the abort is not streamed yet
     bench.outputs.batches.clear()
     bench.drain()
     (delta,) = bench.outputs.deltas

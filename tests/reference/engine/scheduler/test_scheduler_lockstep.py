@@ -173,6 +173,6 @@ def test_the_digest_shows_a_call_before_the_next_step() -> None:
     submits.call(Submit((1,), 1))
     aborts.call(Abort(0))
     assert len({rank.scheduler.state_digest for rank in (plain, submits, aborts)}) == 3
-    plain.call(Abort(99))  # nobody's id: nothing has changed
+    plain.call(Abort(99))  # an unknown id changes nothing
     again = Rank(ParallelState.trivial())
     assert again.step([Submit((0, 1, 2), 4)]).digest == plain.scheduler.state_digest

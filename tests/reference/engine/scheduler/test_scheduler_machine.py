@@ -63,7 +63,7 @@ class StreamView(ListEventSink):
 
 
 def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:
-    """What a request must generate when nobody aborts it."""
+    """The tokens that a request generates if it is not aborted."""
     limits, tokens = request.limits, []
     for position in range(request.num_prompt_tokens, request.num_prompt_tokens + limits.max_new_tokens):
         tokens.append(MODEL.next_token(request.rid, position))
@@ -189,14 +189,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(control_request=control_requests)
     def control_request(self, control_request: ControlRequest) -> None:
-        """Given while anything may run, it ends in a bounded number of steps; what it empties is told at once."""
+        """A control request ends in a bounded number of steps, and the events of a cleared cache follow immediately."""
         self.quiesce.enqueue(0, control_request)
         for _ in range(3):
             answer = self.quiesce.step()
             if answer is not None:
                 break
             self.read(self.scheduler.step())
-        assert answer is not None, "an order without a deadline stands for more than three steps"
+        assert answer is not None, "a control request without a deadline took more than three steps"
         if isinstance(control_request, FlushCache) and not answer.problem:
             assert not self.view.blocks
             assert self.scheduler.cache.free_tokens == self.config.kv_tokens
@@ -292,13 +292,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         load = scheduler.load.get_loads()
         assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_tokens) == (0, 0, 0)
         totals = scheduler.request_metrics.stats()
-        if self.config.min_new_token_ratio == 1.0:  # all output reserved: nobody is ever in another's way
+        if self.config.min_new_token_ratio == 1.0:  # all output is reserved, so no request is retracted
             assert totals.num_retractions_total == self.num_put_back
         assert totals.num_requests_total == len(self.requests)
         assert totals.num_aborted_requests_total == list(self.ended.values()).count(FinishReason.ABORT)
         assert totals.generation_tokens_total == sum(map(len, self.streamed.values()))
         assert totals.num_retractions_total == sum(request.num_retractions for request in self.requests.values())
-        if not scheduler.cache.num_event_collapses:  # a collapse tells the present content instead of each removal
+        if not scheduler.cache.num_event_collapses:  # a collapse publishes the content instead of each removal
             assert totals.evicted_tokens_total == self.view.num_removed * self.config.page_size
         assert 0 <= totals.cached_tokens_total <= totals.prompt_tokens_total
 

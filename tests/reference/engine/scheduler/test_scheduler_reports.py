@@ -16,7 +16,7 @@ def test_each_chunk_is_stored_in_the_step_that_computed_it(make_bench: Callable)
     stored = []
     for _ in bench.scheduler.drain():
         stored.append(len(bench.stored_tokens()))
-    assert stored == [4, 12, 16, 20, 20]  # 6, 12, 18 and 20 tokens computed, whole pages told; then one decode
+    assert stored == [4, 12, 16, 20, 20]  # 6, 12, 18 and 20 tokens computed, whole pages published; then one decode
     assert bench.stored_tokens() == list(range(20))
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler tells of its hierarchical cache: the cache's own counters, in the report of each step."""
+"""Reports of a scheduler with a hierarchical cache have the counters of the cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tiers() -> Iterator[HiCacheTiers]:
 
 
 def test_each_step_reports_the_tiers_of_cached_prompts(tiers: HiCacheTiers) -> None:
-    """Three prompts of 40 tokens over a device of 64: when the first comes again, the host alone has all of it."""
+    """Three prompts of 40 tokens over a device of 64: when the first is repeated, only the host has all of it."""
     sink, outputs = LastStats(), ListOutputSink()
     scheduler = Scheduler.compose(
         CONFIG,
