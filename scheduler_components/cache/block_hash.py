@@ -143,8 +143,7 @@ class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     session_id: str | None = None
 
     def seed(self) -> bytes:
-        """Return the input of the first page's hash. It is empty for the default namespace, whose hashes equal
-        SGLang's.
+        """Return the input of the first page's hash: empty for the default namespace, whose hashes equal SGLang's.
 
         Otherwise it is SHA-256 of the msgpack array ``[lora_id, lora_name, cache_salt, extra_key]``, padded with zero
         bytes to one more than a multiple of four. A page hashes whole u32 tokens, which is a multiple of four bytes, so

@@ -338,8 +338,7 @@ class RadixCache:
         return upper
 
     def mark_joinable(self, node: RadixNode) -> None:
-        """Check at the next join whether a node fits its parent. Call it when the node's holders or its transfers have
-        changed.
+        """Check at the next join whether a node fits its parent, because its holders or its transfers have changed.
 
         Only a locked node qualifies: an unlocked one may have been used at another time than its parent.
         """

@@ -198,10 +198,12 @@ class BatchEncoder:
     def encode_valid(
         self, batch: EventBatch, rank: int
     ) -> tuple[bytes | None, tuple[KVCacheEvent, ...], list[RefusedEvent]]:
-        """Encode the valid events of a batch. Return the payload (None without events), its events, and the refused
-        events.
+        """Encode the valid events of a batch.
+
+        Returns:
+            The payload (None without valid events), the events in it, and the refused events.
         """
-        sound: list[KVCacheEvent] = []
+        valid: list[KVCacheEvent] = []
         refused: list[RefusedEvent] = []
         for event in batch.events:
             try:
@@ -210,10 +212,10 @@ class BatchEncoder:
             except ENCODE_ERRORS as error:
                 refused.append(RefusedEvent(type(event).__name__, str(error)))
             else:
-                sound.append(checked)
-        if not sound:
+                valid.append(checked)
+        if not valid:
             return None, (), refused
-        kept = EventBatch(ts=_valid_time(batch.ts), events=ValidatedEvents(sound), attn_dp_rank=batch_rank(batch))
+        kept = EventBatch(ts=_valid_time(batch.ts), events=ValidatedEvents(valid), attn_dp_rank=batch_rank(batch))
         return self.encode(kept, rank), kept.events, refused
 
     def encode_event(self, event: KVCacheEvent) -> bytes:
@@ -312,10 +314,9 @@ class BlockStoredRawTokens(BlockStored, frozen=True, tag=BlockStored.__name__):
 
 
 def _reader(kind: type[WireEvent], *, decode_tokens: bool = True) -> Any:
-    """Return a map struct with the fields of ``kind``, in the same order. msgspec reads array-like structs only from
-    arrays.
+    """Return a map struct with the fields of ``kind``, in the same order.
 
-    A field that may be None may be missing, because peers omit it.
+    msgspec reads array-like structs only from arrays. A field that may be None may be missing, because peers omit it.
     """
     hints = get_type_hints(kind, include_extras=True) | _PEERS_TYPES
     if not decode_tokens:

@@ -63,8 +63,9 @@ NOT_BLOCK_ALIGNED = "len({0}token_ids) != len({0}block_hashes) * {0}block_size"
 
 
 class BlockChange(msgspec.Struct, frozen=True, gc=False):
-    """The change of consecutive events of one kind at one location. It is no object of the garbage collector, because a
-    replay buffer holds many.
+    """The change of consecutive events of one kind at one location.
+
+    The garbage collector does not track it, because a replay buffer holds many.
 
     Attributes:
         kind: stored, removed, or cleared, which has no hashes.
@@ -94,9 +95,7 @@ _MAX_PACKERS = 1024
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
-    """For each count, a function that packs that many integers of one kind; it raises ``struct.error`` for any other
-    value.
-    """
+    """For each count, the function that packs that many integers; it raises ``struct.error`` for other values."""
 
     def __init__(self, code: str) -> None:
         super().__init__()
@@ -260,8 +259,9 @@ def _check_of_option(kind: type[WireEvent], name: str) -> list[str]:
 
 
 def _collect_changes(kind: type[WireEvent], place: str, location: str) -> list[str]:
-    """Return lines that add the hashes to the previous event's change, or begin another. ``place`` is compared by
-    identity.
+    """Return lines that add the hashes to the previous event's change, or begin another.
+
+    ``place`` is compared by identity.
     """
     return [
         f"if {place} is not {kind.__name__}_at:",
@@ -319,8 +319,9 @@ def _are_none(names: Iterable[str], owner: str = "") -> str:
 
 
 def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is_one: bool) -> str:
-    """Return the source of ``lower(event)``, which returns a row, or of ``lower(events)``, which returns rows and
-    changes.
+    """Return the source of a converting function.
+
+    ``lower(event)`` returns a row; ``lower(events)`` returns rows and changes.
     """
     lines = ["def lower(event):" if is_one else "def lower(events):"]
     if is_checked:
@@ -342,8 +343,9 @@ def _source(form_of: Callable[[type[WireEvent]], _Form], *, is_checked: bool, is
 
 
 def _trusted_source(form: _Form) -> str:
-    """Return the source of ``lower(events)`` without checks: one expression for stored events of caches, a call for
-    others.
+    """Return the source of ``lower(events)`` without checks.
+
+    It has one expression for the stored events of caches, and a call for other events.
     """
     plain, placed = form.rows[0], form.rows[1]
     for name in (*REQUIRED[BlockStored], "medium"):
@@ -504,14 +506,14 @@ def validated_event(event: KVCacheEvent) -> KVCacheEvent:
         values["block_hashes"] = tuple(map(_wrapped, hashes)) if isinstance(hashes, tuple) else hashes
         if kind is BlockStored:
             values["parent_block_hash"] = _wrapped(values["parent_block_hash"])
-    sound = kind(**values)
-    if _is_valid(sound):
-        return sound
+    valid = kind(**values)
+    if _is_valid(valid):
+        return valid
     for name, value in values.items():
         _check_field(name, value, _WRITTEN[kind][name])
-    if first_token_mismatch((sound,)) is not None:
+    if first_token_mismatch((valid,)) is not None:
         raise ValueError("tokens do not fill the blocks")
-    return sound
+    return valid
 
 
 def _check_field(name: str, value: object, wanted: Any) -> None:

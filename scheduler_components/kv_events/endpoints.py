@@ -192,8 +192,9 @@ class Endpoint:
             raise ConfigError(field, str(self), problem, hint) from None
 
     def with_host(self, host: str) -> Endpoint:
-        """Return this endpoint with another host. A reader uses it to connect to an address that is advertised with a
-        wildcard.
+        """Return this endpoint with another host.
+
+        A reader uses it to connect to an address that is advertised with a wildcard.
 
         Args:
             host: with or without the brackets of a URL.
@@ -358,8 +359,7 @@ class ListeningStream:
 
     @classmethod
     def parse(cls, rank: int, events: str, *, replay: str | None = None, load: str | None = None) -> ListeningStream:
-        """Parse the addresses of open publishers: ``endpoint`` and ``replay_endpoint`` of one, ``endpoint`` of its load
-        sink.
+        """Parse the addresses of an open publisher and of its load sink.
 
         Raises:
             ConfigError: a text is not an address, or not tcp.

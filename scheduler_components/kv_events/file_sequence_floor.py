@@ -68,8 +68,7 @@ class SequenceFloor:
 
 
 def open_sequence_floor(path: Path | None, *, wanted: int) -> SequenceFloor:
-    """Choose the first number of an epoch: ``wanted``, or the next above all that earlier epochs with this file have
-    used.
+    """Choose the first number of an epoch: at least ``wanted``, and above all numbers of earlier epochs with this file.
 
     Args:
         path: the file, created if it is absent; None keeps no floor and returns ``wanted``.

@@ -131,7 +131,7 @@ _Check: TypeAlias = Callable[[Any], bool]
 
 def _make_check(kind: type[WireEvent], names: Sequence[str]) -> _Check:
     """Return the check for events of a class with the fields ``names``."""
-    lines = ["def is_sound(event):"]
+    lines = ["def is_valid(event):"]
     if kind is BlockStored:
         lines += [f"    {line}" for line in _check_stored_lines(names)]
     if kind is BlockRemoved:
@@ -153,7 +153,7 @@ def _make_check(kind: type[WireEvent], names: Sequence[str]) -> _Check:
         "are_hashes": _are_peers_hashes,
         "TOKEN_PACKERS": TOKEN_PACKERS,
     }
-    return compile_function("is_sound", "\n".join([*lines, "    return True"]), scope)  # type: ignore[no-any-return]
+    return compile_function("is_valid", "\n".join([*lines, "    return True"]), scope)  # type: ignore[no-any-return]
 
 
 class _Class(NamedTuple):
@@ -161,13 +161,13 @@ class _Class(NamedTuple):
 
     Attributes:
         kind: the event of this kit that it corresponds to.
-        is_sound: returns whether all values of an event can be encoded.
+        is_valid: returns whether all values of an event can be encoded.
         names: the fields that this kit knows.
         medium_group: returns the location fields of an event; equal for equal locations.
     """
 
     kind: type[WireEvent]
-    is_sound: _Check
+    is_valid: _Check
     names: tuple[str, ...]
     medium_group: Callable[[object], object]
 
@@ -297,7 +297,7 @@ class NativeDialectWriter:
         if type(event) is msgspec.Raw:
             return _validated_raw(event)
         known = _class_of(event)
-        if not known.is_sound(event):
+        if not known.is_valid(event):
             _check(known.kind, {name: getattr(event, name) for name in known.names})
             _signed(event.block_hashes)
             raise ValueError("a value is one that readers refuse")
@@ -306,7 +306,7 @@ class NativeDialectWriter:
     def checked_one(self, event: Any) -> Any:
         """Return the row of an event. Raises as ``validate`` does."""
         known = _classes.get(type(event))
-        return event if known is not None and known.is_sound(event) else self.trusted_one(self.validate(event))
+        return event if known is not None and known.is_valid(event) else self.trusted_one(self.validate(event))
 
     def trusted_one(self, event: Any) -> Any:
         """Return the row of a checked event."""
@@ -318,8 +318,8 @@ class NativeDialectWriter:
         class_of = _classes.get
         for event in events:  # as ``checked_one``, without a call per event
             known = class_of(type(event))
-            is_sound = known is not None and known.is_sound(event)
-            rows.append(event if is_sound else self.trusted_one(self.validate(event)))
+            is_valid = known is not None and known.is_valid(event)
+            rows.append(event if is_valid else self.trusted_one(self.validate(event)))
         return rows, _changes_of(events)
 
     def trusted_with_changes(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:

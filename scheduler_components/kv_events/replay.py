@@ -247,9 +247,7 @@ class ReplaySessions:
                 yield from self._chunk(number, chunks.pop(0), clear=number == start)
 
     def _wait_for_folding(self) -> ReplyMessages:
-        """Wait until the backlog of the last pin is folded: pinning the snapshot again now would continue to hold it
-        up.
-        """
+        """Wait until the backlog of the last pin is folded. Pinning again now would continue to hold it up."""
         while self._stream.is_over_limit and not self._stream.pins:
             yield None
 
@@ -322,8 +320,9 @@ class ReplaySessions:
         return END_SEQ, meta.encode()
 
     def message(self, client: bytes) -> tuple[bytes, ...] | None:
-        """Return the next message for ``client`` with all frames, the same one until ``on_sent``; None while it is
-        being prepared.
+        """Return the next message for ``client`` with all frames, or None while it is being prepared.
+
+        It stays the same message until ``on_sent``.
         """
         message = self._sessions[client].message
         if message is None:

@@ -158,25 +158,25 @@ class CachedBlocks(Generic[T]):
         half_gone: references of which half is gone; the owner of the state processes them.
     """
 
-    __slots__ = ("_num_sources", "_reader", "_locations", "half_gone", "num_bytes", "num_stored")
+    __slots__ = ("_num_refs", "_reader", "_locations", "half_gone", "num_bytes", "num_stored")
 
     def __init__(self, reader: _RunReader[T]) -> None:
         self.num_bytes = self.num_stored = 0
         self.half_gone: deque[PayloadRef] = deque()
         self._reader = reader
         self._locations: dict[BlockLocation, dict[int, PayloadRef]] = {}
-        self._num_sources = 0
+        self._num_refs = 0
 
     def __len__(self) -> int:
         """Cached blocks at all locations."""
         return sum(map(len, self._locations.values()))
 
-    def new_source(self, content: Any = None) -> PayloadRef:
+    def new_ref(self, content: Any = None) -> PayloadRef:
         """Return the reference of the next blocks. No earlier reference stores any more."""
-        self._num_sources += 1
-        return PayloadRef(self._num_sources, content)
+        self._num_refs += 1
+        return PayloadRef(self._num_refs, content)
 
-    def store(self, location: BlockLocation, block_hashes: Sequence[int], source: PayloadRef) -> None:
+    def store(self, location: BlockLocation, block_hashes: Sequence[int], ref: PayloadRef) -> None:
         """Fold one or several stored events of one location."""
         owners = self._locations.get(location)
         if owners is None:
@@ -185,9 +185,9 @@ class CachedBlocks(Generic[T]):
             self._discard(owners, block_hashes)
         num_before = len(owners)
         for block_hash in block_hashes:
-            owners[block_hash] = source
-        source.num_stored += len(block_hashes)
-        source.num_cached += len(owners) - num_before
+            owners[block_hash] = ref
+        ref.num_stored += len(block_hashes)
+        ref.num_cached += len(owners) - num_before
 
     def remove(self, location: BlockLocation, block_hashes: Iterable[int]) -> None:
         """Fold a removed event. Unknown blocks are ignored."""
@@ -197,38 +197,38 @@ class CachedBlocks(Generic[T]):
 
     def _discard(self, owners: dict[int, PayloadRef], block_hashes: Iterable[int]) -> None:
         for block_hash in block_hashes:
-            source = owners.pop(block_hash, None)
-            if source is not None:
-                left = source.num_cached = source.num_cached - 1
-                if left <= source.half_gone_at:
-                    self._note_gone(source)
+            ref = owners.pop(block_hash, None)
+            if ref is not None:
+                left = ref.num_cached = ref.num_cached - 1
+                if left <= ref.half_gone_at:
+                    self._note_gone(ref)
 
-    def _note_gone(self, source: PayloadRef) -> None:
-        if source.num_cached:
-            source.half_gone_at = 0
-            self.half_gone.append(source)
+    def _note_gone(self, ref: PayloadRef) -> None:
+        if ref.num_cached:
+            ref.half_gone_at = 0
+            self.half_gone.append(ref)
         else:
-            self.num_bytes -= source.num_bytes
-            self.num_stored -= source.num_stored
-            source.content = None  # it may be in ``half_gone``
+            self.num_bytes -= ref.num_bytes
+            self.num_stored -= ref.num_stored
+            ref.content = None  # it may be in ``half_gone``
 
-    def complete(self, source: PayloadRef, content: bytes) -> None:
-        """Set the content of ``source``, which stores no further blocks."""
-        if source.num_cached:
-            source.content = content
-            source.num_bytes = len(content)
-            self.num_bytes += source.num_bytes
-            self.num_stored += source.num_stored
-            source.half_gone_at = source.num_stored // 2
-            if source.num_cached <= source.half_gone_at:
-                self._note_gone(source)
+    def complete(self, ref: PayloadRef, content: bytes) -> None:
+        """Set the content of ``ref``, which stores no further blocks."""
+        if ref.num_cached:
+            ref.content = content
+            ref.num_bytes = len(content)
+            self.num_bytes += ref.num_bytes
+            self.num_stored += ref.num_stored
+            ref.half_gone_at = ref.num_stored // 2
+            if ref.num_cached <= ref.half_gone_at:
+                self._note_gone(ref)
 
-    def rewrite(self, source: PayloadRef, content: bytes, num_stored: int) -> None:
-        """Replace the content of ``source`` by one with ``num_stored`` blocks, which include all its cached blocks."""
-        self.num_bytes += len(content) - source.num_bytes
-        self.num_stored += num_stored - source.num_stored
-        source.content, source.num_bytes, source.num_stored = content, len(content), num_stored
-        source.half_gone_at = source.num_cached // 2
+    def rewrite(self, ref: PayloadRef, content: bytes, num_stored: int) -> None:
+        """Replace the content of ``ref`` by one with ``num_stored`` blocks, which include all its cached blocks."""
+        self.num_bytes += len(content) - ref.num_bytes
+        self.num_stored += num_stored - ref.num_stored
+        ref.content, ref.num_bytes, ref.num_stored = content, len(content), num_stored
+        ref.half_gone_at = ref.num_cached // 2
 
     def clear(self) -> None:
         """Fold a cleared event."""
@@ -236,12 +236,12 @@ class CachedBlocks(Generic[T]):
         self.half_gone.clear()
         self.num_bytes = self.num_stored = 0
 
-    def cached_runs(self, source: PayloadRef) -> list[BlockRun[T]]:
+    def cached_runs(self, ref: PayloadRef) -> list[BlockRun[T]]:
         """Return the runs of a reference of which at least one block is cached and belongs to it."""
         return [
             run
-            for run in self._reader.runs(source.content)
-            if any(self._locations.get(run.location, {}).get(each) is source for each in run.block_hashes)
+            for run in self._reader.runs(ref.content)
+            if any(self._locations.get(run.location, {}).get(each) is ref for each in run.block_hashes)
         ]
 
     def segments(self) -> Iterator[RunSegment[T]]:
@@ -250,14 +250,14 @@ class CachedBlocks(Generic[T]):
             yield from _LocationWalk(location, self._locations[location], self._reader).segments()
 
 
-class _SourceRuns(Generic[T]):
+class _RefRuns(Generic[T]):
     """The runs of one reference at one location, and the position of each block in them."""
 
-    __slots__ = ("_owners", "_places", "_source", "runs")
+    __slots__ = ("_owners", "_places", "_ref", "runs")
 
-    def __init__(self, source: PayloadRef, runs: Sequence[BlockRun[T]], owners: dict[int, PayloadRef]) -> None:
+    def __init__(self, ref: PayloadRef, runs: Sequence[BlockRun[T]], owners: dict[int, PayloadRef]) -> None:
         self.runs = runs
-        self._source = source
+        self._ref = ref
         self._owners = owners
         self._places: dict[int, tuple[int, int]] | None = None
 
@@ -275,17 +275,17 @@ class _SourceRuns(Generic[T]):
     @property
     def are_whole(self) -> bool:
         """True if every block of the reference is cached, each stored once."""
-        return self._source.num_cached == self._source.num_stored
+        return self._ref.num_cached == self._ref.num_stored
 
     def segments(self, number: int) -> Iterator[RunSegment[T]]:
         """Yield the cached segments of one run."""
-        run, source = self.runs[number], self._source
+        run, ref = self.runs[number], self._ref
         if self.are_whole:
             yield RunSegment(run, 0, len(run.block_hashes))
             return
         owners, places = self._owners, self.places
         are_cached = [
-            owners.get(block_hash) is source and places[block_hash] == (number, index)
+            owners.get(block_hash) is ref and places[block_hash] == (number, index)
             for index, block_hash in enumerate(run.block_hashes)
         ]
         for first, stop in true_runs(are_cached):
@@ -308,44 +308,45 @@ class _LocationWalk(Generic[T]):
         self._location = location
         self._owners = owners
         self._reader = reader
-        self._read: dict[int, _SourceRuns[T]] = {}
+        self._read: dict[int, _RefRuns[T]] = {}
         self._ahead: set[_Position] = set()  # segments that were sent before their turn
 
     def segments(self) -> Iterator[RunSegment[T]]:
         last = None
-        for source in self._owners.values():
-            if source is not last:
-                last, found = source, self._runs_in(source)
+        for ref in self._owners.values():
+            if ref is not last:
+                last, found = ref, self._runs_in(ref)
                 if found.are_whole and not self._ahead:
-                    yield from self._whole(source, found)
+                    yield from self._whole(ref, found)
                 else:
-                    yield from self._parts(source, found, 0)
+                    yield from self._parts(ref, found, 0)
 
-    def _whole(self, source: PayloadRef, found: _SourceRuns[T]) -> Iterator[RunSegment[T]]:
-        """Yield a reference whose blocks are all cached, the common case. Parents are in older references or earlier in
-        this one.
+    def _whole(self, ref: PayloadRef, found: _RefRuns[T]) -> Iterator[RunSegment[T]]:
+        """Yield a reference whose blocks are all cached, the common case.
+
+        Parents are in older references or earlier in this one.
         """
-        owners, passed, serial = self._owners, set[int](), source.serial
+        owners, passed, serial = self._owners, set[int](), ref.serial
         for number, run in enumerate(found.runs):
             if run.parent is not None and run.parent not in passed:
                 above = owners.get(run.parent)
                 if above is not None and above.serial >= serial:
-                    yield from self._parts(source, found, number)
+                    yield from self._parts(ref, found, number)
                     return
             passed.update(run.block_hashes)
             yield RunSegment(run, 0, len(run.block_hashes))
 
-    def _parts(self, source: PayloadRef, found: _SourceRuns[T], first: int) -> Iterator[RunSegment[T]]:
+    def _parts(self, ref: PayloadRef, found: _RefRuns[T], first: int) -> Iterator[RunSegment[T]]:
         """Yield the cached segments of a reference from its run ``first`` on."""
         for number in range(first, len(found.runs)):
             for segment in found.segments(number):
-                at = (source.serial, number, segment.first)
+                at = (ref.serial, number, segment.first)
                 if at in self._ahead:
                     self._ahead.discard(at)
                     continue
                 parent = segment.parent
                 above = None if parent is None else self._owners.get(parent)
-                if above is None or above.serial < source.serial:
+                if above is None or above.serial < ref.serial:
                     yield segment
                 else:
                     yield from self._with_ancestors(at, segment)
@@ -362,23 +363,23 @@ class _LocationWalk(Generic[T]):
 
     def _above(self, segment: RunSegment[T], serial: int) -> tuple[_Position, RunSegment[T]] | None:
         """Return the segment that ends with the parent, unless it is older than the reference ``serial``."""
-        source = None if segment.parent is None else self._owners.get(segment.parent)
-        if source is None or source.serial < serial:
+        ref = None if segment.parent is None else self._owners.get(segment.parent)
+        if ref is None or ref.serial < serial:
             return None
-        found = self._runs_in(source)
+        found = self._runs_in(ref)
         number, index = found.places[segment.parent]  # type: ignore[index]
         for each in found.segments(number):
             if each.first <= index < each.stop:
-                return (source.serial, number, each.first), each
+                return (ref.serial, number, each.first), each
         return None
 
-    def _runs_in(self, source: PayloadRef) -> _SourceRuns[T]:
-        found = self._read.get(source.serial)
+    def _runs_in(self, ref: PayloadRef) -> _RefRuns[T]:
+        found = self._read.get(ref.serial)
         if found is None:
             if len(self._read) >= _MAX_READ:
                 self._read.clear()
-            runs = [run for run in self._reader.runs(source.content) if run.location == self._location]
-            found = self._read[source.serial] = _SourceRuns(source, runs, self._owners)
+            runs = [run for run in self._reader.runs(ref.content) if run.location == self._location]
+            found = self._read[ref.serial] = _RefRuns(ref, runs, self._owners)
         return found
 
 
@@ -502,7 +503,7 @@ class PayloadReader:
             self._heads = reader
             return [head.summary() for head in heads]
         # The events have different forms: decode each as readers do.
-        return [_summarize_odd_event(bytes(event)) for event in _events_of(content)]
+        return [_summarize_unusual_event(bytes(event)) for event in _events_of(content)]
 
     def changes(self, payload: bytes) -> BlockChanges:
         """Return the changes of a payload, as its encoder could have supplied them."""
@@ -532,7 +533,7 @@ def _events_of(content: bytes) -> list[msgspec.Raw]:
     return events
 
 
-def _summarize_odd_event(raw: bytes) -> _Summary | None:
+def _summarize_unusual_event(raw: bytes) -> _Summary | None:
     try:
         summary = summarize_event(decode_event(raw))
     except DecodeError:
@@ -590,20 +591,20 @@ class StreamSnapshot:
 
     def fold(self, payload: bytes, changes: BlockChanges | None = None) -> None:
         """Fold one batch. ``changes`` comes from its encoder; None decodes the payload."""
-        state, source = self._state, None
+        state, ref = self._state, None
         for change in self._reader.changes(payload) if changes is None else changes:
             hashes = memoryview(change.hashes).cast("q").tolist()
             if change.kind is BlockStored:
-                if source is None:
-                    source = self._source_of(len(payload))
-                state.store(change.location, hashes, source)
+                if ref is None:
+                    ref = self._ref_for(len(payload))
+                state.store(change.location, hashes, ref)
             elif change.kind is BlockRemoved:
                 state.remove(change.location, hashes)
             else:
                 state.clear()
                 if self._filling is not None:
                     self._filling.num_cached = 0
-        if source is not None:
+        if ref is not None:
             self._gathered.append(payload)
             self._num_gathered_bytes += len(payload)
             if self._num_gathered_bytes >= self._shared_bytes:
@@ -611,20 +612,20 @@ class StreamSnapshot:
         if state.half_gone:
             self._rewrite_some()
 
-    def _source_of(self, num_bytes: int) -> PayloadRef:
+    def _ref_for(self, num_bytes: int) -> PayloadRef:
         if self._filling is not None and num_bytes >= self._shared_bytes:
             self._fill_up()  # a large payload is not copied
         if self._filling is None:
-            self._filling = self._state.new_source()
+            self._filling = self._state.new_ref()
         return self._filling
 
     def _fill_up(self) -> None:
         """Complete the reference that gathers payloads."""
-        source, payloads = self._filling, self._gathered
-        if source is None:
+        ref, payloads = self._filling, self._gathered
+        if ref is None:
             return
         content = payloads[0] if len(payloads) == 1 else _as_list(payloads)
-        self._state.complete(source, content)
+        self._state.complete(ref, content)
         self._filling = None
         self._gathered = []
         self._num_gathered_bytes = 0
@@ -633,15 +634,15 @@ class StreamSnapshot:
         """Check some half-gone references. If too many gone blocks are kept, drop the events without cached blocks."""
         state = self._state
         for _ in range(min(_CHECKS_PER_FOLD, len(state.half_gone))):
-            source = state.half_gone.popleft()
-            if not source.num_cached:
+            ref = state.half_gone.popleft()
+            if not ref.num_cached:
                 continue
             if state.num_stored <= 2 * len(state) + self._max_gone_blocks:
-                state.half_gone.append(source)
+                state.half_gone.append(ref)
                 continue
-            runs = state.cached_runs(source)
+            runs = state.cached_runs(ref)
             content = msgspec.msgpack.encode((0.0, [run.event for run in runs], 0))
-            state.rewrite(source, content, sum(len(run.block_hashes) for run in runs))
+            state.rewrite(ref, content, sum(len(run.block_hashes) for run in runs))
 
     def segments(self) -> Iterator[RunSegment[msgspec.Raw]]:
         """Yield the cached blocks, each once, parents before children. Nothing may be folded meanwhile."""
@@ -693,7 +694,7 @@ def merge_batches(batches: Iterable[EventBatch]) -> KVEventBatch | None:
             summary = summarize_event(event)
             if summary.kind is BlockStored:
                 run = BlockRun(summary.location, summary.block_hashes, summary.parent, event)
-                state.store(summary.location, summary.block_hashes, state.new_source(run))
+                state.store(summary.location, summary.block_hashes, state.new_ref(run))
             elif summary.kind is BlockRemoved:
                 state.remove(summary.location, summary.block_hashes)
                 if isinstance(event, BlockRemoved):

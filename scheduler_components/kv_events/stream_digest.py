@@ -17,11 +17,11 @@ def initial_digest(epoch: bytes) -> bytes:
 
 
 def digest_after(digest: bytes, sequence: int, payload: bytes) -> bytes:
-    """Return the digest after one more batch: BLAKE2b-64 of the digest, the sequence (8 bytes) and the payload's CRC-32
-    (4).
+    """Return the digest after one more batch.
 
-    The digest finds accidents, not attackers, so a checksum of the payload is enough. For a payload of 40 KB it costs a
-    sixth of hashing all bytes.
+    It is BLAKE2b-64 of the digest, the sequence (8 bytes) and the payload's CRC-32 (4 bytes). The digest finds
+    accidents, not attackers, so a checksum of the payload is enough. For a payload of 40 KB it costs a sixth of hashing
+    all bytes.
     """
     return blake2b(
         digest + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=STREAM_DIGEST_BYTES

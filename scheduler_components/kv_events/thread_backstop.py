@@ -147,8 +147,10 @@ class Backstop:
         self._pipe, self._thread = (reader, writer), thread
 
     def watch(self) -> bool:
-        """Start to poll, if the thread is not polling already. Return False if the thread has ended. Expensive only
-        while it sleeps.
+        """Start to poll, if the thread is not polling already. Expensive only while the thread sleeps.
+
+        Returns:
+            False if the thread has ended.
         """
         if not self._is_polling:
             self._is_polling = True

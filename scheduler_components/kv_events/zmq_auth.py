@@ -144,10 +144,9 @@ def _read(path: str | Path, *, field: str, is_secret: bool) -> tuple[bytes, byte
 def _refuse_writable_by_others(
     path: str | Path, found: os.stat_result | None = None, *, field: str, may_be_sticky: bool = False
 ) -> None:
-    """Refuse a path that other users can write to: they could admit themselves, or impersonate the stream. Root always
-    can.
+    """Refuse a path that other users can write to, because they could admit themselves or impersonate the stream.
 
-    In a sticky directory no user can replace another user's file, but every user can add one.
+    Root always can. In a sticky directory no user can replace another user's file, but every user can add one.
     """
     found = found or os.stat(path)  # noqa: PTH116 - as in _read
     if found.st_uid not in (0, os.geteuid()):
@@ -211,8 +210,9 @@ class CurveServerKeys:
         return cls.read(config.secret_key_file, config.client_keys_dir)
 
     def start_authenticator(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Start the handler of ``context`` before any of its sockets binds. Call ``stop()`` on it before the context
-        ends.
+        """Start the handler of ``context`` before any of its sockets binds.
+
+        Call ``stop()`` on the handler before the context ends.
         """
         gate = ThreadAuthenticator(context)
         gate.configure_curve_callback(_DOMAIN, self)

@@ -325,8 +325,10 @@ class ZmqReplayServer:
         return bool(int(self._events(_EVENTS)) & _POLLIN)
 
     def _serve(self, client: bytes, sends_left: int, now_s: float) -> int:
-        """Send to one client until its answer is complete, it is full, or the slice is used up. Return the remaining
-        sends.
+        """Send to one client until its answer is complete, it is full, or the slice is used up.
+
+        Returns:
+            The remaining sends of the slice.
         """
         done = False
         while sends_left and not done:
@@ -808,9 +810,7 @@ class ZmqEventPublisher(EventPublisher):
             raise PublisherClosedError("publish() after shutdown(): the batch was not accepted")
 
     def drain_for_scheduler(self, late_s: float) -> DrainResult:
-        """Drain the batches that were handed over, or all of them if the scheduler has not drained lately. Called by
-        the thread.
-        """
+        """Drain the batches that were handed over, or all of them if the scheduler has not drained lately."""
         now, used_s = time.monotonic(), time.thread_time()
         is_prompt = self._backlog.is_prompt = late_s < _LATE_S
         is_handed_over = self._is_handing_over

@@ -117,11 +117,10 @@ _WATCHED = (
 
 
 class PeerCounter:
-    """Count completed and refused handshakes of one socket. Opened by ``open_peer_counter``, used by the socket's
-    owner.
+    """Count completed and refused handshakes of one socket.
 
-    libzmq reports nothing else about the subscribers of a PUB socket: neither their subscriptions nor their lost
-    messages.
+    ``open_peer_counter`` opens it, and the socket's owner uses it. libzmq reports nothing else about the subscribers of
+    a PUB socket: neither their subscriptions nor their lost messages.
 
     Attributes:
         num_connected: handshakes completed since the socket was opened.

@@ -61,22 +61,22 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
     owner: dict[tuple[BlockLocation, int], PayloadRef] = {}
     completed: dict[int, tuple[PayloadRef, int, int]] = {}  # by serial: the reference, its bytes, its blocks
     num_reports: Counter[int] = Counter()
-    source = state.new_source()
+    ref = state.new_ref()
     for name, *values in steps:
         if name == "store":
             location, hashes = values
-            state.store(location, hashes, source)
-            owner |= {(location, each): source for each in hashes}
+            state.store(location, hashes, ref)
+            owner |= {(location, each): ref for each in hashes}
         elif name == "remove":
             location, hashes = values
             state.remove(location, hashes)
             for each in hashes:
                 owner.pop((location, each), None)
         elif name == "complete":
-            if any(each is source for each in owner.values()):
-                completed[source.serial] = source, values[0], source.num_stored
-            state.complete(source, bytes(values[0]))
-            source = state.new_source()
+            if any(each is ref for each in owner.values()):
+                completed[ref.serial] = ref, values[0], ref.num_stored
+            state.complete(ref, bytes(values[0]))
+            ref = state.new_ref()
         elif name == "rewrite" and completed:
             serial = sorted(completed)[values[0] % len(completed)]
             again, *_ = completed[serial]
@@ -91,7 +91,7 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
             owner.clear()
             completed.clear()
             num_reports.clear()
-            source = state.new_source()
+            ref = state.new_ref()
         standing = Counter(each.serial for each in owner.values())
         alive = {serial: found for serial, found in completed.items() if standing[serial]}
         assert len(state) == len(owner)
