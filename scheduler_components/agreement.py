@@ -31,7 +31,7 @@ diverged notice at the very next step, before a request reads a page that anothe
 **The header.** The first block of a proposal has a fixed length and begins with the operation and slots (as a digest),
 the step and the call number. Ranks that ask different questions therefore notice it in the collective that they share,
 without an extra message. Only after the headers match do they reduce the remaining blocks of a long proposal: gloo
-aborts a process whose peers bring a vector of another length (measured with torch 2.13).
+aborts a process whose peers contribute a vector of another length (measured with torch 2.13).
 
 The invariant: after agreement n all ranks have the same agreed values n. By induction they have the same tree, the same
 operations under way and the same slots in the next proposal. ``tests/test_agreement_replica.py`` replaces the agreed

@@ -1,4 +1,4 @@
-"""Proposals, domains and rank sets: all ranks of a grid get one answer, or one error that says who is to blame."""
+"""Proposals, parallel groups and rank groups: all ranks get the same values, or an error that names the cause."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_agreed_values_are_the_reduction_of_all_ranks_values(
     ],
     ids=["operation", "kind", "slots", "step", "call"],
 )
-def test_another_question_shows_in_the_header(other: Proposal, call_number: int) -> None:
+def test_a_different_proposal_changes_the_header(other: Proposal, call_number: int) -> None:
     reduced = elementwise_min([filled(["min"], [1]).pack(0), other.pack(call_number)])
     assert not Proposal.headers_match(reduced)
 
@@ -133,7 +133,7 @@ def test_slots_that_do_not_fit_are_refused() -> None:
     step=INT64,
     operation=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=16),
 )
-def test_a_call_survives_its_record(rank: int, number: int, step: int, operation: str) -> None:
+def test_a_call_survives_encoding(rank: int, number: int, step: int, operation: str) -> None:
     call = SyncCall(rank, number, step, operation)
     assert len(pack_call(call)) == SYNC_CALL_INTS
     assert unpack_call(pack_call(call)) == call
@@ -194,14 +194,14 @@ def test_one_rank_agrees_with_itself_without_a_collective() -> None:
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(2, 2), (2, 1), (1, 2), (3, 2)])
-def test_threads_of_a_grid_all_get_the_answers_of_the_whole_grid(cp: int, tp: int) -> None:
+def test_threads_of_a_grid_get_the_reduction_of_the_whole_grid(cp: int, tp: int) -> None:
     last = cp * tp - 1
     assert on_threads(grid(cp, tp), ask) == [expected(last, False, True, True, False)] * (last + 1)
 
 
 @settings(deadline=None, max_examples=60)
 @given(cp=st.integers(1, 4), tp=st.integers(1, 4), data=st.data())
-def test_simulated_ranks_get_the_answers_of_the_whole_grid(cp: int, tp: int, data: st.DataObject) -> None:
+def test_simulated_ranks_get_the_reduction_of_the_whole_grid(cp: int, tp: int, data: st.DataObject) -> None:
     sync = InProcessGroups(grid(cp, tp))
     for step in range(3):
         values = data.draw(st.lists(st.integers(-9, 9), min_size=cp * tp, max_size=cp * tp))
@@ -226,7 +226,7 @@ def test_agreement_over_tp_only_leaves_cp_ranks_apart() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 250, 251, 5000])
-def test_collectives_do_not_grow_with_the_slots_beyond_one_more_a_hop(num_slots: int) -> None:
+def test_a_long_proposal_takes_one_more_collective_per_hop(num_slots: int) -> None:
     def work(groups: ParallelGroups) -> object:
         proposal = Proposal("step", step=0)
         for slot in range(num_slots):
@@ -254,7 +254,7 @@ def test_a_rank_that_leaves_out_a_call_is_named_on_all_ranks(odd_rank: int) -> N
             assert ("write acks" if rank == odd_rank else "prefetch") in place
 
 
-def test_proposals_of_different_length_part_before_their_rests_meet() -> None:
+def test_proposals_of_different_length_diverge_in_the_first_block() -> None:
     def work(groups: ParallelGroups) -> object:
         proposal = Proposal("step", step=0)
         for slot in range(1000 if groups.rank == 2 else 3):
@@ -276,7 +276,7 @@ def test_a_dead_rank_is_named_on_all_survivors(dead_rank: int) -> None:
             assert (error.operation, error.step, error.missing_ranks) == ("landed", 9, (dead_rank,))
 
 
-def test_a_broken_domain_stays_broken() -> None:
+def test_groups_repeat_their_first_error() -> None:
     def work(groups: ParallelGroups) -> object:
         if groups.rank == 1:
             return None
@@ -288,7 +288,7 @@ def test_a_broken_domain_stays_broken() -> None:
     assert on_threads(grid(2, 1), work, timeout_s=0.1) == [(1, 0), None]
 
 
-def test_a_closed_domain_refuses() -> None:
+def test_closed_groups_raise() -> None:
     groups = ParallelGroups()
     groups.close()
     groups.close()
@@ -302,7 +302,7 @@ def test_a_simulated_rank_without_a_proposal_is_missing() -> None:
     assert raised.value.missing_ranks == (1, 3)
 
 
-def test_simulated_ranks_with_different_questions_part() -> None:
+def test_simulated_ranks_with_different_proposals_diverge() -> None:
     proposals = {rank: Proposal("prefetch" if rank else "write back", step=8) for rank in range(4)}
     with pytest.raises(SyncDivergenceError, match="ranks diverge at agreement 0: rank 0: 'write back' at step 8"):
         InProcessGroups(grid(2, 2)).reduce(proposals)
@@ -322,7 +322,7 @@ def parallel_of(pp: int, dp: int, cp: int, tp: int) -> ParallelState:
 
 @settings(deadline=None, max_examples=60)
 @given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
-def test_a_domain_is_one_replicas_grid(pp: int, dp: int, cp: int, tp: int) -> None:
+def test_the_agreeing_ranks_are_the_grid_of_one_replica(pp: int, dp: int, cp: int, tp: int) -> None:
     world = world_rank_groups(parallel_of(pp, dp, cp, tp))
     assert [sets.rank for sets in world] == list(range(pp * dp * cp * tp))
     all_groups = {agreeing_ranks(sets.rank, world) for sets in world}
@@ -345,7 +345,7 @@ def test_the_order_of_groups_names_each_once_and_keeps_each_ranks_order(pp: int,
         assert sorted(sets.reduce_groups, key=order.index) == list(sets.reduce_groups)
 
 
-def test_ranks_in_different_numbers_of_groups_have_one_domain_and_one_order() -> None:
+def test_ranks_in_different_numbers_of_groups_share_one_order() -> None:
     world = (
         RankGroups(rank=0, attn_cp=(0, 1, 2)),
         RankGroups(rank=1, attn_cp=(0, 1, 2), attn_tp=(1, 3)),
@@ -377,24 +377,24 @@ def test_pipeline_stages_come_last() -> None:
     assert RankGroups(rank=1, tp=(0, 1), pp=(1, 3)).reduce_groups == ((0, 1), (1, 3))
 
 
-def test_tp_is_taken_only_where_an_engine_has_neither_attention_group() -> None:
+def test_tp_is_used_only_without_attention_groups() -> None:
     assert RankGroups(rank=1, tp=(0, 1)).reduce_groups == ((0, 1),)
     assert RankGroups(rank=1, attn_tp=(1,), tp=(0, 1)).reduce_groups == ()
     assert RankGroups(rank=1, attn_cp=(1,), attn_tp=(1,), tp=(0, 1)).reduce_groups == ()
     assert RankGroups(rank=1).reduce_groups == ()
 
 
-def test_equal_rank_sets_are_taken_once() -> None:
+def test_equal_groups_are_used_once() -> None:
     assert RankGroups(rank=0, attn_cp=(0, 1), attn_tp=(1, 0)).reduce_groups == ((0, 1),)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (0, 0), ()])
-def test_a_set_without_its_rank_is_refused(ranks: tuple[int, ...]) -> None:
+def test_a_group_without_its_rank_is_refused(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="attn_cp"):
         RankGroups(rank=0, attn_cp=ranks)
 
 
-def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -> None:
+def test_different_settings_raise_with_fields_and_ranks() -> None:
     """Rank 2 alone: found over CP, then TP. And the groups are unusable from then on."""
 
     def start(groups: ParallelGroups) -> None:
@@ -416,16 +416,16 @@ def test_ranks_with_different_settings_are_told_field_and_ranks_at_the_start() -
         assert "rank 2 has 'timeout'" in str(error)
 
 
-def test_long_settings_are_told_by_their_beginnings() -> None:
+def test_long_settings_are_shown_truncated() -> None:
     def start(groups: ParallelGroups) -> None:
         groups.check_equal("settings", {"model": "xy" + "\xe9" * 60 + str(groups.rank)}, step=0)
 
     for error in on_threads(grid(2, 1), start):
         assert isinstance(error, SettingsDivergenceError)
         assert str(error).startswith("settings: ")
-        [told] = error.settings.values()
-        assert all("'xy" + "\xe9" * 20 in text for text in told.values())
-        assert sorted(told) == [0, 1]
+        [values] = error.settings.values()
+        assert all("'xy" + "\xe9" * 20 in text for text in values.values())
+        assert sorted(values) == [0, 1]
 
 
 def test_ranks_with_the_same_settings_go_on() -> None:

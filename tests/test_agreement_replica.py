@@ -1,13 +1,13 @@
-"""Ranks of one replica, with I/O of their own, hold the same pages on every tier; and each agreement is needed for it.
+"""Ranks of one replica with different I/O hold the same pages on every tier, and each agreement is needed for it.
 
 Properties, after every step, for every number of ranks, policy, latency, failure, abort and eviction that comes up:
 - all ranks hold the same pages on each tier; their arithmetic adds up: no slot is lost, nothing locked is evicted;
-- the step took one packed reduction a hop, whatever was under way;
-- every page that is loaded back is the page that it should be, on every rank;
+- the step took one packed reduction per hop;
+- every page that is loaded back has its content, on every rank;
 - the events rebuild each tier's content;
 and after a drain nothing is locked, reserved or under way.
 
-Each single agreement is needed: with any one of them replaced by the rank's own value, ranks part.
+Each single agreement is needed: with any one of them replaced by the rank's own value, ranks diverge.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CONFIGS = st.builds(
 
 
 class TierView:
-    """What a router makes of the events."""
+    """The content of each tier as a router derives it from the events."""
 
     def __init__(self) -> None:
         self.held: dict[str | None, set[int]] = {None: set(), "CPU": set(), "STORAGE": set()}
@@ -104,7 +104,7 @@ class TierView:
     seed=0,
     num_steps=150,
 )
-def test_ranks_never_part_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
+def test_ranks_never_diverge_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
     agreement = make_in_process_groups(config)
     replica, view = SimulatedReplica(config, seed=seed, agreement=agreement), TierView()
     num_hops = sum(size > 1 for size in (config.attn_cp_size, config.attn_tp_size, config.pp_size))
@@ -129,7 +129,7 @@ def test_ranks_never_part_and_nothing_leaks(config: SimulationConfig, seed: int,
 
 
 class LocalSlots:
-    """An agreement with a hole: in slots that match a pattern, each rank gets back its own value."""
+    """A broken agreement: in slots that match a pattern, each rank gets its own value."""
 
     def __init__(self, config: SimulationConfig, pattern: str) -> None:
         self._agreement = make_in_process_groups(config)
@@ -170,8 +170,8 @@ NOTHING = "no slot has this name"
 HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001)
 
 
-def num_parted(config: SimulationConfig, pattern: str, seeds: range) -> int:
-    """Runs that ended because ranks parted, or because one of them could not go on."""
+def num_diverged(config: SimulationConfig, pattern: str, seeds: range) -> int:
+    """Return how many runs ended because ranks diverged or one of them failed."""
     return sum(
         has_diverged(SimulatedReplica(config, seed=seed, agreement=LocalSlots(config, pattern)), seed) for seed in seeds
     )
@@ -192,11 +192,13 @@ def has_diverged(replica: SimulatedReplica, seed: int) -> bool:
 def test_without_this_agreement_ranks_part(agreement: str) -> None:
     policy = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=3.0, prefetch_threshold_pages=2)
     config = SimulationConfig(policy=policy, rates=HARSH)
-    assert not num_parted(config, NOTHING, range(2))
-    assert num_parted(config, agreement, range(8)), "it is not needed, or the simulation never needs it"
+    assert not num_diverged(config, NOTHING, range(2))
+    assert num_diverged(config, agreement, range(8)), (
+        "the agreement is not needed, or the simulation does not exercise it"
+    )
 
 
-def parted_replica(agreement: str) -> SimulatedReplica:
+def diverged_replica(agreement: str) -> SimulatedReplica:
     config = SimulationConfig(attn_cp_size=2, attn_tp_size=1, rates=attrs.evolve(HARSH, storage_outage=0.0))
     replica = SimulatedReplica(config, seed=1, agreement=LocalSlots(config, agreement))
     for commands in SimulatedWorkload(seed=1, page_size=config.page_size).steps(60):
@@ -206,29 +208,29 @@ def parted_replica(agreement: str) -> SimulatedReplica:
     return replica
 
 
-def test_a_rank_that_parted_is_found_by_the_digest_at_its_next_step() -> None:
-    replica = parted_replica(NOTHING)
+def test_the_digest_detects_a_diverged_rank_at_its_next_step() -> None:
+    replica = diverged_replica(NOTHING)
     with pytest.raises(TierDivergenceError) as raised:
         replica.step(StepCommands())
     assert raised.value.step == 61
     assert f"digest is {replica.caches[0].state_digest:016x}" in str(raised.value)
 
 
-def test_without_the_agreement_on_state_a_rank_that_parted_is_not_found() -> None:
-    replica = parted_replica("state")
+def test_without_the_agreed_state_a_diverged_rank_is_not_detected() -> None:
+    replica = diverged_replica("state")
     replica.step(StepCommands())
     assert replica.has_diverged
 
 
-def test_over_tp_alone_ranks_part_and_over_cp_and_tp_they_never_do() -> None:
+def test_ranks_diverge_over_tp_only_and_never_over_cp_x_tp() -> None:
     seeds = range(5)
     for scope, expected in (("tp", 5), ("cp x tp", 0)):
         config = SimulationConfig(scope=scope)
-        assert num_parted(config, NOTHING, seeds) == expected
+        assert num_diverged(config, NOTHING, seeds) == expected
 
 
 class Stage0Relays:
-    """What stage 0 agreed, given to the other stages as it is: they are told what their own I/O has not done."""
+    """Passes the agreed values of stage 0 to the other stages, which are then wrong about their own I/O."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self._num_ranks = config.tp_size
@@ -240,16 +242,16 @@ class Stage0Relays:
         return {rank: agreed[rank % self._num_ranks] for rank in proposals}
 
 
-def test_pipeline_stages_part_unless_each_has_a_say() -> None:
+def test_pipeline_stages_diverge_unless_all_take_part() -> None:
     """Agreed within each stage; relayed from stage 0; agreed over all."""
     seeds, config = range(3), SimulationConfig(attn_cp_size=1, attn_tp_size=2, pp_size=2)
-    assert num_parted(attrs.evolve(config, scope="cp x tp"), NOTHING, seeds) == 3
+    assert num_diverged(attrs.evolve(config, scope="cp x tp"), NOTHING, seeds) == 3
     relayed = [SimulatedReplica(config, seed=seed, agreement=Stage0Relays(config)) for seed in seeds]
     assert sum(has_diverged(replica, seed) for seed, replica in enumerate(relayed)) == 3
-    assert num_parted(config, NOTHING, seeds) == 0
+    assert num_diverged(config, NOTHING, seeds) == 0
 
 
-def test_a_rank_that_brings_nothing_is_named() -> None:
+def test_a_rank_without_a_proposal_is_named() -> None:
     config = SimulationConfig()
     agreement = make_in_process_groups(config)
     caches = SimulatedReplica(config, seed=0).caches
@@ -262,8 +264,8 @@ def test_a_rank_that_brings_nothing_is_named() -> None:
         agreement.reduce(proposals)
 
 
-def test_the_proposal_has_the_same_slots_however_much_is_under_way() -> None:
-    """And they fit the first block: one reduction a hop, queue of any length."""
+def test_the_proposal_has_the_same_slots_under_any_load() -> None:
+    """And they fit the first block: one reduction per hop."""
     config = SimulationConfig(device_pages=2000, host_pages=4000)
     [cache, *_] = SimulatedReplica(config, seed=0).caches
     make: Callable[[], Proposal] = lambda: cache.proposal(1, has_storage=True, load_back_budget_pages=1, now_s=0.0)  # noqa: E731

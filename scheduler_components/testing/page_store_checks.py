@@ -1,9 +1,9 @@
-"""What every ``PageStore`` must do, as plain functions: run each of ``PAGE_STORE_CHECKS`` on a store of your own.
+"""Checks of any ``PageStore``, as plain functions: run each of ``PAGE_STORE_CHECKS`` on your store.
 
-A check takes an open store and a prefix under which the store holds no key, and raises ``ConformanceError`` with the
-trace of what it did where the store breaks the port's contract. No check evicts: give the store room for
-``MAX_BYTES``, and let it hold pages of ``PAGE_BYTES``. A store that also works in the host's own pages passes
-``IN_PLACE_STORE_CHECKS`` as well; each registers memory, so give it a store that has none.
+A check takes an open store and a prefix under which the store holds no key. If the store violates the contract of the
+interface, the check raises ``ConformanceError`` with the trace of its calls. No check causes evictions if the store can
+hold ``MAX_BYTES`` in pages of ``PAGE_BYTES``. A zero-copy store also passes ``IN_PLACE_STORE_CHECKS``; each of them
+registers memory, so give it a store without registered memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["IN_PLACE_STORE_CHECKS", "PAGE_STORE_CHECKS"]
 
 
 def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:
-    """What was never stored is nowhere."""
+    """Keys that were never stored are misses."""
     trace = CheckTrace("Keys that were never stored are misses")
     keys = [f"{prefix}{at}" for at in range(3)]
     trace.expect(0, trace.call("batch_exists() of 3 absent keys", lambda: store.batch_exists(keys)))
@@ -28,7 +28,7 @@ def check_absent_keys_are_misses(store: PageStore, prefix: str) -> None:
 
 
 def check_pages_come_back_byte_for_byte_in_the_order_asked(store: PageStore, prefix: str) -> None:
-    """64 pages, read in the opposite order."""
+    """64 pages are read in reverse order."""
     trace = CheckTrace("Pages come back byte for byte, in the order asked")
     keys = [f"{prefix}{at}" for at in range(64)]
     _store(trace, store, keys)
@@ -37,7 +37,7 @@ def check_pages_come_back_byte_for_byte_in_the_order_asked(store: PageStore, pre
 
 
 def check_exists_counts_the_longest_prefix(store: PageStore, prefix: str) -> None:
-    """A prefix is only worth what is held without a hole."""
+    """Only a prefix without a gap is useful."""
     trace = CheckTrace("batch_exists() counts up to the first key that is not held")
     keys = [f"{prefix}{at}" for at in range(5)]
     _store(trace, store, [keys[0], keys[1], keys[3], keys[4]])
@@ -48,7 +48,7 @@ def check_exists_counts_the_longest_prefix(store: PageStore, prefix: str) -> Non
 
 
 def check_missing_key_affects_only_itself(store: PageStore, prefix: str) -> None:
-    """What stands around an absent key is still read."""
+    """Keys next to an absent key are still read."""
     trace = CheckTrace("An absent key among held ones costs only itself")
     first, hole, last = (f"{prefix}{name}" for name in ("first", "hole", "last"))
     _store(trace, store, [first, last])
@@ -56,7 +56,7 @@ def check_missing_key_affects_only_itself(store: PageStore, prefix: str) -> None
 
 
 def check_a_page_may_be_set_again(store: PageStore, prefix: str) -> None:
-    """Storing is idempotent, twice in one batch too."""
+    """Storing is idempotent, also twice in one batch."""
     trace = CheckTrace("A page that is held may be stored again")
     key = f"{prefix}twice"
     _store(trace, store, [key])
@@ -65,7 +65,7 @@ def check_a_page_may_be_set_again(store: PageStore, prefix: str) -> None:
 
 
 def check_a_deleted_page_is_gone_and_can_come_back(store: PageStore, prefix: str) -> None:
-    """Deleted before it is read: a distributed store may hold a lease for a reader."""
+    """The page is deleted before it is read, because a distributed store may grant leases to readers."""
     trace = CheckTrace("A deleted page is gone, and can be stored again")
     keep, gone = f"{prefix}keep", f"{prefix}gone"
     _store(trace, store, [keep, gone])
@@ -77,7 +77,7 @@ def check_a_deleted_page_is_gone_and_can_come_back(store: PageStore, prefix: str
 
 
 def check_any_text_is_a_valid_key(store: PageStore, prefix: str) -> None:
-    """Keys with slashes, dots, blanks, capitals and 300 characters are different names and nothing more."""
+    """Slashes, dots, blanks, capitals and 300 characters have no special meaning in keys."""
     trace = CheckTrace("Any text is a key, and different texts are different keys")
     names = ["a/b", "a-b", "../../up", "/root", "a b", "a.b", "A.b", "naïve 页", "x" * 300, "*", "%2F"]
     keys = [f"{prefix}{name}" for name in names]
@@ -86,7 +86,7 @@ def check_any_text_is_a_valid_key(store: PageStore, prefix: str) -> None:
 
 
 def check_stored_page_is_a_copy(store: PageStore, prefix: str) -> None:
-    """The caller's buffer is used again as soon as ``batch_set`` returns."""
+    """The caller reuses its buffer as soon as ``batch_set`` returns."""
     trace = CheckTrace("A stored page does not change with the memory that it came from")
     key = f"{prefix}memory"
     memory = bytearray(page_of(key))
@@ -98,7 +98,7 @@ def check_stored_page_is_a_copy(store: PageStore, prefix: str) -> None:
 
 
 def check_empty_batches_are_accepted(store: PageStore, prefix: str) -> None:
-    """Empty batches are answered, not refused."""
+    """Empty batches are valid."""
     del prefix
     trace = CheckTrace("Empty batches are no error")
     trace.expect(0, trace.call("batch_exists([])", lambda: store.batch_exists([])))
@@ -140,7 +140,7 @@ PAGE_STORE_CHECKS: tuple[Callable[[PageStore, str], None], ...] = (
 
 
 def check_in_place_put_and_get(store: ZeroCopyPageStore, prefix: str) -> None:
-    """Pages of one memory to the store, and to other places of it; what was set by a copy is read in place too."""
+    """Pages are put from registered memory and got into other pages of it, also those set by ``batch_set``."""
     trace = CheckTrace("Pages are put from memory and got into it")
     keys = [f"{prefix}{at}" for at in range(8)]
     memory, pages = _registered(trace, store, 2 * len(keys))
@@ -162,7 +162,7 @@ def check_in_place_put_and_get(store: ZeroCopyPageStore, prefix: str) -> None:
 
 
 def check_miss_leaves_other_buffers_unchanged(store: ZeroCopyPageStore, prefix: str) -> None:
-    """An absent key, and a page of another length, are a no; pages around them are read, memory around them stays."""
+    """An absent key and a page of another length return False and leave other pages unchanged."""
     trace = CheckTrace("A miss in place costs only itself")
     first, hole, short, long, last = (f"{prefix}{name}" for name in ("first", "hole", "short", "long", "last"))
     _store(trace, store, [first, last])
@@ -179,7 +179,7 @@ def check_miss_leaves_other_buffers_unchanged(store: ZeroCopyPageStore, prefix: 
         trace.require(bytes(page) == page_of(key), f"the page of {key!r:.80} in its buffer", bytes(page))
     for at in (0, 6):
         trace.require(
-            bytes(pages[at]) == bytes(PAGE_BYTES), f"buffer {at}, which nobody gave, as it was", bytes(pages[at])
+            bytes(pages[at]) == bytes(PAGE_BYTES), f"buffer {at}, which was not passed, unchanged", bytes(pages[at])
         )
     trace.expect([], trace.call("batch_get_into([], [])", lambda: list(store.batch_get_into([], []))))
     trace.expect([], trace.call("batch_put_from([], [])", lambda: list(store.batch_put_from([], []))))

@@ -29,7 +29,7 @@ DIGESTS = bytes(range(32)) * 2
 
 
 class TwoControllers:
-    """Two ranks' copies and backups, of which each ends when it is told to."""
+    """Copies and backups of two ranks, which end under control of the test."""
 
     def __init__(self) -> None:
         self.hosts = [SimulatedHostPages(10, rng=random.Random(0), failure=0.0) for _ in range(2)]
@@ -65,7 +65,7 @@ BEGIN: dict[str, tuple[Callable[[HiCacheController], int], Callable[[int, bool],
 
 @pytest.mark.parametrize("is_ok", [True, False])
 @pytest.mark.parametrize("kind", BEGIN)
-def test_nothing_is_settled_before_it_has_ended_on_every_rank(kind: str, is_ok: bool) -> None:
+def test_an_operation_settles_after_it_has_ended_on_every_rank(kind: str, is_ok: bool) -> None:
     """Otherwise a rank gives pages back that a copy of its own still reads or writes."""
     it = TwoControllers()
     begin, done = BEGIN[kind]
@@ -80,7 +80,7 @@ def test_nothing_is_settled_before_it_has_ended_on_every_rank(kind: str, is_ok: 
     assert [rank.num_operations for rank in it.ranks] == [0, 0]
 
 
-def test_what_every_rank_has_is_shared() -> None:
+def test_agreed_state_is_the_minimum_of_all_ranks() -> None:
     it = TwoControllers()
     it.load_back_budget_pages = [5, 3]
     it.agree()

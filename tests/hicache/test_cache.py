@@ -1,4 +1,4 @@
-"""One rank's hierarchical cache by hand: what a request sees, what is refused, what a late reader of events is told."""
+"""One rank's hierarchical cache: matches of requests, refused calls, events for a late reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE_SIZE = 2
 
 
 class Cache:
-    """Six device pages, eight host pages, and I/O that ends when it is told to."""
+    """Six device pages, eight host pages, and I/O that ends under control of the test."""
 
     def __init__(self, policy: HiCachePolicy | None = None) -> None:
         self.host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
@@ -73,7 +73,7 @@ def test_an_evicted_prefix_is_loaded_back_before_its_request_runs() -> None:
     assert (stats.prompt_tokens, stats.device_hit_tokens, stats.host_hit_tokens) == (9, 4, 4)
 
 
-def test_a_load_that_fails_is_given_up_and_its_pages_are_given_back() -> None:
+def test_a_failed_load_frees_its_pages() -> None:
     it = Cache()
     it.compute(0, 4)
     it.step()
@@ -97,7 +97,7 @@ def test_pages_that_a_request_computes_while_they_are_loaded_are_kept_once() -> 
     assert it.cache.free_tokens == 4 * PAGE_SIZE
 
 
-def test_a_copy_that_failed_is_dropped_with_its_node() -> None:
+def test_a_node_without_a_host_copy_is_dropped_at_eviction() -> None:
     it = Cache()
     it.compute(0, 4)
     it.step(copies=False)
@@ -108,7 +108,7 @@ def test_a_copy_that_failed_is_dropped_with_its_node() -> None:
     assert it.host.pool.num_free == 8
 
 
-def test_write_back_copies_what_is_next_to_go() -> None:
+def test_write_back_copies_the_pages_that_are_evicted_next() -> None:
     it = Cache(HiCachePolicy(write="write_back", clean_ahead_pages=2))
     it.compute(0, 3)
     it.step()
@@ -121,7 +121,7 @@ def test_write_back_copies_what_is_next_to_go() -> None:
     assert it.pages_on() == (2, 3)
 
 
-def test_a_host_of_one_page_is_a_host_and_one_of_none_is_refused() -> None:
+def test_a_host_tier_has_at_least_one_page() -> None:
     host = SimulatedHostPages(1, rng=random.Random(0), failure=0.0)
     assert HiRadixCache(page_size=1, capacity_tokens=4, host=host, num_host_pages=1).num_pages_on(Tier.HOST) == 0
     with pytest.raises(ConfigError) as caught:
@@ -129,7 +129,7 @@ def test_a_host_of_one_page_is_a_host_and_one_of_none_is_refused() -> None:
     assert str(caught.value) == "num_host_pages=0: is too small for a host tier; give at least 1, or use RadixCache"
 
 
-def test_what_is_on_its_way_is_not_evicted() -> None:
+def test_pages_of_a_transfer_are_not_evicted() -> None:
     it = Cache()
     it.compute(0, 6)
     assert it.cache.evictable_tokens == 0
@@ -139,7 +139,7 @@ def test_what_is_on_its_way_is_not_evicted() -> None:
     assert it.cache.evictable_tokens == 6 * PAGE_SIZE
 
 
-def test_a_late_reader_is_told_every_tier() -> None:
+def test_a_late_reader_receives_the_content_of_every_tier() -> None:
     """More events than are kept: the present content takes their place, tier by tier."""
     it = Cache()
     for chat in range(12):
@@ -148,16 +148,16 @@ def test_a_late_reader_is_told_every_tier() -> None:
     assert it.cache.num_event_collapses == 1
     first, *rest = it.cache.take_events()
     assert first == AllBlocksCleared()
-    told: dict[str | None, set[int]] = {None: set(), "CPU": set()}
+    received: dict[str | None, set[int]] = {None: set(), "CPU": set()}
     for event in rest:
         assert isinstance(event, BlockStored)
-        told[event.medium] |= {*event.block_hashes}
-    assert told == {None: set(it.cache.block_hashes()), "CPU": set(it.cache.block_hashes(Tier.HOST))}
+        received[event.medium] |= {*event.block_hashes}
+    assert received == {None: set(it.cache.block_hashes()), "CPU": set(it.cache.block_hashes(Tier.HOST))}
 
 
-def test_a_host_that_is_full_of_what_the_device_has_takes_no_more() -> None:
+def test_a_host_full_of_device_pages_accepts_no_more() -> None:
     it = Cache()
-    it.host.pool.allocate(5)  # somebody else's: this rank has fewer than the ledger says
+    it.host.pool.allocate(5)  # this rank has fewer free pages than the common count
     it.compute(0, 4)
     it.step()
     assert it.pages_on() == (4, 0)
@@ -184,7 +184,7 @@ def test_a_wrong_call_changes_nothing(name: str) -> None:
     it.cache.check_integrity()
 
 
-def test_what_left_the_device_cannot_be_locked_there() -> None:
+def test_a_node_that_left_the_device_cannot_be_locked() -> None:
     it = Cache()
     it.compute(0, 2)
     it.step()
@@ -195,7 +195,7 @@ def test_what_left_the_device_cannot_be_locked_there() -> None:
 
 
 @pytest.mark.parametrize("field, value", [("page_size", 0), ("capacity_tokens", 1), ("num_host_pages", 0)])
-def test_a_size_that_cannot_be_is_refused(field: str, value: int) -> None:
+def test_an_invalid_size_is_refused(field: str, value: int) -> None:
     host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
     sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | {field: value}
     with pytest.raises(ConfigError) as raised:

@@ -1,4 +1,4 @@
-"""Pages that requests read while they come: in the tree at once, and safe there until they have come or failed."""
+"""``by_layer`` loads: the pages are in the tree immediately and stay until the load has settled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_SIZE = 2
 
 
 class HeldMover:
-    """Copies to the host end at once, copies to the device when the test says so."""
+    """Copies to the host end immediately, copies to the device when the test allows it."""
 
     def __init__(self) -> None:
         self.loads: list[CopyToDevice] = []
@@ -110,7 +110,7 @@ def test_a_request_is_ready_when_its_load_begins_and_its_pages_may_not_be_evicte
     assert rank.cache.evict(12) == 6
 
 
-def test_another_request_may_split_what_arrives(rank: Rank) -> None:
+def test_another_request_may_split_a_run_that_is_being_loaded(rank: Rank) -> None:
     assert rank.is_ready("r", 6)
     assert rank.num_matched(4) == 4
     assert rank.is_ready("s", 4)
@@ -121,7 +121,7 @@ def test_another_request_may_split_what_arrives(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("is_ok", [True, False])
-def test_nothing_is_loaded_behind_what_might_not_come(rank: Rank, is_ok: bool) -> None:
+def test_no_run_is_loaded_below_a_load_that_might_fail(rank: Rank, is_ok: bool) -> None:
     assert rank.is_ready("short", 3)
     assert not rank.is_ready("long", 6)
     assert len(rank.mover.loads) == 1
@@ -133,7 +133,7 @@ def test_nothing_is_loaded_behind_what_might_not_come(rank: Rank, is_ok: bool) -
     assert len(rank.mover.loads[-1].device_pages) == (3 if is_ok else 6)
 
 
-def test_a_request_whose_pages_find_no_room_at_once_waits_for_the_rest(rank: Rank) -> None:
+def test_a_request_waits_for_the_pages_beyond_the_load_budget(rank: Rank) -> None:
     rank.mover.load_back_budget_pages = 4
     rank.step()
     assert not rank.is_ready("r", 6)
@@ -152,8 +152,8 @@ def test_a_request_further_back_waits_for_whole_pages(rank: Rank) -> None:
     assert rank.num_matched() == 0
 
 
-def test_pages_that_a_request_reads_and_that_do_not_come_are_the_devices_fault(rank: Rank) -> None:
-    """Its forward has failed, and the scheduler has let go of the pages; where it has not, that is said."""
+def test_a_failed_load_of_pages_in_use_is_an_error_of_the_device(rank: Rank) -> None:
+    """The scheduler must release the pages after its forward has failed; otherwise an error is raised."""
     assert rank.is_ready("r", 6)
     rank.cache.lock(rank.cache.match_prefix(prompt(6)).node)
     rank.mover.end(is_ok=False)

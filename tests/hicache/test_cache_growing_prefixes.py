@@ -140,7 +140,7 @@ CALLS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(calls=st.lists(CALLS, min_size=20, max_size=60))
 @example(calls=[("begin", 0, 0), ("grow", 0, 4), ("step", 0, 8), ("grow", 0, 4), ("step", 0, 8), ("evict", 0, 1)])
-def test_joins_leave_every_holder_its_prefix(has_tiers: bool, calls: list[tuple[str, int, int]]) -> None:
+def test_merges_keep_the_prefix_of_every_lock(has_tiers: bool, calls: list[tuple[str, int, int]]) -> None:
     tiers = Tiers()
     cache = tiers.cache if has_tiers else RadixCache(page_size=PAGE_SIZE, capacity_tokens=DEVICE_PAGES * PAGE_SIZE)
     growing = Growing(cache)
@@ -194,7 +194,7 @@ def test_a_prefix_that_grows_is_a_few_runs(has_tiers: bool) -> None:
         assert [tiers.cache.num_pages_on(tier) for tier in (Tier.DEVICE, Tier.HOST)] == [20, 20]
 
 
-def test_the_end_that_somebody_holds_stays_an_end() -> None:
+def test_a_locked_end_is_not_merged() -> None:
     cache = RadixCache(page_size=PAGE_SIZE, capacity_tokens=DEVICE_PAGES * PAGE_SIZE)
     growing = Growing(cache)
     growing.begin(0, 0)
@@ -212,7 +212,7 @@ def test_the_end_that_somebody_holds_stays_an_end() -> None:
     assert held.parent is None, "and no longer"
 
 
-def test_a_page_that_is_backed_up_alone_is_not_joined_with_one_whose_backup_failed() -> None:
+def test_a_stored_page_is_not_merged_with_one_whose_backup_failed() -> None:
     tiers = Tiers()
     growing = Growing(tiers.cache)
     tiers.step(0)
@@ -229,7 +229,7 @@ def test_a_page_that_is_backed_up_alone_is_not_joined_with_one_whose_backup_fail
     growing.check()
 
 
-def test_the_end_that_a_prefetch_hangs_on_is_not_joined() -> None:
+def test_the_anchor_of_a_prefetch_is_not_merged() -> None:
     tiers = Tiers()
     growing = Growing(tiers.cache)
     growing.grow(0)

@@ -31,7 +31,7 @@ PROMPT = list(range(4))
 
 
 class RecordingGroups(ParallelGroups):
-    """One rank's domain, which notes what it is asked. What it answers is true unless ``is_alike`` says otherwise."""
+    """One rank's groups, which record their calls. The result is the rank's own values unless ``is_alike`` is False."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class RecordingGroups(ParallelGroups):
         return agreed if self.is_alike else AgreedValues(agreed.numbers, agreed.flags | {"state": False})
 
 
-class ToldMover:
+class RecordingMover:
     """A mover whose events, storage and room are what the test says."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ToldMover:
         return events
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     def take(self) -> list[Instruction]:
         taken, self.submitted = self.submitted, []
@@ -72,7 +72,7 @@ class Rank:
     def __init__(self, policy: HiCachePolicy) -> None:
         host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
         self.cache = HiRadixCache(page_size=2, capacity_tokens=8, host=host, num_host_pages=8, policy=policy)
-        self.mover, self.groups, self.now_s = ToldMover(), RecordingGroups(), 0.0
+        self.mover, self.groups, self.now_s = RecordingMover(), RecordingGroups(), 0.0
         self.stepper = HiCacheStepper(
             cache=self.cache, groups=self.groups, mover=self.mover, settings={"model": "m"}, clock=lambda: self.now_s
         )
@@ -114,7 +114,7 @@ def test_a_page_goes_down_and_up_again_a_step_at_a_time() -> None:
     assert len({operation for operation, _ in it.groups.asked[1:]}) == 1
 
 
-def test_storage_is_let_go_when_nothing_uses_it_any_more() -> None:
+def test_storage_is_released_when_no_operation_uses_it() -> None:
     it = Rank(HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1))
     it.compute()
     [copy] = it.step()
@@ -143,7 +143,7 @@ def test_the_time_of_a_prefetch_is_this_ranks_clock() -> None:
     assert it.cache.prefetch_queue.is_done("r", PROMPT)
 
 
-def test_ranks_that_hold_different_pages_part_in_the_step_that_finds_it() -> None:
+def test_ranks_with_different_pages_raise_in_the_same_step() -> None:
     it = Rank(HiCachePolicy())
     it.step()
     it.groups.is_alike = False

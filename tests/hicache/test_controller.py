@@ -44,7 +44,9 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, bool]]]]:
 
 @settings(max_examples=200, deadline=None)
 @given(schedule=schedules(), steps=st.lists(st.integers(0, 3), max_size=60))
-def test_ranks_acknowledge_alike(schedule: tuple[int, list[list[tuple[int, bool]]]], steps: list[int]) -> None:
+def test_all_ranks_settle_the_same_operations(
+    schedule: tuple[int, list[list[tuple[int, bool]]]], steps: list[int]
+) -> None:
     num_operations, ends = schedule
     queues = [AckQueue[str]() for _ in ends]
     for queue in queues:
@@ -93,7 +95,7 @@ def test_an_operation_ends_once() -> None:
 DIGESTS = bytes(range(32)) * 6
 
 
-def test_all_that_are_reading_are_stopped_when_all_are_given_up() -> None:
+def test_terminate_all_cancels_every_read() -> None:
     ranks = TwoRanks(HiCachePolicy())
     for number in (1, 2, 3):
         ranks.begin(number)
@@ -193,7 +195,7 @@ def test_the_time_runs_from_the_first_moment_that_a_request_is_blocked() -> None
     assert ranks.agree() == [([PrefetchOutcome(1, ())], [CancelPrefetch(1)])] * 2
 
 
-def test_in_line_too() -> None:
+def test_a_waiting_prefetch_times_out_too() -> None:
     ranks = TwoRanks(PATIENT)
     for number in range(1, MAX_ACTIVE_PREFETCHES + 4):
         ranks.begin(number)
@@ -206,7 +208,7 @@ def test_in_line_too() -> None:
     assert ranks.agree() == [(settled, [])] * 2
 
 
-def test_what_landed_on_every_rank_is_kept_and_the_rest_given_back() -> None:
+def test_pages_that_landed_on_every_rank_are_kept_and_the_others_freed() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.reading()
     for controller, landed in zip(ranks.controllers, (4, 2), strict=True):
@@ -231,7 +233,7 @@ def test_a_miss_on_one_rank_is_a_miss() -> None:
     assert [len(lanes) for lanes in ranks.lanes] == [0, 0]
 
 
-def test_a_rank_without_host_pages_votes_no_for_all() -> None:
+def test_no_rank_reads_if_one_rank_has_no_host_pages() -> None:
     ranks = TwoRanks(HiCachePolicy(), host_pages=(10, 3))
     ranks.begin()
     ranks.handle(QueryDone(1, 4))
@@ -243,7 +245,7 @@ def test_a_rank_without_host_pages_votes_no_for_all() -> None:
 
 
 @pytest.mark.parametrize("when", ["in line", "querying", "voting", "reading"])
-def test_a_prefetch_that_is_given_up_leaves_at_once_and_gives_all_back(when: str) -> None:
+def test_a_terminated_prefetch_settles_immediately_and_frees_its_pages(when: str) -> None:
     """What a rank may still write to goes back when no rank does."""
     ranks = TwoRanks(HiCachePolicy())
     if when == "in line":
@@ -272,7 +274,7 @@ def test_a_prefetch_that_is_given_up_leaves_at_once_and_gives_all_back(when: str
     assert [pool.num_free for pool in ranks.pools] == [10, 10]
 
 
-def test_what_landed_everywhere_by_the_last_agreement_is_kept_at_once() -> None:
+def test_a_terminated_prefetch_keeps_the_pages_of_the_last_agreement() -> None:
     ranks = TwoRanks(HiCachePolicy())
     ranks.reading()
     ranks.controllers[0].handle(PagesRead(1, 4))
@@ -286,7 +288,7 @@ def test_what_landed_everywhere_by_the_last_agreement_is_kept_at_once() -> None:
     assert [(pool.num_cached, pool.num_held) for pool in ranks.pools] == [(2, 0)] * 2
 
 
-def test_who_is_given_up_leaves_the_lane_to_the_living() -> None:
+def test_a_terminated_prefetch_frees_its_lane() -> None:
     ranks = TwoRanks(HiCachePolicy())
     for number in range(1, MAX_ACTIVE_PREFETCHES + 2):
         ranks.begin(number)
@@ -294,7 +296,7 @@ def test_who_is_given_up_leaves_the_lane_to_the_living() -> None:
         assert instructions == [CancelPrefetch(3), QueryStorage(MAX_ACTIVE_PREFETCHES + 1, DIGESTS)]
 
 
-def test_who_blocks_a_request_is_first_in_line() -> None:
+def test_a_blocking_prefetch_gets_the_next_free_lane() -> None:
     ranks = TwoRanks(HiCachePolicy(prefetch="wait_complete"))
     for number in range(1, MAX_ACTIVE_PREFETCHES + 4):
         ranks.begin(number)
@@ -317,7 +319,7 @@ def test_prefetches_beyond_the_lanes_wait_their_turn() -> None:
         assert instructions == [QueryStorage(MAX_ACTIVE_PREFETCHES + 1, DIGESTS)]
 
 
-def test_news_of_a_prefetch_that_is_over_is_told() -> None:
+def test_an_event_of_a_settled_prefetch_is_an_error() -> None:
     ranks = TwoRanks(HiCachePolicy())
     with pytest.raises(CacheIntegrityError, match="not under way"):
         ranks.controllers[0].handle(ReadDone(7))
@@ -337,7 +339,7 @@ def test_news_of_a_prefetch_that_is_over_is_told() -> None:
         ("prefetch_timeout_s_per_ki_token", -0.1),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused(field: str, value: object) -> None:
+def test_an_invalid_policy_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as raised:
         HiCachePolicy(**{field: value})
     assert raised.value.field == field

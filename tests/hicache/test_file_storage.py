@@ -146,7 +146,7 @@ def test_two_processes_worth_of_writers_share_pages_and_one_limit(tmp_path: Path
         store.close()
 
 
-def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
+def test_the_files_of_a_running_writer_are_kept(tmp_path: Path) -> None:
     first = open_file_page_store(tmp_path, capacity_bytes=MANY)
     second = open_file_page_store(tmp_path, capacity_bytes=MANY)
     assert len(list((tmp_path / "unfinished").iterdir())) == 2
@@ -156,7 +156,7 @@ def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
     first.close()
 
 
-def test_dead_writers_go_whoever_lives_beside_them(tmp_path: Path) -> None:
+def test_files_of_dead_writers_are_removed_next_to_running_writers(tmp_path: Path) -> None:
     living = [open_file_page_store(tmp_path, capacity_bytes=MANY) for _ in range(4)]
     theirs = set((tmp_path / "unfinished").iterdir())
     for number in range(8):
@@ -172,7 +172,7 @@ def test_dead_writers_go_whoever_lives_beside_them(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "unfinished").iterdir()] == ["no folder"]
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_pages_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=PAGE_BYTES * 2)
     assert store.batch_set(["large"], [bytes(PAGE_BYTES * 3)]) == [False]
     keys = ["a", "b", "c"]
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     store.close()
 
 
-def test_pages_are_evicted_for_what_does_not_fit_and_a_sixteenth_more(tmp_path: Path) -> None:
+def test_an_eviction_frees_a_sixteenth_more_than_needed(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=PAGE_BYTES * 32)
     keys = [str(number) for number in range(31)]
     store.batch_set(keys, [page_of(key) for key in keys])
@@ -240,7 +240,7 @@ def test_a_frame_costs_what_it_says(tmp_path: Path) -> None:
     bare.close()
 
 
-def test_a_directory_that_fails_costs_the_batch_and_says_so(tmp_path: Path) -> None:
+def test_a_failing_directory_loses_the_batch_and_raises(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     (tmp_path / "pages").rename(tmp_path / "gone")
     (tmp_path / "pages").write_text("a file where the pages were")
@@ -292,7 +292,7 @@ def test_no_page_of_a_batch_has_a_name_before_all_its_bytes_are_on_the_disk(
     store.close()
 
 
-def test_a_disk_that_fails_one_page_costs_its_batch_and_leaves_nothing(
+def test_a_failed_write_of_one_page_stores_no_page_of_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
@@ -320,7 +320,7 @@ def fill_directory(path: Path) -> None:
 
 
 OBSTACLES: dict[str, Callable[[Path], object]] = {
-    "file": lambda path: path.write_text("somebody's"),
+    "file": lambda path: path.write_text("foreign"),
     "directory": Path.mkdir,
     "full directory": fill_directory,
     "dangling link": lambda path: path.symlink_to("nowhere"),
@@ -335,7 +335,7 @@ PLACES = st.sampled_from(["page", "folder", "foreign", "unfinished"])
 @example(obstacles=[("directory", "page", 0)])
 @example(obstacles=[("file", "foreign", 0)])
 @example(obstacles=[("full directory", "page", 0), ("directory", "unfinished", 0)])
-def test_what_lies_in_the_way_costs_its_own_page_only(obstacles: list[tuple[str, str, int]]) -> None:
+def test_a_foreign_file_costs_only_the_page_in_its_place(obstacles: list[tuple[str, str, int]]) -> None:
     """Found once: a directory in the place of a page stopped every eviction."""
     keys = [f"key {at}" for at in range(12)]
     with TemporaryDirectory() as folder:
@@ -379,7 +379,7 @@ def test_what_lies_in_the_way_costs_its_own_page_only(obstacles: list[tuple[str,
         store.close()
 
 
-def test_the_ledger_follows_what_is_deleted_and_cleared(tmp_path: Path) -> None:
+def test_the_ledger_counts_deletions_and_clears(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     keys = ["a", "b", "c", "d"]
     store.batch_set(keys, [page_of(key) for key in keys])

@@ -147,7 +147,7 @@ def test_a_page_survives_device_host_storage_host_device(layers: int, width: int
     assert [second.read(page) for page in (1, 2, 3)] == [contents[0], contents[1], contents[2]]
 
 
-def test_a_write_to_a_committed_page_is_found() -> None:
+def test_a_write_to_a_committed_page_is_detected() -> None:
     pool = HostPool(SHAPE, 2, verify=True)
     pages = pool.reserve(2)
     for page in pages:
@@ -161,7 +161,7 @@ def test_a_write_to_a_committed_page_is_found() -> None:
     assert bytes(pool.read(pages[1])) == content_of(pages[1])
 
 
-def test_what_is_read_cannot_be_written() -> None:
+def test_a_read_view_is_read_only() -> None:
     pool = HostPool(SHAPE, 1)
     [page] = pool.reserve(1)
     pool.commit([page])
@@ -195,6 +195,6 @@ def test_device_pages_that_do_not_exist_are_refused(page: int) -> None:
 
 
 @pytest.mark.parametrize(("layers", "width"), [(0, 1), (1, 0)])
-def test_a_page_of_nothing_is_refused(layers: int, width: int) -> None:
+def test_an_empty_page_is_refused(layers: int, width: int) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         PageShape(num_layers=layers, layer_page_bytes=width)

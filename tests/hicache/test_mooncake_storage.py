@@ -129,7 +129,7 @@ def test_verified(bare: PageStore, check: Callable[[PageStore, str], None]) -> N
 
 
 @pytest.mark.parametrize("check", IN_PLACE_STORE_CHECKS)
-def test_in_place(address: MooncakeAddress, check: Callable[[ZeroCopyPageStore, str], None]) -> None:
+def test_zero_copy(address: MooncakeAddress, check: Callable[[ZeroCopyPageStore, str], None]) -> None:
     store = open_mooncake_page_store(address)
     check(store, f"in place {check.__name__} ")
     store.close()
@@ -167,19 +167,19 @@ def test_a_leased_page_stays_until_its_lease_ends(bare: PageStore) -> None:
     assert bare.batch_exists(["leased"]) == 0
 
 
-def test_what_does_not_fit_is_refused(bare: PageStore) -> None:
+def test_pages_that_do_not_fit_are_refused(bare: PageStore) -> None:
     assert list(bare.batch_set(["huge"], [bytes(65 << 20)])) == [False]
     assert list(bare.batch_set(["fits"], [page_of("fits")])) == [True]
 
 
-def test_without_its_master_a_store_only_misses(tmp_path: Path) -> None:
+def test_without_its_master_a_store_returns_misses(tmp_path: Path) -> None:
     with master_of(tmp_path / "master.log") as (_, address):
         deadline = open_deadline_page_store(open_mooncake_page_store(address), deadline_s=2)
         store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
         assert store.batch_set(["a"], [page_of("a")]) == [True]
     assert store.batch_exists(["a"]) == 0
     assert store.batch_get(["a"]) == [None]
-    assert store.batch_set(["b"], [page_of("b")]) == [False]  # tries for seconds, or fails at once
+    assert store.batch_set(["b"], [page_of("b")]) == [False]  # retries for seconds, or fails immediately
     stats = store.stats()
     assert stats.failures + stats.stalls >= 2
     assert stats.last_problem
@@ -187,7 +187,7 @@ def test_without_its_master_a_store_only_misses(tmp_path: Path) -> None:
     deadline.join()  # its client looks for the master for some 10 s more
 
 
-def test_a_cluster_that_is_not_there_is_a_start_error_at_once() -> None:
+def test_an_unreachable_cluster_is_a_start_error_immediately() -> None:
     [port] = free_ports(1)
     address = MooncakeAddress(master=f"127.0.0.1:{port}", metadata=f"http://127.0.0.1:{port}/metadata")
     with pytest.raises(StartError, match="start mooncake_master"):
@@ -200,7 +200,7 @@ def test_a_bad_address_is_refused(master: str) -> None:
         MooncakeAddress(master=master, metadata="http://127.0.0.1:1/metadata")
 
 
-def test_an_engine_over_a_cluster_finds_pages_in_it(address: MooncakeAddress, trace_beyond_the_host: Path) -> None:
+def test_an_engine_finds_the_pages_of_its_cluster(address: MooncakeAddress, trace_beyond_the_host: Path) -> None:
     """What the small host tier evicts comes back from the cluster, whole, on every rank."""
     command = [sys.executable, "-m", "scheduler_components", "serve", "--trace", str(trace_beyond_the_host)]
     command += ["--port", "0", "--speed", "4", "--dp-size", "1", "--kv-tokens", "2048"]

@@ -52,7 +52,7 @@ def slice_of(parallel: ParallelState, placement: Placement) -> tuple[tuple[str, 
 @given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES, placement=PLACEMENTS)
 @example(pp=1, dp=1, cp=2, tp=2, placement=Placement(attn_tp="replicated", attn_cp="replicated"))
 @example(pp=1, dp=1, cp=2, tp=2, placement=Placement(attn_tp="sharded", attn_cp="sharded"))
-def test_a_key_is_a_slice_and_has_one_writer_a_replica(
+def test_each_key_has_one_slice_and_one_writer_per_replica(
     pp: int, dp: int, cp: int, tp: int, placement: Placement
 ) -> None:
     slices: dict[str, set[object]] = defaultdict(set)
@@ -113,7 +113,7 @@ def test_pages_of_an_older_version_are_found() -> None:
     assert long.partition("-")[0] == "m" * 40
 
 
-def test_keys_read_well() -> None:
+def test_keys_are_readable() -> None:
     parallel = engine(1, 1, 2, 2)[3]
     assert key_space(parallel).suffix == ".attn_tp1of2"
     assert key_space(parallel, Placement.mla()).suffix == ""
@@ -134,7 +134,7 @@ def test_an_empty_part_is_refused(facts: dict[str, Any], field: str) -> None:
         assert str(caught.value) == f"{field}='': is empty; give a name"
 
 
-def test_a_placement_that_cannot_be_is_refused() -> None:
+def test_an_invalid_placement_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Placement(attn_cp="somewhere")  # type: ignore[arg-type]
     assert str(caught.value) == "attn_cp='somewhere': is not a placement; give one of replicated, sharded"

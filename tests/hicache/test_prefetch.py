@@ -204,7 +204,7 @@ def test_no_request_waits_longer_than_its_policy_says(
     if prefetch != "wait_complete":
         assert waited <= bound_steps + load_steps
     elif waited <= bound_steps and all(are_aborted):
-        # One query and one read of its own, for each rank: nothing was begun for those that nobody waits for.
+        # One query and one read of its own, for each rank: no operation began for requests that do not wait.
         assert all(now.num_worked_on - before <= 2 for now, before in zip(ranks.readers, num_worked_on, strict=True))
     for rid in range(living + 1):
         ranks.forget(rid)

@@ -17,7 +17,7 @@ KEYS = ["a", "b"]
 PAGES = {key: key.encode() * PAGE_BYTES for key in KEYS}
 
 
-class SayingStore:
+class FixedAnswerStore:
     """Answers everything with one object, or raises it."""
 
     def __init__(self, answer: Any) -> None:
@@ -54,7 +54,7 @@ ERRORS = st.sampled_from(
 @example(answer=[frame_page("a", b"short"), None])
 @example(answer=3)
 def test_any_answer_is_the_right_page_or_a_counted_miss(answer: object) -> None:
-    store = CheckedPageStore(store=SayingStore(answer), page_bytes=PAGE_BYTES)
+    store = CheckedPageStore(store=FixedAnswerStore(answer), page_bytes=PAGE_BYTES)
     got = store.batch_get(KEYS)
     assert len(got) == 2
     for key, page in zip(KEYS, got, strict=True):
@@ -79,15 +79,15 @@ def test_any_answer_is_the_right_page_or_a_counted_miss(answer: object) -> None:
         ("many", "bad_answers", "batch_exists: 'many' of 2 keys"),
     ],
 )
-def test_what_went_wrong_is_counted_and_said(answer: object, counted: str, problem: str) -> None:
-    store = CheckedPageStore(store=SayingStore(answer), page_bytes=PAGE_BYTES)
+def test_problems_are_counted_and_described(answer: object, counted: str, problem: str) -> None:
+    store = CheckedPageStore(store=FixedAnswerStore(answer), page_bytes=PAGE_BYTES)
     assert store.batch_exists(KEYS) == 0
     assert getattr(store.stats(), counted) == 1
     assert store.stats().last_problem == problem
 
 
-def test_each_operation_says_its_name_when_it_goes_wrong() -> None:
-    failing = CheckedPageStore(store=SayingStore(OSError("broken")), page_bytes=PAGE_BYTES)
+def test_problems_name_their_operation() -> None:
+    failing = CheckedPageStore(store=FixedAnswerStore(OSError("broken")), page_bytes=PAGE_BYTES)
     pages = [PAGES[key] for key in KEYS]
     asked = {
         "batch_get": lambda: failing.batch_get(KEYS),
@@ -98,7 +98,7 @@ def test_each_operation_says_its_name_when_it_goes_wrong() -> None:
     for name, ask in asked.items():
         ask()
         assert failing.stats().last_problem == f"{name}: OSError: broken"
-    odd = CheckedPageStore(store=SayingStore("many"), page_bytes=PAGE_BYTES)
+    odd = CheckedPageStore(store=FixedAnswerStore("many"), page_bytes=PAGE_BYTES)
     odd.batch_get(KEYS)
     assert odd.stats().last_problem == "batch_get: str instead of one answer per key for 2 keys"
 

@@ -37,7 +37,7 @@ from scheduler_components.ports import PageBytes, ZeroCopyPageStore
 from scheduler_components.testing import IN_PLACE_STORE_CHECKS
 
 SHAPE = PageShape(num_layers=2, layer_page_bytes=32)
-NUM_PAGES = 40  # more than are asked of a store at once
+NUM_PAGES = 40  # more than one slice of a read or write
 DIGESTS = b"".join(at.to_bytes(DIGEST_BYTES, "big") for at in range(NUM_PAGES))
 Eventually = Callable[[Callable[[], object]], None]
 
@@ -54,12 +54,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZeroCopyPa
 
 
 @pytest.mark.parametrize("check", IN_PLACE_STORE_CHECKS)
-def test_stores_work_in_place(store: ZeroCopyPageStore, check: Callable[[ZeroCopyPageStore, str], None]) -> None:
+def test_zero_copy_stores_pass_the_checks(
+    store: ZeroCopyPageStore, check: Callable[[ZeroCopyPageStore, str], None]
+) -> None:
     check(store, "key ")
 
 
 class Rank:
-    """A mover of one rank over a store, and what it told."""
+    """The mover of one rank over a store, and its events."""
 
     def __init__(
         self, store: ZeroCopyPageStore, eventually: Eventually, *, has_checksums: bool, deadline_s: float = 30
@@ -129,25 +131,25 @@ def content_of(at: int) -> bytes:
 
 
 @pytest.mark.parametrize("has_checksums", [False, True])
-def test_pages_are_written_and_read_in_place(
+def test_pages_are_written_and_read_without_a_copy(
     store: ZeroCopyPageStore, make_rank: MakeRank, has_checksums: bool
 ) -> None:
     rank = make_rank(store, has_checksums=has_checksums)
     assert rank.write()
-    assert store.batch_get([rank.key(7)]) == [content_of(7)]  # nothing stands before a page
+    assert store.batch_get([rank.key(7)]) == [content_of(7)]  # a page has no header
     assert rank.read() == NUM_PAGES
     reads, writes = rank.mover.storage_stats()
     assert (reads.pages_hit, writes.pages_written) == (NUM_PAGES, NUM_PAGES)
 
 
-def test_a_store_is_told_the_memory_that_it_reads_and_writes(make_rank: MakeRank) -> None:
-    class Told(MemoryPageStore):
+def test_the_host_memory_is_registered_with_the_store(make_rank: MakeRank) -> None:
+    class RecordingStore(MemoryPageStore):
         memory = memoryview(b"")
 
         def register(self, memory: memoryview) -> None:
             self.memory = memory
 
-    store = Told(1 << 20)
+    store = RecordingStore(1 << 20)
     rank = make_rank(store, has_checksums=False)
     assert store.memory.nbytes == NUM_PAGES * SHAPE.page_bytes
     (page,) = rank.host.reserve(1)
@@ -168,7 +170,7 @@ def damaged(page: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", ["changed", "torn", "swapped", "all swapped", "no checksum"])
-def test_a_checksum_finds_what_is_not_what_was_stored(make_rank: MakeRank, damage: str) -> None:
+def test_a_checksum_detects_a_damaged_page(make_rank: MakeRank, damage: str) -> None:
     store = MemoryPageStore(1 << 20)
     rank = make_rank(store, has_checksums=True)
     rank.write()
@@ -188,8 +190,8 @@ def test_a_checksum_finds_what_is_not_what_was_stored(make_rank: MakeRank, damag
     assert (reads.pages_hit, reads.pages_corrupt) == (NUM_PAGES - 1, 1)
 
 
-def test_a_page_that_storage_still_writes_to_is_not_given_back(make_rank: MakeRank, eventually: Eventually) -> None:
-    """Long after the deadline: an answer before the store has let go would let it write into another's page."""
+def test_a_page_stays_reserved_while_storage_writes_to_it(make_rank: MakeRank, eventually: Eventually) -> None:
+    """Also long after the deadline, because the store could write into a page of another request."""
     is_reading, may_end = threading.Event(), threading.Event()
 
     class SlowStore(MemoryPageStore):
@@ -247,7 +249,7 @@ KEYS = ("a", "b", "c")
 
 
 @pytest.mark.parametrize("has_checksums", [False, True])
-def test_a_page_is_held_when_all_of_it_is(has_checksums: bool) -> None:
+def test_a_page_is_held_only_together_with_its_checksum(has_checksums: bool) -> None:
     store = MemoryPageStore(1 << 20)
     stored, pages = three_pages(store, has_checksums=has_checksums)
     assert stored.exists(KEYS) == 0
@@ -259,7 +261,7 @@ def test_a_page_is_held_when_all_of_it_is(has_checksums: bool) -> None:
     assert stored.exists(KEYS) == 0
 
 
-def test_a_write_whose_checksums_or_pages_are_refused_is_told_and_counted() -> None:
+def test_a_refused_write_is_reported_and_counted() -> None:
     class Full(MemoryPageStore):
         refused = ".sum"
 
@@ -276,7 +278,7 @@ def test_a_write_whose_checksums_or_pages_are_refused_is_told_and_counted() -> N
 
 
 @pytest.mark.parametrize("operation", ["batch_set", "batch_put_from", "batch_get", "batch_get_into", "batch_exists"])
-def test_a_store_that_raises_is_named_by_what_it_was_asked(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+def test_an_error_of_the_store_names_the_operation(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     class Open(MemoryPageStore):
         """Its operations can be replaced."""
 
@@ -300,7 +302,7 @@ def test_a_store_that_raises_is_named_by_what_it_was_asked(monkeypatch: pytest.M
     assert operation in str(stored.stats().last_problem)
 
 
-def test_a_layout_that_is_not_one_run_per_page_is_refused() -> None:
+def test_zero_copy_refuses_layer_first() -> None:
     keys = KeySpace(
         model="m", dtype="u8", page_size=1, layout=ZERO_COPY_LAYOUT, placement=Placement(), parallel=ParallelState()
     )

@@ -44,7 +44,7 @@ def test_as_the_cache_uses_it(bare: PageStore, check: Callable[[PageStore, str],
     assert (stats.stalls, stats.failures, stats.bad_answers, stats.pages_corrupt) == (0, 0, 0, 0), stats.last_problem
 
 
-def test_a_closed_store_only_misses(bare: PageStore) -> None:
+def test_a_closed_store_returns_misses(bare: PageStore) -> None:
     store = CheckedPageStore(store=open_deadline_page_store(bare, deadline_s=60), page_bytes=PAGE_BYTES)
     store.batch_set(["a"], [page_of("a")])
     store.close()

@@ -24,7 +24,7 @@ from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
 
 
-class StreamedEnd:
+class StreamedCopyEvent:
     """A copy on a stream: queued, and perhaps not done."""
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class StreamedEnd:
         self.num_held += 1
 
 
-def test_nothing_on_its_way_is_no_wait() -> None:
+def test_without_a_load_no_forward_waits() -> None:
     ThreadLayerDoneCounter(timeout_s=0).wait_until(5)
 
 
-def test_a_failed_load_that_is_forgotten_fails_no_forward_any_more() -> None:
+def test_a_discarded_load_fails_no_forward() -> None:
     layer_counter = ThreadLayerDoneCounter(timeout_s=0)
     layer_counter.start_load_back(1)
     layer_counter.fail_load_back(1)
@@ -56,7 +56,7 @@ def test_a_failed_load_that_is_forgotten_fails_no_forward_any_more() -> None:
     layer_counter.wait_until(0)
 
 
-def test_each_layer_is_waited_for_of_every_load() -> None:
+def test_a_forward_waits_for_each_layer_of_every_load() -> None:
     layer_counter = ThreadLayerDoneCounter()
     order = []
 
@@ -82,16 +82,16 @@ def test_each_layer_is_waited_for_of_every_load() -> None:
     assert order == ["computed 0", "copied 1", "computed 1"]
 
 
-def test_a_stream_is_held_and_not_the_thread() -> None:
-    layer_counter, end = ThreadLayerDoneCounter(), StreamedEnd()
+def test_the_stream_waits_instead_of_the_thread() -> None:
+    layer_counter, end = ThreadLayerDoneCounter(), StreamedCopyEvent()
     layer_counter.start_load_back(1)
     layer_counter.complete_layer(1, end)
     layer_counter.wait_until(0)
     assert end.num_held == 1
 
 
-def test_what_is_all_there_is_waited_for_no_more() -> None:
-    layer_counter, end = ThreadLayerDoneCounter(timeout_s=0), StreamedEnd()
+def test_no_forward_waits_for_a_finished_load() -> None:
+    layer_counter, end = ThreadLayerDoneCounter(timeout_s=0), StreamedCopyEvent()
     layer_counter.start_load_back(1)
     layer_counter.complete_layer(1, end)
     layer_counter.finish_load_back(1)
@@ -99,7 +99,7 @@ def test_what_is_all_there_is_waited_for_no_more() -> None:
     assert end.num_held == 0
 
 
-def test_a_failed_load_fails_forwards_until_it_is_forgotten() -> None:
+def test_a_failed_load_fails_forwards_until_it_is_discarded() -> None:
     layer_counter = ThreadLayerDoneCounter(timeout_s=0)
     layer_counter.start_load_back(1)
     layer_counter.complete_layer(1, NullCopyEvent())
@@ -132,7 +132,7 @@ class StreamedMemory(SimulatedDeviceMemory):
 
     def __init__(self, shape: PageShape, num_pages: int) -> None:
         super().__init__(shape, num_pages)
-        self.ends: list[StreamedEnd] = []
+        self.ends: list[StreamedCopyEvent] = []
         self.order: list[str] = []
 
     def wait_for_compute_stream(self) -> None:
@@ -150,9 +150,9 @@ class StreamedMemory(SimulatedDeviceMemory):
         super().copy_to_device(layer, layer_view, host_pages, pages)
         return self._end("to device")
 
-    def _end(self, copied: str) -> StreamedEnd:
+    def _end(self, copied: str) -> StreamedCopyEvent:
         self.order.append(copied)
-        self.ends.append(StreamedEnd())
+        self.ends.append(StreamedCopyEvent())
         return self.ends[-1]
 
 
@@ -164,7 +164,7 @@ def mover_of_streams(*, num_layers: int) -> tuple[ThreadPageMover, StreamedMemor
     return ThreadPageMover(host=host, device=device, keys=keys), device, tuple(host.reserve(2))
 
 
-def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
+def test_a_copy_on_a_stream_is_reported_when_its_event_is_done(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
     mover, device, pages = mover_of_streams(num_layers=2)
@@ -181,7 +181,7 @@ def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
     mover.host.commit(pages)
 
     mover.submit([CopyToDevice(2, pages, (2, 3), by_layer=True)])
-    mover.layer_counter.wait_until(0)  # at once: the stream is held, not this thread
+    mover.layer_counter.wait_until(0)  # returns immediately: the stream waits, not this thread
     mover.layer_counter.wait_until(1)
     assert [end.num_held for end in device.ends[2:]] == [1, 1]
     mover.wait(0.01)
@@ -196,16 +196,16 @@ def test_a_copy_on_a_stream_is_told_when_the_stream_is_there(
     mover.close()
 
 
-def test_a_copy_that_ends_before_an_earlier_one_is_told_at_once(
+def test_a_copy_that_ends_before_an_earlier_one_is_reported_immediately(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
     mover, device, pages = mover_of_streams(num_layers=1)
     events: list[IoEvent] = []
     mover.submit([CopyToHost(1, (0,), pages[:1]), CopyToHost(2, (1,), pages[1:])])
     eventually(lambda: len(device.ends) == 2)
-    for later_first, told in ((1, [WriteDone(2, True)]), (0, [WriteDone(2, True), WriteDone(1, True)])):
+    for later_first, expected in ((1, [WriteDone(2, True)]), (0, [WriteDone(2, True), WriteDone(1, True)])):
         device.ends[later_first].has_ended = True
-        eventually(lambda told=told: events.extend(mover.poll()) or len(events) == len(told))
-        assert events == told
+        eventually(lambda expected=expected: events.extend(mover.poll()) or len(events) == len(expected))
+        assert events == expected
     mover.host.commit(pages)
     mover.close()

@@ -128,7 +128,7 @@ def test_pages_that_the_device_evicted_come_back_from_the_host(eventually: Event
         assert rank.cache.stats().pages_loaded == 6
 
 
-def test_a_page_that_came_back_with_other_bytes_is_told(eventually: Eventually) -> None:
+def test_a_page_loaded_with_other_bytes_is_an_error(eventually: Eventually) -> None:
     with opened() as rank:
         rank.compute(0, 4)
         eventually(rank.step)
@@ -196,7 +196,7 @@ def test_a_bad_store_is_a_miss(eventually: Eventually, answer: Callable[[], Page
         assert reads.pages_missed == 6
 
 
-def test_a_store_that_stalls_delays_nothing_beyond_its_deadline(eventually: Eventually) -> None:
+def test_a_stalled_store_delays_no_step_beyond_its_deadline(eventually: Eventually) -> None:
     released = threading.Event()
 
     class Stalled(BadStore):
@@ -245,7 +245,7 @@ def test_a_store_is_attached_and_detached_at_run_time(eventually: Eventually) ->
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_work_that_raises_is_answered_and_told(
+def test_work_that_raises_is_answered_and_logged(
     instruction: Instruction, answer: IoEvent, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Page 5 is free. The agreed way of failures is for all ranks; an error that ends one is not."""
@@ -261,7 +261,7 @@ def test_work_that_raises_is_answered_and_told(
         assert "failed; repeats are counted" in caplog.text
 
 
-def test_a_copy_that_raises_is_given_up_and_the_rank_lives_on(
+def test_a_copy_that_raises_fails_and_the_rank_continues(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened() as rank:
@@ -287,7 +287,7 @@ def _raise_memory_error(*_: object) -> None:
 
 
 class SlowStore(MemoryPageStore):
-    """Answers one question when it is let go, and the ones after it at once."""
+    """Answers the first query when the test allows it, and later ones immediately."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -305,7 +305,7 @@ class SlowStore(MemoryPageStore):
         self.is_closed.set()
 
 
-def test_aborted_prefetches_do_not_stand_before_living_ones(eventually: Eventually) -> None:
+def test_aborted_prefetches_do_not_delay_others(eventually: Eventually) -> None:
     """Storage is never asked for them, but for the one that it is at work on."""
     with opened(prefetch="wait_complete") as rank:
         store = SlowStore()
@@ -339,7 +339,7 @@ def test_best_effort_never_waits_for_storage() -> None:
 
 
 def test_a_step_does_not_wait_for_a_store_that_is_closed(eventually: Eventually) -> None:
-    """The store closes when it is let go, which is after the steps."""
+    """The store closes when the test allows it, after the steps."""
     with opened() as rank:
         store = SlowStore()
         rank.mover.attach(store, deadline_s=30)

@@ -1,4 +1,4 @@
-"""What the mover reports of a store that takes half, and how far it reads once it was told to stop."""
+"""The mover with a store that accepts only some pages, and with a cancelled read."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SelectiveStore(MemoryPageStore):
         (SelectiveStore(set(), num_until_failure=32), False),
     ],
 )
-def test_a_backup_is_good_only_where_every_page_was_taken(
+def test_a_backup_succeeds_only_if_every_page_was_stored(
     mover: ThreadPageMover, eventually: Eventually, store: MemoryPageStore, is_ok: bool
 ) -> None:
     pages = mover.host.reserve(NUM_PAGES)
@@ -89,9 +89,7 @@ def test_a_backup_is_good_only_where_every_page_was_taken(
     assert events == [BackupDone(1, is_ok)]
 
 
-def test_pages_that_are_held_are_not_written_again_and_without_a_store_none_is(
-    mover: ThreadPageMover, eventually: Eventually
-) -> None:
+def test_held_pages_are_not_written_again(mover: ThreadPageMover, eventually: Eventually) -> None:
     pages = mover.host.reserve(NUM_PAGES)
     for page in pages:
         mover.host.write(page, bytes(SHAPE.page_bytes))
@@ -107,7 +105,7 @@ def test_pages_that_are_held_are_not_written_again_and_without_a_store_none_is(
     assert writes.pages_written == NUM_PAGES
 
 
-def test_reading_stops_after_the_slice_in_which_it_was_told_to(mover: ThreadPageMover, eventually: Eventually) -> None:
+def test_a_cancelled_read_ends_after_its_present_slice(mover: ThreadPageMover, eventually: Eventually) -> None:
     is_reading, may_answer = threading.Event(), threading.Event()
 
     class SlowStore(MemoryPageStore):

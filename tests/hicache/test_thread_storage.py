@@ -44,7 +44,7 @@ class GatedStore:
         """Keeps its pages, for the test to see."""
 
 
-def test_a_stalled_write_is_a_miss_at_once_and_lands_late_with_what_was_meant() -> None:
+def test_a_stalled_write_is_a_miss_and_later_stores_the_original_page() -> None:
     gated = GatedStore()
     deadline = open_deadline_page_store(gated, deadline_s=0.05)
     store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
@@ -62,7 +62,7 @@ def test_a_stalled_write_is_a_miss_at_once_and_lands_late_with_what_was_meant() 
     assert unframe_page("a", gated.pages.batch_get(["a"])[0] or b"") == PAGES["a"]
 
 
-def test_a_store_is_closed_once_and_says_so_at_once_to_who_asks_later() -> None:
+def test_a_closed_store_raises_immediately() -> None:
     closed = []
 
     class Counting(MemoryPageStore):
@@ -116,7 +116,7 @@ def test_an_error_of_the_store_reaches_its_caller(error: Exception) -> None:
         deadline.close()
 
 
-def test_a_write_that_waited_behind_a_stalled_one_is_never_done() -> None:
+def test_a_write_queued_behind_a_stalled_one_is_cancelled() -> None:
     """Both callers get a stall in time; the store is at work on the first until the gate opens."""
     gated = GatedStore()
     deadline = open_deadline_page_store(gated, deadline_s=0.2)

@@ -37,7 +37,7 @@ def copy_to_host(tiers: TierTree, node: RadixNode) -> None:
     tiers.membership.place_on_host(node, array("I", pages))
 
 
-def test_what_only_the_device_has_is_dropped_and_what_the_host_has_stays(tiers: TierTree) -> None:
+def test_eviction_drops_nodes_without_a_host_copy(tiers: TierTree) -> None:
     kept, dropped = compute(tiers, [1, 2, 3]), compute(tiers, [7, 8])
     copy_to_host(tiers, kept)
     tiers.check()
@@ -64,7 +64,7 @@ def test_nothing_is_left_on_any_tier_after_a_clear(tiers: TierTree) -> None:
     tiers.check()
 
 
-def test_a_stored_run_that_only_the_device_had_is_forgotten_with_it(tiers: TierTree) -> None:
+def test_a_dropped_node_no_longer_counts_as_stored(tiers: TierTree) -> None:
     node = compute(tiers, [1, 2])
     tiers.membership.place_in_storage(node)
     tiers.device.evict(2)
@@ -72,7 +72,7 @@ def test_a_stored_run_that_only_the_device_had_is_forgotten_with_it(tiers: TierT
     assert not tiers.membership.stored
 
 
-def test_both_parts_of_a_split_are_where_the_run_was(tiers: TierTree) -> None:
+def test_both_parts_of_a_split_are_on_the_tiers_of_the_run(tiers: TierTree) -> None:
     run = compute(tiers, [1, 2, 3])
     copy_to_host(tiers, run)
     tiers.membership.place_in_storage(run)
@@ -100,7 +100,7 @@ def test_a_full_host_evicts_its_oldest_leaf_and_no_more_than_is_needed(tiers: Ti
     assert tiers.membership.tiers_of(young) == (Tier.HOST,)
 
 
-def test_all_that_can_be_evicted_makes_room(tiers: TierTree) -> None:
+def test_all_evictable_pages_can_be_evicted(tiers: TierTree) -> None:
     for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
         copy_to_host(tiers, compute(tiers, tokens))
     tiers.device.evict(8)
@@ -109,7 +109,7 @@ def test_all_that_can_be_evicted_makes_room(tiers: TierTree) -> None:
     tiers.check()
 
 
-def test_what_is_computed_again_is_on_both_tiers_and_is_not_evicted_from_the_host(tiers: TierTree) -> None:
+def test_a_recomputed_node_is_not_evicted_from_the_host(tiers: TierTree) -> None:
     node = compute(tiers, [1, 2])
     copy_to_host(tiers, node)
     tiers.device.evict(2)
@@ -120,7 +120,7 @@ def test_what_is_computed_again_is_on_both_tiers_and_is_not_evicted_from_the_hos
     assert list(tiers.host.order) == []
 
 
-def test_host_pages_that_an_operation_holds_are_not_evicted(tiers: TierTree) -> None:
+def test_locked_host_pages_are_not_evicted(tiers: TierTree) -> None:
     node = compute(tiers, [1, 2])
     copy_to_host(tiers, node)
     tiers.host.lock(tiers.tree.path_to_root(node))
@@ -190,7 +190,7 @@ DAMAGES: dict[str, tuple[Callable[[TierTree], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_told(tiers: TierTree, name: str) -> None:
+def test_the_full_check_finds_each_damage(tiers: TierTree, name: str) -> None:
     damage, message = DAMAGES[name]
     compute(tiers, [9, 9])
     tiers.check()

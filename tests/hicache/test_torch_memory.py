@@ -58,7 +58,7 @@ def to_device(host: HostPool, host_pages: list[int], device: DeviceMemory, pages
     sources=st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=NUM_PAGES, unique=True),
     data=st.data(),
 )
-def test_pages_survive_every_way_between_device_host_and_storage(
+def test_pages_survive_all_transfers_between_tiers(
     layouts: tuple[HostLayout, HostLayout], dtype: torch.dtype, sources: list[int], data: st.DataObject
 ) -> None:
     targets = data.draw(st.permutations(range(NUM_PAGES)))[: len(sources)]
@@ -134,7 +134,7 @@ def test_layers_arrive_one_after_the_other() -> None:
     assert list(ends) == []
 
 
-def test_a_pool_begins_with_zeros_and_says_its_shape() -> None:
+def test_a_pool_begins_with_zeros_and_has_its_shape() -> None:
     memory = TorchDeviceMemory.allocate(**SIZES, dtype=torch.bfloat16)
     assert not any(pool.count_nonzero() for pool in memory.keys + memory.values)
     assert memory.shape == PageShape(num_layers=3, layer_page_bytes=2 * 4 * 2 * 6 * 2, num_parts=2)
@@ -142,12 +142,12 @@ def test_a_pool_begins_with_zeros_and_says_its_shape() -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_pool_of_nothing_is_refused(name: str) -> None:
+def test_an_empty_pool_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}="):
         TorchDeviceMemory.allocate(**{**SIZES, name: 0})
 
 
-def test_a_pool_that_no_memory_holds_is_refused() -> None:
+def test_a_pool_larger_than_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_pages=\d+: cannot be allocated"):
         TorchDeviceMemory.allocate(**{**SIZES, "num_pages": 1 << 44})
     with pytest.raises(ConfigError, match=r"host_tokens=\d+: cannot be allocated"):

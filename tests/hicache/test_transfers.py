@@ -42,7 +42,7 @@ AnInstruction = TypeVar("AnInstruction", bound=Instruction)
 
 
 class Rank:
-    """One rank whose I/O ends when it is told to; its storage is attached until ``has_storage`` says otherwise."""
+    """One rank whose I/O ends under control of the test. Storage is attached while ``has_storage`` is True."""
 
     def __init__(self, policy: HiCachePolicy = PATIENT, *, num_device_pages: int = 8, num_host_pages: int = 16) -> None:
         self.host = SimulatedHostPages(num_host_pages, rng=random.Random(0), failure=0.0)
@@ -137,7 +137,7 @@ def prompt(chat: int, num_pages: int) -> list[int]:
 # --- what storage is believed to hold ---
 
 
-def test_a_backup_that_ends_in_the_step_in_which_storage_goes_does_not_count() -> None:
+def test_a_backup_that_ends_when_storage_is_detached_does_not_count() -> None:
     it = Rank()
     it.cache_on_host(0, 4)
     assert it.end_backups() == 4
@@ -147,7 +147,7 @@ def test_a_backup_that_ends_in_the_step_in_which_storage_goes_does_not_count() -
     assert it.cache.stats().pages_not_backed_up == 4
 
 
-def test_what_has_landed_when_storage_goes_is_kept_and_not_believed_to_be_stored() -> None:
+def test_landed_pages_are_kept_when_storage_is_detached_but_not_counted_as_stored() -> None:
     it = Rank()
     read = it.read("r", 0, 4, num_hit=4)
     it.cache.handle(PagesRead(read.op, 4))
@@ -160,7 +160,7 @@ def test_what_has_landed_when_storage_goes_is_kept_and_not_believed_to_be_stored
     assert it.cache.num_operations == 0
 
 
-def test_what_was_read_below_a_prefix_that_is_not_stored_does_not_count_as_stored() -> None:
+def test_pages_read_below_an_unstored_prefix_do_not_count_as_stored() -> None:
     it = Rank()
     it.has_storage = False
     it.step()
@@ -173,7 +173,7 @@ def test_what_was_read_below_a_prefix_that_is_not_stored_does_not_count_as_store
     assert it.pages_on() == (0, 6, 0)
 
 
-def test_what_storage_forgot_is_written_again() -> None:
+def test_pages_missing_from_storage_are_written_again() -> None:
     it = Rank()
     it.compute(0, 4)
     it.end_writes()
@@ -221,7 +221,7 @@ RETRYING = HiCachePolicy(prefetch_threshold_pages=2, prefetch_retry_steps=3, pre
 
 
 @pytest.mark.parametrize("num_hit", [0, 1])
-def test_after_a_miss_storage_is_asked_again_at_its_pace_and_not_for_ever(num_hit: int) -> None:
+def test_a_miss_is_retried_at_intervals_up_to_the_limit(num_hit: int) -> None:
     """What another request was writing at the first question is there at a later one. Too short a hit is a miss."""
     it = Waiter(RETRYING)
     it.answer(num_hit)
@@ -233,7 +233,7 @@ def test_after_a_miss_storage_is_asked_again_at_its_pace_and_not_for_ever(num_hi
     assert it.rank.cache.stats().prefetches == 3
 
 
-def test_what_a_retry_finds_is_used() -> None:
+def test_pages_found_by_a_retry_are_used() -> None:
     it = Waiter(RETRYING)
     it.answer(0)
     it.steps_until_asked(3)
@@ -248,7 +248,7 @@ def test_what_a_retry_finds_is_used() -> None:
     assert not it.rank.take(QueryStorage)
 
 
-def test_a_retry_is_waited_for_as_the_policy_says() -> None:
+def test_the_policy_decides_how_long_a_retry_is_waited_for() -> None:
     it = Waiter(HiCachePolicy(prefetch="wait_complete", prefetch_retry_steps=1))
     it.answer(0)
     assert it.steps_until_asked(1) == 1
@@ -257,7 +257,7 @@ def test_a_retry_is_waited_for_as_the_policy_says() -> None:
     assert it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
-def test_a_request_that_was_not_expected_asks_storage_never() -> None:
+def test_a_request_without_start_does_not_query_storage() -> None:
     it = Rank(RETRYING)
     for _ in range(9):
         assert it.cache.prefetch_queue.is_done("unknown", prompt(0, 4), is_next=False)
@@ -265,7 +265,7 @@ def test_a_request_that_was_not_expected_asks_storage_never() -> None:
     assert it.cache.stats().prefetches == 0
 
 
-def test_a_request_that_is_next_asks_no_more() -> None:
+def test_a_request_that_is_next_does_not_retry() -> None:
     it = Waiter(RETRYING)
     it.answer(0)
     assert it.steps_until_asked(2) is None
@@ -280,7 +280,7 @@ def test_without_retries_storage_is_asked_once(policy: dict[str, int]) -> None:
     assert it.steps_until_asked(20) is None
 
 
-def test_after_a_miss_nothing_is_asked_for_what_has_come_nearer_meanwhile() -> None:
+def test_a_retry_skips_pages_that_are_cached_by_then() -> None:
     it = Waiter(RETRYING)
     it.answer(0)
     it.rank.cache_on_host(0, 4)
@@ -310,7 +310,7 @@ def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
     assert it.pages_on() == (2, 6, 0)
 
 
-def test_what_follows_a_prefix_is_asked_for_by_the_whole_chain_of_digests() -> None:
+def test_a_query_uses_the_chained_digests_after_the_prefix() -> None:
     """A page's digest covers all before it: another chain would find other pages, or none."""
     it = Rank()
     it.cache_on_host(0, 3)
@@ -340,7 +340,7 @@ def test_the_prefix_of_a_prefetch_stays_on_the_host_until_it_settles() -> None:
     assert it.pages_on()[1] == 8
 
 
-def test_pages_below_a_prefix_that_went_away_are_given_back() -> None:
+def test_pages_below_an_evicted_prefix_are_freed() -> None:
     """The prefix was on the device alone: nothing keeps it there while a request waits."""
     it = Rank()
     it.compute(0, 4)
@@ -369,7 +369,7 @@ def test_a_prefetch_takes_at_most_half_of_what_the_host_can_free() -> None:
     assert len(read.digests) == 4 * DIGEST_BYTES
 
 
-def test_what_the_host_can_evict_counts_as_room_for_a_prefetch() -> None:
+def test_evictable_host_pages_count_as_free_for_a_prefetch() -> None:
     it = Rank(num_host_pages=8)
     it.cache_on_host(0, 6)
     it.end_backups()
@@ -378,7 +378,7 @@ def test_what_the_host_can_evict_counts_as_room_for_a_prefetch() -> None:
     assert len(read.host_pages) == 4
 
 
-def test_a_hit_as_long_as_the_threshold_is_read_and_where_the_host_lacks_the_room_nothing_is() -> None:
+def test_a_hit_of_threshold_length_is_read_if_the_host_has_room() -> None:
     policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=3)
     assert len(Rank(policy).read("r", 0, 4, num_hit=3).host_pages) == 3
     it = Rank(policy, num_host_pages=5)
@@ -392,7 +392,7 @@ def test_a_hit_as_long_as_the_threshold_is_read_and_where_the_host_lacks_the_roo
     assert it.host.pool.num_free == 5
 
 
-def test_a_request_that_is_forgotten_reads_no_further() -> None:
+def test_a_cancelled_request_reads_no_further() -> None:
     it = Rank()
     read = it.read("r", 0, 4, num_hit=4)
     it.cache.prefetch_queue.cancel("r")
@@ -412,7 +412,7 @@ def test_nothing_is_cleared_while_a_prefetch_is_under_way() -> None:
     assert it.host.pool.num_free == 16
 
 
-def test_host_pages_of_a_prefetch_that_was_given_up_are_free_once_nobody_writes_to_them() -> None:
+def test_host_pages_of_a_terminated_prefetch_are_freed_after_the_last_write() -> None:
     it = Rank(num_host_pages=8)
     read = it.read("r", 0, 4, num_hit=4)
     it.cache.handle(PagesRead(read.op, 1))
@@ -434,7 +434,7 @@ def test_host_pages_of_a_prefetch_that_was_given_up_are_free_once_nobody_writes_
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 3])
-def test_as_many_pages_are_copied_ahead_as_were_asked_for_and_only_when_pages_run_short(num_ahead: int) -> None:
+def test_write_back_copies_ahead_only_when_free_pages_run_short(num_ahead: int) -> None:
     it = Rank(HiCachePolicy(write="write_back", clean_ahead_pages=num_ahead))
     for chat in range(8 - num_ahead):
         it.compute(chat, 1)
@@ -472,7 +472,7 @@ def test_backups_lock_at_most_a_quarter_of_the_host() -> None:
     assert it.cache.stats().pages_not_backed_up == 2
 
 
-def test_loads_of_one_step_share_the_agreed_room() -> None:
+def test_loads_of_one_step_share_the_agreed_budget() -> None:
     it = Rank()
     for chat in range(2):
         it.cache_on_host(chat, 3)
@@ -483,13 +483,13 @@ def test_loads_of_one_step_share_the_agreed_room() -> None:
     assert [len(copy.device_pages) for copy in it.take(CopyToDevice)] == [3, 1]
 
 
-def test_a_request_waits_for_room_only_where_a_load_under_way_gives_it_back() -> None:
+def test_a_request_waits_for_budget_only_if_a_load_is_under_way() -> None:
     it = Rank()
     for chat in range(3):
         it.cache_on_host(chat, 3)
     it.load_back_budget_pages = 0
     it.step()
-    assert it.cache.prefetch_queue.is_done("nobody loads", prompt(0, 3))
+    assert it.cache.prefetch_queue.is_done("not loaded", prompt(0, 3))
     it.load_back_budget_pages = 3
     it.step()
     assert not it.cache.prefetch_queue.is_done("loads", prompt(1, 3))
@@ -530,7 +530,7 @@ def test_a_request_waits_until_its_load_has_settled() -> None:
     assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
 
 
-def test_a_request_whose_load_failed_computes() -> None:
+def test_a_request_recomputes_after_a_failed_load() -> None:
     it = Rank()
     it.cache_on_host(0, 4)
     it.load_back_budget_pages = 2
@@ -542,7 +542,7 @@ def test_a_request_whose_load_failed_computes() -> None:
     assert it.take(CopyToDevice) == []
 
 
-def test_what_a_load_hangs_below_stays_on_the_device_until_it_has_come() -> None:
+def test_the_parent_of_a_load_stays_on_the_device() -> None:
     it = Rank(num_device_pages=4)
     it.cache_on_host(0, 4)
     it.load_back_budget_pages = 2
@@ -558,7 +558,7 @@ def test_what_a_load_hangs_below_stays_on_the_device_until_it_has_come() -> None
     assert it.cache.evict(4) == 4
 
 
-def test_a_load_that_finds_no_device_page_holds_nothing() -> None:
+def test_a_load_without_device_pages_locks_nothing() -> None:
     it = Rank(num_device_pages=4, num_host_pages=8)
     it.cache_on_host(0, 4)
     it.end_backups()
@@ -587,14 +587,14 @@ def cache_two_nodes_unwritten(it: Rank, chat: int) -> None:
         it.step()  # one write that failed settles per step
 
 
-def test_a_path_whose_writes_failed_is_written_whole_at_its_next_use() -> None:
+def test_a_path_whose_writes_failed_is_written_at_its_next_use() -> None:
     it = Rank(num_device_pages=16)
     cache_two_nodes_unwritten(it, 0)
     it.compute(0, 5)
     assert sum(len(copy.device_pages) for copy in it.take(CopyToHost)) == 5
 
 
-def test_where_the_host_has_no_room_for_a_page_what_follows_it_is_not_tried() -> None:
+def test_pages_below_an_unwritten_page_are_not_written() -> None:
     it = Rank(num_device_pages=16, num_host_pages=4)
     it.compute(0, 5)
     it.compute(0, 6)
@@ -602,7 +602,7 @@ def test_where_the_host_has_no_room_for_a_page_what_follows_it_is_not_tried() ->
     assert it.cache.stats().pages_not_written == 5 + 5
 
 
-def test_a_page_is_backed_up_with_its_prefix_and_never_without() -> None:
+def test_a_page_is_backed_up_only_with_its_prefix() -> None:
     it = Rank(num_host_pages=16)
     it.compute(0, 2)
     it.end_writes()
@@ -622,7 +622,7 @@ def test_a_page_is_backed_up_with_its_prefix_and_never_without() -> None:
     assert it.cache.stats().pages_not_backed_up >= 6
 
 
-def test_a_page_whose_prefix_could_not_be_written_is_given_back() -> None:
+def test_a_page_whose_prefix_was_not_written_is_freed() -> None:
     it = Rank()
     it.compute(0, 2)
     it.compute(0, 4)
@@ -636,7 +636,7 @@ def test_a_page_whose_prefix_could_not_be_written_is_given_back() -> None:
     assert it.cache.stats().pages_not_written == 4
 
 
-def test_storage_gets_each_page_once_and_none_while_there_is_no_storage() -> None:
+def test_each_page_is_stored_once_and_only_while_storage_is_attached() -> None:
     it = Rank()
     it.has_storage = False
     it.step()
@@ -676,7 +676,7 @@ def test_check_compares_the_host_pages_with_the_count_of_used_pages() -> None:
         transfers.check()
 
 
-def test_what_was_moved_adds_up() -> None:
+def test_counts_of_moved_pages_add_up() -> None:
     it = Rank(num_device_pages=32, num_host_pages=32)
     for chat, is_ok in enumerate((True, False, True, False, True)):
         it.compute(chat, 1 + chat)
@@ -705,7 +705,7 @@ def test_what_was_moved_adds_up() -> None:
     assert (stats.pages_loaded, stats.pages_not_loaded, stats.pages_backed_up) == (4, 4, 8)
 
 
-def test_what_was_prefetched_adds_up() -> None:
+def test_counts_of_prefetched_pages_add_up() -> None:
     it = Rank(num_host_pages=32)
     for chat, num_read in enumerate((3, 2, 0)):
         read = it.read(f"r{chat}", chat, 4, num_hit=3)
@@ -735,7 +735,7 @@ def test_an_admission_counts_each_token_where_it_was_found() -> None:
     assert stats.device_hit_tokens == 6 + 10
 
 
-def test_what_a_prefetch_did_not_bring_is_no_hit_of_storage() -> None:
+def test_pages_that_a_prefetch_did_not_read_are_no_storage_hits() -> None:
     it = Rank()
     it.cache_on_host(0, 2)
     it.cache.prefetch_queue.start("r", prompt(0, 4))
@@ -746,7 +746,7 @@ def test_what_a_prefetch_did_not_bring_is_no_hit_of_storage() -> None:
     it.end_loads()
     it.step()
     it.cache.prefetch_queue.record_admission("r", prompt_tokens=8, cached_tokens=4)
-    it.cache.prefetch_queue.record_admission("nobody asked for it", prompt_tokens=8, cached_tokens=4)
+    it.cache.prefetch_queue.record_admission("not prefetched", prompt_tokens=8, cached_tokens=4)
     stats = it.cache.stats()
     assert (stats.device_hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (4, 4, 0)
 
@@ -783,7 +783,7 @@ def test_a_prefix_is_copied_once_enough_requests_have_found_it(num_hits: int) ->
     assert it.pages_on() == (6, 2, 0)
 
 
-def test_both_parts_of_a_run_that_was_split_have_been_found_as_often() -> None:
+def test_both_parts_of_a_split_have_the_hits_of_the_run() -> None:
     it = Rank(HiCachePolicy(write="write_through_selective", write_threshold_hits=2))
     it.compute(0, 4)
     for rid, num_pages, copied in (("a", 4, []), ("b", 2, [2]), ("c", 4, [2])):
@@ -791,7 +791,7 @@ def test_both_parts_of_a_run_that_was_split_have_been_found_as_often() -> None:
         assert [len(copy.device_pages) for copy in it.take(CopyToHost)] == copied
 
 
-def test_what_was_found_often_enough_is_tried_again_when_its_copy_failed() -> None:
+def test_a_failed_copy_is_repeated_at_the_next_hit() -> None:
     it = Rank(HiCachePolicy(write="write_through_selective"))
     it.compute(0, 2)
     it.cache.prefetch_queue.is_done("r", prompt(0, 2))

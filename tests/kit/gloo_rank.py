@@ -103,7 +103,7 @@ def run(scenario: str, world: World, timeout_s: float) -> object:
     except SyncTimeoutError as error:
         return {"timeout": [error.operation, error.step, list(error.missing_ranks)], "text": str(error)}
     except SyncDivergenceError as error:
-        return {"parted": error.call, "places": {str(rank): place for rank, place in error.places.items()}}
+        return {"diverged": error.call, "places": {str(rank): place for rank, place in error.places.items()}}
 
 
 def main() -> None:

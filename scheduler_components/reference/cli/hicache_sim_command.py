@@ -1,4 +1,4 @@
-"""The command ``hicache-sim``: why a hierarchical cache agrees over all its ranks, in words and in a picture."""
+"""The command ``hicache-sim``: show why a hierarchical cache must agree over all its ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 _NUM_SAMPLES = 100
 _PROGRESS_EVERY_S = 10.0
-_COLOURS = ("#c2410c", "#a16207", "#1d4ed8")  # the last is of the whole agreement
+_COLOURS = ("#c2410c", "#a16207", "#1d4ed8")  # the last is for the full agreement
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
@@ -48,15 +48,15 @@ def hicache_sim(
         int, Parameter(validator=Number(gte=1), help="Ranks along attention tensor parallelism.")
     ] = 2,
     pp_size: Annotated[int, Parameter(validator=Number(gte=1), help="Pipeline stages.")] = 1,
-    seeds: Annotated[int, Parameter(validator=Number(gte=1), help="Runs of each kind.")] = 20,
+    seeds: Annotated[int, Parameter(validator=Number(gte=1), help="Runs per scope of agreement.")] = 20,
     steps: Annotated[int, Parameter(validator=Number(gte=_NUM_SAMPLES), help="Steps per run.")] = 500,
-    picture: Annotated[Path | None, Parameter(help="Write a picture of it (SVG).")] = None,
+    picture: Annotated[Path | None, Parameter(help="Write a plot to this file (SVG).")] = None,
 ) -> int:
-    """Show that ranks whose I/O differs part when they agree over TP alone, and never when over CP x TP (x PP).
+    """Simulate ranks that agree over TP only and diverge, and over CP x TP (x PP) and never diverge.
 
-    Exit code 1 when ranks that agree over all part.
+    The exit code is 1 if ranks diverge in spite of the full agreement.
     """
-    figure = _new_figure() if picture is not None else None  # refused before the simulation has cost a minute
+    figure = _new_figure() if picture is not None else None  # fails before the simulation takes a minute
     runs: dict[AgreementScope, list[SimulationRun]] = {}
     sample_steps = steps // _NUM_SAMPLES
     ranks = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, pp_size=pp_size)
@@ -80,11 +80,11 @@ def hicache_sim(
 
 @dataclass(slots=True, kw_only=True)
 class RunProgress:
-    """How many runs are done: on one line of a terminal that is written over, otherwise a line every ten seconds.
+    """Prints how many runs are done: on a single line of a terminal, otherwise a line every ten seconds.
 
     Attributes:
-        out: standard error, so that what other programs read stays as it is.
-        num_runs: in all.
+        out: standard error, so that standard output contains only the report.
+        num_runs: total number of runs.
         clock: monotonic seconds.
     """
 
@@ -98,7 +98,7 @@ class RunProgress:
         self._next_s = self.clock() + _PROGRESS_EVERY_S
 
     def ran(self) -> None:
-        """Count one run."""
+        """Count a finished run."""
         self._num_done += 1
         text = f"{self._num_done} of {self.num_runs} runs done"
         if self.out.isatty():
@@ -108,7 +108,7 @@ class RunProgress:
             self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Make room for other text."""
+        """Clear the line for other text."""
         if self.out.isatty():
             self._write("\r\033[K")
 
@@ -118,17 +118,17 @@ class RunProgress:
 
 
 def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps: int) -> Iterator[str]:
-    """Lines that say what came of runs of one kind."""
-    parted = sorted(run.diverged_at_step for run in runs if run.diverged_at_step is not None)
+    """Yield the lines of the report on the runs of one scope."""
+    diverged = sorted(run.diverged_at_step for run in runs if run.diverged_at_step is not None)
     served = sum(run.num_served for run in runs)
     yield f"agreement over {scope.upper()}: {len(runs)} runs of {num_steps} steps, {served:,} requests served"
-    if not parted:
-        yield "  ranks never parted"
+    if not diverged:
+        yield "  ranks never diverged"
         return
     differing = sum(run.differing_pages[-1] for run in runs) / len(runs)
     yield (
-        f"  ranks parted in {len(parted)} of {len(runs)} runs, after {parted[0]} to {parted[-1]} steps, "
-        f"{parted[len(parted) // 2]} at the median"
+        f"  ranks diverged in {len(diverged)} of {len(runs)} runs, after {diverged[0]} to {diverged[-1]} steps, "
+        f"{diverged[len(diverged) // 2]} at the median"
     )
     yield f"  at the end {differing:.1f} device pages per run were held by some ranks and not by others"
     yield "  first step at which they differed, by seed: " + " ".join(
@@ -139,15 +139,15 @@ def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps
 def draw_divergence(
     figure: Figure, runs: Mapping[AgreementScope, Sequence[SimulationRun]], *, sample_steps: int, title: str
 ) -> None:
-    """Draw differing pages over steps on a matplotlib figure: one thin line per run, one thick line for their mean.
+    """Plot the number of differing pages over the steps: a thin line per run and a thick line for their mean.
 
-    All lines begin at step 0, where all ranks are empty and equal.
+    All lines begin at step 0, where all ranks are empty.
 
     Args:
-        figure: an empty one.
-        runs: of each kind; all with the same number of samples.
-        sample_steps: steps between two samples; the first is taken after that many.
-        title: above the picture.
+        figure: an empty matplotlib figure.
+        runs: runs by scope, all with the same number of samples.
+        sample_steps: steps between two samples; the first sample is taken after as many steps.
+        title: title of the plot.
     """
     axes = figure.subplots()
     for colour, (scope, of_scope) in zip((*_COLOURS[: len(runs) - 1], _COLOURS[-1]), runs.items(), strict=True):
@@ -165,7 +165,7 @@ def draw_divergence(
 
 
 def _new_figure() -> Figure:
-    # Imported here: only who asks for a picture needs it.
+    # Imported here because only --picture needs it.
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -181,4 +181,4 @@ def _write(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="svg", metadata={"Date": None})
     except OSError as error:
-        raise StartError(str(path), str(error), "give a file that can be written") from error
+        raise StartError(str(path), str(error), "give a writable file") from error

@@ -16,30 +16,30 @@ from scheduler_components.reference.device.hicache_sim import SimulationRun
 matplotlib_figure = pytest.importorskip("matplotlib.figure", reason="pip install scheduler-components[plot]")
 
 
-def test_ranks_part_over_tp_and_never_over_cp_x_tp(command_line: Callable, tmp_path: Path) -> None:
+def test_the_report_shows_divergence_over_tp_only(command_line: Callable, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "picture.svg"
     found = command_line("hicache-sim", "--seeds", "3", "--steps", "100", "--picture", str(picture))
     lines = found.out.splitlines()
     assert found.code == 0
     assert lines[0].startswith("agreement over TP: 3 runs of 100 steps")
-    assert "ranks parted in 3 of 3 runs, after " in lines[1]
+    assert "ranks diverged in 3 of 3 runs, after " in lines[1]
     assert lines[-3].startswith("agreement over CP X TP: 3 runs of 100 steps")
-    assert lines[-2] == "  ranks never parted"
+    assert lines[-2] == "  ranks never diverged"
     assert "CP 2 x TP 2 ranks" in picture.read_text()
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_pipeline_stages_part_where_they_are_left_out(command_line: Callable) -> None:
+def test_the_report_shows_divergence_without_pipeline_stages(command_line: Callable) -> None:
     found = command_line("hicache-sim", "--attn-cp-size", "1", "--pp-size", "2", "--seeds", "2", "--steps", "100")
     assert found.code == 0
-    told = [line for line in found.out.splitlines() if line.startswith(("agreement", "  ranks"))]
-    assert [line.split(":")[0].split(",")[0] for line in told] == [
+    shown = [line for line in found.out.splitlines() if line.startswith(("agreement", "  ranks"))]
+    assert [line.split(":")[0].split(",")[0] for line in shown] == [
         "agreement over TP",
-        "  ranks parted in 2 of 2 runs",
+        "  ranks diverged in 2 of 2 runs",
         "agreement over CP X TP",
-        "  ranks parted in 2 of 2 runs",
+        "  ranks diverged in 2 of 2 runs",
         "agreement over CP X TP X PP",
-        "  ranks never parted",
+        "  ranks never diverged",
     ]
 
 
@@ -48,7 +48,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_one_line_shows_how_many_runs_are_done_and_then_goes() -> None:
+def test_a_terminal_shows_the_progress_on_one_line() -> None:
     out = Terminal()
     progress = RunProgress(out=out, num_runs=2)
     progress.ran()

@@ -8,7 +8,7 @@ from scheduler_components import ConfigError
 from scheduler_components.reference.device.hicache_sim import SimulationConfig, run_simulation
 
 
-def test_without_cp_there_is_nothing_to_leave_out() -> None:
+def test_without_cp_the_scopes_do_not_differ() -> None:
     config = SimulationConfig(attn_cp_size=1, attn_tp_size=2, scope="tp")
     [run] = run_simulation(config, seeds=[0], num_steps=100, sample_steps=50)
     assert run.diverged_at_step is None
@@ -16,13 +16,13 @@ def test_without_cp_there_is_nothing_to_leave_out() -> None:
     assert run.num_served > 0
 
 
-def test_a_run_is_told_by_its_seed() -> None:
+def test_a_run_is_determined_by_its_seed() -> None:
     config = SimulationConfig(scope="tp")
     assert run_simulation(config, seeds=[3], num_steps=60, sample_steps=10) == run_simulation(
         config, seeds=[3], num_steps=60, sample_steps=10
     )
 
 
-def test_a_size_that_cannot_be_is_refused() -> None:
+def test_an_invalid_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="device_pages=0: is not a size"):
         SimulationConfig(device_pages=0)
