@@ -1,11 +1,10 @@
-"""The one table of metrics: the name of each, its meaning, and where its value is.
+"""The catalogue of metrics: name, meaning and path of each value.
 
-A collector exposes what is in ``METRIC_GROUPS`` and nothing else; the documentation and the dashboard are written from
-it.
-To add a metric, add a field to the value that the section reads, and a row here.
+Collectors export exactly ``METRIC_GROUPS``. The documentation and the dashboard are generated from it. To add a metric,
+add a field to the struct that its group reads, and a row here.
 
-Names are SGLang's where SGLang (0.5.23) has the fact, and follow its habits where it has not, so that dashboards and
-routers written for SGLang read them. ``vllm_names`` are what vLLM (0.33.0) calls the same fact.
+Names are SGLang's if SGLang (0.5.23) has the metric and follow its style otherwise, so that dashboards and routers for
+SGLang can read them. ``vllm_names`` are the names of the same metric in vLLM (0.33.0).
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class Metric:
 
     Attributes:
         name: without prefix; a counter's ends in ``_total``.
-        kind: a gauge moves both ways; a counter only grows, except that a restarted rank begins at 0 again; a
-            histogram is counters of values in buckets.
-        unit: of the value, in words.
-        help: one sentence for a person.
-        path: the field that has the value, for example ``load.num_running_reqs``; empty where the collector itself
-            knows it.
-        vllm_names: vLLM's names of the same fact, without prefix.
-        is_per_rank: labelled with a rank's labels; else counted by the process that is scraped, over all ranks.
+        kind: a gauge rises and falls; a counter only grows, except that a restarted rank begins at 0; a histogram
+            counts values in buckets.
+        unit: unit of the value, in words.
+        help: one sentence for users.
+        path: path of the value in the statistics, for example ``load.num_running_reqs``; empty if the collector itself
+            computes it.
+        vllm_names: vLLM's names of the same metric, without prefix.
+        is_per_rank: whether the metric has a rank's labels; else the scraped process counts it over all ranks.
     """
 
     name: str
@@ -76,16 +75,13 @@ class Metric:
     is_per_rank: bool = True
 
     def read(self, stats: object) -> float | None:
-        """Return the value in ``stats``, of the kind that its section reads.
-
-        None where the engine has no such part (no LoRA, no disaggregation).
-        """
+        """Return the value in ``stats``; None if the engine lacks this part (no LoRA, no disaggregation)."""
         value = _find(stats, self.path)
         assert value is None or isinstance(value, int | float), f"{self.path} is {value!r}"
         return value
 
     def read_histogram(self, stats: SchedulerStats) -> HistogramSnapshot | None:
-        """Return the histogram in ``stats``, for the metrics that are one; None where the engine keeps none."""
+        """Return the histogram in ``stats`` of a metric of this kind; None if the engine has none."""
         value = _find(stats, self.path)
         assert value is None or isinstance(value, HistogramSnapshot), f"{self.path} is {value!r}"
         return value
@@ -107,13 +103,13 @@ def _find(stats: object, path: str) -> object:
 
 @attrs.frozen(kw_only=True)
 class InfoMetric:
-    """A gauge whose labels carry what it says; each rank has one sample at a time.
+    """A gauge whose labels carry the information. Each rank has one sample.
 
     Attributes:
-        name: without prefix; vLLM's name of it is the same.
-        help: one sentence for a person.
-        path: the field that has the value; empty for a value of 1.
-        labels: label and the field that has its value; a tuple of texts is joined by commas.
+        name: without prefix; the same in vLLM.
+        help: one sentence for users.
+        path: path of the value; empty for a value of 1.
+        labels: label and path of its value; a tuple of texts is joined by commas.
     """
 
     name: str
@@ -122,7 +118,7 @@ class InfoMetric:
     path: str = ""
 
     def read(self, stats: SchedulerStats) -> tuple[dict[str, str], float] | None:
-        """Return labels and value; None where the engine has no such part, or leaves it at 0."""
+        """Return labels and value; None if the engine lacks this part or leaves it at 0."""
         found = {label: _find(stats, path) for label, path in self.labels}
         if any(value is None or value == 0 for value in found.values()):
             return None
@@ -134,13 +130,13 @@ class InfoMetric:
 
 @attrs.frozen(kw_only=True)
 class StateMetric:
-    """A gauge with one sample per state, 1 for those that hold; under vLLM's name too.
+    """A gauge with one sample per state, 1 for each active one; the same in vLLM.
 
     Attributes:
         name: without prefix.
-        help: one sentence for a person.
-        label: has the state's name.
-        flags: each state and the field that says whether it holds.
+        help: one sentence for users.
+        label: label with the name of the state.
+        flags: each state and the path of its flag.
     """
 
     name: str
@@ -149,7 +145,7 @@ class StateMetric:
     flags: tuple[tuple[str, str], ...]
 
     def read(self, stats: SchedulerStats) -> dict[str, float] | None:
-        """Return the value of each state; None where the engine has no such part."""
+        """Return the value of each state; None if the engine lacks this part."""
         found = {state: _find(stats, path) for state, path in self.flags}
         values = {state: float(value) for state, value in found.items() if isinstance(value, int | float)}
         return values or None
@@ -163,11 +159,9 @@ class MetricGroup:
     """The metrics of one subject.
 
     Attributes:
-        title: its heading in the documentation.
-        stats_kind: the value that the paths are fields of: ``step`` is ``SchedulerStats``, ``outputs`` is
-            ``OutputStats``, ``stream`` is ``StreamStats``, ``relay`` is ``RelayedStreamStats``, ``log`` is
-            ``LogStats``;
-            ``collector`` is what a collector itself knows.
+        title: heading in the documentation.
+        stats_kind: the struct of the paths: ``step`` is ``SchedulerStats``, ``stream`` is ``StreamStats``, ``relay`` is
+            ``RelayedStreamStats``, ``log`` is ``LogStats``. A collector itself computes the metrics of ``collector``.
         metrics: in the order of the documentation.
     """
 
@@ -177,39 +171,36 @@ class MetricGroup:
 
 
 def gauge(name: str, unit: str, path: str, help: str, *vllm_names: str) -> Metric:
-    """Make the row of a gauge."""
     return Metric(name=name, kind="gauge", unit=unit, help=help, path=path, vllm_names=vllm_names)
 
 
 def counter(name: str, unit: str, path: str, help: str, *vllm_names: str) -> Metric:
-    """Make the row of a counter."""
     return Metric(name=name, kind="counter", unit=unit, help=help, path=path, vllm_names=vllm_names)
 
 
 def histogram(name: str, path: str, help: str, *vllm_names: str) -> Metric:
-    """Make the row of a histogram of times."""
     return Metric(name=name, kind="histogram", unit="seconds", help=help, path=path, vllm_names=vllm_names)
 
 
-LOAD_AGE_METRIC = gauge("load_age_seconds", "seconds", "", "Age of the load snapshot that the gauges are from.")
-"""Known at the time of a scrape: a rank that has stopped reporting shows as a growing age."""
+LOAD_AGE_METRIC = gauge("load_age_seconds", "seconds", "", "Age of the load snapshot of the gauges.")
+"""Computed at a scrape. It grows for a rank that has stopped reporting."""
 
 REPORTS_REFUSED = attrs.evolve(
-    counter("metrics_reports_refused_total", "reports", "", "Reports of ranks beyond the sink's limit."),
+    counter("metrics_reports_refused_total", "reports", "", "Reports of ranks beyond the limit of the sink."),
     is_per_rank=False,
 )
-"""What a sink did not store: reports of new ranks after the last that it has room for."""
+"""Counted by a ``PrometheusSink``: reports of new ranks beyond ``max_ranks``."""
 
 PAGE_READS_FAILED = attrs.evolve(
     counter(
         "metrics_pages_unread_total",
         "reads",
         "",
-        "Reads of a rank's page of metrics that found no whole report: none is written yet, or the page was refused.",
+        "Reads of a rank's metrics page without a complete report: none is written yet, or the page was refused.",
     ),
     is_per_rank=False,
 )
-"""What a ``MetricsBoardCollector`` counts: the ranks of these reads show their last values, or nothing."""
+"""Counted by a ``MetricsBoardCollector``. The ranks of these reads keep their last values."""
 
 # fmt: off
 METRIC_GROUPS: tuple[MetricGroup, ...] = (
@@ -227,11 +218,11 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("utilization", "share", "load.utilization",
             "The fuller of request slots and KV tokens, 0 to 1."),
         gauge("num_used_tokens", "tokens", "load.num_used_tokens",
-            "KV tokens that running requests hold."),
+            "KV tokens of running requests."),
         gauge("num_pending_tokens", "tokens", "load.num_pending_tokens",
             "Input tokens that wait for prefill."),
         gauge("num_waiting_uncached_tokens", "tokens", "load.num_waiting_uncached_tokens",
-            "Input tokens that wait for prefill and are in no cached prefix."),
+            "Input tokens that wait for prefill and are not in a cached prefix."),
         gauge("num_total_tokens", "tokens", "load.num_total_tokens",
             "KV tokens in use plus pending tokens."),
         gauge("max_total_num_tokens", "tokens", "load.max_total_num_tokens",
@@ -241,9 +232,9 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("max_running_requests", "requests", "load.max_running_requests",
             "Request slots."),
         gauge("load_sequence", "reports", "load.sequence",
-            "Number of the load snapshot that the gauges are from."),
+            "Number of the load snapshot of the gauges."),
     )),
-    MetricGroup("Requests that are held back", "step", (
+    MetricGroup("Held requests", "step", (
         gauge("num_grammar_queue_reqs", "requests", "load.queues.grammar",
             "Requests that wait for their grammar."),
         gauge("num_paused_reqs", "requests", "load.queues.paused",
@@ -293,7 +284,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("num_retracted_requests_total", "retractions", "counters.num_retractions_total",
             "Retractions of running requests because the KV pool was full.", "num_preemptions_total"),
         gauge("preemptions_per_second", "retractions/s", "counters.preemptions_per_s",
-            "Such retractions per second, recently."),
+            "Retractions per second, recently."),
         counter("prompt_tokens_total", "tokens", "counters.prompt_tokens_total",
             "Input tokens of requests that were prefilled.", "prompt_tokens_total", "prefix_cache_queries_total"),
         counter("cached_tokens_total", "tokens", "counters.cached_tokens_total",
@@ -303,7 +294,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("evicted_tokens_total", "tokens", "counters.evicted_tokens_total",
             "Cached tokens evicted for others."),
         counter("prefill_uncached_tokens_total", "tokens", "load.total_prefill_uncached_tokens",
-            "Tokens that prefill has computed, as load reports count them."),
+            "Tokens computed by prefill, as load reports count them."),
         counter("prefill_busy_us_total", "microseconds", "load.total_prefill_busy_us",
             "Time of the steps that computed these tokens."),
         counter("decode_steps_total", "steps", "load.decode_moments.steps",
@@ -319,7 +310,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("decode_step_tokens_total", "tokens", "load.decode_moments.tokens",
             "Tokens generated by these steps."),
     )),
-    # SGLang counts tokens here. These count pages, under names of their own; page_size makes one of the other.
+    # SGLang counts tokens here. These metrics count pages and have other names; page_size converts between them.
     MetricGroup("Hierarchical cache", "step", (
         counter("hicache_prompt_tokens_total", "tokens", "tiers.prompt_tokens",
             "Input tokens of requests at their first admission."),
@@ -344,27 +335,27 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("hicache_pages_prefetched_total", "pages", "tiers.pages_prefetched",
             "Pages read from storage and put in the cache."),
         counter("hicache_pages_revoked_total", "pages", "tiers.pages_revoked",
-            "Pages found in storage and then not put in the cache."),
+            "Pages found in storage and not put in the cache."),
         counter("hicache_prefetches_total", "prefetches", "tiers.prefetches",
-            "Reads from storage that were begun."),
+            "Reads from storage that were started."),
         counter("hicache_prefetches_revoked_total", "prefetches", "tiers.prefetches_revoked",
-            "Reads from storage that brought no page."),
+            "Reads from storage that returned no page."),
         counter("hicache_pages_dropped_total", "pages", "tiers.pages_dropped",
             "Pages evicted from the device without a copy on the host."),
     )),
     MetricGroup("Input", "step", (
         counter("intake_receives_total", "meetings", "receiver.receives",
-            "Times that all ranks of the replica met for input."),
+            "Collective receives of input by all ranks of the replica."),
         counter("intake_receives_skipped_total", "steps", "receiver.receives_skipped",
-            "Steps that took no input, by the weight of what the step before them computed."),
+            "Steps without a receive, which the recv skipper skipped after the previous forward mode."),
         counter("intake_requests_admitted_total", "requests", "receiver.requests_admitted",
-            "Requests that went to all ranks."),
+            "Requests admitted and broadcast to all ranks."),
         counter("intake_requests_refused_total", "requests", "receiver.requests_refused",
-            "Requests that were answered and not let in: too large, too many, draining, a used id, or aborted before."),
+            "Requests refused: too large, too many, draining, an id in use, or aborted earlier."),
         counter("intake_requests_repeated_total", "requests", "receiver.requests_repeated",
-            "Further copies of requests in flight, which were dropped."),
+            "Duplicates of requests in flight, which were dropped."),
         counter("intake_messages_unreadable_total", "messages", "receiver.messages_unreadable",
-            "Messages that came in and could not be read."),
+            "Received messages that could not be decoded."),
         gauge("intake_requests_held", "requests", "receiver.requests_held",
             "Requests that wait because input is blocked."),
     )),
@@ -376,7 +367,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("kv_available_tokens", "tokens", "pools.kv_available_tokens",
             "Free KV tokens of full attention."),
         gauge("kv_evictable_tokens", "tokens", "pools.kv_evictable_tokens",
-            "Cached KV tokens of full attention that nobody has locked."),
+            "Cached and unlocked KV tokens of full attention."),
         gauge("kv_used_tokens", "tokens", "pools.kv_used_tokens",
             "KV tokens of full attention in use."),
         gauge("swa_token_usage", "share", "pools.swa_token_usage",
@@ -384,7 +375,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("swa_available_tokens", "tokens", "pools.swa_available_tokens",
             "Free KV tokens of sliding windows."),
         gauge("swa_evictable_tokens", "tokens", "pools.swa_evictable_tokens",
-            "Cached KV tokens of sliding windows that nobody has locked."),
+            "Cached and unlocked KV tokens of sliding windows."),
         gauge("swa_used_tokens", "tokens", "pools.swa_used_tokens",
             "KV tokens of sliding windows in use."),
         gauge("mamba_usage", "share", "pools.mamba_usage",
@@ -392,27 +383,27 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("mamba_available_slots", "states", "pools.mamba_available_slots",
             "Free mamba states."),
         gauge("mamba_evictable_slots", "states", "pools.mamba_evictable_slots",
-            "Cached mamba states that nobody has locked."),
+            "Cached and unlocked mamba states."),
         gauge("mamba_used_slots", "states", "pools.mamba_used_slots",
             "Mamba states in use."),
         gauge("session_held_pages", "pages", "pools.session_held_pages",
-            "Pages that sessions hold between two requests, over all pools."),
+            "Pages of sessions between two requests, over all pools."),
     )),
     MetricGroup("Integrity", "step", (
         counter("integrity_checks_total", "checks", "integrity.checks",
-            "Times that the counts of all pools were added up."),
+            "Checks of the page counts of all pools."),
         counter("integrity_censuses_total", "checks", "integrity.censuses",
-            "Times that every page, lock and told block was looked at."),
+            "Full checks of every page, lock and published block."),
         counter("integrity_checks_failed_total", "checks", "integrity.checks_failed",
-            "Checks in which a pool raised instead of answering."),
+            "Checks in which a pool raised an exception."),
         counter("integrity_problems_total", "problems", "integrity.problems",
-            "Broken rules of pools that were found."),
+            "Violations of pool invariants that were found."),
         counter("integrity_pages_lost_total", "pages", "integrity.pages_lost",
-            "Pages found that nobody has."),
+            "Pages found without an owner."),
         counter("integrity_stalls_total", "stalls", "integrity.stalls",
-            "Times that a step made no progress for longer than the watchdog's bound."),
+            "Steps without progress for longer than the timeout of the watchdog."),
         gauge("integrity_problems_open", "problems", "integrity.problems_open",
-            "Broken rules that stood at the last census."),
+            "Violations at the last full check."),
     )),
     MetricGroup("KV events", "step", (
         counter("kv_events_batches_sent_total", "batches", "publisher.batches_sent",
@@ -422,19 +413,19 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("kv_events_bytes_sent_total", "bytes", "publisher.bytes_sent",
             "Bytes of KV-event batches sent."),
         counter("kv_events_refused_total", "events", "publisher.events_refused",
-            "KV events that readers would not take, left out of their batch."),
+            "Invalid KV events, left out of their batch."),
         counter("kv_events_batches_dropped_total", "batches", "publisher.batches_dropped",
-            "KV-event batches accepted and not sent: an overflow, a shutdown or a failing publisher."),
+            "KV-event batches accepted and not sent: overflow, shutdown or a failing publisher."),
         counter("kv_events_batches_collapsed_total", "batches", "publisher.batches_collapsed",
-            "KV-event batches merged into one because too many were pending; no state is lost by it."),
+            "KV-event batches merged into one because too many were pending; no state is lost."),
         counter("kv_events_replays_served_total", "replays", "publisher.replays_served",
-            "Replay answers that were sent to their end."),
+            "Replay answers sent completely."),
         counter("kv_events_batches_replayed_total", "batches", "publisher.batches_replayed",
             "Batches sent in replay answers."),
         counter("kv_events_replays_refused_total", "replays", "publisher.replays_refused",
             "Replay requests refused."),
         counter("kv_events_replays_truncated_total", "replays", "publisher.replays_truncated",
-            "Replay answers cut before their end: the client left or was too slow, or the publisher closed."),
+            "Replay answers sent partially: the client left or was too slow, or the publisher closed."),
         counter("kv_events_subscribers_seen_total", "connections", "publisher.subscribers_seen",
             "Connections of subscribers to the live stream."),
         counter("kv_events_peers_refused_total", "connections", "publisher.peers_refused",
@@ -442,7 +433,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("kv_events_replays_open", "replays", "publisher.replays_open",
             "Replay answers being sent."),
         gauge("kv_events_replays_waiting", "replays", "publisher.replays_waiting",
-            "Replay requests that wait for an answer being sent to end."),
+            "Replay requests that wait for a free slot."),
         gauge("kv_events_batches_buffered", "batches", "publisher.batches_buffered",
             "Batches kept for replay."),
         gauge("kv_events_bytes_buffered", "bytes", "publisher.bytes_buffered",
@@ -450,9 +441,9 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("kv_events_batches_pending", "batches", "publisher.batches_pending",
             "Batches accepted and not yet sent."),
         gauge("kv_events_blocks_in_base", "blocks", "publisher.blocks_in_base",
-            "Blocks that batches before the replay window have stored and none has removed."),
+            "Blocks of the snapshot: stored by batches before the replay buffer and not removed since."),
         gauge("kv_events_bytes_in_base", "bytes", "publisher.bytes_in_base",
-            "Bytes of the batches that these blocks came in; of batches that are half gone, of what is left."),
+            "Bytes of the payloads that the snapshot keeps."),
         gauge("kv_events_lag_seconds", "seconds", "publisher.lag_s",
             "Age of the oldest batch not yet sent."),
         gauge("kv_events_last_sequence", "sequence", "publisher.last_sequence",
@@ -460,47 +451,47 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("kv_events_open_bind_without_auth", "flag", "publisher.open_bind_without_auth",
             "1 when the stream listens beyond loopback without authentication."),
     )),
-    MetricGroup("Rest", "step", (
+    MetricGroup("Quiesce", "step", (
         gauge("engine_paused", "flag", "quiesce.is_paused",
-            "1 while nothing is computed until the engine is told to continue."),
+            "1 while the engine is paused and computes nothing."),
         counter("engine_pauses_total", "pauses", "quiesce.num_pauses",
             "Pauses."),
         counter("cache_flushes_total", "flushes", "quiesce.num_flushes",
-            "Flushes of the cache that were carried out."),
+            "Flushes of the cache."),
         counter("weight_updates_total", "updates", "quiesce.num_weight_updates",
             "Weight updates that ended with new weights."),
         counter("weight_rollbacks_total", "updates", "quiesce.num_weight_rollbacks",
             "Weight updates that ended with the old weights."),
         counter("engine_orders_refused_total", "orders", "quiesce.num_orders_refused",
-            "Orders that were not carried out: because of the state, the deadline, or what a rank could not do."),
+            "Control requests refused: wrong state, timeout, or a failure on a rank."),
     )),
     MetricGroup("Batches", "step", (
         gauge("new_token_ratio", "share", "batching.new_token_ratio",
-            "Share of possible output that an admission reserves room for, 0 to 1."),
+            "Share of the possible output that an admission reserves, 0 to 1."),
         counter("first_tokens_predicted_total", "requests", "batching.first_tokens_predicted",
-            "First tokens that came after a forecast of them."),
+            "First tokens that had a forecast."),
         gauge("first_token_error_p50_seconds", "seconds", "batching.first_token_error_p50_s",
-            "How far off half of the last 256 forecasts of a first token were at most."),
+            "Median error of the last 256 forecasts of a first token."),
         gauge("first_token_error_p90_seconds", "seconds", "batching.first_token_error_p90_s",
-            "How far off nine in ten of them were at most."),
+            "90th percentile of the error of these forecasts."),
         counter("dp_steps_total", "steps", "batching.dp_steps",
-            "DP attention: steps in which some replica computed."),
+            "DP attention: steps in which at least one replica computed."),
         counter("dp_idle_batches_total", "steps", "batching.dp_idle_batches",
-            "DP attention: of them, in which this replica had nothing to compute."),
+            "DP attention: these steps without a batch on this replica."),
         counter("dp_eager_steps_total", "steps", "batching.dp_eager_steps",
-            "DP attention: of them, without a captured graph, because of any replica's batch."),
+            "DP attention: these steps without a captured graph, because of the batch of any replica."),
         counter("dp_padded_tokens_total", "tokens", "batching.dp_padded_tokens",
-            "DP attention: positions that this replica's batches were short of the longest."),
+            "DP attention: padding of this replica's batches to the longest batch."),
         counter("dp_prefills_delayed_total", "steps", "batching.dp_prefills_delayed",
-            "DP attention: steps before which requests had to wait for those of other replicas."),
+            "DP attention: steps in which prefills waited for other replicas."),
         counter("dp_prefills_forced_total", "times", "batching.dp_prefills_forced",
-            "DP attention: times that they had waited enough."),
+            "DP attention: prefills forced after the longest wait."),
     )),
     MetricGroup("Latencies", "step", (
         histogram("time_to_first_token_seconds", "latencies.time_to_first_token",
             "From the first queueing to the first token.", "time_to_first_token_seconds"),
         histogram("inter_token_latency_seconds", "latencies.inter_token",
-            "Between tokens; tokens that come together share their interval.", "inter_token_latency_seconds"),
+            "Between tokens; tokens of one step share their interval.", "inter_token_latency_seconds"),
         histogram("e2e_request_latency_seconds", "latencies.e2e",
             "From the first queueing to the end of a request.", "e2e_request_latency_seconds"),
         histogram("queue_time_seconds", "latencies.queue",
@@ -512,7 +503,7 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
     )),
     MetricGroup("Outputs", "step", (
         counter("output_batches_sent_total", "messages", "outputs.batches_sent",
-            "Messages of outputs that the receiver took."),
+            "Messages of outputs that the receiver accepted."),
         counter("output_deltas_sent_total", "deltas", "outputs.deltas_sent",
             "Updates of single requests in these messages."),
         counter("output_tokens_sent_total", "tokens", "outputs.tokens_sent",
@@ -520,30 +511,30 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("output_steps_delayed_total", "steps", "outputs.steps_delayed",
             "Steps whose outputs had to wait because the receiver was behind."),
         gauge("output_requests_waiting", "requests", "outputs.requests_waiting",
-            "Requests in flight whose outputs wait."),
+            "Requests in flight with delayed outputs."),
         gauge("output_ends_held", "requests", "outputs.ends_held",
-            "Finished requests whose last outputs wait."),
+            "Finished requests with delayed outputs."),
         gauge("output_bytes_held", "bytes", "outputs.bytes_held",
-            "Bytes of the outputs that wait."),
+            "Bytes of these outputs."),
         counter("output_ends_dropped_total", "requests", "outputs.ends_dropped",
-            "Ends of requests that were dropped, because more waited than may be held."),
+            "Finished requests whose last outputs were dropped, because too many were held."),
         counter("output_tokens_dropped_total", "tokens", "outputs.tokens_dropped",
-            "Generated tokens that were dropped with these ends."),
+            "Generated tokens that were dropped."),
     )),
     MetricGroup("Reports", "collector", (LOAD_AGE_METRIC, REPORTS_REFUSED, PAGE_READS_FAILED)),
     MetricGroup("Followed streams", "stream", (
         gauge("kv_stream_state", "flag", "state",
             "1 for the state that the stream is in (label state), 0 for the others."),
         gauge("kv_stream_is_extended", "flag", "is_extended",
-            "1 when the publisher's digest proves the view."),
+            "1 if the publisher has a digest, which verifies the view."),
         gauge("kv_stream_last_sequence", "sequence", "last_seq",
-            "Number of the last batch that the view has."),
+            "Number of the last batch in the view."),
         gauge("kv_stream_blocks_held", "blocks", "blocks_held",
             "Blocks in the view, over all tiers."),
         gauge("kv_stream_lag_seconds", "seconds", "lag_s",
-            "Receive time minus the time stamp of the last live batch."),
+            "Receive time minus timestamp of the last live batch."),
         counter("kv_stream_batches_total", "batches", "batches",
-            "Batches and chunks of snapshots applied."),
+            "Batches and snapshot chunks applied."),
         counter("kv_stream_events_total", "events", "events",
             "Events in these batches."),
         counter("kv_stream_blocks_stored_total", "blocks", "blocks_stored",
@@ -551,86 +542,86 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         counter("kv_stream_blocks_removed_total", "blocks", "blocks_removed",
             "Blocks removed by these events."),
         counter("kv_stream_gaps_total", "gaps", "gaps",
-            "Times that a live batch did not follow on the one before."),
+            "Gaps in the numbers of live batches."),
         counter("kv_stream_batches_recovered_total", "batches", "recovered",
-            "Batches that came by replay."),
+            "Batches received by replay."),
         counter("kv_stream_losses_total", "losses", "losses",
             "Times that the stream became partial."),
         counter("kv_stream_restarts_total", "restarts", "restarts",
-            "Times that the publisher turned out to be another."),
+            "Restarts of the publisher."),
         counter("kv_stream_verified_total", "proofs", "verified",
-            "Times that the publisher's digest agreed."),
+            "Times that the publisher's digest matched."),
         counter("kv_stream_splices_total", "splices", "splices",
-            "Times that the publisher's digest did not agree; the view was built anew."),
+            "Times that the publisher's digest did not match, and the view was rebuilt."),
         counter("kv_stream_snapshots_total", "snapshots", "snapshots",
             "Snapshots that replaced a view."),
         counter("kv_stream_duplicates_total", "batches", "duplicates",
             "Batches at or below the last applied number."),
         counter("kv_stream_replays_asked_total", "questions", "replays_asked",
-            "Questions to the replay channel."),
+            "Requests to the replay channel."),
         counter("kv_stream_replays_unanswered_total", "questions", "replays_unanswered",
-            "Questions whose answer did not come to its end in time."),
+            "Replay requests without a complete answer in time."),
         counter("kv_stream_replays_cut_total", "questions", "replays_cut",
-            "Extended answers that could not be used to their end."),
+            "Extended replay answers that could not be used completely."),
         counter("kv_stream_disconnects_total", "connections", "disconnects",
             "Times that the live connection was lost."),
         counter("kv_stream_decode_errors_total", "errors", "decode_errors",
-            "Batches or single events that could not be read."),
+            "Batches or single events that could not be decoded."),
         counter("kv_stream_bad_frames_total", "messages", "bad_frames",
-            "Messages that are not frames of this wire."),
+            "Messages that are not frames of this protocol."),
         counter("kv_stream_other_topics_total", "messages", "other_topics",
-            "Messages of another topic that begins like the stream's own; they are skipped."),
+            "Skipped messages of another topic with the same beginning."),
         counter("kv_stream_rank_mismatches_total", "batches", "rank_mismatches",
-            "Batches that name another rank."),
+            "Batches of another rank."),
         counter("kv_stream_unknown_removals_total", "blocks", "unknown_removals",
-            "Removed blocks that were not held."),
+            "Removed blocks that were not in the view."),
         counter("kv_stream_unknown_media_total", "events", "unknown_media",
-            "Events that name an unknown medium."),
+            "Events with an unknown medium."),
         counter("kv_stream_fenced_total", "messages", "fenced",
-            "Messages of another life in the same log; they are skipped."),
+            "Skipped messages of another epoch in the same log."),
     )),
     MetricGroup("Streams written to a broker", "log", (
         gauge("kv_log_is_connected", "flag", "is_connected",
-            "1 while the broker is there."),
+            "1 while the broker is connected."),
         gauge("kv_log_is_superseded", "flag", "is_superseded",
-            "1 when another writer took the stream over, and this one stopped."),
+            "1 after another writer has taken over the stream and this one has stopped."),
         gauge("kv_log_last_sequence", "sequence", "last_seq",
             "Number of the last batch."),
         gauge("kv_log_batches_waiting", "batches", "waiting",
-            "Batches that the broker does not have yet."),
+            "Batches that the broker has not stored yet."),
         counter("kv_log_batches_stored_total", "batches", "stored",
             "Batches that the broker has acknowledged."),
         counter("kv_log_batches_retried_total", "batches", "retried",
-            "Batches that were sent again, because no acknowledgement came."),
+            "Batches sent again because no acknowledgement arrived."),
         counter("kv_log_batches_collapsed_total", "batches", "collapsed",
-            "Batches that went out by a base alone."),
+            "Batches sent only as part of a snapshot."),
         counter("kv_log_bases_total", "bases", "bases",
-            "Bases stored."),
+            "Snapshots stored."),
         counter("kv_log_failures_total", "failures", "failures",
-            "Batches and bases that the broker did not take."),
+            "Batches and snapshots that the broker refused."),
         counter("kv_log_broker_losses_total", "losses", "broker_losses",
-            "Times that the broker went away."),
+            "Losses of the broker connection."),
     )),
     MetricGroup("Relayed streams", "relay", (
         gauge("kv_relay_is_whole", "flag", "is_whole",
-            "1 while every source of the stream is known whole; readers are told otherwise."),
+            "1 while every source of the stream is complete."),
         gauge("kv_relay_sources", "sources", "num_sources",
-            "Sources that the stream is made of, those that do not answer included."),
+            "Sources of the stream, including those that do not answer."),
     )),
 )
 # fmt: on
-"""Every metric. Rows of two lines: name, unit and path; then help and vLLM's names."""
+"""Every metric. Each row has two lines: name, unit and path; then help and vLLM's names."""
 
 
-def _metrics_of(source: StatsKind) -> tuple[Metric, ...]:
-    return tuple(metric for section in METRIC_GROUPS if section.stats_kind == source for metric in section.metrics)
+def _metrics_of(kind: StatsKind) -> tuple[Metric, ...]:
+    return tuple(metric for group in METRIC_GROUPS if group.stats_kind == kind for metric in group.metrics)
 
 
 SCHEDULER_METRICS = tuple(metric for metric in _metrics_of("step") if metric.kind != "histogram")
-"""Read from a step's ``SchedulerStats``. Each is labelled with ``ParallelState.metric_labels``."""
+"""Read from ``SchedulerStats`` and labelled with ``ParallelState.metric_labels``."""
 
 SCHEDULER_HISTOGRAMS = tuple(metric for metric in _metrics_of("step") if metric.kind == "histogram")
-"""Times of requests, where the engine keeps them; labelled as ``SCHEDULER_METRICS`` is, and by the bucket's bound."""
+"""Request times, labelled as ``SCHEDULER_METRICS`` and with the bound of the bucket."""
 
 # fmt: off
 INFO_METRICS = (
@@ -644,7 +635,7 @@ INFO_METRICS = (
     ),
     InfoMetric(
         name="lora_requests_info",
-        help="Adapters of running and of waiting requests, and adapter slots; the value is the time of the report.",
+        help="Adapters of running and waiting requests, and adapter slots; the value is the time of the report.",
         path="load.timestamp",
         labels=(
             ("max_lora", "load.lora.slots_total"),
@@ -653,13 +644,13 @@ INFO_METRICS = (
         ),
     ),
 )
-"""What the model-server contract of Kubernetes' gateway reads beside requests and tokens (``SchedulerStats`` too)."""
+"""Read by the model-server protocol of Kubernetes' gateway, from ``SchedulerStats``."""
 
 STATE_METRICS = (
     StateMetric(
         name="engine_sleep_state",
         help="awake is 1 while all memory is held; weights_offloaded is 1 while the weights are on the host; "
-        "discard_all is 1 while they are nowhere.",
+        "discard_all is 1 while they are discarded.",
         label="sleep_state",
         flags=(
             ("awake", "quiesce.is_awake"),
@@ -668,39 +659,38 @@ STATE_METRICS = (
         ),
     ),
 )
-"""States of an engine, as vLLM tells them (``SchedulerStats`` too)."""
+"""States of an engine, as in vLLM, from ``SchedulerStats``."""
 
 # fmt: on
 
 ALL_METRICS = (*SCHEDULER_METRICS, *SCHEDULER_HISTOGRAMS, *_metrics_of("collector"))
-"""What a scheduler's processes expose and the dashboard may draw: all but the metrics of followed streams."""
+"""All metrics of schedulers, which the dashboard draws; without those of streams."""
 
 STREAM_STATE_METRIC = _metrics_of("stream")[0]
 """The state of a followed stream: one flag per state."""
 
 STREAM_METRICS = _metrics_of("stream")[1:]
-"""Read from ``StreamStats``. Each is labelled with the ``rank``, as ``STREAM_STATE_METRIC`` is."""
+"""Read from ``StreamStats`` and labelled with the ``rank``, as ``STREAM_STATE_METRIC``."""
 
 LOG_METRICS = _metrics_of("log")
-"""Read from ``LogStats``. Each is labelled with the ``rank``."""
+"""Read from ``LogStats`` and labelled with the ``rank``."""
 
 RELAY_METRICS = _metrics_of("relay") + tuple(
     attrs.evolve(metric, name=RELAY_PREFIX + metric.name.removeprefix("kv_"))
     for metric in SCHEDULER_METRICS
     if metric.path.startswith("publisher.")
 )
-"""Read from ``RelayedStreamStats``: what a relay says of each stream that it publishes, labelled with the ``rank``. Its
-publisher counts what a scheduler's does."""
+"""Read from ``RelayedStreamStats`` of each stream that a relay publishes, and labelled with the ``rank``."""
 
 
 def render_markdown() -> str:
-    """Return the catalogue of schedulers as Markdown for the documentation: one heading and one table per section."""
+    """Return the catalogue of schedulers as Markdown: one heading and one table per group."""
     lines: list[str] = []
-    for section in METRIC_GROUPS:
-        if section.stats_kind not in ("stream", "relay", "log"):
-            lines += ["", f"## {section.title}", ""]
+    for group in METRIC_GROUPS:
+        if group.stats_kind not in ("stream", "relay", "log"):
+            lines += ["", f"## {group.title}", ""]
             lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
-            lines += map(_row, section.metrics)
+            lines += map(_row, group.metrics)
     lines += ["", "## For Kubernetes' gateway", ""]
     lines += ["| Metric | Kind | Labels | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
     for info in INFO_METRICS:
@@ -722,7 +712,7 @@ def _row(metric: Metric) -> str:
 
 
 def render_stream_markdown() -> str:
-    """Return the tables of streams that are followed, that a relay publishes, and that are written to a broker."""
+    """Return the Markdown tables of followed, relayed and logged streams."""
     titled = (("Relayed streams", RELAY_METRICS), ("Streams written to a broker", LOG_METRICS))
     others = "".join(f"\n## {title}\n\n{_plain_table(metrics)}" for title, metrics in titled)
     return f"{_plain_table((STREAM_STATE_METRIC, *STREAM_METRICS))}{others}"

@@ -1,7 +1,7 @@
-"""Examines the streams of a live engine against the rules of the wire: a report for a person, and as JSON.
+"""Check the streams of a live engine against the rules of the wire, and report as text and JSON.
 
-``check_conformance`` listens to any engine that speaks this wire, by its URL or by one endpoint. The rules and the
-judge are ``scheduler_components.testing``'s; the report is made here.
+``check_conformance`` listens to any engine with this wire format, by its URL or by one endpoint. The rules and the
+verifier are in ``scheduler_components.testing``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RuleResult(msgspec.Struct, frozen=True):
 
     Attributes:
         id, rule, weight, holds, harms, hint: as in ``RULES``; ``rule`` is its name.
-        status: ``kept``, ``broken``, or ``not judged``: nothing came that could have broken it.
-        count: how often it was broken; seen: the first few cases, in words.
+        status: ``kept``, ``broken``, or ``not judged`` if no message could have broken it.
+        count: number of violations; seen: the first few of them, in words.
     """
 
     id: str
@@ -56,7 +56,7 @@ class RuleResult(msgspec.Struct, frozen=True):
 
 
 class StreamReport(msgspec.Struct, frozen=True):
-    """One stream: what was seen of it, and every rule."""
+    """The facts of one stream, and the result of every rule."""
 
     rank: int
     endpoint: str
@@ -68,10 +68,10 @@ class ConformanceReport(msgspec.Struct, frozen=True):
     """All streams of one target.
 
     Attributes:
-        target: as the person gave it.
-        reachable: at least one stream takes connections; also true of ipc, where nobody can tell.
-        conforms: no rule of weight ``error`` is broken anywhere.
-        engine: the rules of the engine as a whole.
+        target: target as the user wrote it.
+        reachable: at least one stream accepts connections. Always true for ipc, which cannot be checked.
+        conforms: no rule of weight ``error`` is broken.
+        engine: results of the rules of the whole engine.
         streams: one report per stream.
     """
 
@@ -91,7 +91,6 @@ class ConformanceReport(msgspec.Struct, frozen=True):
         *,
         reachable: bool = True,
     ) -> ConformanceReport:
-        """Put the parts together."""
         engine = tuple(each for each in _results(tuple(broken), frozenset(judged)) if each.rule in _ENGINE_RULES)
         reports = tuple(streams)
         results = [*engine, *(each for report in reports for each in report.rules)]
@@ -100,9 +99,9 @@ class ConformanceReport(msgspec.Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """0 conforms, warnings or not; 1 does not; 4 tells something else than the pool holds, whatever else is wrong.
+        """0: conforms, possibly with warnings. 1: does not. 3: no stream accepts connections. 4: differs from the pool.
 
-        3: could not be judged, for no stream takes connections. 2 is left to a person's mistakes, as of a command line.
+        4 takes precedence over 1. 2 is reserved for an invalid command line.
         """
         if not self.reachable:
             return 3
@@ -114,16 +113,15 @@ class ConformanceReport(msgspec.Struct, frozen=True):
 
     @property
     def _differs_from_pool(self) -> bool:
-        """A stream was compared with its pool, and tells something else."""
         results = (each for report in self.streams for each in report.rules)
         return any(each.status == "broken" and each.rule in _POOL_RULES for each in results)
 
     def to_json(self) -> str:
-        """One JSON object, indented, of these very fields."""
+        """Return the fields as one indented JSON object."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     def lines(self) -> Iterator[str]:
-        """The report for a terminal: per stream what was seen, what is broken with its hint, and counts."""
+        """Yield the report for a terminal: per stream its facts, the broken rules with hints, and counts."""
         yield from _broken_rules(self.engine)
         for stream in self.streams:
             yield f"stream {stream.rank}  {escape_unprintable(stream.endpoint)}"
@@ -135,7 +133,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
 
 
 def build_stream_report(address: StreamAddress, judged: stream_verifier.StreamVerdict) -> StreamReport:
-    """Say of every rule of the table how the stream keeps it."""
+    """Return the result of every rule for one stream."""
     results = tuple(each for each in _results(judged.violations, judged.judged) if each.rule not in _ENGINE_RULES)
     return StreamReport(address.rank, str(address.events), judged.facts, results)
 
@@ -176,8 +174,8 @@ def _broken_rules(results: Iterable[RuleResult]) -> Iterator[str]:
 def _summary(rules: Iterable[RuleResult]) -> Iterator[str]:
     statuses = {each.rule: each.status for each in rules}
     unjudged = [rule for rule, status in statuses.items() if status == "not judged" and rule not in _POOL_RULES]
-    told = f"; not judged, because nothing came to judge: {', '.join(unjudged)}" if unjudged else ""
-    yield f"{list(statuses.values()).count('kept')} rules kept{told}"
+    note = f"; not judged, because nothing came to judge: {', '.join(unjudged)}" if unjudged else ""
+    yield f"{list(statuses.values()).count('kept')} rules kept{note}"
     if all(statuses[rule] == "not judged" for rule in _POOL_RULES):
         yield "not compared with the pool itself: that needs --oracle, and an engine that serves /kv_pool"
 
@@ -217,20 +215,20 @@ def check_conformance(
     oracle: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ConformanceReport:
-    """Examine an engine by what its streams really send.
+    """Check an engine by what its streams send.
 
     Args:
         target: a worker's URL, whose ``/server_info`` describes the streams, or one PUB endpoint.
         options: how long to listen.
-        replay_endpoint, block_size: of a bare endpoint; a worker advertises its own.
-        topic: of a bare endpoint; None judges no topic.
-        oracle: URL of an engine with ``/kv_pool``: what its pools really hold is compared with what the streams tell.
+        replay_endpoint, block_size: for a bare endpoint; a worker advertises its own.
+        topic: for a bare endpoint; None checks no topic.
+        oracle: URL of an engine with ``/kv_pool``, whose pools are compared with the streams.
         clock: monotonic seconds.
 
     Raises:
-        ConfigError: the target or an option is not one.
+        ConfigError: the target or an option is invalid.
         UnreachableError: the worker does not answer, or (KvPoolUnreadableError) the oracle does not.
-        StartError: what answers has no ``/server_info``.
+        StartError: the server has no ``/server_info``.
     """
     judged, broken = {"reachable"}, []
     if "://" in target and target.partition("://")[0] in ("tcp", "ipc"):
@@ -255,7 +253,7 @@ def check_conformance(
     reachable = any(address.events not in closed for address in addresses)
     read_pool = None if oracle is None else partial(fetch_kv_pool, oracle)
     if read_pool is not None:
-        read_pool(addresses[0].rank)  # an oracle that does not answer is told before anybody waits
+        read_pool(addresses[0].rank)  # so that an oracle that does not answer is reported before listening
     records = probe_streams(addresses, options or ProbeOptions(), read_pool=read_pool, clock=clock)
     streams = [
         build_stream_report(address, stream_verifier.verify_stream(record, expected))
@@ -272,7 +270,7 @@ def _closed_ports(addresses: tuple[StreamAddress, ...]) -> Iterator[tuple[Endpoi
 
 
 def _dial(endpoint: Endpoint) -> str:
-    """Connect and hang up; what went wrong, or nothing. An ipc path is left to the probe."""
+    """Connect and disconnect; return the problem, or an empty string. The probe checks ipc paths."""
     if endpoint.transport != "tcp":
         return ""
     try:

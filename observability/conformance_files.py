@@ -1,4 +1,4 @@
-"""A conformance report as files that other tools read: JUnit XML for CI, and a badge."""
+"""Convert a conformance report to JUnit XML for CI, and to a badge."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["badge_json", "junit_xml"]
 def junit_xml(report: ConformanceReport) -> str:
     """Return JUnit XML: a suite for the engine and one for each stream, and in them one test case per rule.
 
-    A broken rule of weight ``error`` is a failure. One of weight ``warning`` passes and says so in its output, since CI
-    has nothing between the two. A rule that nothing could break is skipped.
+    A broken rule of weight ``error`` is a failure. One of weight ``warning`` passes with a note in its output, because
+    JUnit has no warnings. A rule that was not judged is skipped.
     """
     suites = [("engine", report.engine)]
     suites += [(f"stream {each.rank} {each.endpoint}", each.rules) for each in report.streams]
@@ -44,15 +44,15 @@ def _add_case(suite: Xml.Element, rule: RuleResult, *, classname: str) -> None:
     elif rule.status == "broken":
         is_failure = rule.weight == "error"
         kind, marks = ("failure", {"type": rule.rule, "message": rule.holds}) if is_failure else ("system-out", {})
-        told = [f"{rule.weight}: {rule.holds}; broken {rule.count} times", *map(escape_unprintable, rule.seen)]
-        Xml.SubElement(case, kind, marks).text = "\n".join([*told, f"harm: {rule.harms}", f"repair: {rule.hint}"])
+        lines = [f"{rule.weight}: {rule.holds}; broken {rule.count} times", *map(escape_unprintable, rule.seen)]
+        Xml.SubElement(case, kind, marks).text = "\n".join([*lines, f"harm: {rule.harms}", f"repair: {rule.hint}"])
 
 
 def badge_json(report: ConformanceReport) -> str:
-    """Return what shields.io's ``endpoint`` badge reads: how many rules are kept, of those that could be judged.
+    """Return the JSON of a shields.io ``endpoint`` badge: the number of rules kept, out of those that were judged.
 
-    Red when the engine does not conform, yellow when a rule of weight ``warning`` is broken. A rule counts once: as
-    broken when it is on any stream.
+    Red when the engine does not conform, yellow when a rule of weight ``warning`` is broken. A rule that is
+    broken on any stream counts as broken once.
     """
     results = [*report.engine, *(each for stream in report.streams for each in stream.rules)]
     broken = {each.rule for each in results if each.status == "broken"}

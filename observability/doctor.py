@@ -1,8 +1,7 @@
-"""Examines a worker by its URL: dials what it advertises, and says what is wrong and how to correct it.
+"""Check a worker by its URL: connect to what it advertises, report problems and how to correct them.
 
-``check_worker`` looks in the order in which things depend on each other (description, pages, ports, load gauges,
-streams,
-topics) and stops where nothing further can be seen. Each thing looked at gives a ``CheckResult``.
+``check_worker`` checks in order of dependency (description, pages, ports, load gauges, streams, topics) and stops when
+the next check is impossible. Each check yields a ``CheckResult``.
 """
 
 from __future__ import annotations
@@ -54,20 +53,20 @@ __all__ = [
 ]
 
 _GAUGE = "num_running_reqs"
-"""What gateways look for in ``/metrics``, after the prefix ``sglang:`` or ``sglang_``."""
+"""The gauge that gateways read from ``/metrics``, after the prefix ``sglang:`` or ``sglang_``."""
 
 _ACCEPT_OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
-"""What a Prometheus 2.x asks for."""
+"""The ``Accept`` header of Prometheus 2.x."""
 
 _MAX_SIZES = 8
-"""Block sizes remembered per rank: enough to show that they differ."""
+"""Block sizes to keep per rank, enough to show that they differ."""
 
 _MAX_LAG_S = 60.0
-"""More than this is not the network's: a clock is wrong, or something holds batches back."""
+"""A longer lag does not come from the network: a clock is wrong, or batches are held back."""
 
 
 class Severity(StrEnum):
-    """OK: as it should be. WARNING: it works, and will cause trouble. ERROR: it does not work."""
+    """OK: correct. WARNING: works, but will cause problems. ERROR: does not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -76,11 +75,11 @@ class Severity(StrEnum):
 
 @attrs.frozen
 class CheckResult:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        hint: how to correct it; empty when nothing has to be done.
-        is_unreachable: there was nothing to look at.
+        hint: how to correct the problem; empty if there is none.
+        is_unreachable: nothing answered.
     """
 
     severity: Severity
@@ -106,9 +105,9 @@ def _error(what: str, hint: str) -> CheckResult:
 
 
 def exit_code(report: Collection[CheckResult]) -> int:
-    """0 when all works, warnings or not; 1 when something does not; 3 when nothing answers at the URL.
+    """Return 0 if no check failed, possibly with warnings; 1 if one failed; 3 if nothing answers at the URL.
 
-    2 is left to a person's mistakes, as of a command line.
+    2 is reserved for an invalid command line.
     """
     if any(result.is_unreachable for result in report):
         return 3
@@ -116,7 +115,7 @@ def exit_code(report: Collection[CheckResult]) -> int:
 
 
 def render_report_json(url: str, report: Collection[CheckResult]) -> str:
-    """One JSON object, indented: ``url``, ``works`` (no error), ``exit_code``, and ``checks`` with their fields."""
+    """Return one indented JSON object: ``url``, ``works`` (no error), ``exit_code`` and ``checks``."""
     found = exit_code(report)
     facts = {"url": url, "works": found == 0, "exit_code": found, "checks": [attrs.asdict(each) for each in report]}
     return msgspec.json.format(msgspec.json.encode(facts)).decode()
@@ -124,11 +123,12 @@ def render_report_json(url: str, report: Collection[CheckResult]) -> str:
 
 @attrs.frozen(kw_only=True)
 class DoctorOptions:
-    """How long to wait, in seconds.
+    """Timeouts in seconds, and keys.
 
-    ``timeout_s`` is for one answer: a page, a connection, a replay. ``listen_s`` is how long the streams are followed
-    at most; it ends earlier when every stream has sent something. ``keys`` are for publishers that ask clients for
-    keys.
+    Attributes:
+        timeout_s: limit for one answer: a page, a connection, a replay.
+        listen_s: longest time to follow the streams; ends earlier when every stream has sent a message.
+        keys: for publishers that authenticate clients.
     """
 
     timeout_s: float = 2.0
@@ -139,10 +139,10 @@ class DoctorOptions:
 def check_worker(
     url: str, options: DoctorOptions | None = None, *, clock: Callable[[], float] = time.monotonic
 ) -> list[CheckResult]:
-    """Examine a worker by its URL; ``exit_code`` of the report says whether it works.
+    """Check a worker by its URL. Pass the report to ``exit_code`` to see whether it works.
 
     Raises:
-        ConfigError: ``url`` is not a worker's URL. What is wrong with the worker is reported, never raised.
+        ConfigError: ``url`` is not a worker's URL. Problems of the worker are reported, never raised.
     """
     worker = parse_worker_url(url)
     wait = options or DoctorOptions()
@@ -179,7 +179,7 @@ def check_worker(
 
 
 def _check_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions) -> Iterator[CheckResult]:
-    """The pages by which gateways register and weigh a worker. The streams need none of them."""
+    """Check the pages that gateways use to register and weigh a worker. The streams need none of them."""
     hint = "routers that poll it will not register this worker, or will not see its load"
     try:
         fetch_page(worker, "/health", timeout_s=wait.timeout_s)
@@ -199,7 +199,7 @@ def _check_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions
 
 
 def _check_metrics(page: bytes, scraped: bytes) -> CheckResult:
-    """Check the page as a person or gateway gets it, and as a Prometheus does."""
+    """Check the page in the formats that gateways and Prometheus request."""
     names, stored = _gauge_names(page), _gauge_names(scraped)
     if not re.search(rb"^[^#\s]", page, re.MULTILINE):
         hint = "switch the worker's metrics on, and look in its log for ranks that do not report"
@@ -216,7 +216,7 @@ def _check_metrics(page: bytes, scraped: bytes) -> CheckResult:
 
 
 def _gauge_names(page: bytes) -> str:
-    """The names of the gauge's samples on a page. TYPE lines do not count: nobody can query them."""
+    """Return the sample names of the gauge on a page. TYPE lines do not count, because they cannot be queried."""
     found = re.findall(rb"^([\w:]*%s)[{ ]" % _GAUGE.encode(), page, re.MULTILINE)
     return ", ".join(sorted({name.decode() for name in found}))
 
@@ -234,7 +234,7 @@ def _check_loads(page: object, num_streams: int | None) -> CheckResult:
 
 
 def _check_hosts(worker: httpx.URL, addresses: Iterable[StreamAddress]) -> Iterator[CheckResult]:
-    """A loopback address is the reader's own machine, not the worker's."""
+    """Report loopback addresses, which readers on other machines resolve to themselves."""
     here = Endpoint(transport="tcp", host=worker.host, port=1).is_loopback
     hosts = {address.events.host for address in addresses if address.events.is_loopback and not here}
     for host in sorted(hosts):
@@ -245,7 +245,7 @@ def _check_hosts(worker: httpx.URL, addresses: Iterable[StreamAddress]) -> Itera
 
 
 def _check_ports(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Iterator[tuple[int, str, CheckResult]]:
-    """Connect to every advertised port: (rank, channel, result)."""
+    """Connect to every advertised port; yield (rank, channel, result)."""
     for address in addresses:
         channels = {"events": address.events, "replay": address.replay, "load": address.load}
         for channel, endpoint in channels.items():
@@ -262,7 +262,7 @@ def _check_ports(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Ite
 
 
 def _connect(endpoint: Endpoint, timeout_s: float) -> str:
-    """Connect and hang up; what went wrong, or nothing."""
+    """Connect and disconnect; return the problem, or an empty string."""
     try:
         socket.create_connection((endpoint.host, endpoint.port or 0), timeout=timeout_s).close()
     except OSError as error:
@@ -276,7 +276,7 @@ def _connect(endpoint: Endpoint, timeout_s: float) -> str:
 def _check_load_gauges(
     gauges: Mapping[int, Endpoint], wait: DoctorOptions, clock: Callable[[], float]
 ) -> Iterator[CheckResult]:
-    """Listen until every rank's gauge has sent something, or time is up: a sound one sends once per second."""
+    """Listen until every gauge has sent a sample, or until the timeout. A working gauge sends once per second."""
     if not gauges:
         return
     with closing(open_zmq_load_reader(map(str, gauges.values()))) as reader:
@@ -310,13 +310,12 @@ def _check_sample(name: str, sample: LoadSample | None, listen_s: float) -> Chec
 
 
 class _BlockSizes(NullStreamListener):
-    """Notes which block sizes each rank really sends."""
+    """Records the block sizes that each rank sends."""
 
     def __init__(self) -> None:
         self.of_rank: dict[int, set[int]] = defaultdict(set)
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
-        """Note the sizes of a batch."""
         sizes = self.of_rank[rank]
         if len(sizes) < _MAX_SIZES:
             sizes.update(event.block_size for event in batch.events if isinstance(event, BlockStored))
@@ -325,7 +324,7 @@ class _BlockSizes(NullStreamListener):
 def _check_streams(
     addresses: list[StreamAddress], wait: DoctorOptions, clock: Callable[[], float]
 ) -> Iterator[CheckResult]:
-    """Follow the streams until each has sent something, then diagnose them."""
+    """Follow the streams until each has sent a message, then diagnose them."""
     if not addresses:
         return
     block_sizes = _BlockSizes()
@@ -342,7 +341,7 @@ def _check_streams(
 
 
 def _all_seen(subscriber: Subscriber) -> bool:
-    """Each stream sent something live, or its replay brought all of its history."""
+    """Return whether each stream has sent a live batch or replayed its whole history."""
     return all(
         stats.lag_s is not None or (stats.recovered and stats.state is StreamState.LIVE)
         for stats in subscriber.stats().values()
@@ -350,10 +349,12 @@ def _all_seen(subscriber: Subscriber) -> bool:
 
 
 def diagnose_stream(address: StreamAddress, stats: StreamStats, block_sizes: set[int]) -> list[CheckResult]:
-    """Say what is right and wrong with one stream whose ports are open.
+    """Check one stream whose ports are open.
 
     Args:
-        address: as advertised; stats: after some seconds of following it; block_sizes: those of its events.
+        address: the advertised address.
+        stats: statistics after some seconds of following it.
+        block_sizes: block sizes of its events.
     """
     report = [*_check_extension(address, stats), _check_state(address, stats)]
     name = f"rank {address.rank}"
@@ -449,7 +450,7 @@ def _check_content(name: str, stats: StreamStats) -> Iterator[CheckResult]:
 
 
 def _check_topics(addresses: list[StreamAddress], wait: DoctorOptions) -> Iterator[CheckResult]:
-    """A stream that is silent under its topic may publish under another; replays carry no topic."""
+    """Check whether a stream without messages publishes under another topic; replays have no topic."""
     if not addresses:
         return
     topics_seen = probe_topics(addresses, listen_s=wait.timeout_s, keys=wait.keys)

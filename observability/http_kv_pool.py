@@ -1,9 +1,9 @@
-"""The route ``/kv_pool``: what an engine's KV pool really holds, for whoever checks its event stream against it.
+"""The route ``/kv_pool``: the content of an engine's KV pool, to verify its event stream.
 
-Mount it where an operator asked for it, and nowhere else. The hash of a block tells whoever can guess a prompt whether
-somebody has sent it, and each reading walks the pool. So an engine has no such route unless it is told to, and a pool
-is read at most once a second however many ask: those that come in between get the last reading, whose number says of
-when it is. An event stream without keys tells the same hashes to whoever can reach it; ``SECURITY.md`` says more.
+Mount it only if an operator has enabled it. With the hash of a block, a client that can guess a prompt learns whether
+another client has sent it, and each snapshot iterates over the pool. So a pool is read at most once per second.
+Requests in between get the last snapshot, whose sequence number identifies its moment. An event stream without keys exposes the
+same hashes; see ``SECURITY.md``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from scheduler_components.values import KvPoolSnapshot
 __all__ = ["KvPoolSource", "kv_pool_route"]
 
 MIN_READ_INTERVAL_S = 1.0
-"""The least time between two walks of one pool. A walk of 36,000 blocks takes a scheduler 2 ms."""
+"""Shortest time between two snapshots of one pool. A snapshot of 36,000 blocks takes a scheduler 2 ms."""
 
 _MAX_CACHED_SNAPSHOTS = 4
-"""Of each rank: who fetches pages has so many seconds for them. A reading takes 8 bytes per block."""
+"""Snapshots to keep per rank, so a client has this many seconds to fetch the pages. Each takes 8 bytes per block."""
 
 _MAX_DIGITS, _MAX_SHOWN = 8, 40
 
@@ -42,21 +42,21 @@ _encode = msgspec.json.Encoder().encode
 
 
 class KvPoolSource(Protocol):
-    """Knows an engine's pools: usually the front process, which asks a scheduler between two of its steps."""
+    """The pools of an engine, usually read by the frontend process between two steps of a scheduler."""
 
     @property
     def num_ranks(self) -> int:
-        """Streams, and so pools, from rank 0."""
+        """Number of streams, and so of pools."""
         ...
 
     async def read_pool(self, rank: int) -> KvPoolSnapshot:
-        """Read one pool now; raises ComponentError when its scheduler does not answer."""
+        """Read one pool. Raises ComponentError if its scheduler does not answer."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _CachedSnapshot:
-    """One reading, packed."""
+    """One snapshot, packed."""
 
     name: str
     sequence: int | None
@@ -90,12 +90,12 @@ class _CachedSnapshot:
 
 
 class _SnapshotExpiredError(ComponentError):
-    """A reading is no longer kept."""
+    """A snapshot is no longer kept."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _RankSnapshots:
-    """The last readings of one pool; one is under way at most."""
+    """The last snapshots of one pool. At most one read is in flight."""
 
     kept: deque[_CachedSnapshot] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED_SNAPSHOTS))
     due_s: float = float("-inf")
@@ -131,14 +131,14 @@ class _KvPoolEndpoint:
         readings = self.ranks.setdefault(rank, _RankSnapshots())
         name, page = query.get("reading"), query.get("page", "0")
         if name is None:
-            _number("page", page, 1)  # a further page belongs to a reading, which must be named
+            _number("page", page, 1)  # a request for a further page must name its snapshot
             kept = await self._newest(rank, readings)
         else:
             kept = readings.find(name)
         return kept.page(rank, _number("page", page, kept.num_pages))
 
     async def _newest(self, rank: int, readings: _RankSnapshots) -> _CachedSnapshot:
-        """Read the pool, or take the last reading where that is not old."""
+        """Read the pool, or return the last snapshot if it is recent."""
         async with readings.lock:
             if not readings.kept or self.clock() >= readings.due_s:
                 reading = await self.source.read_pool(rank)
@@ -155,8 +155,10 @@ def _number(field: str, text: str, end: int) -> int:
 
 
 def kv_pool_route(source: KvPoolSource, *, clock: Callable[[], float] = time.monotonic) -> Route:
-    """Return the route, to mount in an application. A client's mistake gets 400 with one sentence, a reading that is no
-    longer kept 410, and a scheduler that does not answer 503.
+    """Return the route, to mount in an application.
+
+    An invalid request gets 400 with one sentence, a snapshot that is no longer kept 410, and a scheduler that does not
+    answer 503.
 
     Args:
         source: reads pools.

@@ -1,9 +1,9 @@
-"""The HTTP routes that say how an engine is: what routers, dashboards and people ask.
+"""The HTTP status routes of an engine, for routers, dashboards and users.
 
 Paths and answers are SGLang's (0.5.x), so that gateways that register and poll an SGLang worker can use this one.
 ``/v1/loads`` has the shape and names of SGLang's, with the ``aggregate`` and ``dp_rank_count`` that its earlier
 releases sent and gateways still read. The kit adds ``sequence``, ``timestamp`` and ``age_s`` to every rank's load, so
-that a dispatcher can tell an old report from a new one.
+that a dispatcher can distinguish an old report from a new one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
-# --- what /v1/loads answers ---
+# --- the body of /v1/loads ---
 
 _SECTIONS = {
     "memory": "memory",
@@ -45,16 +46,16 @@ _SECTIONS = {
     "disagg": "disaggregation",
     "queues": "queues",
 }
-"""Word of ``include`` to the key of the section; the core fields are always sent."""
+"""Word of ``include`` -> key of the section. The core fields are always sent."""
 
 _VALID = ", ".join(("core", *_SECTIONS, "all"))
 
 
 def _parse_include(texts: Iterable[str]) -> frozenset[str]:
-    """Read the ``include`` parameters: words split by commas, in any number of parameters; none means all.
+    """Parse the ``include`` parameters: words separated by commas, in any number of parameters; none means all.
 
     Raises:
-        ConfigError: a word is none of the sections.
+        ConfigError: a word is not a section.
     """
     words = [word.strip() for text in texts for word in text.split(",") if word.strip()]
     for word in words:
@@ -66,7 +67,7 @@ def _parse_include(texts: Iterable[str]) -> frozenset[str]:
 
 
 def _select_ranks(loads: Sequence[LoadSnapshot], dp_rank: str | None) -> list[LoadSnapshot]:
-    """Return the loads in the order of their ranks: all, or that of the one rank which a client wrote.
+    """Return the loads ordered by rank: all, or only that of the rank in the request.
 
     Raises:
         ConfigError: ``dp_rank`` is not a number, or no such rank has reported.
@@ -86,13 +87,13 @@ def _select_ranks(loads: Sequence[LoadSnapshot], dp_rank: str | None) -> list[Lo
 def _build_load_report(
     loads: Sequence[LoadSnapshot], include: frozenset[str], *, now: float, version: str
 ) -> dict[str, Any]:
-    """Return the answer for ``loads``, one per DP rank, as values that JSON knows.
+    """Return the body for ``loads``, one per DP rank, as JSON values.
 
     Args:
         loads: newest snapshot of each rank.
         include: from ``_parse_include``.
         now: wall-clock seconds since the epoch.
-        version: of the engine.
+        version: version of the engine.
     """
     return {
         "timestamp": datetime.fromtimestamp(now, UTC).isoformat(),
@@ -132,7 +133,7 @@ def _one_load(load: LoadSnapshot, include: frozenset[str], now: float) -> dict[s
 
 
 def _aggregate(loads: Sequence[LoadSnapshot]) -> dict[str, Any]:
-    """Sum counts and average shares over ranks; a gateway takes them as they are."""
+    """Sum counts and average shares over ranks, for gateways."""
     ranks = max(1, len(loads))
     running = sum(load.num_running_reqs for load in loads)
     waiting = sum(load.num_waiting_reqs for load in loads)
@@ -152,27 +153,27 @@ def _aggregate(loads: Sequence[LoadSnapshot]) -> dict[str, Any]:
 
 
 class StatusSource(Protocol):
-    """Knows how the engine is: usually the front process. Asked on the event loop, so it must answer at once."""
+    """The state of an engine, usually in the frontend process. Called on the event loop, so it must not block."""
 
     def health_problem(self) -> str | None:
-        """None while requests can be served by every rank; else one sentence that says which cannot, and why."""
+        """Return None while every rank can serve requests, else one sentence about the rank that cannot."""
         ...
 
     def server_info(self) -> Mapping[str, Any]:
-        """Configuration and descriptors, as values that JSON knows; ``kv_events`` among them."""
+        """Return configuration and descriptors as JSON values, including ``kv_events``."""
         ...
 
     def model_info(self) -> Mapping[str, Any]:
-        """Facts of the model: ``model_path`` at least, ``served_model_name`` where it has another name."""
+        """Return ``model_path``, and ``served_model_name`` if the model is served under another name."""
         ...
 
     def load_snapshots(self) -> Sequence[LoadSnapshot]:
-        """The newest load of each DP rank that has reported, in any order."""
+        """Return the newest load of each DP rank that has reported, in any order."""
         ...
 
 
 def error_response(status_code: int, message: str, *, param: str | None = None) -> JSONResponse:
-    """Return an error in the shape that OpenAI clients read; ``param`` names the field that was wrong."""
+    """Return an error in OpenAI's format; ``param`` is the name of the invalid field."""
     kind = "invalid_request_error" if status_code < 500 else "internal_error"
     error = {"message": message, "type": kind, "param": param, "code": status_code}
     return JSONResponse({"error": error}, status_code)
@@ -181,15 +182,15 @@ def error_response(status_code: int, message: str, *, param: str | None = None) 
 def status_routes(
     source: StatusSource, *, registry: CollectorRegistry, clock: Callable[[], float] = time.time
 ) -> list[Route]:
-    """Return the routes of the status answers, to mount in an application.
+    """Return the status routes, to mount in an application.
 
-    ``/`` (a page for people), ``/health``, ``/server_info`` (``/get_server_info``), ``/model_info``
-    (``/get_model_info``), ``/v1/models``, ``/v1/loads`` and ``/metrics``; all answer GET and HEAD. A client's mistake
-    gets 400 with one sentence. An error of ``source`` gets 500; its details go to the log.
+    ``/`` (a page for users), ``/health``, ``/server_info`` (``/get_server_info``), ``/model_info``
+    (``/get_model_info``), ``/v1/models``, ``/v1/loads`` and ``/metrics``; all support GET and HEAD. An invalid
+    request gets 400 with one sentence. An error of ``source`` gets 500; its details go to the log.
 
     Args:
-        source: who answers.
-        registry: what ``/metrics`` exposes.
+        source: state of the engine.
+        registry: metrics of ``/metrics``, which is rendered on a thread.
         clock: wall-clock seconds since the epoch.
     """
     created_s = int(clock())
@@ -227,7 +228,8 @@ def status_routes(
             return error_response(400, str(error), param=error.field)
 
     async def metrics(request: Request) -> Response:
-        page, content_type = render_metrics(registry, ", ".join(request.headers.getlist("accept")))
+        accept = ", ".join(request.headers.getlist("accept"))
+        page, content_type = await run_in_threadpool(render_metrics, registry, accept)
         return Response(page, headers={"content-type": content_type, "vary": "accept"})
 
     endpoints: dict[str, _Endpoint] = {
@@ -245,7 +247,7 @@ def status_routes(
 
 
 def _guarded(endpoint: _Endpoint) -> _Endpoint:
-    """Answer an error of the source with 500 and without its details; the log gets the traceback."""
+    """Convert an exception of the source to 500 without details; the traceback goes to the log."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:

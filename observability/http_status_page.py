@@ -1,7 +1,7 @@
-"""The page at ``/``: what a person sees who opens a worker's address in a browser.
+"""The page at ``/`` for users who open a worker's address in a browser.
 
-Ranks and their load, the advertised streams, and links to the other answers. Nothing is loaded from elsewhere, there
-is no script, and every text that is shown is escaped. The browser asks again every few seconds.
+It shows the load of the ranks, the advertised streams, and links to the other routes. It loads nothing from elsewhere,
+has no script and escapes every text. The browser reloads it every few seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from scheduler_components.values import LoadSnapshot
 __all__ = ["LINKS", "PAGE_POLICY", "render_status_page"]
 
 LINKS = ("/health", "/server_info", "/model_info", "/v1/models", "/v1/loads", "/metrics")
-"""What the page links to."""
+"""The routes that the page links to."""
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The content policy to send with the page: no script, no image, nothing from elsewhere."""
+"""The content policy of the page: no script, no image, no other host."""
 
 _STYLE = """
 :root { color-scheme: light dark }
@@ -46,10 +46,10 @@ def render_status_page(
     """Return the page as HTML.
 
     Args:
-        url: at which the page was asked for; its host stands for wildcards in the addresses of streams.
-        problem: why the engine is not healthy; None when it is.
-        info: what ``/server_info`` answers.
-        loads: the newest of each rank that has reported.
+        url: URL of the page; its host replaces wildcards in the addresses of streams.
+        problem: why the engine is not healthy; None if it is.
+        info: the body of ``/server_info``.
+        loads: the newest load of each rank that has reported.
         now: wall-clock seconds since the epoch.
     """
     name = str(info.get("served_model_name", "scheduler"))

@@ -1,13 +1,13 @@
-"""``/kv_pool`` as a client sees it: a reading of a KV pool in pages of JSON, and whoever fetches them all.
+"""The client of ``/kv_pool``, which returns a snapshot of a KV pool in JSON pages.
 
 One page::
 
     {"reading": "0-17", "rank": 0, "sequence": 512, "page": 0, "num_pages": 1,
      "places": [{"medium": "GPU", "group_idx": null, "num_blocks": 3}], "hashes": [-5, 7, 11]}
 
-``hashes`` of all pages, one after the other, are the blocks of the places, in their order. ``GET /kv_pool?rank=0``
-begins a reading and gives its first page; ``GET /kv_pool?rank=0&reading=0-17&page=1`` the second. Any engine can
-answer so, however it is written; with ``"sequence": null`` where it does not know where its stream stands.
+The ``hashes`` of all pages, concatenated, are the blocks of the places in their order. ``GET /kv_pool?rank=0`` starts a
+snapshot and returns its first page; ``GET /kv_pool?rank=0&reading=0-17&page=1`` returns the second. Any engine can
+implement this, with ``"sequence": null`` if it does not know the position of its stream.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["MAX_HASHES_PER_PAGE", "KvPoolPage", "KvPoolPlace", "KvPoolUnreadableError", "fetch_kv_pool"]
 
 MAX_HASHES_PER_PAGE = 16_384
-"""Hashes on one page: some 340 KB of JSON."""
+"""Hashes of one page: about 340 KB of JSON."""
 
 _MAX_PAGES = 4_096
-"""67 million blocks: more than any pool, and half a gigabyte to keep."""
+"""67 million blocks, more than any pool has, take half a gigabyte."""
 
 _MAX_ATTEMPTS = 3
 
@@ -40,7 +40,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES_PER_PAGE * _MAX_PAGES)]
 
 
 class KvPoolPlace(msgspec.Struct, frozen=True):
-    """One medium and KV-cache group, and how many blocks the pool holds there; 0 says that it is known to be empty."""
+    """One medium and KV-cache group, and its number of blocks in the pool; 0 if it is known to be empty."""
 
     medium: str | None
     group_idx: int | None = None
@@ -48,13 +48,13 @@ class KvPoolPlace(msgspec.Struct, frozen=True):
 
 
 class KvPoolPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of a reading; all but ``page`` and ``hashes`` is the same on each page of it.
+    """One page of a snapshot. Only ``page`` and ``hashes`` differ between its pages.
 
     Attributes:
-        reading: names it in the requests of the further pages.
+        reading: id of the snapshot, for requests of further pages.
         rank, sequence: as in ``KvPoolSnapshot``.
-        page, num_pages: which of how many, counted from 0; at least one.
-        places: what the hashes of all pages are of, in their order.
+        page, num_pages: number of the page from 0, and number of pages, at least one.
+        places: the places of the hashes of all pages, in their order.
         hashes: at most ``MAX_HASHES_PER_PAGE``; signed or unsigned 64-bit.
     """
 
@@ -68,32 +68,32 @@ class KvPoolPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvPoolUnreadableError(UnreachableError):
-    """The pool cannot be read: nothing answers at the URL, or what answers has no ``/kv_pool``."""
+    """The pool cannot be read: nothing answers at the URL, or the server has no ``/kv_pool``."""
 
 
 def fetch_kv_pool(url: str, rank: int = 0, *, timeout_s: float = 30.0) -> KvPoolSnapshot:
     """Read the pool of one rank over HTTP.
 
     Args:
-        url: of the worker, with or without ``/kv_pool``.
+        url: URL of the worker, with or without ``/kv_pool``.
         rank: index of its stream.
-        timeout_s: the longest wait for one page; an engine answers after its next step.
+        timeout_s: timeout for one page; an engine answers after its next step.
 
     Raises:
         ConfigError: ``url`` is not a worker's URL.
-        KvPoolUnreadableError: nothing answers, what answers has no ``/kv_pool``, or what it says is no reading.
+        KvPoolUnreadableError: nothing answers, the server has no ``/kv_pool``, or the answer is not a snapshot.
     """
     worker = parse_worker_url(url.rstrip("/").removesuffix("/kv_pool"))
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
             return _fetch_pages(worker, rank, timeout_s)
         except _SnapshotExpiredError:
-            continue  # others read, too, and this one was dropped before its last page was had
+            continue  # other clients have replaced the snapshot before its last page was fetched
     return _fetch_pages(worker, rank, timeout_s)
 
 
 class _SnapshotExpiredError(KvPoolUnreadableError):
-    """A further page of a reading was refused."""
+    """A further page of a snapshot was refused."""
 
 
 def _fetch_pages(worker: httpx.URL, rank: int, timeout_s: float) -> KvPoolSnapshot:
@@ -113,7 +113,7 @@ def _fetch_pages(worker: httpx.URL, rank: int, timeout_s: float) -> KvPoolSnapsh
 
 
 def _places(first: KvPoolPage, hashes: list[int]) -> dict[MediumGroup, list[int]]:
-    """Share the hashes out to the places, signed."""
+    """Assign the hashes to their places, as signed integers."""
     blocks: dict[MediumGroup, list[int]] = {}
     start = 0
     for place in first.places:

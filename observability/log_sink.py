@@ -1,4 +1,4 @@
-"""Metrics for a person who reads the log: one line per rank and interval."""
+"""Log metrics: one line per rank and interval."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LogSink:
     """A ``MetricsSink`` that logs the newest report of each rank, at most once in ``interval_s``.
 
     Attributes:
-        logger: where the lines go, at level INFO.
+        logger: receives the lines at level INFO.
         interval_s: seconds between two lines of one rank; 0 logs every report.
-        clock: seconds from any origin. When it jumps back, the next report is logged at once.
+        clock: seconds from any origin. If it jumps back, the next report is logged.
     """
 
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("observability.stats"))
@@ -28,7 +28,7 @@ class LogSink:
     _logged_at: dict[tuple[tuple[str, str], ...], float] = field(default_factory=dict, init=False, repr=False)
 
     def record(self, stats: SchedulerStats) -> None:
-        """Log the report, if the rank's interval is over."""
+        """Log the report if the interval of the rank has passed."""
         now = self.clock()
         logged_at = self._logged_at.get(stats.labels)
         if logged_at is not None and 0 <= now - logged_at < self.interval_s:
@@ -38,7 +38,7 @@ class LogSink:
 
 
 def _line_of(stats: SchedulerStats) -> str:
-    """Return one line: queues, KV pool, rates, events, and losses if there are any."""
+    """Return one line with queues, KV pool, rates, events and any losses."""
     load, publisher = stats.load, stats.publisher
     parts = [
         f"{load.num_running_reqs} running",

@@ -1,4 +1,4 @@
-"""Prints the live events of any engine that speaks this wire, one line per event."""
+"""Print the live events of any engine with this wire format, one line per event."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _UINT64_MASK = (1 << 64) - 1
 
 @attrs.frozen(kw_only=True)
 class WatchOptions:
-    """What to show, and when to stop.
+    """Options of ``watch_streams``.
 
     Attributes:
         as_json: one JSON object per line instead of text. Token ids are readable prompts, so neither form shows them.
-        history: also replay what was published before, and what was missed.
-        replay_endpoint, topic: of a bare endpoint; a worker advertises its own.
-        keys: for publishers that ask clients for keys.
+        history: also replay earlier and missed batches.
+        replay_endpoint, topic: for a bare endpoint; a worker advertises its own.
+        keys: for publishers that authenticate clients.
         max_events: stop after this many events; duration_s: stop after this many seconds. None does not stop.
     """
 
@@ -41,7 +41,7 @@ class WatchOptions:
 
 
 def _addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ...]:
-    """Read ``target``: the URL of a worker, or the endpoint of one stream."""
+    """Return the streams of ``target``, which is the URL of a worker or the endpoint of one stream."""
     scheme, separator, _ = target.partition("://")
     if not separator or scheme not in ("http", "https", "tcp", "ipc"):
         raise ConfigError(
@@ -64,15 +64,15 @@ def watch_streams(
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Print what happens on the streams of ``target`` until told to stop; the number of events printed.
+    """Print the events of the streams of ``target``; return the number of events printed.
 
     Args:
         target: the URL of a worker, or the endpoint of one stream.
-        out: where the lines go; each is flushed, so that a pipe shows it at once.
-        should_stop: asked ten times a second.
+        out: receives the lines and is flushed after each one.
+        should_stop: polled ten times per second.
 
     Raises:
-        ConfigError: neither of them, or an endpoint that cannot be dialled.
+        ConfigError: the target is neither, or its endpoint cannot be dialled.
         StartError, NoStreamsError, DecodeError: as ``discover``.
     """
     wanted = options or WatchOptions()
@@ -88,9 +88,9 @@ class EventPrinter:
     """A ``StreamListener`` that writes a line for each event, gap, error and change of state.
 
     Args:
-        out: where the lines go.
-        as_json: objects with the keys ``kind``, ``rank`` and what belongs to the kind, instead of text.
-        max_events: later events are not written.
+        out: receives the lines.
+        as_json: write objects with ``kind``, ``rank`` and the fields of the kind, instead of text.
+        max_events: number of events to write.
     """
 
     def __init__(self, out: TextIO, *, as_json: bool = False, max_events: int | None = None) -> None:
@@ -101,7 +101,7 @@ class EventPrinter:
 
     @property
     def is_done(self) -> bool:
-        """True once ``max_events`` were written."""
+        """Whether ``max_events`` were written."""
         return self._max_events is not None and self.num_events >= self._max_events
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
@@ -125,15 +125,15 @@ class EventPrinter:
         self._write_note("error", rank, f"#{seq} is unreadable: {error.reason}", seq=seq)
 
     def on_gap(self, rank: int, expected: int, seq: int) -> None:
-        """Write which batches did not come."""
+        """Write which batches are missing."""
         self._write_note("gap", rank, f"batches {expected} to {seq - 1} did not come", expected=expected, seq=seq)
 
     def on_view_cleared(self, rank: int, reason: str) -> None:
-        """Write why the blocks that were known are forgotten."""
+        """Write why the view was cleared."""
         self._write_note("reset", rank, reason)
 
     def on_snapshot_begin(self, rank: int) -> None:
-        """Write that the events that follow are the whole state, not news."""
+        """Write that the events that follow are the whole state."""
         self._write_note("snapshot", rank, "a snapshot of all blocks begins")
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
@@ -161,7 +161,7 @@ _KINDS = {BlockStored: "stored", BlockRemoved: "removed"}
 
 
 def _facts(event: KVCacheEvent) -> dict[str, object]:
-    """An event's fields that are set, without its tokens."""
+    """Return the fields that are set, without the tokens."""
     facts = {name: getattr(event, name) for name in event.__struct_fields__}
     if isinstance(event, BlockStored):
         facts["num_tokens"] = len(facts.pop("token_ids"))

@@ -1,4 +1,4 @@
-"""Finding the topics that a publisher uses, by a short subscription to all topics."""
+"""Find the topics that a publisher uses, by subscribing to all of them for a short time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def probe_topics(
     keys: CurveClientKeys | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, set[bytes]]:
-    """Return the topics of the messages of each stream, by rank; empty for a stream without messages.
+    """Return the topics of each stream by rank; empty for a stream that sends nothing.
 
-    The call returns when every stream has sent a message, or after ``listen_s``.
+    Returns when every stream has sent a message, or after ``listen_s``.
     """
     topics: dict[int, set[bytes]] = {address.rank: set() for address in addresses}
     ranks: dict[Socket, int] = {}

@@ -77,7 +77,7 @@ ROWS = (
             Panel("Decode steps, and their tokens, per second", ("decode_steps_total", "decode_step_tokens_total")),
             Panel("Evicted tokens per second", ("evicted_tokens_total",)),
             Panel(
-                "Requests let in, refused and repeated per second",
+                "Requests admitted, refused and repeated per second",
                 (
                     "intake_requests_admitted_total",
                     "intake_requests_refused_total",
@@ -85,10 +85,10 @@ ROWS = (
                 ),
             ),
             Panel(
-                "Receives, and steps without one, per second",
+                "Receives and skipped receives per second",
                 ("intake_receives_total", "intake_receives_skipped_total"),
             ),
-            Panel("Requests that wait for input to be unblocked", ("intake_requests_held",)),
+            Panel("Requests held while input is blocked", ("intake_requests_held",)),
             Panel("Unreadable messages per second", ("intake_messages_unreadable_total",)),
             Panel("Held back requests", ("num_grammar_queue_reqs", "num_paused_reqs", "num_retracted_reqs")),
             Panel(
@@ -98,12 +98,12 @@ ROWS = (
         ),
     ),
     Row(
-        "Rest",
+        "Quiesce",
         (
             Panel("Paused", ("engine_paused",)),
             Panel("Pauses and flushes per second", ("engine_pauses_total", "cache_flushes_total")),
             Panel("Weight updates per second", ("weight_updates_total", "weight_rollbacks_total")),
-            Panel("Orders refused per second", ("engine_orders_refused_total",)),
+            Panel("Control requests refused per second", ("engine_orders_refused_total",)),
         ),
     ),
     Row(
@@ -114,10 +114,8 @@ ROWS = (
             Panel("KV tokens of sliding windows", ("swa_available_tokens", "swa_evictable_tokens", "swa_used_tokens")),
             Panel("Mamba states", ("mamba_available_slots", "mamba_evictable_slots", "mamba_used_slots")),
             Panel("Pages held by sessions", ("session_held_pages",)),
-            Panel("Broken rules that stand", ("integrity_problems_open",)),
-            Panel(
-                "Broken rules, and lost pages, per second", ("integrity_problems_total", "integrity_pages_lost_total")
-            ),
+            Panel("Open violations", ("integrity_problems_open",)),
+            Panel("Violations and lost pages per second", ("integrity_problems_total", "integrity_pages_lost_total")),
             Panel(
                 "Checks per second",
                 ("integrity_checks_total", "integrity_censuses_total", "integrity_checks_failed_total"),
@@ -133,7 +131,7 @@ ROWS = (
                 "Error of forecasts of first tokens",
                 ("first_token_error_p50_seconds", "first_token_error_p90_seconds"),
             ),
-            Panel("Forecasts judged per second", ("first_tokens_predicted_total",)),
+            Panel("Forecasts per second", ("first_tokens_predicted_total",)),
             Panel(
                 "DP attention: steps per second", ("dp_steps_total", "dp_idle_batches_total", "dp_eager_steps_total")
             ),
@@ -148,7 +146,7 @@ ROWS = (
         "Hierarchical cache",
         (
             Panel(
-                "Prompt tokens per second, and where they were found",
+                "Prompt tokens per second, by tier of their hits",
                 (
                     "hicache_prompt_tokens_total",
                     "hicache_device_hit_tokens_total",
@@ -188,7 +186,10 @@ ROWS = (
                 ("kv_events_replays_truncated_total", "kv_events_replays_refused_total"),
             ),
             Panel("Replays open and waiting", ("kv_events_replays_open", "kv_events_replays_waiting")),
-            Panel("Batches kept, and blocks in the base", ("kv_events_batches_buffered", "kv_events_blocks_in_base")),
+            Panel(
+                "Batches in the replay buffer, blocks in the snapshot",
+                ("kv_events_batches_buffered", "kv_events_blocks_in_base"),
+            ),
             Panel("Bytes kept for replay", ("kv_events_bytes_buffered", "kv_events_bytes_in_base")),
             Panel(
                 "Connections and refusals per second",
