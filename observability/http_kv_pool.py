@@ -2,8 +2,8 @@
 
 Mount it only if an operator has enabled it. With the hash of a block, a client that can guess a prompt learns whether
 another client has sent it, and each snapshot iterates over the pool. So a pool is read at most once per second.
-Requests in between get the last snapshot, whose sequence number identifies its moment. An event stream without keys exposes the
-same hashes; see ``SECURITY.md``.
+Requests in between get the last snapshot, whose sequence number identifies its moment. An event stream without keys
+exposes the same hashes; see ``SECURITY.md``.
 """
 
 from __future__ import annotations
