@@ -1,4 +1,4 @@
-"""``python -m scheduler_components``: the command line, where its script is not on the path."""
+"""Run the command line with ``python -m scheduler_components``."""
 
 from __future__ import annotations
 

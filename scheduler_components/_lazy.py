@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for, so that its door stays cheap to open."""
+"""Import the names of a package on first use, so that importing the package stays cheap."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["lazy_exports"]
 
 
 def lazy_exports(package: str, modules: dict[str, str]) -> Callable[[str], Any]:
-    """Make a package's ``__getattr__``: each name of ``modules`` is taken from its module when it is first used.
+    """Return a `__getattr__` for a package that imports each name of `modules` on first use.
 
     Args:
-        package: ``__name__`` of the package.
-        modules: names of a module, separated by spaces, by the module's full name; the module's own name is the module.
+        package: `__name__` of the package.
+        modules: full name of a module -> its names, separated by spaces. The module's own name gives the module.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 

@@ -1,26 +1,26 @@
-"""DpBatchSync: what the replicas of an engine with DP attention tell each other in every step.
+"""DpBatchSync: exchange the batch shapes of all replicas of an engine with DP attention, once per step.
 
-**Why.** Under DP attention each replica has its own requests and its own KV cache, and all of them share the other
+**Why.** With DP attention each replica has its own requests and its own KV cache, and all replicas share the other
 layers: in each step the tokens of all replicas go through the experts together. So a step takes as long as its longest
-batch, every replica must take part in it, with an idle batch where it has none, and all must run it the same way, as
-captured graph or not. A replica that prefills while the others decode makes them wait; the next step it is another one.
+batch. Every replica must take part in it, with an idle batch if it has no work, and all must run it the same way, with
+or without a captured graph. A replica that prefills while the others decode makes them wait, and in the next step
+another replica may do the same.
 
-**One packed gather per step.** Each replica packs the shape of the batch that it has made, and what it would do in the
-next step, into a few integers. They go through the same agreement as everything else (``ParallelGroups``): slots of its
-own
-replica are filled, those of others hold the largest integer, and the minimum over all ranks is the gather. A rank meets
-the ranks with its own CP and TP coordinates in the other replicas; the ranks of a replica make equal calls, so all of
-them hear the same. Nothing stands before the collective: a replica without work comes too.
+**One packed gather per step.** Each replica packs the shape of its batch, and what it intends to do in the next step,
+into a few integers. They pass through `ParallelGroups` like every other agreement: a replica fills its own slots, all
+other slots have the largest integer, and the minimum over all ranks is the gather. A rank exchanges with the ranks that
+have its CP and TP coordinates in the other replicas. The ranks of a replica make equal calls, so they all get the same
+result. No condition precedes the collective call: a replica without work makes it too.
 
-**The vote.** Whether a replica may admit requests in step n + 1 follows from what all said in step n, by a pure rule
-that all apply (``PrefillDelayer``): where requests wait in some replicas, and others could not join them, they wait
-for each other, for so many steps at most. They do not wait where nothing is gained by it: a prefill goes on anyway, or
-nobody decodes, or one has so few tokens in use that waiting would leave its pool empty. SGLang (0.5.23) asks this in a
-collective of its own before the batch is made; here the answer is one step old, and costs none. It also holds each
-chunk of a long prompt back anew; here a prefill that has begun goes on, and the others join it.
+**The vote.** Whether replicas may admit requests in step n + 1 depends on the intents of step n alone, by a pure rule
+that all ranks apply (`PrefillDelayer`). If requests wait in some replicas while others have none, the replicas delay
+their prefills, for a limited number of steps, so that they prefill together. They do not wait if that gains nothing:
+a prefill is already running, or no request decodes, or a replica has so few tokens in use that its pool would run
+empty. SGLang (0.5.23) votes in a separate collective call before it builds the batch. This vote is one step old and
+costs no call. SGLang also delays each chunk of a long prompt; here a started prefill continues, and the others join it.
 
-The invariant: all ranks of all replicas hold the same ``DpStep`` after each step. ``tests/test_dp_attn.py``
-walks whole topologies, and takes parts of the exchange away to see ranks part.
+The invariant: all ranks of all replicas have the same `DpStep` after each step. ``tests/test_dp_attn.py`` runs whole
+topologies, and removes parts of the exchange to see the ranks diverge.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from scheduler_components.agreement import MIN_NEUTRAL, ParallelGroups, Proposal
 from scheduler_components.errors import ConfigError
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.rank_groups import RankGroups
-from scheduler_components.validators import check_integer
+from scheduler_components.validators import check_integer, check_share
 
 __all__ = [
     "BatchShape",
@@ -50,22 +50,24 @@ __all__ = [
 
 _FIELDS = ("prefill", "decode", "context", "flags")
 _OPERATION = "dp batch"
-_USAGE_STEPS = 1_000_000  # token usage travels in millionths
+_USAGE_STEPS = 1_000_000
+"""Token usage is sent in millionths."""
 
 PrefillVote: TypeAlias = Literal[
-    "free", "undisturbed", "under_way", "all", "low_usage", "waited_enough", "nobody_asks", "delayed"
+    "free", "no_decode", "prefilling", "all", "low_usage", "timed_out", "no_request", "delayed"
 ]
-"""Why prefills may begin: nobody ever waits; nobody runs; one goes on anyway; all want one; one has an empty pool; they
-have waited. Why not: nobody has asked, and who comes now asks first; they wait."""
+"""Reason of the vote. Prefills may start: delays are disabled; no request runs; a prefill continues; all replicas have
+one; a pool would run empty; the delay reached its limit. Prefills may not start: no replica had one when it voted; they
+are delayed."""
 
 
 class BatchShape(msgspec.Struct, frozen=True, gc=False):
-    """What a replica computes in one step. All zero is an idle batch: nothing to compute, and the step is taken.
+    """What a replica computes in one step. All zero is an idle batch, with which a replica only takes part.
 
     Attributes:
-        num_prefill_tokens, num_decode_tokens: positions computed, by kind.
+        num_prefill_tokens, num_decode_tokens: computed positions, by kind.
         num_context_tokens: positions whose KV is read.
-        can_run_graph: this batch fits a captured graph; an idle one always does.
+        can_run_graph: whether the batch fits a captured graph. An idle batch always does.
     """
 
     num_prefill_tokens: int = 0
@@ -75,18 +77,18 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        """Positions computed."""
+        """Computed positions."""
         return self.num_prefill_tokens + self.num_decode_tokens
 
 
 class PrefillIntent(msgspec.Struct, frozen=True, gc=False):
-    """What a replica would do in the next step, as it looks after the batch of this one was made.
+    """What a replica intends to do in the next step, determined after it has built its batch.
 
     Attributes:
-        has_work: requests run or wait.
-        is_running: requests run.
-        is_prefilling: a prefill goes on in the next step, whatever is voted.
-        is_prefillable: requests wait, and there is a slot for one.
+        has_work: whether requests run or wait.
+        is_running: whether requests run.
+        is_prefilling: whether a prefill continues in the next step, regardless of the vote.
+        is_prefillable: whether requests wait and a slot is free.
         token_usage: KV tokens in use / capacity, 0 to 1.
     """
 
@@ -98,13 +100,13 @@ class PrefillIntent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DpStep(msgspec.Struct, frozen=True, gc=False):
-    """What all replicas do in one step, and whether they may prefill in the next: the same on all ranks.
+    """What all replicas do in one step, and whether they may start prefills in the next. Equal on all ranks.
 
     Attributes:
-        shapes: of the batches of this step, by replica.
-        any_work: some replica has requests left, so there will be another step, which all of them take.
-        may_prefill: requests may be admitted in the next step.
-        vote: why.
+        shapes: shapes of this step's batches, by replica.
+        any_work: whether some replica has requests left, so that all replicas take another step.
+        may_prefill: whether requests may be admitted in the next step.
+        vote: reason for `may_prefill`.
     """
 
     shapes: tuple[BatchShape, ...] = ()
@@ -114,30 +116,30 @@ class DpStep(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def global_num_tokens(self) -> list[int]:
-        """Positions computed, by replica (SGLang's name)."""
+        """Computed positions, by replica (SGLang's name)."""
         return [shape.num_tokens for shape in self.shapes]
 
     @property
     def max_num_tokens(self) -> int:
-        """Of the longest batch: what each batch is padded to."""
+        """Length of the longest batch, to which each batch is padded."""
         return max(self.global_num_tokens, default=0)
 
     @property
     def can_run_graph(self) -> bool:
-        """All replicas run the step as a captured graph, or none does."""
+        """Whether all replicas run the step as a captured graph; otherwise none does."""
         return all(shape.can_run_graph for shape in self.shapes)
 
 
 class DpStats(msgspec.Struct, gc=False):
-    """Counters of one replica since the start; each only ever grows.
+    """Counters of one replica since the start. They never decrease.
 
     Attributes:
-        steps: in which some replica computed.
-        idle_batches: of them, in which this one had nothing to compute.
-        eager_steps: of them, without a captured graph.
-        padded_tokens: positions that this replica's batches were short of the longest.
-        prefills_delayed: steps before which replicas that would have prefilled were told to wait.
-        prefills_forced: times that they had waited enough.
+        steps: steps in which at least one replica computed.
+        idle_batches: of them, steps in which this replica had nothing to compute.
+        eager_steps: of them, steps without a captured graph.
+        padded_tokens: padding of this replica's batches to the longest batch, in tokens.
+        prefills_delayed: steps in which replicas with a prefill had to wait.
+        prefills_forced: times that such a wait reached its limit.
     """
 
     steps: int = 0
@@ -148,22 +150,21 @@ class DpStats(msgspec.Struct, gc=False):
     prefills_forced: int = 0
 
     def copy(self) -> DpStats:
-        """Return the counts of this moment."""
+        """Return a copy of the counters."""
         return msgspec.structs.replace(self)
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillDelayer:
-    """The rule of the vote. It counts steps, and no time, so all ranks that hear the same answer the same.
+    """The rule of the vote. It counts steps and reads no clock, so equal intents give equal votes on all ranks.
 
     Attributes:
-        max_delay_steps: replicas wait for each other for so many steps at most; 0 lets each prefill when it wants. 30
-            as in SGLang: with decode steps of 20 ms less than a second is added to a first token.
-        low_usage: a replica that would prefill and has a smaller share of its KV tokens in use does not wait. 0 never
-            says so.
+        max_delay_steps: limit of the delay in steps; 0 disables delays. SGLang's value is 30: with decode steps of
+            20 ms it adds less than a second to the time to first token.
+        low_usage: a replica with a prefill and a lower usage of its KV tokens does not wait; 0 disables this rule.
 
     Raises:
-        ConfigError: the steps are below 0, or the share is not one.
+        ConfigError: the steps are below 0, or the share is not from 0 to 1.
     """
 
     max_delay_steps: int = 0
@@ -172,54 +173,53 @@ class PrefillDelayer:
 
     def __post_init__(self) -> None:
         check_integer("max_delay_steps", self.max_delay_steps, "is not a number of steps", at_least=0)
-        if not 0.0 <= self.low_usage <= 1.0:
-            raise ConfigError("low_usage", self.low_usage, "is not a share", "give a number from 0 to 1")
+        check_share("low_usage", self.low_usage)
 
     def is_low(self, intent: PrefillIntent) -> bool:
-        """Say whether this replica asks not to wait."""
+        """Return whether this replica must not wait because its pool would run empty."""
         return intent.is_prefillable and intent.token_usage < self.low_usage
 
     def vote(self, intents: Sequence[PrefillIntent], *, any_low: bool) -> PrefillVote:
-        """Decide for the next step.
+        """Return the vote for the next step.
 
         Args:
-            intents: of all replicas.
-            any_low: one of them asks not to wait.
+            intents: the intents of all replicas.
+            any_low: whether `is_low` is true for one of them.
         """
         num_delayed, self._num_delayed = self._num_delayed, 0
         if not self.max_delay_steps:
             return "free"
         if not any(intent.is_running for intent in intents):
-            return "undisturbed"
+            return "no_decode"
         if any(intent.is_prefilling for intent in intents):
-            return "under_way"
+            return "prefilling"
         num_prefillable = sum(intent.is_prefillable for intent in intents)
         if not num_prefillable:
-            return "nobody_asks"
+            return "no_request"
         if num_prefillable == len(intents):
             return "all"
         if any_low:
             return "low_usage"
         if num_delayed >= self.max_delay_steps:
-            return "waited_enough"
+            return "timed_out"
         self._num_delayed = num_delayed + 1
         return "delayed"
 
 
 @dataclass(slots=True, kw_only=True)
 class DpBatchSync:
-    """One rank's end of the exchange. One thread calls ``agree`` once in every step, with work and without.
+    """One rank's end of the exchange. The scheduler's thread calls `exchange` once in every step, with or without work.
 
     Attributes:
-        groups: the ranks of the other replicas (``dp_rank_groups``); by default nobody.
-        replica: this one, from 0.
-        num_replicas: that take part.
+        groups: the ranks of the other replicas (`dp_rank_groups`); none by default.
+        replica: index of this replica.
+        num_replicas: number of replicas.
         delayer: the rule of the vote.
         stats: counters.
-        last: what was agreed last; ``last.may_prefill`` holds for the next batch.
+        last: result of the last exchange. `last.may_prefill` applies to the next batch.
 
     Raises:
-        ConfigError: the replica is not one of them, or they are none.
+        ConfigError: the replica is not below the number of replicas, or that number is below 1.
     """
 
     groups: ParallelGroups = field(default_factory=ParallelGroups)
@@ -238,12 +238,12 @@ class DpBatchSync:
         self._exchange = _Exchange(self.num_replicas)
 
     def exchange(self, shape: BatchShape, intent: PrefillIntent) -> DpStep:
-        """Bring this replica's batch and intent; return what all do.
+        """Exchange this replica's batch shape and intent; return those of all replicas and the vote.
 
         Raises:
-            SyncTimeoutError: a replica did not come in time.
-            SyncDivergenceError: replicas came at different steps.
-            SettingsDivergenceError: replicas have different rules for the vote.
+            SyncTimeoutError: a replica did not make the call in time.
+            SyncDivergenceError: the replicas are at different steps.
+            SettingsDivergenceError: the replicas have different settings of the vote.
         """
         exchange = self._exchange
         if not exchange.step:
@@ -255,7 +255,7 @@ class DpBatchSync:
         rows = exchange.unpack(self.groups.reduce(proposal).numbers)
         shapes, intents = zip(*rows, strict=True)
         vote = self.delayer.vote(intents, any_low=any(self.delayer.is_low(each) for each in intents))
-        self.last = DpStep(shapes, any(each.has_work for each in intents), vote not in ("nobody_asks", "delayed"), vote)
+        self.last = DpStep(shapes, any(each.has_work for each in intents), vote not in ("no_request", "delayed"), vote)
         self._count(shape, self.last)
         return self.last
 
@@ -267,11 +267,11 @@ class DpBatchSync:
             stats.eager_steps += not step.can_run_graph
             stats.padded_tokens += longest - shape.num_tokens
         stats.prefills_delayed += step.vote == "delayed"
-        stats.prefills_forced += step.vote == "waited_enough"
+        stats.prefills_forced += step.vote == "timed_out"
 
 
 class _Exchange:
-    """Packs what a replica brings into its own slots, and reads those of all. The slots are made once."""
+    """Packs the values of one replica into its slots, and unpacks those of all. The slots are created once."""
 
     __slots__ = ("_names", "slots", "step")
 
@@ -312,7 +312,7 @@ class _Exchange:
 
 
 def dp_rank_groups(parallel: ParallelState) -> RankGroups:
-    """Return who this rank meets: the rank with its own CP and TP coordinates in each replica, as global ranks."""
+    """Return the global ranks that this rank exchanges with: those with its CP and TP coordinates in each replica."""
     stride = parallel.attn_cp_size * parallel.attn_tp_size
     rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
     first = rank - parallel.attn_dp_rank * stride

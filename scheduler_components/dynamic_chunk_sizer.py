@@ -1,17 +1,16 @@
-"""DynamicChunkSizer: how long the next chunk of a prompt may be, and how soon a first token will come.
+"""DynamicChunkSizer: choose the length of the next prefill chunk, and predict the time to first token.
 
-A prefill chunk of x tokens behind h tokens attends to (h + x)^2 - h^2 pairs, so chunks of one size take longer and
-longer along a prompt, and hold up the decodes beside them and the pipeline stages behind them. A step's time is
+A prefill chunk of x tokens after h tokens attends to (h + x)^2 - h^2 pairs. So chunks of equal size take longer and
+longer along a prompt, and delay the decodes in the same step and the later pipeline stages. The time of a step is
 
     t = base + token * tokens + pair * pairs,        pairs = sum over chunks of (h + x)^2 - h^2
 
-which for a whole prompt (h = 0) is SGLang's quadratic f(l) = a l^2 + b l + c (0.5.23, ``DynamicChunkSizer``). SGLang
-profiles synthetic prefills before it serves; here the fit learns from the steps that happen anyway, and forgets.
+For a whole prompt (h = 0) this is SGLang's quadratic f(l) = a l^2 + b l + c (0.5.23, `DynamicChunkSizer`). SGLang
+profiles synthetic prefills before it serves. This fit learns from the steps of real requests and forgets old ones.
 
-What is learned comes from a clock, and each rank has its own. Ranks must cut the same chunks, so a fit is never used by
-itself: ``DynamicChunkSizer`` goes by the model that it was given (``model``), which is given to all ranks of a replica
-before
-the same step, for example through ``InternalState``.
+Each rank fits with its own clock, but all ranks must cut the same chunks. So a fit is never used directly:
+`DynamicChunkSizer` uses the `model` that it was given, and all ranks of a replica get the same model before the same
+step, for example through `InternalState`.
 """
 
 from __future__ import annotations
@@ -26,30 +25,38 @@ import msgspec
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.internal_state import StateValue
-from scheduler_components.validators import check_integer, check_number
+from scheduler_components.validators import check_integer, check_number, check_share
 
 __all__ = ["DynamicChunkSizer", "FirstTokenPredictor", "PrefillLatencyFit", "PrefillLatencyModel"]
 
-_MIN_SAMPLES = 8  # as SGLang's
-_PAIRS = 1e6  # pairs are fitted in millions: the three columns have numbers of one size
-_LEAST_SHARE = 4  # a chunk is at least this part of the static size, as in SGLang
-_NEWEST = 256  # forecasts whose error is remembered
+_MIN_SAMPLES = 8
+"""Steps before the first fit, as in SGLang."""
+
+_PAIRS = 1e6
+"""Pairs are fitted in millions, so that the three columns have values of similar size."""
+
+_MAX_SHRINK = 4
+"""A chunk has at least a quarter of the static size, as in SGLang."""
+
+_NUM_ERRORS = 256
+"""Predictions whose error is kept."""
+
 _MAX_EXPECTED = 65_536
 
 
 class PrefillLatencyModel(msgspec.Struct, frozen=True, gc=False):
-    """How long a step with prefill takes: microseconds per step, per token, and per million pairs."""
+    """Duration of a step with prefill: microseconds per step, per token, and per million pairs."""
 
     base_us: float
     token_us: float
     million_pairs_us: float
 
     def chunk_us(self, history_tokens: int, tokens: float) -> float:
-        """What a chunk adds to its step."""
+        """Return the time that a chunk adds to its step."""
         return self.token_us * tokens + self.million_pairs_us * (tokens + 2 * history_tokens) * tokens / _PAIRS
 
     def tokens_in(self, history_tokens: int, budget_us: float) -> float:
-        """The chunk behind ``history_tokens`` that adds ``budget_us``: the positive root of a x^2 + b x - budget."""
+        """Return the chunk after `history_tokens` that adds `budget_us`: the positive root of a x^2 + b x - budget."""
         a = self.million_pairs_us / _PAIRS
         b = 2 * a * history_tokens + self.token_us
         return 2 * budget_us / (b + math.sqrt(b * b + 4 * a * budget_us))
@@ -57,14 +64,15 @@ class PrefillLatencyModel(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, kw_only=True)
 class PrefillLatencyFit:
-    """Least squares over steps with prefill, in nine sums; older steps weigh less and less.
+    """Least-squares fit over the steps with prefill, as running sums with exponentially decreasing weights.
 
     Attributes:
-        memory_steps: a step so long ago weighs a third of the newest. 512 steps with prefill are some minutes.
-        num_steps: observed so far.
+        memory_steps: a step so many steps ago has a third of the weight of the newest. 512 steps with prefill take
+            some minutes.
+        num_steps: observed steps.
 
     Raises:
-        ConfigError: ``memory_steps`` is below 1.
+        ConfigError: `memory_steps` is below 1.
     """
 
     memory_steps: int = 512
@@ -76,7 +84,7 @@ class PrefillLatencyFit:
         check_integer("memory_steps", self.memory_steps, "is not a number of steps")
 
     def observe(self, tokens: int, pairs: int, step_s: float) -> None:
-        """Learn from one step that prefilled; one that took no time is left out."""
+        """Add one step with prefill to the fit. A step without a duration is ignored."""
         if step_s <= 0.0 or not math.isfinite(step_s) or tokens <= 0:
             return
         keep = 1.0 - 1.0 / self.memory_steps
@@ -88,9 +96,9 @@ class PrefillLatencyFit:
         self.num_steps += 1
 
     def model(self) -> PrefillLatencyModel | None:
-        """Return the model that fits best; None before eight steps, or while all had one shape.
+        """Return the best model; None before eight steps, or if all steps had the same shape.
 
-        A time that would be negative is 0, and the others are fitted again without it.
+        If a coefficient would be negative, it is 0 and the others are fitted again.
         """
         if self._known[0] != self.num_steps:
             self._known = self.num_steps, self._fitted()
@@ -109,7 +117,7 @@ class PrefillLatencyFit:
 
 
 def _solve(rows: list[list[float]]) -> list[float] | None:
-    """Solve linear equations, one a row with its right side at the end; None where they do not determine the answer."""
+    """Solve linear equations, one per row with its right side at the end; return None if they are singular."""
     size = len(rows)
     scales = [max(abs(rows[at][at]), 1e-300) for at in range(size)]
     for at in range(size):
@@ -130,19 +138,20 @@ def _solve(rows: list[list[float]]) -> list[float] | None:
 
 @dataclass(slots=True, kw_only=True)
 class DynamicChunkSizer:
-    """Cuts chunks that take equally long, by the model that it was given; without one they are as long as ever.
+    """Chooses chunks of equal duration with the given model. Without a model every chunk has the static size.
 
-    A ``StateProvider``: the model can be set, and what this rank's own fit says is shown beside it.
+    The batcher calls `chunk_tokens` for each chunk. A `StateProvider`: the model can be set, and the state also shows
+    this rank's own fit.
 
     Attributes:
-        page_size: chunks are whole pages.
-        smooth: how far a chunk goes from the static size to the one of equal time; 0.75 as in SGLang, since a model
-            that is a little off should not cut prompts to pieces.
-        fit: learns on this rank; decides nothing.
-        model: decides; the same on all ranks of a replica.
+        page_size: tokens per page; chunks are whole pages.
+        smooth: interpolation from the static size (0) to the size of equal duration (1). 0.75 as in SGLang, so that an
+            inaccurate model does not cut prompts into tiny chunks.
+        fit: this rank's fit, which decides nothing.
+        model: decides the sizes; the same on all ranks of a replica.
 
     Raises:
-        ConfigError: a size is none, or ``smooth`` no share.
+        ConfigError: `page_size` is below 1, or `smooth` is not from 0 to 1.
     """
 
     page_size: int = 1
@@ -152,20 +161,19 @@ class DynamicChunkSizer:
 
     def __post_init__(self) -> None:
         check_integer("page_size", self.page_size)
-        if not 0.0 <= self.smooth <= 1.0:
-            raise ConfigError("smooth", self.smooth, "is not a share", "give a number from 0 to 1")
+        check_share("smooth", self.smooth)
 
     def chunk_tokens(self, history_tokens: int, static_tokens: int) -> int:
-        """Return the longest chunk behind ``history_tokens``, of which ``static_tokens`` is the size at the beginning.
+        """Return the size of the chunk after `history_tokens`; `static_tokens` is the size at the start of a prompt.
 
-        Never above the static size, and not below a quarter of it; whole pages where the static size has one.
+        It is at most the static size and at least a quarter of it, in whole pages if the static size has one.
         """
         model = self.model
         if model is None:
             return static_tokens
         equal = model.tokens_in(history_tokens, model.chunk_us(0, static_tokens))
         tokens = int(static_tokens + self.smooth * (equal - static_tokens))
-        tokens = max(tokens, static_tokens // _LEAST_SHARE)
+        tokens = max(tokens, static_tokens // _MAX_SHRINK)
         return min(static_tokens, max(tokens - tokens % self.page_size, self.page_size))
 
     @property
@@ -173,7 +181,7 @@ class DynamicChunkSizer:
         return _MODEL_NAMES
 
     def state(self) -> Mapping[str, StateValue]:
-        """The model that decides, or None for each of its times, and what was learned here."""
+        """Return the model in use (None for each coefficient without one) and this rank's fit."""
         used, fitted = self.model, self.fit.model()
         return {
             **{name: None if used is None else getattr(used, name.removeprefix("chunk_")) for name in _MODEL_NAMES},
@@ -185,10 +193,10 @@ class DynamicChunkSizer:
         }
 
     def check_state(self, changes: Mapping[str, StateValue]) -> None:
-        """All three times are set together, to numbers, or to None for chunks of the static size."""
+        """Validate a new model: all three coefficients, as numbers, or as None for chunks of the static size."""
         given = [changes.get(name) for name in _MODEL_NAMES]
         if missing := sorted(set(_MODEL_NAMES) - changes.keys()):
-            raise ConfigError(missing[0], None, "is missing", "set all three times of the model together")
+            raise ConfigError(missing[0], None, "is missing", "set all three coefficients of the model together")
         if given == [None] * len(given):
             return
         for name, value in zip(_MODEL_NAMES, given, strict=True):
@@ -204,14 +212,14 @@ _MODEL_NAMES = ("chunk_base_us", "chunk_token_us", "chunk_million_pairs_us")
 
 @dataclass(slots=True, kw_only=True)
 class FirstTokenPredictor:
-    """Says when a request's first token will come, and how far off such forecasts were.
+    """Predicts the time to a request's first token, and measures the error of its predictions.
 
-    Nothing is decided by it: times come from this rank's fit and clock.
+    It uses this rank's fit and clock, so it decides nothing.
 
     Attributes:
-        fit: what is known of steps.
-        clock: seconds from any origin.
-        num_observed: forecasts whose token came.
+        fit: duration of steps.
+        clock: seconds with any origin.
+        num_observed: predictions whose first token was generated.
     """
 
     fit: PrefillLatencyFit
@@ -219,18 +227,18 @@ class FirstTokenPredictor:
     num_observed: int = field(default=0, init=False)
     _expected: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
     _ordered_s: list[float] | None = field(default=None, init=False, repr=False)
-    _errors_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST), init=False, repr=False)
+    _errors_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_ERRORS), init=False, repr=False)
 
     def predict_s(
         self, own_tokens: int, *, tokens_ahead: int, step_tokens: int, history_tokens: int = 0
     ) -> float | None:
-        """Seconds until the first token of a request that comes now; None while the fit knows nothing.
+        """Return the seconds to the first token of a request that arrives now; None before the first fit.
 
         Args:
-            own_tokens: to prefill.
-            tokens_ahead: to prefill before them: of waiting requests, and of prefills under way.
-            step_tokens: prefilled in a step.
-            history_tokens: cached before its own.
+            own_tokens: tokens to prefill.
+            tokens_ahead: tokens to prefill before them, of waiting requests and running prefills.
+            step_tokens: prefilled tokens per step.
+            history_tokens: cached tokens before its own.
         """
         model = self.fit.model()
         if model is None:
@@ -240,12 +248,12 @@ class FirstTokenPredictor:
         return (num_steps * model.base_us + model.token_us * tokens_ahead + own_us) * 1e-6
 
     def start(self, rid: str, predicted_s: float | None) -> None:
-        """Remember a forecast made now; beyond 65,536 of them none is."""
+        """Record a prediction made now, unless 65,536 are pending."""
         if predicted_s is not None and len(self._expected) < _MAX_EXPECTED:
             self._expected[rid] = (self.clock(), predicted_s)
 
     def on_first_token(self, rid: str) -> None:
-        """The first token has come."""
+        """Measure the error of the prediction when the first token is generated."""
         expected = self._expected.pop(rid, None)
         if expected is not None:
             made_s, predicted_s = expected
@@ -254,11 +262,11 @@ class FirstTokenPredictor:
             self._ordered_s = None
 
     def discard(self, rid: str) -> None:
-        """The request is over."""
+        """Discard the prediction of an ended request."""
         self._expected.pop(rid, None)
 
     def error_s(self, share: float) -> float:
-        """The error that ``share`` of the last 256 forecasts did not exceed, 0.5 for the median; 0 before the first."""
+        """Return a quantile of the last 256 errors: `share` = 0.5 is the median; 0 before the first prediction."""
         ordered = self._ordered_s
         if ordered is None:
             ordered = self._ordered_s = sorted(self._errors_s)

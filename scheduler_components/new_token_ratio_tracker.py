@@ -1,20 +1,19 @@
-"""NewTokenRatioTracker: which share of the output that requests may still produce an admission reserves room for."""
+"""NewTokenRatioTracker: the share of the possible remaining output for which an admission reserves pages."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_integer
+from scheduler_components.validators import check_integer, check_share
 
 __all__ = ["RunningRequest", "NewTokenRatioTracker"]
 
 
 class RunningRequest(Protocol):
-    """A running request, as the estimate after a retraction sees it: the scheduler's own class."""
+    """A running request, as the estimate after a retraction reads it: the scheduler's own class."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -29,22 +28,25 @@ class RunningRequest(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class NewTokenRatioTracker:
-    """The share falls step by step while nobody is retracted. A retraction sets it to what the requests that still run
-    have used of their possible output, and some steps more; an idle scheduler begins anew.
+    """Adapts the share to retractions: it decreases with each step without one, and each retraction raises it.
 
-    The rules are those of SGLang (0.5.23, ``NewTokenRatioTracker``), with one difference: an estimate below
-    ``minimum`` counts as ``minimum``. Steps and tokens are counted, and no time, so all ranks of a replica have the
-    same share.
+    After a retraction the share is the part of their possible output that the remaining requests have used, plus some
+    steps. When the scheduler is idle, the share returns to `initial`. The batcher calls `decay_step` or `on_retract`
+    in each step.
+
+    The rules are those of SGLang (0.5.23, `NewTokenRatioTracker`), with one difference: an estimate below `minimum`
+    counts as `minimum`. The tracker counts steps and tokens and reads no clock, so all ranks of a replica have the same
+    share.
 
     Attributes:
-        initial: the share to begin with. 0.7 as in SGLang: few requests use all of ``max_new_tokens``.
-        minimum: what it falls to.
-        decay_steps: steps from ``initial`` to ``minimum``.
-        retract_decode_steps: tokens per request that an estimate leaves room for.
-        current: the share now.
+        initial: the first share. 0.7 as in SGLang, because few requests use all of ``max_new_tokens``.
+        minimum: the lowest share.
+        decay_steps: steps from `initial` to `minimum`.
+        retract_decode_steps: tokens per request that an estimate adds.
+        current: the current share.
 
     Raises:
-        ConfigError: a share is not one, ``minimum`` is above ``initial``, or a number of steps is below 1.
+        ConfigError: a share is not from 0 to 1, `minimum` is above `initial`, or a number of steps is below 1.
     """
 
     initial: float = 0.7
@@ -55,8 +57,7 @@ class NewTokenRatioTracker:
 
     def __post_init__(self) -> None:
         for name, share in (("initial", self.initial), ("minimum", self.minimum)):
-            if not (math.isfinite(share) and 0.0 <= share <= 1.0):
-                raise ConfigError(name, share, "is not a share", "give a number from 0 to 1")
+            check_share(name, share)
         if self.minimum > self.initial:
             raise ConfigError("minimum", self.minimum, f"is above initial={self.initial}", "give a smaller one")
         check_integer("decay_steps", self.decay_steps, "is not a number of steps")
@@ -64,14 +65,17 @@ class NewTokenRatioTracker:
         self.current = self.initial
 
     def decay_step(self) -> None:
-        """A step went by without a retraction."""
+        """Decrease the share after a step without a retraction."""
         self.current = max(self.minimum, self.current - (self.initial - self.minimum) / self.decay_steps)
 
     def on_retract(self, still_running: Iterable[RunningRequest]) -> None:
-        """A step retracted requests; these still run.
+        """Estimate the share after a step that retracted requests.
 
-        An estimate may be above ``initial``: requests that use all of their possible output have shown it. With nobody
-        left there is nothing to estimate from, and the share begins anew.
+        An estimate may exceed `initial`, if requests use all of their possible output. Without remaining requests the
+        share returns to `initial`.
+
+        Args:
+            still_running: the requests that were not retracted.
         """
         num_requests = num_decoded = num_possible = 0
         for request in still_running:
@@ -85,5 +89,5 @@ class NewTokenRatioTracker:
         self.current = min(1.0, max(self.minimum, estimate))
 
     def reset(self) -> None:
-        """Begin anew: the scheduler has become idle."""
+        """Return to the initial share because the scheduler has become idle."""
         self.current = self.initial

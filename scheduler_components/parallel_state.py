@@ -1,12 +1,12 @@
-"""Where a scheduler process stands among its ranks, and what follows from that.
+"""ParallelState: the ranks and sizes of one scheduler process, and the tasks of its rank.
 
-Every question of the form "does *this* rank speak?" is answered here and nowhere else.
+Only this module decides whether a rank publishes, reports metrics or leads its replica.
 
 Layout (SGLang's): tensor-parallel ranks of one pipeline stage are numbered
 ``tp_rank = (attn_dp_rank * attn_cp_size + attn_cp_rank) * attn_tp_size + attn_tp_rank``: attention-DP is the
 outermost axis, then attention context parallelism (CP), and attention-TP is the innermost. The expert layers divide
 the same ranks once more: ``tp_rank = (moe_dp_rank * moe_ep_size + moe_ep_rank) * moe_tp_size + moe_tp_rank``, with
-expert data parallelism outermost and expert tensor parallelism (what is left) innermost. Source: SGLang 0.5.x,
+expert data parallelism outermost and expert tensor parallelism (the remainder) innermost. Source: SGLang 0.5.x,
 ``_compute_parallelism_ranks``.
 """
 
@@ -28,7 +28,7 @@ _RANK = integer_validator("is not a rank", at_least=0)
 
 
 def _quotient(tp_size: int, divisor_name: str, divisor: int) -> int:
-    """Divide the ranks of a stage among ``divisor`` groups of equal size."""
+    """Return the size of one of `divisor` equal groups of a stage."""
     if tp_size % divisor:
         raise ConfigError(
             "tp_size", tp_size, f"is not a multiple of {divisor_name} = {divisor}", "give sizes that divide it"
@@ -40,12 +40,12 @@ def _quotient(tp_size: int, divisor_name: str, divisor: int) -> int:
 class ParallelState:
     """Ranks and sizes of one scheduler process; frozen, validated at construction.
 
-    ``dp_rank`` is None in an engine without data parallelism. Under DP attention (``attn_dp_size > 1``) the
-    data-parallel replicas share one tensor-parallel world, so ``dp_size == attn_dp_size``; without it each
-    data-parallel replica is a world of its own and ``attn_dp_rank`` is 0 everywhere.
+    `dp_rank` is None in an engine without data parallelism. With DP attention (`attn_dp_size > 1`) the data-parallel
+    replicas share one tensor-parallel world, so `dp_size == attn_dp_size`. Without it each data-parallel replica is a
+    separate world and `attn_dp_rank` is 0 on every rank.
 
     Raises:
-        ConfigError: naming the rank or size that does not fit, and the value that would.
+        ConfigError: naming the invalid rank or size, and a valid value.
     """
 
     tp_rank: int = attrs.field(default=0, validator=_RANK)
@@ -145,7 +145,7 @@ class ParallelState:
 
     @classmethod
     def trivial(cls, **overrides: Any) -> ParallelState:
-        """One process, one rank of everything; ``overrides`` replace single fields and are validated."""
+        """Return the state of a single process, with the given fields replaced and validated."""
         return cls(**overrides)
 
     @classmethod
@@ -160,13 +160,13 @@ class ParallelState:
         moe_dp_size: int = 1,
         **overrides: Any,
     ) -> ParallelState:
-        """Derive all attention and expert ranks of ``tp_rank`` in a world of ``tp_size`` ranks.
+        """Derive all attention and expert ranks of `tp_rank` in a world of `tp_size` ranks.
 
-        ``attn_tp_size`` is what is left of ``tp_size`` after attention-DP and attention-CP. ``overrides`` give
-        the axes that a tp_rank does not determine: pp, dp without DP attention, dcp_size, gpu_id.
+        `attn_tp_size` is `tp_size` divided by the sizes of attention-DP and attention-CP. `overrides` are the fields
+        that a tp_rank does not determine: pp, dp without DP attention, dcp_size, gpu_id.
 
         Raises:
-            ConfigError: a size or rank that is not one, or sizes that do not divide ``tp_size``.
+            ConfigError: a size or rank is invalid, or the sizes do not divide `tp_size`.
         """
         check_integer("tp_rank", tp_rank, "is not a rank", at_least=0)
         check_integer("tp_size", tp_size)
@@ -205,11 +205,11 @@ class ParallelState:
     ) -> ParallelState:
         """Derive the state from torchrun's ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``.
 
-        The world is split into ``pp_size`` stages of equal size, stage 0 first; within a stage the global rank
-        is the tp_rank. Pass ``os.environ``: nothing here reads the environment by itself.
+        The world consists of `pp_size` stages of equal size, stage 0 first. The global rank within a stage is the
+        tp_rank. Pass `os.environ`; this function does not read it.
 
         Raises:
-            ConfigError: a variable is missing or no number, or the sizes do not divide the world.
+            ConfigError: a variable is missing or is no number, or the sizes do not divide the world.
         """
         check_integer("pp_size", pp_size)
         values: dict[str, int] = {}
@@ -240,29 +240,29 @@ class ParallelState:
 
     @property
     def world_rank(self) -> int:
-        """Number of this process in its world, stage by stage: the order that ``from_torchrun`` reads."""
+        """Global rank of this process, stage by stage, in the order of `from_torchrun`."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def owns_kv_stream(self) -> bool:
-        """True on exactly one rank of each independent KV cache.
+        """True on exactly one rank of each independent KV cache. `reports_metrics` and `leads_replica` equal it.
 
-        Ranks along attention-TP and attention-CP hold shards or copies of one logical cache, and pipeline
-        stages hold the layers of it: the first of each speaks for all.
+        Ranks along attention-TP and attention-CP hold shards or copies of one logical cache, and pipeline stages hold
+        its layers. The first rank of each axis represents all of them.
         """
         return self.pp_rank == 0 and self.attn_tp_rank == 0 and self.attn_cp_rank == 0
 
     @property
     def kv_stream_index(self) -> int:
-        """Number of this rank's KV stream, 0 to ``kv_stream_count - 1``: the offset of its ports."""
+        """Index of this rank's KV stream, 0 to `kv_stream_count - 1`: the offset of its ports."""
         if self.attn_dp_size > 1:
             return self.attn_dp_rank
         return self.dp_rank or 0
 
     @property
     def kv_stream_count(self) -> int:
-        """How many independent KV caches, and so streams, the whole engine has."""
-        return self.dp_size  # equal to attn_dp_size under DP attention
+        """Number of independent KV caches, and therefore of streams, of the whole engine."""
+        return self.dp_size  # equal to attn_dp_size with DP attention
 
     @property
     def reports_metrics(self) -> bool:
@@ -271,7 +271,7 @@ class ParallelState:
 
     @property
     def leads_replica(self) -> bool:
-        """True on the rank that receives a replica's requests and answers for it."""
+        """True on the rank that receives and answers a replica's requests."""
         return self.owns_kv_stream
 
     @property

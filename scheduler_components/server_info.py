@@ -1,8 +1,8 @@
-"""What ``/server_info`` says of the KV-event streams, made from the port plan that the publishers bind by.
+"""Describe the KV-event streams for `/server_info`, from the port plan that the publishers bind by.
 
-The keys are those of SGLang's descriptor (0.5.23), which its gateway and Dynamo read. A reader dials
-``endpoint_port_base + rank`` for each rank below ``dp_size``. Where that is not true of all ranks, because they run on
-several nodes or were given ports by the system, ``publishers`` has one entry per rank (sglang #38032).
+The keys are those of SGLang's descriptor (0.5.23), which its gateway and Dynamo read. A reader connects to
+``endpoint_port_base + rank`` for each rank below `dp_size`. If that is wrong for some ranks, because they run on
+several nodes or the system chose their ports, `publishers` has one entry per rank (sglang #38032).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def describe_kv_events_publisher(
     dp_size: int,
     publishers: Iterable[ListeningStream] = (),
 ) -> dict[str, object] | None:
-    """Describe the streams for readers, or None when there is nothing that a reader could follow.
+    """Return a description of the streams for readers; None if there is no stream that a reader could follow.
 
     Args:
-        config: the text after ``--kv-events-config``, or what was read from it. Bad text gives None, never an error.
-        block_size: tokens per block in the events: the page size, times the DCP size where pages are split by it.
-        dp_size: number of streams (``ParallelState.kv_stream_count``).
-        publishers: where each of them is bound, in any order; none where the configuration says all. Needed for port
-            0, and for several nodes: ``ListeningStream.on_host`` puts each node's address in.
+        config: the value of ``--kv-events-config``, as text or parsed. Invalid text gives None, never an error.
+        block_size: tokens per block in the events: the page size, multiplied by the DCP size if pages are split by it.
+        dp_size: number of streams (`ParallelState.kv_stream_count`).
+        publishers: endpoints of all publishers, in any order; empty if the configuration determines them. Needed for
+            port 0, and for several nodes: `ListeningStream.on_host` inserts each node's address.
 
     Returns:
-        ``publisher, endpoint_host, endpoint_port_base, topic, block_size, dp_size``; ``replay_endpoint_port_base``
-        and ``load_endpoint_port_base`` with ``load_topic`` where they are configured; ``replay_endpoint_host`` and
-        ``load_endpoint_host`` only where they differ from ``endpoint_host``. A host may be a wildcard (``*``,
-        ``0.0.0.0``, ``::``), for which the reader puts the worker's own; a concrete IPv6 address is in brackets.
-        ``publishers``, if given, as maps of ``dp_rank``, ``endpoint``, and ``replay_endpoint`` and ``load_endpoint``
-        where they are; left out where all hosts are wildcards and all ports base + rank anyhow. A port base is left out
-        where the system's ports are not in a row.
+        ``publisher, endpoint_host, endpoint_port_base, topic, block_size, dp_size``; if configured,
+        ``replay_endpoint_port_base``, ``load_endpoint_port_base`` and ``load_topic``; ``replay_endpoint_host`` and
+        ``load_endpoint_host`` only if they differ from ``endpoint_host``. A host may be a wildcard (``*``, ``0.0.0.0``,
+        ``::``), which the reader replaces by the worker's host. A concrete IPv6 address is in brackets. ``publishers``
+        is a list of maps with ``dp_rank``, ``endpoint``, and optionally ``replay_endpoint`` and ``load_endpoint``. It
+        is omitted if all hosts are wildcards and all ports are base + rank. A port base is omitted if the system's
+        ports are not consecutive.
     """
     try:
         return _describe(config, block_size, dp_size, publishers)
@@ -59,10 +59,10 @@ def kv_events_server_info(
     dp_size: int,
     publishers: Iterable[ListeningStream] = (),
 ) -> dict[str, object]:
-    """Give the keys that KV events add to ``/server_info``; see ``describe_kv_events_publisher``.
+    """Return the keys that KV events add to `/server_info`; see `describe_kv_events_publisher`.
 
     Returns:
-        ``{"kv_events": {...}}``, with ``kv_events_warning`` where a reader or operator should know more, or
+        ``{"kv_events": {...}}``, with ``kv_events_warning`` if readers or operators should know more, or
         ``{"kv_events": None, "kv_events_error": "why"}``.
     """
     bound = tuple(publishers)
@@ -77,7 +77,7 @@ def kv_events_server_info(
 def _describe(
     config: str | KVEventsConfig | None, block_size: int | None, dp_size: int, publishers: Iterable[ListeningStream]
 ) -> dict[str, object]:
-    """Describe, or raise the ConfigError that says why there is nothing to describe."""
+    """Return the description; raise a ConfigError if there is nothing to describe."""
     settings = _published(config)
     check_integer("page_size", block_size, "is not a number of tokens")
     check_integer("dp_size", dp_size, "is not a number of streams")
@@ -85,7 +85,7 @@ def _describe(
     bound = _each_once(publishers, dp_size)
     plan = _resolved(settings.port_plan(dp_size), bound)
     if not plan.events.port and not bound:
-        hint = "give tcp and a fixed port, or say where the publishers are bound"
+        hint = "give tcp and a fixed port, or the endpoints of the publishers"
         raise ConfigError("endpoint", settings.endpoint, "has no port that can be advertised", hint)
     return {
         "publisher": settings.publisher,
@@ -97,12 +97,12 @@ def _describe(
         **_side_channel("replay", plan.replay, plan.events),
         **_side_channel("load", plan.load, plan.events),
         **({"load_topic": LOAD_TOPIC} if _has_load(plan, bound) else {}),
-        **({"publishers": [_entry(stream) for stream in bound]} if _says_more(plan, bound) else {}),
+        **({"publishers": [_entry(stream) for stream in bound]} if _differs_from_bases(plan, bound) else {}),
     }
 
 
 def _each_once(publishers: Iterable[ListeningStream], dp_size: int) -> tuple[ListeningStream, ...]:
-    """The publishers by rank; all or none of the engine's."""
+    """Return the publishers by rank; raise unless they are all of the engine's, or none."""
     bound = tuple(sorted(publishers, key=lambda stream: stream.rank))
     ranks = [stream.rank for stream in bound]
     if bound and ranks != list(range(dp_size)):
@@ -111,32 +111,32 @@ def _each_once(publishers: Iterable[ListeningStream], dp_size: int) -> tuple[Lis
 
 
 def _resolved(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> PortPlan:
-    """The plan with the system's ports in place of 0, as far as they are in a row."""
+    """Return the plan with the system's ports in place of 0, if they are consecutive."""
     return attrs.evolve(
         plan,
-        events=_in_a_row(plan.events, [stream.events for stream in bound]),
-        replay=plan.replay and _in_a_row(plan.replay, [stream.replay for stream in bound]),
-        load=plan.load and _in_a_row(plan.load, [stream.load for stream in bound]),
+        events=_with_consecutive_ports(plan.events, [stream.events for stream in bound]),
+        replay=plan.replay and _with_consecutive_ports(plan.replay, [stream.replay for stream in bound]),
+        load=plan.load and _with_consecutive_ports(plan.load, [stream.load for stream in bound]),
     )
 
 
-def _in_a_row(base: Endpoint, bound: list[Endpoint | None]) -> Endpoint:
+def _with_consecutive_ports(base: Endpoint, bound: list[Endpoint | None]) -> Endpoint:
     ports = [0 if endpoint is None else endpoint.port or 0 for endpoint in bound]
     if base.port != 0 or not ports or ports != list(range(ports[0], ports[0] + len(ports))):
         return base
     return attrs.evolve(base, port=ports[0])
 
 
-def _says_more(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> bool:
-    """Whether a list of publishers says more than the bases: other hosts, other ports, or hosts that can be dialled."""
+def _differs_from_bases(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> bool:
+    """Return whether the endpoints differ from the bases, or have hosts that readers can connect to."""
     return bool(bound) and not (plan.events.is_wildcard and all(_follows(plan, stream) for stream in bound))
 
 
 def _follows(plan: PortPlan, stream: ListeningStream) -> bool:
     planned = [plan.event_endpoint(stream.rank), plan.replay_endpoint(stream.rank), plan.load_endpoint(stream.rank)]
     return all(
-        told is None or (base is not None and told.port == base.port and _is_same_host(told, base))
-        for told, base in zip((stream.events, stream.replay, stream.load), planned, strict=True)
+        actual is None or (base is not None and actual.port == base.port and _is_same_host(actual, base))
+        for actual, base in zip((stream.events, stream.replay, stream.load), planned, strict=True)
     )
 
 
@@ -166,7 +166,7 @@ def _published(config: str | KVEventsConfig | None) -> KVEventsConfig:
 
 
 def _side_channel(name: str, base: Endpoint | None, events: Endpoint) -> dict[str, object]:
-    """The keys of the replay or load range; none where it is not tcp on a fixed port."""
+    """Return the keys of the replay or load endpoints; none unless they are tcp with a fixed port."""
     if base is None or not base.port:
         return {}
     keys: dict[str, object] = {f"{name}_endpoint_port_base": base.port}
@@ -176,17 +176,17 @@ def _side_channel(name: str, base: Endpoint | None, events: Endpoint) -> dict[st
 
 
 def _warning(config: str | KVEventsConfig | None, bound: tuple[ListeningStream, ...]) -> str:
-    """What is not wrong, and still not what a reader would expect; "" when there is nothing to say."""
+    """Return facts that are valid but may surprise a reader; empty without any."""
     settings = _published(config)
     plan = settings.port_plan(1)
     sentences = []
     if not plan.events.resolve_bind(settings.bind):
         sentences.append(
-            f"the publisher connects to {plan.events}, so nothing of this process listens there; "
+            f"the publisher connects to {plan.events}, so this process does not listen there; "
             'to listen there, give "bind": true'
         )
     sentences.extend(
-        f"{field}={str(base)!r} is not advertised, for it is not tcp with a fixed port"
+        f"{field}={str(base)!r} is not advertised because it is not tcp with a fixed port"
         for field, base in _side_bases(plan)
         if not base.port and not bound
     )

@@ -1,6 +1,6 @@
-"""Checks of the numbers that a person gives, once for the whole kit: each refuses with the setting's name.
+"""Validate numbers and choices that an operator types. Each error names the setting.
 
-``check_*`` take a name and a value. The others make validators for fields of ``attrs`` classes.
+`check_*` take a name and a value. The others return validators for fields of `attrs` classes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from scheduler_components.errors import ConfigError
 if TYPE_CHECKING:
     import attrs
 
-__all__ = ["check_choice", "check_integer", "check_number", "choice_validator", "integer_validator", "number_validator"]
+__all__ = [
+    "check_choice",
+    "check_integer",
+    "check_number",
+    "check_share",
+    "choice_validator",
+    "integer_validator",
+    "number_validator",
+]
 
 
 def check_integer(field: str, value: object, problem: str = "is not a size", *, at_least: int = 1) -> None:
-    """Refuse what is no integer, or is too small.
+    """Raise unless `value` is an integer of at least `at_least`.
 
     Args:
-        field: the name of the setting.
-        value: what was given for it; ``True`` is no integer here.
-        problem: what the error says is wrong.
-        at_least: the smallest value that works.
+        field: name of the setting.
+        value: the given value. A bool is no integer here.
+        problem: what is wrong, as a clause for the error.
+        at_least: the smallest valid value.
 
     Raises:
         ConfigError: naming the field.
@@ -34,7 +42,7 @@ def check_integer(field: str, value: object, problem: str = "is not a size", *, 
 
 
 def check_number(field: str, value: Any, problem: str = "is not a time span", *, or_zero: bool = False) -> None:
-    """Refuse what is no finite number above 0; with ``or_zero``, 0 works too.
+    """Raise unless `value` is a finite number above 0, or 0 with `or_zero`.
 
     Raises:
         ConfigError: naming the field.
@@ -44,8 +52,14 @@ def check_number(field: str, value: Any, problem: str = "is not a time span", *,
         raise ConfigError(field, value, problem, f"give a finite number {'of at least' if or_zero else 'above'} 0")
 
 
+def check_share(field: str, value: float) -> None:
+    """Raise a ConfigError that names `field` unless `value` is a number from 0 to 1."""
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(field, value, "is not a share", "give a number from 0 to 1")
+
+
 def check_choice(field: str, value: object, choices: Collection[str], problem: str = "is not a known value") -> None:
-    """Raise a ConfigError that names ``field`` and lists ``choices`` unless ``value`` is one of them."""
+    """Raise a ConfigError that names `field` and lists `choices` unless `value` is one of them."""
     if value not in choices:
         raise ConfigError(field, value, problem, f"give one of {', '.join(choices)}")
 
@@ -53,7 +67,7 @@ def check_choice(field: str, value: object, choices: Collection[str], problem: s
 def integer_validator(
     problem: str = "is not a size", *, at_least: int = 1
 ) -> Callable[[object, attrs.Attribute[int], Any], None]:
-    """Make the validator of an attrs field that calls ``check_integer``."""
+    """Return the validator of an attrs field that calls `check_integer`."""
 
     def validate(_: object, attribute: attrs.Attribute[int], value: object) -> None:
         check_integer(attribute.name, value, problem, at_least=at_least)
@@ -64,7 +78,7 @@ def integer_validator(
 def number_validator(
     problem: str = "is not a time span", *, or_zero: bool = False
 ) -> Callable[[object, attrs.Attribute[float], Any], None]:
-    """Make the validator of an attrs field that calls ``check_number``."""
+    """Return the validator of an attrs field that calls `check_number`."""
 
     def validate(_: object, attribute: attrs.Attribute[float], value: object) -> None:
         check_number(attribute.name, value, problem, or_zero=or_zero)
@@ -75,7 +89,7 @@ def number_validator(
 def choice_validator(
     *choices: str, problem: str = "is not a known value"
 ) -> Callable[[object, attrs.Attribute[Any], Any], None]:
-    """Make the validator of an attrs field that calls ``check_choice``."""
+    """Return the validator of an attrs field that calls `check_choice`."""
 
     def validate(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
         check_choice(attribute.name, value, choices, problem)

@@ -100,7 +100,7 @@ def test_nobody_waits_longer_than_the_limit_and_the_rule_is_pure(rounds: list[li
         assert other.vote(list(reversed(said)), any_low=False) == vote  # the order of the replicas decides nothing
         in_a_row = in_a_row + 1 if vote == "delayed" else 0
         assert in_a_row <= limit
-        if vote in ("delayed", "waited_enough", "all", "low_usage"):
+        if vote in ("delayed", "timed_out", "all", "low_usage"):
             assert any(intent.is_prefillable for intent in said)
 
 
@@ -110,13 +110,13 @@ RUNS, WAITS = PrefillIntent(has_work=True, is_running=True), PrefillIntent(True,
 @pytest.mark.parametrize(
     ("said", "low_usage", "vote"),
     [
-        ([RUNS, RUNS], 0.0, "nobody_asks"),
+        ([RUNS, RUNS], 0.0, "no_request"),
         ([RUNS, WAITS], 0.0, "delayed"),
         ([WAITS, WAITS], 0.0, "all"),
         ([RUNS, WAITS], 0.6, "low_usage"),
-        ([PrefillIntent(is_running=True, is_prefilling=True), WAITS], 0.0, "under_way"),
-        ([PrefillIntent(), PrefillIntent(is_prefillable=True)], 0.0, "undisturbed"),
-        ([PrefillIntent(), PrefillIntent()], 0.0, "undisturbed"),
+        ([PrefillIntent(is_running=True, is_prefilling=True), WAITS], 0.0, "prefilling"),
+        ([PrefillIntent(), PrefillIntent(is_prefillable=True)], 0.0, "no_decode"),
+        ([PrefillIntent(), PrefillIntent()], 0.0, "no_decode"),
     ],
 )
 def test_the_vote(said: list[PrefillIntent], low_usage: float, vote: str) -> None:
@@ -124,7 +124,7 @@ def test_the_vote(said: list[PrefillIntent], low_usage: float, vote: str) -> Non
     any_low = any(delayer.is_low(each) for each in said)
     assert delayer.vote(said, any_low=any_low) == vote
     if vote == "delayed":
-        assert [delayer.vote(said, any_low=False) for _ in range(3)] == ["delayed", "waited_enough", "delayed"]
+        assert [delayer.vote(said, any_low=False) for _ in range(3)] == ["delayed", "timed_out", "delayed"]
     assert PrefillDelayer().vote(said, any_low=False) == "free"
 
 
