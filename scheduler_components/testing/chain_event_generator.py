@@ -10,10 +10,10 @@ __all__ = ["ChainEventGenerator"]
 
 
 class ChainEventGenerator:
-    """Makes events that break no rule of the wire: a chain of blocks that grows, loses its end, and grows again.
+    """Generates events that break no rule: a chain of blocks that grows, shrinks and grows again.
 
     Attributes:
-        standing: the hashes that whoever applied all events so far holds, root first.
+        live_hashes: the hashes that a reader of all events holds, root first.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class ChainEventGenerator:
         self._tokens: list[int] = []
 
     def store(self, *tokens: int) -> BlockStored:
-        """Append one block of ``BLOCK_SIZE`` tokens to the chain; the tokens default to the block's depth."""
+        """Append one block of ``BLOCK_SIZE`` tokens; the default tokens are its depth."""
         depth = len(self.live_hashes)
         page = tokens or (depth, depth + 1)
         parent = self.live_hashes[-1] if self.live_hashes else None
@@ -41,7 +41,7 @@ class ChainEventGenerator:
         return AllBlocksCleared()
 
     def next(self, number: int) -> KVCacheEvent:
-        """Event ``number`` of a mixed run: mostly stores, every fifth a removal, every fortieth a clear."""
+        """Return event ``number`` of a mixed sequence: a clear every 40, a removal every 5, otherwise a store."""
         if number % 40 == 39:
             return self.clear()
         if number % 5 == 4 and self.live_hashes:

@@ -14,14 +14,13 @@ _SHOWN_ENDS = 20  # A long trace shows this many of its first and last steps.
 
 
 class ConformanceError(AssertionError):
-    """A part does not do what its port promises: the part is to blame. An AssertionError, so that test runners agree.
+    """A part breaks the contract of its interface. It is an AssertionError, so that test runners report a failure.
 
     Args:
-        title: the promise, as a sentence.
-        steps: what was done to the part, in order; the last one is where it failed. The message leaves out the middle
-            of many.
-        expected: what the promise asks for.
-        found: what came instead.
+        title: the promise that was checked, as a sentence.
+        steps: the steps of the check in order; the last one failed. The message omits the middle of a long list.
+        expected: the expected result.
+        found: the actual result.
     """
 
     def __init__(self, title: str, steps: tuple[str, ...], expected: str, found: str) -> None:
@@ -33,12 +32,12 @@ class ConformanceError(AssertionError):
         if len(lines) > 2 * _SHOWN_ENDS:
             num_left_out = len(lines) - 2 * _SHOWN_ENDS
             lines[_SHOWN_ENDS:-_SHOWN_ENDS] = [f"\n  ... {num_left_out} steps ..."]
-        told = "".join(lines)
-        super().__init__(f"{title}{told}\n  expected: {expected}\n  found:    {found}")
+        listed = "".join(lines)
+        super().__init__(f"{title}{listed}\n  expected: {expected}\n  found:    {found}")
 
 
 class CheckTrace:
-    """What a check does to a part, told as it goes.
+    """The steps of one check, recorded as it runs.
 
     Args:
         title: the promise that is checked, as a sentence.
@@ -51,14 +50,14 @@ class CheckTrace:
         self._steps: list[str] = []
 
     def note(self, step: str) -> None:
-        """Tell one step."""
+        """Record one step."""
         self._steps.append(step)
 
     def call(self, step: str, action: Callable[[], T]) -> T:
-        """Tell a step and do it.
+        """Record a step, run it and return its result.
 
         Raises:
-            ConformanceError: the part raised; the check asks for nothing that may.
+            ConformanceError: the step raised an error.
         """
         self.note(step)
         try:
@@ -69,25 +68,25 @@ class CheckTrace:
             raise self.failure("no error", f"{type(error).__name__}: {error}") from error
 
     def expect(self, expected: object, found: object, meaning: str = "") -> None:
-        """Compare.
+        """Compare two values.
 
         Raises:
-            ConformanceError: the two are not equal.
+            ConformanceError: they are not equal.
         """
         if expected != found:
             raise self.failure(f"{meaning}: {_shown(expected)}" if meaning else _shown(expected), _shown(found))
 
     def require(self, holds: bool, expected: str, found: object) -> None:
-        """Raise unless ``holds``.
+        """Check a condition.
 
         Raises:
-            ConformanceError: it does not.
+            ConformanceError: the condition is false.
         """
         if not holds:
             raise self.failure(expected, _shown(found))
 
     def expect_error(self, step: str, kind: type[Exception], action: Callable[[], object]) -> None:
-        """Tell and do a step that the part must refuse.
+        """Record and run a step that must raise ``kind``.
 
         Raises:
             ConformanceError: it did not raise ``kind``.
@@ -102,7 +101,7 @@ class CheckTrace:
         raise self.failure(kind.__name__, f"it returned {_shown(answer)}")
 
     def failure(self, expected: str, found: str) -> ConformanceError:
-        """The trace so far as an error, to raise."""
+        """Return an error with the steps so far."""
         return ConformanceError(self.title, tuple(self._steps), expected, found)
 
 

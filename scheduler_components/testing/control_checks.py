@@ -1,7 +1,7 @@
-"""What every ``StateProvider`` and every ``Profiler`` must do: run the checks on parts of your own.
+"""Checks of every ``StateProvider`` and every ``Profiler``.
 
-``STATE_HOLDER_CHECKS`` take a holder, and a change of some of its values that works and differs from what they are.
-``PROFILER_CHECKS`` take a function that opens a profiler. A check raises ``ConformanceError`` with its trace.
+``STATE_HOLDER_CHECKS`` take a state provider, and a valid change of some of its values. ``PROFILER_CHECKS`` take a
+function that opens a profiler. A check raises ``ConformanceError`` with its trace.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["PROFILER_CHECKS", "STATE_HOLDER_CHECKS"]
 
 
 def check_settable_values_are_visible(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
-    """Names are the same at every look, and those that can be set are among them."""
-    trace = CheckTrace("What can be set is shown, under names that stay")
+    """The names of the state never change, and include all settable names."""
+    trace = CheckTrace("Settable values are visible under constant names")
     names = sorted(trace.call("state()", holder.state))
-    trace.expect([], sorted(set(holder.settable) - set(names)), "names that can be set and are not shown")
-    trace.expect([], sorted(set(change) - set(holder.settable)), "names of the change that cannot be set")
+    trace.expect([], sorted(set(holder.settable) - set(names)), "settable names that are missing in state()")
+    trace.expect([], sorted(set(change) - set(holder.settable)), "names of the change that are not settable")
     trace.expect(names, sorted(trace.call("state() again", holder.state)), "names")
 
 
 def check_check_state_has_no_side_effects(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
-    """``check_state`` only looks."""
+    """``check_state`` changes no value."""
     trace = CheckTrace("check_state() changes nothing")
     before = dict(trace.call("state()", holder.state))
     trace.call(f"check_state({dict(change)})", lambda: holder.check_state(change))
@@ -36,8 +36,8 @@ def check_check_state_has_no_side_effects(holder: StateProvider, change: Mapping
 
 
 def check_set_values_are_visible_and_reversible(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
-    """A change shows, and its old values can be set again."""
-    trace = CheckTrace("What was set is shown, and can be taken back")
+    """A change is visible, and the old values can be set again."""
+    trace = CheckTrace("Set values are visible, and can be reversed")
     before = {name: value for name, value in holder.state().items() if name in change}
     for values in (change, before):
         trace.call(f"check_state({dict(values)})", partial(holder.check_state, values))
@@ -47,8 +47,8 @@ def check_set_values_are_visible_and_reversible(holder: StateProvider, change: M
 
 
 def check_wrong_type_raises_config_error(holder: StateProvider, change: Mapping[str, StateValue]) -> None:
-    """What comes over HTTP is anything: a part refuses it with a ``ConfigError``, and raises nothing else."""
-    trace = CheckTrace("Values of another kind are refused with a ConfigError")
+    """A value of a wrong type raises a ``ConfigError`` and no other error, because HTTP clients send any value."""
+    trace = CheckTrace("A value of a wrong type raises a ConfigError")
     before = dict(trace.call("state()", holder.state))
     for name in change:
         values = {**change, name: "no such value"}
@@ -73,8 +73,8 @@ STATE_HOLDER_CHECKS = (
 
 
 def check_profile_is_written_to_the_returned_path(open_profiler: Callable[[], Profiler]) -> None:
-    """Two recordings, one after the other, under two names."""
-    trace = CheckTrace("Each recording is written to a file of its own")
+    """Two recordings are written to two files."""
+    trace = CheckTrace("Each recording is written to its own file")
     profiler = trace.call("open", open_profiler)
     paths = []
     for name in ("first-rank0", "second-rank0"):
@@ -82,24 +82,24 @@ def check_profile_is_written_to_the_returned_path(open_profiler: Callable[[], Pr
         sum(range(10_000))
         paths.append(trace.call(f"stop({name!r})", partial(profiler.stop, name)))
     trace.expect(2, len(set(paths)), "files")
-    trace.expect([True, True], [Path(path).is_file() for path in paths], "are there")
+    trace.expect([True, True], [Path(path).is_file() for path in paths], "files exist")
     trace.expect([True, True], [name in Path(path).name for name, path in zip(("first", "second"), paths, strict=True)])
 
 
 def check_unbalanced_start_and_stop_raise(open_profiler: Callable[[], Profiler]) -> None:
-    """They raise, and the recording under way is not lost."""
-    trace = CheckTrace("A start or stop too many raises")
+    """An unbalanced call raises, and the current recording is kept."""
+    trace = CheckTrace("An unbalanced start or stop raises")
     profiler = trace.call("open", open_profiler)
     trace.expect(True, trace.call("stop() before start()", lambda: _raises(lambda: profiler.stop("none"))), "raised")
     trace.call("start()", profiler.start)
     trace.expect(True, trace.call("start() again", lambda: _raises(profiler.start)), "raised")
-    trace.expect(True, Path(trace.call("stop('kept')", lambda: profiler.stop("kept"))).is_file(), "it is there")
+    trace.expect(True, Path(trace.call("stop('kept')", lambda: profiler.stop("kept"))).is_file(), "the file exists")
 
 
 def _raises(call: Callable[[], object]) -> bool:
     try:
         call()
-    except Exception:  # noqa: BLE001 - whatever it is: the session counts it
+    except Exception:  # noqa: BLE001 - any error is accepted
         return True
     return False
 

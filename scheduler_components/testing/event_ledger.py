@@ -1,8 +1,7 @@
-"""What a stream's events add up to, block by block, and which rules of the wire they broke.
+"""The blocks that a stream's events add up to, and the rules that the events break.
 
-``EventLedger`` applies events and reports the rules of events. It is stricter than a router: it reports what a router
-silently accepts. The cache and scheduler checks, the state machines and the judge of live engines all read events
-through it.
+``EventLedger`` is stricter than a router: it reports events that a router silently accepts. The checks of caches and
+schedulers, the state machines and the stream verifier read events with it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _Identity = tuple[object, ...]
 
 
 class Block(msgspec.Struct, frozen=True):
-    """One block's content: what its hash stands for.
+    """The content of one hash.
 
-    ``identity`` is what else than tokens decides it: LoRA number and name, salt, and this block's extra keys.
+    ``identity`` has the other inputs of the hash: LoRA number and name, salt, and the block's extra keys.
     """
 
     parent: int | None
@@ -39,60 +38,60 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class EventLedger:
-    """Applies events in order, and keeps what stands.
+    """Applies events in order, and keeps the stored blocks.
 
     Args:
-        block_size: the advertised size; None takes the first event's.
-        is_complete: the events begin where the cache was empty. Without it, what refers to earlier history is not
-            judged, until an AllBlocksCleared makes the ledger complete.
+        block_size: the advertised size; None uses that of the first event.
+        is_complete: the events begin with an empty cache. Otherwise references to earlier events are not verified
+            until an AllBlocksCleared makes the ledger complete.
 
     Attributes:
-        num_chained: blocks whose hash was compared with SGLang's page chain: plain tokens below a known prefix.
-        num_off_chain: those of them that have another hash. Allowed, since readers take any hash; reported for people.
+        num_chained: blocks whose hash was compared with SGLang's page chain: plain tokens after a known prefix.
+        num_off_chain: those with another hash. This is allowed, because readers accept any hash.
     """
 
-    __slots__ = ("_children", "_contents", "_digests", "_standing", "block_size", "is_complete", "num_chained",
+    __slots__ = ("_children", "_contents", "_digests", "_live", "block_size", "is_complete", "num_chained",
                  "num_off_chain")  # fmt: skip
 
     def __init__(self, *, block_size: int | None = None, is_complete: bool = True) -> None:
         self.block_size = block_size
         self.is_complete = is_complete
         self.num_chained = self.num_off_chain = 0
-        self._standing: dict[MediumGroup, dict[int, Block]] = {}
+        self._live: dict[MediumGroup, dict[int, Block]] = {}
         self._contents: dict[int, Block] = {}
         self._digests: dict[int, bytes] = {}
         self._children: dict[MediumGroup, Counter[int]] = {}
 
     def apply(self, event: KVCacheEvent) -> list[Violation]:
-        """Apply one event; returns the rules that it breaks. What can be understood of it is applied."""
+        """Apply one event as far as possible, and return its violations."""
         if isinstance(event, BlockStored):
             return list(self._store(event))
         if isinstance(event, BlockRemoved):
             return list(self._remove(event))
         if isinstance(event, AllBlocksCleared):
-            self._standing.clear()
+            self._live.clear()
             self._children.clear()
             self.is_complete = True
             return []
         return [Violation("event", f"{type(event).__name__} is not an event of the wire")]
 
     def apply_all(self, events: Iterable[KVCacheEvent]) -> list[Violation]:
-        """Apply events in order; returns every broken rule."""
+        """Apply events in order, and return all violations."""
         return [violation for event in events for violation in self.apply(event)]
 
     def hashes(self, medium: str | None = None, group_idx: int | None = None) -> set[int]:
-        """Hashes that stand on one medium; None is the device."""
-        return set(self._standing.get(medium_group(medium, group_idx), ()))
+        """Return the stored hashes of one medium; None is the device."""
+        return set(self._live.get(medium_group(medium, group_idx), ()))
 
     def blocks(self) -> dict[tuple[MediumGroup, int], Block]:
-        """Every standing block by place and hash."""
-        return {(place, each): block for place, held in self._standing.items() for each, block in held.items()}
+        """Return every stored block by place and hash."""
+        return {(place, each): block for place, held in self._live.items() for each, block in held.items()}
 
     def prefix(self, block_hash: int) -> tuple[int, ...]:
-        """All tokens from the root to the end of a block.
+        """Return all tokens from the root to the end of a block.
 
         Raises:
-            KeyError: the block, or one above it, was never stored, or is its own ancestor.
+            KeyError: the block or an ancestor was never stored, or the block is its own ancestor.
         """
         pages: dict[int, tuple[int, ...]] = {}
         above: int | None = block_hash
@@ -105,16 +104,16 @@ class EventLedger:
         return tuple(token for page in reversed(pages.values()) for token in page)
 
     def identity(self, block_hash: int) -> tuple[object, ...]:
-        """LoRA number, LoRA name, salt and extra keys of a block that was stored; KeyError for another."""
+        """Return LoRA number, LoRA name, salt and extra keys of a stored block; raise KeyError for others."""
         return self._contents[block_hash].identity
 
     def _store(self, event: BlockStored) -> Iterator[Violation]:
         size = self.block_size = self.block_size or event.block_size
         if event.block_size != size:
-            yield Violation("block-size", f"a block of {event.block_size} tokens where {size} are the size")
+            yield Violation("block-size", f"a block of {event.block_size} tokens instead of {size}")
         if event.block_size < 1 or first_token_mismatch((event,)) is not None:
-            told = f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
-            yield Violation("event", told)
+            sizes = f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"
+            yield Violation("event", sizes)
             return
         try:
             pack_tokens(event.token_ids)
@@ -124,18 +123,18 @@ class EventLedger:
         if medium_tier(event.medium) is None:
             yield Violation("medium", f"medium {event.medium!r:.40}")
         parent = event.parent_block_hash
-        if parent is not None and not self._stands(parent):
+        if parent is not None and not self._is_live(parent):
             if parent == 0:
                 yield Violation("root-parent", f"block {_first(event)} has the parent 0")
             elif self.is_complete:
                 yield Violation(
-                    "parents-first", f"block {_first(event)} was stored below {parent}, which does not stand"
+                    "parents-first", f"block {_first(event)} was stored below {parent}, which is not stored"
                 )
         yield from self._store_blocks(event)
 
     def _store_blocks(self, event: BlockStored) -> Iterator[Violation]:
         place = medium_group(event.medium, event.group_idx)
-        held, children = self._standing.setdefault(place, {}), self._children.setdefault(place, Counter())
+        held, children = self._live.setdefault(place, {}), self._children.setdefault(place, Counter())
         parent, size = event.parent_block_hash, event.block_size
         for index, block_hash in enumerate(event.block_hashes):
             extra = event.extra_keys[index] if event.extra_keys and index < len(event.extra_keys) else None
@@ -143,9 +142,11 @@ class EventLedger:
             block = Block(parent, tokens, (event.lora_id, event.lora_name, event.cache_salt, extra))
             known = self._contents.setdefault(block_hash, block)
             if known != block:
-                yield Violation("one-content", f"hash {block_hash} stood for {_told(known)}, now for {_told(block)}")
+                yield Violation(
+                    "one-content", f"hash {block_hash} had {_describe(known)}, and now has {_describe(block)}"
+                )
             if block_hash in held:
-                yield Violation("stored-once", f"block {block_hash} stands on {place[0]} already")
+                yield Violation("stored-once", f"block {block_hash} is already stored on {place[0]}")
             elif parent is not None:
                 children[parent] += 1
             held[block_hash] = block
@@ -159,7 +160,7 @@ class EventLedger:
             try:
                 prior = namespace.seed()
             except ConfigError:
-                return  # an identity that this kit's chain has no seed for
+                return  # This kit's chain has no seed for the identity.
         elif block.parent in self._digests:
             prior = self._digests[block.parent]
         else:
@@ -173,30 +174,30 @@ class EventLedger:
         if medium_tier(event.medium) is None:
             yield Violation("medium", f"medium {event.medium!r:.40}")
         place = medium_group(event.medium, event.group_idx)
-        held, children = self._standing.get(place, {}), self._children.get(place, Counter())
+        held, children = self._live.get(place, {}), self._children.get(place, Counter())
         removed = []
         for block_hash in event.block_hashes:
             block = held.pop(block_hash, None)
             if block is None:
                 if self.is_complete:
                     yield Violation(
-                        "removed-stands", f"block {block_hash} was removed from {place[0]}, where it is not"
+                        "removed-stands", f"block {block_hash} was removed from {place[0]}, but is not stored there"
                     )
                 continue
             removed.append(block_hash)
             if block.parent is not None:
                 children[block.parent] -= 1
-        for block_hash in removed:  # judged after the whole event: within one, order means nothing
+        for block_hash in removed:  # Verified after the whole event, because the order within an event has no meaning.
             if children[block_hash] > 0:
                 yield Violation("children-first", f"block {block_hash} was removed from {place[0]} before its children")
 
-    def _stands(self, block_hash: int) -> bool:
-        return any(block_hash in held for held in self._standing.values())
+    def _is_live(self, block_hash: int) -> bool:
+        return any(block_hash in held for held in self._live.values())
 
 
 def _first(event: BlockStored) -> int | None:
     return event.block_hashes[0] if event.block_hashes else None
 
 
-def _told(block: Block) -> str:
+def _describe(block: Block) -> str:
     return f"tokens {block.token_ids!r:.60} below {block.parent} with {block.identity!r:.60}"

@@ -17,14 +17,14 @@ R = TypeVar("R")
 
 
 class InstantDevice(Generic[B, R]):
-    """``launch`` keeps the batch, ``wait`` computes its answer; a scheduler with such a device takes no time.
+    """A device without latency: ``launch`` keeps the batch, and ``wait`` computes its result.
 
     Args:
-        compute: a batch's answer.
+        compute: computes the result of a batch.
 
     Attributes:
-        scripted: answers or errors given first, one per step, instead of computed ones.
-        launched: every batch so far.
+        scripted: results or errors for the next steps, used before computed results.
+        launched: all batches.
     """
 
     def __init__(self, compute: Callable[[B], R]) -> None:
@@ -33,34 +33,34 @@ class InstantDevice(Generic[B, R]):
         self.launched: list[B] = []
 
     def launch(self, batch: B) -> None:
-        """Begin a step."""
         self.launched.append(batch)
 
     def wait(self) -> R:
-        """End it.
+        """Return the result of the last batch.
 
         Raises:
-            IndexError: nothing was launched; otherwise what ``scripted`` says.
+            IndexError: no batch was launched.
+            Exception: the next item of ``scripted`` is an error.
         """
         batch = self.launched[-1]
         if not self.scripted:
             return self._compute(batch)
-        answer = self.scripted.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        result = self.scripted.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 class PagedModel:
-    """Answers ``next_token`` as long as the pages of a request hold its KV, and other tokens otherwise.
+    """A model that returns ``next_token`` if the pages of a request hold its KV, and another token otherwise.
 
-    A page that was given away too early, shared before it was computed, or never computed changes what comes out.
+    So a page that was freed too early, shared before its computation, or never computed changes the tokens.
 
     Args:
         page_size: tokens per page.
 
     Attributes:
-        kv: the value of each position of each page that was ever written.
+        kv: the values of all written pages, by page.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -68,16 +68,16 @@ class PagedModel:
         self.kv: dict[int, list[int]] = {}
 
     def forward(self, token_ids: Sequence[int], pages: Sequence[int], start: int) -> int:
-        """Compute positions ``start`` to ``len(token_ids)`` into their pages; returns the token after them.
+        """Compute the KV of positions ``start`` to ``len(token_ids)``, and return the next token.
 
         Args:
-            token_ids: from the first position of the request on.
-            pages: one index per page of them, in order.
-            start: positions before it are read from the pages as they are.
+            token_ids: all tokens of the request.
+            pages: their page indices, in order.
+            start: the first position to compute; earlier positions are read from the pages.
 
         Raises:
-            IndexError: there is no page for a position.
-            ValueError: no position is left to compute, and so nothing tells the next token.
+            IndexError: a position has no page.
+            ValueError: no position is left to compute.
         """
         if start >= len(token_ids):
             raise ValueError(f"all {len(token_ids)} positions are computed; leave the last one out of a cached prefix")
@@ -92,9 +92,9 @@ class PagedModel:
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """The token after ``token_ids``, all u32: what the model of a scheduler under check must answer.
+    """Return the token after ``token_ids`` (u32), which the model of a scheduler under check must return.
 
-    It depends on every token before it. ``PagedModel`` of the fakes computes it from pages of KV.
+    It depends on every earlier token. ``PagedModel`` computes it from pages of KV.
     """
     kv: list[int] = []
     for token in token_ids:
@@ -103,15 +103,15 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def kv_value(token: int, before: int) -> int:
-    """The KV of one position, of its token and the KV of the position before it; 0 stands before the first."""
+    """Return the KV of a position, from its token and the KV of the previous position (0 for the first)."""
     return _hash_u32((token, before))
 
 
 def token_after(kv: Sequence[int]) -> int:
-    """The token that follows positions with this KV."""
+    """Return the token after positions with this KV."""
     return _hash_u32(kv)
 
 
 def _hash_u32(values: Sequence[int]) -> int:
-    # Not a CRC: that of numbers which are followed by their own CRC is always the same.
+    # A CRC is unsuitable: the CRC of numbers followed by their own CRC is constant.
     return int.from_bytes(blake2b(array("I", values).tobytes(), digest_size=4).digest(), "little")

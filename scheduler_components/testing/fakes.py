@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class FakeClock:
-    """Give it where a component takes ``clock``; set or add to ``now_s`` to let time pass, backwards too."""
+    """A settable clock for a component's ``clock``: change ``now_s`` to move the time, also backwards."""
 
     def __init__(self, now_s: float = 1_700_000_000.0) -> None:
         self.now_s = now_s
@@ -56,7 +56,7 @@ class FakeClock:
 
 @dataclass
 class FakeRequest:
-    """A ``QueuedRequest``. Requests of equal counts are equal, so that a queue which compares them is caught."""
+    """A ``QueuedRequest``. Requests with equal counts are equal, so that tests find a queue that compares requests."""
 
     num_input_tokens: int = 100
     num_cached_tokens: int = 0
@@ -92,7 +92,7 @@ class FakeLoad:
 
 
 class ScriptedEventSource:
-    """A ``KvEventSource`` that gives one list of events per call, then nothing."""
+    """A ``KvEventSource`` that returns one list of events per call, then none."""
 
     def __init__(self, *steps: Sequence[KVCacheEvent]) -> None:
         self.steps = list(steps)
@@ -102,7 +102,7 @@ class ScriptedEventSource:
 
 
 class ListInputSource:
-    """An ``InputSource``: ``frames`` are the messages that have come and nobody has taken."""
+    """An ``InputSource``: ``frames`` are the messages that have not been polled."""
 
     def __init__(self, frames: Iterable[bytes] = ()) -> None:
         self.frames = deque(frames)
@@ -112,23 +112,23 @@ class ListInputSource:
 
 
 class TextInputReader:
-    """An ``MessageDecoder`` of messages like ``request:rid:rest``; what it gives the scheduler is the text."""
+    """A ``MessageDecoder`` of messages like ``request:rid:rest``; the scheduler receives the text."""
 
     def read(self, frame: bytes) -> InputMessage[str]:
         kind, _, rest = frame.decode(errors="replace").partition(":")
         if kind not in list(InputKind):
-            raise DecodeError(f"no kind of message: {kind!r}")
+            raise DecodeError(f"unknown kind of message: {kind!r}")
         return InputMessage(InputKind(kind), frame.decode(), rest.partition(":")[0])
 
 
 # Sinks.
 
 
-class _Failing:
-    """What the sinks share.
+class _FailingSink:
+    """Base of the sinks.
 
     Attributes:
-        error: raised from every call while it is set.
+        error: every call raises it while it is set.
         num_closed: calls of ``close`` or ``shutdown``.
     """
 
@@ -141,8 +141,8 @@ class _Failing:
             raise self.error
 
 
-class ListEventSink(_Failing):
-    """A ``KvEventSink``; ``stats`` says that ``num_dropped`` batches were dropped."""
+class ListEventSink(_FailingSink):
+    """A ``KvEventSink``; ``stats`` reports ``num_dropped`` dropped batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,6 @@ class ListEventSink(_Failing):
 
     @property
     def events(self) -> list[KVCacheEvent]:
-        """All events in order."""
         return [event for batch in self.batches for event in batch.events]
 
     def publish(self, events: EventBatch) -> None:
@@ -174,8 +173,8 @@ class ListEventSink(_Failing):
         self._act()
 
 
-class ListSink(_Failing, Generic[T]):
-    """A ``MetricsSink``, ``KvMetricsSink`` or ``LoadSink``: keeps every value in ``sent``."""
+class ListSink(_FailingSink, Generic[T]):
+    """A ``MetricsSink``, ``KvMetricsSink`` or ``LoadSink`` that keeps every value in ``sent``."""
 
     wants_load = wants_metrics = True
 
@@ -188,7 +187,7 @@ class ListSink(_Failing, Generic[T]):
         self.sent.append(value)
 
     def record(self, value: T) -> None:
-        """``send``, as a ``MetricsSink`` calls it."""
+        """Keep a value, as a ``MetricsSink``."""
         self.send(value)
 
     def close(self) -> None:
@@ -196,8 +195,8 @@ class ListSink(_Failing, Generic[T]):
         self._act()
 
 
-class ListRefusalSink(_Failing):
-    """A ``RejectionSink``: the answers to requests that were not let in."""
+class ListRefusalSink(_FailingSink):
+    """A ``RejectionSink`` that keeps the rejections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +207,8 @@ class ListRefusalSink(_Failing):
         self.refused.append(refusal)
 
 
-class ListOutputSink(_Failing):
-    """An ``OutputSink``; takes nothing while ``is_full``."""
+class ListOutputSink(_FailingSink):
+    """An ``OutputSink`` that is not ready while ``is_full``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +217,6 @@ class ListOutputSink(_Failing):
 
     @property
     def deltas(self) -> list[OutputDelta]:
-        """The news of all requests in order."""
         return [delta for batch in self.batches for delta in batch.deltas]
 
     def is_ready(self) -> bool:

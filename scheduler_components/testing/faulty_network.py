@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Fault(Enum):
-    """What happens to one message."""
+    """The fault of one message."""
 
     NONE = "it arrives"
     DROP = "it never arrives"
@@ -24,9 +24,9 @@ class Fault(Enum):
 
 @dataclass
 class FaultyNetwork(Generic[T]):
-    """Carries messages one way; message ``i`` meets ``plan[i]``, and those beyond the plan meet no fault.
+    """A one-way network. Message ``i`` has the fault ``plan[i]``; messages beyond the plan have none.
 
-    ``carry`` returns what arrives now; ``settle`` what was still under way. ``num_lost`` counts what never will be.
+    ``send`` returns the messages that arrive now, ``flush`` the delayed ones. ``num_lost`` counts lost messages.
     """
 
     plan: Sequence[Fault] = ()
@@ -36,7 +36,7 @@ class FaultyNetwork(Generic[T]):
     _last: list[T] = field(default_factory=list)
 
     def send(self, message: T) -> list[T]:
-        """Send one message; returns what arrives, in order."""
+        """Send one message, and return the arriving messages in order."""
         fault = self.plan[self.num_carried] if self.num_carried < len(self.plan) else Fault.NONE
         self.num_carried += 1
         if fault is Fault.DELAY:
@@ -52,6 +52,6 @@ class FaultyNetwork(Generic[T]):
         return [message, *([message] if fault is Fault.DUPLICATE else []), *self.flush()]
 
     def flush(self) -> list[T]:
-        """What was delayed and comes now."""
+        """Return the delayed messages."""
         arriving, self._delayed = self._delayed, []
         return arriving

@@ -1,26 +1,26 @@
-"""What the checks ask of the parts that they are run on, and how a check fails. Read this page first.
+"""Interfaces of the parts that the checks exercise. Read this page first.
 
-A check is a plain function. It takes a part of yours, or a function that opens one, uses it, and raises
-``ConformanceError`` with what was done, what was expected and what came.
+A check is a plain function. It takes a part, or a function that opens one, uses it, and raises ``ConformanceError``
+with the steps, the expectation and the finding.
 
 | checks | a check takes | the part is |
 | --- | --- | --- |
 | ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
 | ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
-| ``IN_PLACE_STORE_CHECKS`` | the same | an ``ZeroCopyPageStore`` |
+| ``IN_PLACE_STORE_CHECKS`` | the same | a ``ZeroCopyPageStore`` |
 | ``PUBLISHER_CHECKS`` | ``open_publisher()`` | a ``BoundPublisher`` |
-| ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``StreamSubscriber`` of what is at ``place`` |
+| ``SUBSCRIBER_CHECKS`` | ``open_subscriber(place), deadline_s`` | a ``StreamSubscriber`` of the stream at ``place`` |
 | ``SCHEDULER_CHECKS`` | ``open_scheduler(events, outputs), workload`` | a ``ServingScheduler`` over two sinks |
 | ``POOL_STREAM_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
-| ``QUIESCE_CHECKS`` | the same | a ``QuiescableScheduler``: one that also takes orders to pause, flush and the like |
-| ``POOL_INVARIANT_CHECKS`` | the same | an ``AuditedScheduler``: one whose pools can be counted |
+| ``QUIESCE_CHECKS`` | the same | a ``QuiescableScheduler``: one that also executes control requests |
+| ``POOL_INVARIANT_CHECKS`` | the same | an ``AuditedScheduler``: one with auditable pools |
 | ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateProvider``, and values that can be set in it |
 | ``PROFILER_CHECKS`` | ``open_profiler()`` | a ``Profiler`` |
 | ``RECEIVER_CHECKS`` | ``open_receivers(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 
-``FollowerMachine`` drives a ``FollowerCore``. Where your part has other names, wrap it. These ports have more members
-than a component's: a check looks at the whole part, a component never does.
+``FollowerMachine`` drives a ``FollowerCore``. If your part has other names, wrap it. These interfaces have more members
+than a component's ports, because a check examines the whole part.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
     "QuiescableScheduler",
     "ServingScheduler",
     "Workload",
-    # intakes
+    # request receivers
     "ReceivingRank",
 ]
 
@@ -73,7 +73,7 @@ PAGE_SIZE = 2
 
 
 class CachedPrefix(Protocol):
-    """What a cache says of a prompt."""
+    """The cached prefix of a prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,12 +87,12 @@ class CachedPrefix(Protocol):
 
     @property
     def node(self) -> Any:
-        """Whatever the cache wants back in ``lock`` and ``unlock``."""
+        """The argument of ``lock`` and ``unlock``, of any type."""
         ...
 
 
 class PrefixCache(Protocol):
-    """A prefix cache over a pool of pages; what ``RadixCache`` promises."""
+    """A prefix cache over a pool of pages, with the contract of ``RadixCache``."""
 
     @property
     def page_size(self) -> int: ...
@@ -141,7 +141,7 @@ BLOCK_SIZE = 2
 
 
 class BlockRecorder(Protocol):
-    """A recorder for an engine with a table of hashed blocks; what ``BlockTableRecorder`` promises."""
+    """A recorder for an engine with a table of hashed blocks, with the contract of ``BlockTableRecorder``."""
 
     def store(
         self,
@@ -154,21 +154,21 @@ class BlockRecorder(Protocol):
         namespace: PrefixNamespace = DEFAULT_NAMESPACE,
         extra_keys: Sequence[Sequence[str | int] | None] | None = None,
     ) -> None:
-        """One more copy of each block, parents first; their parent may be unknown."""
+        """Add one copy of each block, parents first; the parent of the first may be unknown."""
         ...
 
     def remove(
         self, block_hashes: Sequence[int | bytes], *, medium: str | None = None, group_idx: int | None = None
     ) -> None:
-        """One copy less of each block, in any order; what is not there changes nothing."""
+        """Remove one copy of each block, in any order; ignore missing blocks."""
         ...
 
     def clear(self) -> None:
-        """Every copy is gone."""
+        """Remove every copy."""
         ...
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         ...
 
 
@@ -178,11 +178,11 @@ PAGE_BYTES = 4096
 """Size of the pages that the checks store."""
 
 MAX_BYTES = 256 * 2 * PAGE_BYTES
-"""A store with room for this need not evict: no check and no machine stores more."""
+"""No check and no machine stores more, so a store of this size need not evict."""
 
 
 def page_of(key: str) -> bytes:
-    """Return a page that belongs to ``key`` alone and has every byte value in it."""
+    """Return the page of ``key``: no other key has it, and it contains every byte value."""
     name = sha256(key.encode()).digest()
     return b"".join(sha256(name + at.to_bytes(4, "big")).digest() for at in range(PAGE_BYTES // 32))
 
@@ -190,33 +190,33 @@ def page_of(key: str) -> bytes:
 # Publishers and subscribers of KV events.
 
 Frames = tuple[bytes, ...]
-"""One message of a socket."""
+"""The frames of one ZeroMQ message."""
 
 
 class BoundPublisher(Protocol):
-    """A publisher of KV events on ZeroMQ, open: rank 0 of its engine, without a topic."""
+    """An open publisher of KV events on ZeroMQ: rank 0 of its engine, without a topic."""
 
     @property
     def endpoint(self) -> str:
-        """The really bound PUB address."""
+        """The bound PUB address."""
         ...
 
     @property
     def replay_endpoint(self) -> str | None:
-        """The really bound ROUTER address."""
+        """The bound ROUTER address."""
         ...
 
     def publish(self, events: EventBatch) -> None: ...
 
     def idle(self) -> None:
-        """Called again and again while a check waits: a publisher without a thread works here."""
+        """Do background work; a check calls this repeatedly while it waits."""
         ...
 
     def shutdown(self) -> None: ...
 
 
 class StreamEndpoints(msgspec.Struct, frozen=True):
-    """Where the stream to follow is: PUB address, replay ROUTER address, topic."""
+    """Addresses of a stream: PUB address, replay ROUTER address, topic."""
 
     endpoint: str
     replay_endpoint: str
@@ -224,80 +224,80 @@ class StreamEndpoints(msgspec.Struct, frozen=True):
 
 
 class StreamSubscriber(Protocol):
-    """A subscriber that follows one stream, open."""
+    """An open subscriber of one stream."""
 
     def poll(self, timeout_s: float) -> object:
-        """Take in what has come, waiting up to ``timeout_s``."""
+        """Process the received messages, after waiting up to ``timeout_s`` for one."""
         ...
 
     def blocks(self) -> Set[int]:
-        """Hashes on the device that it believes in."""
+        """Return the hashes of the device blocks in its view."""
         ...
 
     def is_live(self) -> bool:
-        """Whether it claims to know the publisher's whole state."""
+        """Whether it reports that its view is the publisher's whole state."""
         ...
 
     def close(self) -> None: ...
 
 
 class FollowerCore(Protocol):
-    """The core of a subscriber without sockets: messages and time in, requests and beliefs out."""
+    """The core of a subscriber without sockets: it takes messages and time, and returns requests and its view."""
 
     def on_live_batch(self, sequence: int, payload: bytes) -> None:
-        """A live batch came."""
+        """Handle a live batch."""
         ...
 
     def pop_replay_request(self) -> bytes | None:
-        """The replay request that it wants sent now, each given once; a new one makes an older one void."""
+        """Return the replay request to send now, once; a new request replaces an older one."""
         ...
 
     def on_replay_message(self, sequence: bytes, payload: bytes) -> None:
-        """A message of the answer to its newest request came, the end marker included."""
+        """Handle a message of the reply to the newest request, also its end marker."""
         ...
 
     def advance_time(self, seconds: float) -> None:
-        """Time passes: what is due is done."""
+        """Advance the clock and do the work that is due."""
         ...
 
     def blocks(self) -> Set[int]:
-        """Hashes on the device that it believes in."""
+        """Return the hashes of the device blocks in its view."""
         ...
 
     def is_live(self) -> bool:
-        """Whether it claims to know the publisher's state."""
+        """Whether it reports that its view is the publisher's state."""
         ...
 
 
 # Schedulers.
 
 MIN_POOL_TOKENS = 256
-"""Tokens that the cache of a scheduler under check must have room for. Give it no more: requests that overfill the pool
-are what makes a scheduler retract, wait and evict, and in a larger one they fit.
+"""Size of the cache of a scheduler under check, in tokens. Use exactly this size: the workload overfills it, so that
+the scheduler must retract, wait and evict.
 """
 
 Workload = tuple[tuple[tuple[int, ...], int], ...]
-"""Prompts, each with the most tokens to generate, in order of arrival."""
+"""Prompts with their maximum numbers of tokens to generate, in order of arrival."""
 
 
 class ServingScheduler(Protocol):
-    """A scheduler that was given the check's sinks of events and outputs when it was opened.
+    """A scheduler over the check's sinks of events and outputs.
 
-    Its model answers ``next_token`` and has no end-of-sequence token. What a step computes is told in that step: the
-    tokens of each request and its end to the sink of outputs, blocks that came and went to the sink of events.
+    Its model answers ``next_token`` and has no end-of-sequence token. Each step sends its results: the tokens and the
+    end of each request to the sink of outputs, stored and removed blocks to the sink of events.
     """
 
     @property
     def has_work(self) -> bool:
-        """True while a step has something to do or to tell."""
+        """Whether a step has work to do or outputs to send."""
         ...
 
     def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Queue a request. It ends with ``FinishReason.LENGTH`` and exactly ``max_new_tokens`` tokens."""
+        """Queue a request; it ends with ``FinishReason.LENGTH`` and exactly ``max_new_tokens`` tokens."""
         ...
 
     def abort(self, rid: str) -> object:
-        """End a request with ``FinishReason.ABORT``; nothing happens when it has ended or never came."""
+        """End a request with ``FinishReason.ABORT``; ignore ended and unknown requests."""
         ...
 
     def step(self) -> object: ...
@@ -305,38 +305,36 @@ class ServingScheduler(Protocol):
     def get_loads(self) -> LoadSnapshot: ...
 
     def block_hashes(self) -> Iterable[int]:
-        """Every block that its cache holds on the device."""
+        """Return the hashes of all device blocks in its cache."""
         ...
 
 
 class PooledScheduler(ServingScheduler, HeldBlocksSource, Protocol):
-    """A scheduler that can read its KV pool: ``held_blocks`` says what it holds, by medium and group."""
+    """A scheduler that can read its KV pool: ``held_blocks`` returns its blocks by medium and group."""
 
 
 class QuiescableScheduler(PooledScheduler, Protocol):
-    """A scheduler that takes the orders of ``quiesce``."""
+    """A scheduler that executes control requests."""
 
     def execute(self, request: ControlRequest) -> ControlReply:
-        """Carry an order out, stepping for as long as it takes, and return how it ended."""
+        """Step until the request is done, and return the reply."""
 
 
 class AuditedScheduler(ServingScheduler, Protocol):
-    """A scheduler whose pools can be counted and read: of pages, of states, of request slots."""
+    """A scheduler with auditable pools: of pages, of states, of request slots."""
 
     @property
-    def pools(self) -> Sequence[AuditedPool]:
-        """All of them."""
-        ...
+    def pools(self) -> Sequence[AuditedPool]: ...
 
 
-# Intakes.
+# Request receivers.
 
 
 class ReceivingRank(Protocol):
-    """One rank's intake of messages like those of the fakes' ``TextInputReader``; what ``RequestReceiver`` promises."""
+    """One rank's receiver of ``TextInputReader``'s messages, with the contract of ``RequestReceiver``."""
 
     def receive(self, step: int, state_digest: int, mode: ForwardMode) -> Sequence[str]:
-        """The messages before a step: the same on every rank. Every rank calls it before each of its steps."""
+        """Return the messages before a step, equal on every rank. Every rank calls it before each step."""
         ...
 
     def close(self) -> None: ...

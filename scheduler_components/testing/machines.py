@@ -1,4 +1,4 @@
-"""State machines: Hypothesis tries every order of calls on a part of yours. Subclass one and override one method.
+"""State machines: Hypothesis tries sequences of calls on a part. Subclass one and override one method.
 
 ::
 
@@ -8,10 +8,10 @@
 
     TestMyCache = MyCacheMachine.TestCase
 
-- ``PrefixCacheMachine`` drives three equal caches and a model that knows pages only.
-- ``RecorderMachine`` drives a recorder of a block table, and a table that counts copies.
-- ``PageStoreMachine`` drives a page store and a dictionary.
-- ``FollowerMachine`` drives a subscriber's core on a network that loses, repeats and delays.
+- ``PrefixCacheMachine`` compares three equal caches with a model of pages.
+- ``RecorderMachine`` compares a recorder of a block table with a model that counts copies.
+- ``PageStoreMachine`` compares a page store with a dictionary.
+- ``FollowerMachine`` drives a subscriber's core on a network that loses, repeats and delays messages.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ __all__ = [
     "RecorderMachine",
 ]
 
-# A prefix cache that is too simple to be wrong: one dictionary entry per page.
+# A naive model of a prefix cache: one dictionary entry per page.
 
 
 class ModelPrefix(NamedTuple):
-    """One cached page, named by everything before it: its tenant's salt and all tokens up to its end."""
+    """The identity of one cached page: its tenant's salt and all tokens up to its end."""
 
     salt: str
     tokens: tuple[int, ...]
@@ -64,9 +64,8 @@ class ModelPrefix(NamedTuple):
 class PrefixCacheModel:
     """Cached prefixes with their page indices; time is a count of calls.
 
-    Evicts the least recently used, the deepest page of a prefix first. Subclass it and override ``eviction_order`` for
-    a
-    cache with another policy.
+    It evicts the least recently used page, the deepest page of a prefix first. For another policy, subclass it and
+    override ``eviction_order``.
     """
 
     page_size: int
@@ -78,38 +77,38 @@ class PrefixCacheModel:
     clock: int = 0
 
     def whole(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
-        """The whole pages of a prompt, cached or not."""
+        """Return the whole pages of a prompt, cached or not."""
         size = self.page_size
         return [ModelPrefix(salt, tuple(tokens[:end])) for end in range(size, len(tokens) + 1, size)]
 
     def cached(self, salt: str, tokens: Sequence[int]) -> list[ModelPrefix]:
-        """Those of them that are cached."""
+        """Return the cached pages of a prompt."""
         return [prefix for prefix in self.whole(salt, tokens) if prefix in self.pages]
 
     def touch(self, prefixes: list[ModelPrefix]) -> None:
-        """Mark as the most recently used."""
+        """Mark pages as the most recently used."""
         self.clock += 1
         self.used_at.update(dict.fromkeys(prefixes, self.clock))
 
     def unlock(self, prefixes: list[ModelPrefix]) -> None:
-        """Give back a lock; what nobody locks any more was used now."""
+        """Release a lock; pages without a lock count as used now."""
         self.locks.subtract(prefixes)
         self.touch([prefix for prefix in prefixes if not self.locks[prefix]])
 
     def unlocked(self) -> list[ModelPrefix]:
-        """Evictable pages."""
+        """Return the evictable pages."""
         return [prefix for prefix in self.pages if not self.locks[prefix]]
 
     def num_free(self) -> int:
-        """Pages that are neither cached nor held by a request."""
+        """Return the number of pages that are neither cached nor held by a request."""
         return self.num_pages - len(self.pages) - len(self.held)
 
     def eviction_order(self) -> list[ModelPrefix]:
-        """Evictable pages in the order in which they go."""
+        """Return the evictable pages in the order of their eviction."""
         return sorted(self.unlocked(), key=lambda prefix: (self.used_at[prefix], -len(prefix.tokens)))
 
     def evict(self, num_pages: int) -> int:
-        """Evict up to ``num_pages``; returns how many."""
+        """Evict up to ``num_pages``, and return their number."""
         gone = self.eviction_order()[: max(0, num_pages)]
         for prefix in gone:
             del self.pages[prefix]
@@ -118,14 +117,14 @@ class PrefixCacheModel:
 
 NAMESPACES = {"": None, "tenant": PrefixNamespace(cache_salt="tenant")}
 
-# Two tokens only, so that prefixes meet, part and end inside each other.
+# Two different tokens, so that prompts share prefixes.
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=16)
 SALTS = st.sampled_from(sorted(NAMESPACES))
 
 
 @dataclass
 class _Request:
-    """A request between its match and its end, once for each cache under test."""
+    """A request between its match and its end, with one node for each cache."""
 
     salt: str
     tokens: list[int]
@@ -136,21 +135,21 @@ class _Request:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """A prefix cache against a model that knows pages only.
+    """Compares a prefix cache with a model of pages.
 
-    Subclass it and override ``open_cache``; for another order of eviction, ``model_type`` too. After every step:
+    Subclass it and override ``open_cache``, and ``model_type`` for another order of eviction. After every step:
 
-    - what is cached, under which page index, is what the model says; so is the order of eviction;
+    - the cache holds the pages of the model under the same page indices, and evicts in the same order;
     - the recorded events break no rule of the wire and rebuild exactly the cached blocks;
-    - a second cache that gets the same calls does the same, and so does one that records nothing;
+    - a second cache with the same calls behaves in the same way, and so does a cache that records nothing;
     - free, evictable and used tokens add up to the capacity.
     """
 
     model_type: ClassVar[type[PrefixCacheModel]] = PrefixCacheModel
 
     def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> PrefixCache:  # noqa: ARG002 - an example of the signature
-        """Make the cache under test; one that does not record gives no events."""
-        raise TypeError(f"{type(self).__name__} does not say which cache it drives: override open_cache")
+        """Open the cache under test; without ``record`` it returns no events."""
+        raise TypeError(f"{type(self).__name__} has no cache: override open_cache")
 
     @initialize(page_size=st.integers(1, 3), num_pages=st.integers(1, 24), spare=st.integers(0, 2), drain=st.booleans())
     def start(self, page_size: int, num_pages: int, spare: int, drain: bool) -> None:
@@ -162,26 +161,26 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.requests: list[_Request] = []
 
     def on_each(self, method: str, *args: Any) -> Any:
-        """Make the same call on every cache; the answers must be the same."""
+        """Make the same call on every cache; the results must be equal."""
         answers = [getattr(cache, method)(*args) for cache in self.caches]
-        assert answers[0] == answers[1] == answers[2], f"{method}{args}: equal caches answer {answers}"
+        assert answers[0] == answers[1] == answers[2], f"{method}{args}: equal caches return {answers}"
         return answers[0]
 
     def matches(self, method: str, *args: Any) -> list[CachedPrefix]:
-        """The same, for calls that answer with a node of the cache's own."""
+        """Make the same call on every cache, if the results have nodes of the caches."""
         answers: list[CachedPrefix] = [getattr(cache, method)(*args) for cache in self.caches]
         assert len({(match.num_tokens, tuple(match.pages)) for match in answers}) == 1
         assert answers[0].num_tokens == len(answers[0].pages) * self.model.page_size
         return answers
 
     def refuse(self, error: type[Exception], call: Callable[[PrefixCache], object]) -> None:
-        """Every cache must refuse a call."""
+        """Expect every cache to raise ``error``."""
         for cache in self.caches:
             try:
                 answer = call(cache)
             except error:
                 continue
-            raise AssertionError(f"{error.__name__} expected, and it answered {answer!r}")
+            raise AssertionError(f"expected {error.__name__}, and the cache returned {answer!r}")
 
     def lock(self, nodes: list[Any], prefixes: list[ModelPrefix]) -> None:
         for cache, node in zip(self.caches, nodes, strict=True):
@@ -203,7 +202,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) < 3)
     @rule(salt=SALTS, tokens=TOKENS, keep=st.booleans())
     def serve(self, salt: str, tokens: list[int], keep: bool) -> None:
-        """A request from its match to its end, nothing between."""
+        """Run a request from its match to its end without other calls."""
         before = len(self.requests)
         self.begin(salt, tokens)
         if len(self.requests) > before:
@@ -212,7 +211,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) < 3)
     @rule(salt=SALTS, tokens=TOKENS)
     def begin(self, salt: str, tokens: list[int]) -> None:
-        """A request matches, locks, and allocates what its prompt lacks."""
+        """Start a request: match, lock, and allocate the missing pages."""
         found = self.matches("match_prefix", tokens, NAMESPACES[salt])
         nodes, cached = [match.node for match in found], self.model.cached(salt, tokens)
         self.model.touch(cached)
@@ -233,7 +232,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 7), keep=st.booleans())
     def finish(self, which: int, keep: bool) -> None:
-        """A request caches its prompt; with ``keep`` it goes on and locks the longer prefix."""
+        """Cache the prompt of a request; with ``keep`` the request continues and locks the longer prefix."""
         request = self.requests.pop(which % len(self.requests))
         pages = request.cached_pages + request.own_pages
         inserted = self.matches("insert", request.tokens, pages, NAMESPACES[request.salt])
@@ -283,9 +282,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not self.caches[0].take_events()
 
     def published_prefixes(self) -> set[ModelPrefix]:
-        """What a reader of the events knows, as the model names it."""
-        told = ((self.ledger.identity(each)[2], self.ledger.prefix(each)) for each in self.ledger.hashes())
-        return {ModelPrefix(str(salt or ""), tokens) for salt, tokens in told}
+        """Return the prefixes in a reader's view, as the model identifies them."""
+        published = ((self.ledger.identity(each)[2], self.ledger.prefix(each)) for each in self.ledger.hashes())
+        return {ModelPrefix(str(salt or ""), tokens) for salt, tokens in published}
 
     @invariant()
     def caches_agree_with_the_model(self) -> None:
@@ -306,7 +305,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.take_events()
 
     def teardown(self) -> None:
-        if not hasattr(self, "model"):  # the cache could not even be opened
+        if not hasattr(self, "model"):  # open_cache raised an error.
             return
         for _ in range(len(self.requests)):
             self.abort(0)
@@ -319,26 +318,26 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 _SHORT_PROMPTS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4).map(
     lambda blocks: tuple(token for token in blocks for _ in range(BLOCK_SIZE))
 )
-"""Whole blocks of two kinds, so that prompts share prefixes and blocks come again."""
+"""Whole blocks of two kinds, so that prompts share prefixes."""
 
 
-def _as_engines_have_them(hashes: Sequence[int], form: str) -> list[int | bytes]:
+def _in_form(hashes: Sequence[int], form: str) -> list[int | bytes]:
     if form == "bytes":
         return [bytes(24) + (each % 2**64).to_bytes(8, "big") for each in hashes]
     return [each % 2**64 if form == "unsigned" else each for each in hashes]
 
 
 class RecorderMachine(RuleBasedStateMachine):
-    """A recorder and ``CopyCountingTable`` get the same calls, in any order; a ledger gets the events.
+    """Makes the same calls on a recorder and a ``CopyCountingTable``, and applies the events to a ledger.
 
     Attributes:
-        places: media and groups that the calls name.
+        places: media and groups of the calls.
     """
 
     places: ClassVar[tuple[BlockLocation, ...]] = ((None, None), ("CPU", None), (None, 1))
 
     def open_recorder(self) -> BlockRecorder:
-        """Override: an empty recorder of blocks of ``BLOCK_SIZE`` tokens."""
+        """Open an empty recorder of blocks of ``BLOCK_SIZE`` tokens; override it."""
         raise NotImplementedError
 
     @initialize()
@@ -354,21 +353,21 @@ class RecorderMachine(RuleBasedStateMachine):
         num_copies=st.integers(1, 2),
     )
     def store(self, prompt: tuple[int, ...], first: int, place: int, form: str, num_copies: int) -> None:
-        """A whole prompt, or its end below blocks that may not stand; twice where two requests computed it."""
+        """Store a whole prompt, or its end after blocks that may be missing, in one or two copies."""
         medium, group_idx = at = self.places[place % len(self.places)]
         whole = hash_pages(prompt, BLOCK_SIZE)
         first = min(first, len(whole) - 1)
         parent = whole[first - 1] if first else None
-        told = _as_engines_have_them(whole, form)
+        hashes = _in_form(whole, form)
         tokens = prompt[first * BLOCK_SIZE :]
-        above = told[first - 1] if first else None
+        above = hashes[first - 1] if first else None
         for _ in range(num_copies):
             self.table.store(whole[first:], parent, at)
-            self.recorder.store(told[first:], tokens, above, medium=medium, group_idx=group_idx)
+            self.recorder.store(hashes[first:], tokens, above, medium=medium, group_idx=group_idx)
 
     @rule(prompt=_SHORT_PROMPTS, data=st.data(), place=st.integers(0, 2))
     def remove(self, prompt: tuple[int, ...], data: st.DataObject, place: int) -> None:
-        """Some of a prompt's blocks, in any order, there or not."""
+        """Remove some blocks of a prompt in any order, stored or not."""
         medium, group_idx = at = self.places[place % len(self.places)]
         whole = hash_pages(prompt, BLOCK_SIZE)
         gone = data.draw(st.permutations(whole))[: data.draw(st.integers(1, len(whole)))]
@@ -385,13 +384,13 @@ class RecorderMachine(RuleBasedStateMachine):
         self.read(self.recorder.take_events())
 
     def read(self, events: Sequence[KVCacheEvent]) -> None:
-        """Compare: no rule is broken, and what the events add up to is what can be reached in the table."""
+        """Apply events: they break no rule and add up to the reachable blocks of the table."""
         assert self.ledger.apply_all(events) == []
         for place in self.places:
             assert self.ledger.hashes(*place) == self.table.reachable_hashes(place)
 
     def teardown(self) -> None:
-        """Whatever the last calls were, they are read."""
+        """Read the events of the last calls."""
         self.take()
 
 
@@ -401,21 +400,21 @@ _KEYS = st.lists(st.sampled_from(["a", "b", "c/d", "c-d", "../e"]), max_size=5)
 
 
 class PageStoreMachine(RuleBasedStateMachine):
-    """A page store against a dictionary. Subclass it and override ``open_store``.
+    """Compares a page store with a dictionary. Subclass it and override ``open_store``.
 
-    A store with ``loses_pages = True`` may forget a page: that is a miss. No store may return another page, return a
-    page that was deleted, or count a hole into a prefix that it claims to hold.
+    A store with ``loses_pages = True`` may lose a page, which is a miss. No store may return a wrong or deleted page,
+    or count a missing page in the length of a prefix.
     """
 
     loses_pages: ClassVar[bool] = False
 
     def open_store(self) -> PageStore:
-        """Make an empty store under test."""
-        raise TypeError(f"{type(self).__name__} does not say which store it drives: override open_store")
+        """Open an empty store under test."""
+        raise TypeError(f"{type(self).__name__} has no store: override open_store")
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = self.open_store()  # noqa: SCH008 Hypothesis makes a machine per example: this is its set-up
+        self.store = self.open_store()  # noqa: SCH008 Hypothesis creates a machine per example
         self.held: set[str] = set()
 
     @rule(keys=_KEYS)
@@ -430,15 +429,15 @@ class PageStoreMachine(RuleBasedStateMachine):
         pages = self.store.batch_get(keys)
         assert len(pages) == len(keys)
         for key, page in zip(keys, pages, strict=True):
-            assert page is None or key in self.held, f"{key!r} is not held, and a page came"
-            assert page is None or bytes(page) == page_of(key), f"another page came under {key!r}"
+            assert page is None or key in self.held, f"{key!r} is not held, but a page was returned"
+            assert page is None or bytes(page) == page_of(key), f"a wrong page was returned for {key!r}"
             assert self.loses_pages or page is not None or key not in self.held, f"the page of {key!r} was lost"
 
     @rule(keys=_KEYS)
     def count_prefix(self, keys: list[str]) -> None:
         longest = next((at for at, key in enumerate(keys) if key not in self.held), len(keys))
         found = self.store.batch_exists(keys)
-        assert 0 <= found <= longest, f"{found} of {keys} claimed, {longest} can be held"
+        assert 0 <= found <= longest, f"{found} of {keys} reported, at most {longest} are held"
         assert self.loses_pages or found == longest
 
     @rule(keys=_KEYS)
@@ -455,27 +454,27 @@ class PageStoreMachine(RuleBasedStateMachine):
 _HEALING_ROUNDS = 12
 _REQUESTS_PER_ROUND = 4
 _ROUND_S = 30.0
-"""Longer than any pause or probe interval of a subscriber under test should be."""
+"""Longer than any pause or probe interval of a subscriber under test."""
 
 
 class FollowerMachine(RuleBasedStateMachine):
-    """A subscriber's core on a faulty network. Subclass it and override ``open_follower``.
+    """Drives a subscriber's core on a faulty network. Subclass it and override ``open_follower``.
 
-    The publisher is a plain one, as SGLang and vLLM have it: it keeps every batch, answers each replay request from a
-    number, knows no extension, and does not restart.
+    The publisher is a plain one as in SGLang and vLLM: it keeps every batch, replies to each replay request from a
+    number, has no extension, and does not restart.
 
-    - After every step: a core that says it is live holds the publisher's state after some batch. It may be late; it
-      may not be wrong.
-    - Once faults stop and time passes: it is live, and holds the present state.
+    - After every step: a core that reports live holds the publisher's state after some batch. It may be late, but not
+      wrong.
+    - After the faults stop and time passes, it is live and holds the current state.
     """
 
     def open_follower(self) -> FollowerCore:
-        """Make the core under test, connected; it has seen nothing yet."""
-        raise TypeError(f"{type(self).__name__} does not say which follower it drives: override open_follower")
+        """Open the core under test, connected and without any message."""
+        raise TypeError(f"{type(self).__name__} has no follower: override open_follower")
 
     def __init__(self) -> None:
         super().__init__()
-        self.follower = self.open_follower()  # noqa: SCH008 Hypothesis makes a machine per example: this is its set-up
+        self.follower = self.open_follower()  # noqa: SCH008 Hypothesis creates a machine per example
         self.history = ChainEventGenerator()
         self.payloads: list[bytes] = []
         self.states: set[frozenset[int]] = {frozenset()}
@@ -484,7 +483,7 @@ class FollowerMachine(RuleBasedStateMachine):
         self.open_request: bytes | None = None
 
     def publish(self, event: KVCacheEvent, fault: Fault) -> None:
-        """Number one batch and send it; the fault is what its live message meets."""
+        """Number one batch and send its live message with a fault."""
         number = len(self.payloads)
         self.payloads.append(BatchEncoder().encode(KVEventBatch(float(number + 1), (event,)), 0))
         self.states.add(frozenset(self.history.live_hashes))
@@ -510,12 +509,12 @@ class FollowerMachine(RuleBasedStateMachine):
 
     @rule(most=st.none() | st.integers(0, 3))
     def answer(self, most: int | None) -> None:
-        """Answer the open request: whole, or cut after so many batches and without its end."""
+        """Reply to the open request: completely, or only with the first batches and without the end marker."""
         self.open_request = self.follower.pop_replay_request() or self.open_request
         request, self.open_request = self.open_request, None
         if request is None:
             return
-        start = int.from_bytes(request, "big")  # a longer request is a huge number to a plain publisher
+        start = int.from_bytes(request, "big")  # A plain publisher reads a longer request as a huge number.
         batches = list(enumerate(self.payloads))[start:]
         for number, payload in batches[:most]:
             self.follower.on_replay_message(number.to_bytes(8, "big"), payload)
@@ -535,7 +534,7 @@ class FollowerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.deliver(self.network.flush())
         for _ in range(_HEALING_ROUNDS):
-            for _ in range(_REQUESTS_PER_ROUND):  # an answer may lead to the next request
+            for _ in range(_REQUESTS_PER_ROUND):  # A reply may lead to the next request.
                 self.answer(None)
             self.is_never_live_and_wrong()
             self.follower.advance_time(_ROUND_S)

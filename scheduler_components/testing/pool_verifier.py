@@ -1,11 +1,11 @@
-"""Compares what a stream told with what the pool really holds. Pure: batches and readings in, differences out.
+"""Compare a stream with the pool itself: batches and readings in, differences out. It does no I/O.
 
-No rule of the wire finds a publisher that forgets: a stream without a removal that should be there is as well-formed as
-one with it. Whoever can read the pool itself (``HeldBlocksSource``) can tell.
+No rule of the wire finds a missing event: a stream without a necessary removal is as well-formed as one with it. Only a
+reading of the pool (``HeldBlocksSource``) shows the difference.
 
-Nothing has to stand still for it. A reading names the last batch that tells of changes before it, so the judge applies
-the stream up to that number and compares. Readings in the order of their numbers bound each difference: the pool and
-the stream still agreed on the block at the reading before.
+The engine need not be idle. A reading names the last batch before it, so the verifier applies the stream up to that
+number and compares. Readings in the order of their numbers bound each difference: at the previous reading, pool and
+stream agreed on the block.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from scheduler_components.values import KvPoolSnapshot
 
 __all__ = ["PoolDifference", "PoolVerifier"]
 
-_REMOTE = "REMOTE"  # told by vLLM of blocks that another worker holds
+_REMOTE = "REMOTE"  # vLLM publishes it for blocks of another worker.
 
 
 class PoolDifference(msgspec.Struct, frozen=True):
-    """One block on which stream and pool differ; as text, a sentence.
+    """One block on which stream and pool differ; ``str`` gives a sentence.
 
     Attributes:
-        rule: ``pool-missing``: the pool holds it and the stream does not say so; ``pool-extra``: the other way round.
+        rule: ``pool-missing``: the pool holds the block and the stream does not; ``pool-extra``: the reverse.
         block_hash, place: the block.
-        reported_by: number of the last batch that spoke of the block there; None when none did, or when only a folded
-            base did, which does not say which.
-        since: number of the first batch that can be wrong. One above ``found_at`` when none was sent where one was due.
-        found_at: number of the reading that found it.
+        reported_by: number of the last batch with the block; None if no batch has it, or only a snapshot.
+        since: number of the first batch that can be wrong; one above ``found_at`` if a batch is missing.
+        found_at: number of the reading.
     """
 
     rule: str
@@ -46,11 +45,11 @@ class PoolDifference(msgspec.Struct, frozen=True):
         medium, group = self.place
         where = medium if group is None else f"{medium}, group {group}"
         if self.rule == "pool-missing":
-            told = "no batch stored it" if self.reported_by is None else f"batch {self.reported_by} removed it"
-            differ = f"the pool holds it and {told}"
+            cause = "no batch stored it" if self.reported_by is None else f"batch {self.reported_by} removed it"
+            differ = f"the pool holds it and {cause}"
         else:
-            told = "the stream stored it" if self.reported_by is None else f"batch {self.reported_by} stored it"
-            differ = f"{told} and the pool does not hold it"
+            cause = "the stream stored it" if self.reported_by is None else f"batch {self.reported_by} stored it"
+            differ = f"{cause} and the pool does not hold it"
         return f"block {self.block_hash} on {where}: {differ}; {self._when()}"
 
     def _when(self) -> str:
@@ -62,76 +61,78 @@ class PoolDifference(msgspec.Struct, frozen=True):
 
 
 class PoolVerifier:
-    """Applies batches in the order of their numbers, and compares readings with what they add up to.
+    """Applies batches in the order of their numbers, and compares readings with the resulting blocks.
 
-    A block is reported when a reading first finds it wrong, and again only after one that found it right.
+    A difference is reported at its first reading, and again only after a reading without it.
 
     Args:
-        is_complete: the batches begin where the cache was empty. Otherwise a block that was never spoken of is not
-            missed, until an AllBlocksCleared says that nothing else stands.
+        is_complete: the batches begin with an empty cache. Otherwise a block without any event is not reported as
+            missing, until an AllBlocksCleared.
 
     Attributes:
-        num_compared: blocks compared so far, each once per reading.
+        num_compared: compared blocks, each once per reading.
     """
 
-    __slots__ = ("_agreed_at", "_cleared_by", "_held", "_is_complete", "_sequence", "_told_by", "_wrong",
+    __slots__ = ("_agreed_at", "_cleared_by", "_held", "_is_complete", "_reported_by", "_sequence", "_wrong",
                  "num_compared")  # fmt: skip
 
     def __init__(self, *, is_complete: bool = True) -> None:
         self.num_compared = 0
         self._is_complete = is_complete
         self._held: dict[MediumGroup, set[int]] = {}
-        self._told_by: dict[tuple[MediumGroup, int], int | None] = {}
+        self._reported_by: dict[tuple[MediumGroup, int], int | None] = {}
         self._cleared_by: int | None = None
         self._wrong: set[tuple[str, MediumGroup, int]] = set()
         self._agreed_at: dict[MediumGroup, int] = {}
         self._sequence = -1
 
-    def apply(self, sequence: int, events: Iterable[KVCacheEvent], *, is_base: bool = False) -> None:
-        """Apply one batch; ``is_base``: it is part of a folded base, whose numbers are not those of its events."""
+    def apply(self, sequence: int, events: Iterable[KVCacheEvent], *, is_snapshot: bool = False) -> None:
+        """Apply one batch; ``is_snapshot``: it is part of a snapshot, whose numbers are not those of its events."""
         self._sequence = sequence
-        reported_by = None if is_base else sequence
+        reported_by = None if is_snapshot else sequence
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self._forget()
+                self._reset()
                 self._is_complete, self._cleared_by = True, reported_by
             elif isinstance(event, BlockStored | BlockRemoved) and event.locality != _REMOTE:
                 place = medium_group(event.medium, event.group_idx)
                 held = self._held.setdefault(place, set())
                 (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
-                self._told_by.update(dict.fromkeys(((place, each) for each in event.block_hashes), reported_by))
+                self._reported_by.update(dict.fromkeys(((place, each) for each in event.block_hashes), reported_by))
 
     def mark_lost(self) -> None:
-        """Batches were lost here: only what is told from here on can be compared."""
-        self._forget()
+        """Record a loss of batches: only later events can be compared."""
+        self._reset()
         self._is_complete, self._cleared_by = False, None
 
     def compare(self, reading: KvPoolSnapshot) -> list[PoolDifference]:
-        """Return what has become wrong since the last reading, in the places that this one names.
+        """Return the new differences since the last reading, in the places of this reading.
 
-        Those of which the least batches can be to blame come first.
+        Differences with the fewest possible causes come first.
 
         Raises:
-            ConfigError: the reading's number is unknown, or below that of the last batch applied.
+            ConfigError: the reading's number is unknown, or below that of the last applied batch.
         """
         found_at = reading.sequence
         if found_at is None:
-            raise ConfigError("sequence", None, "says not where the stream stood", "read between two quiet moments")
+            raise ConfigError(
+                "sequence", None, "does not name the last batch", "use two equal readings around a silence"
+            )
         if found_at < self._sequence:
-            hint = f"compare before batch {self._sequence} is applied"
-            raise ConfigError("sequence", found_at, "is of a reading before the last batch", hint)
+            hint = f"compare it before you apply batch {self._sequence}"
+            raise ConfigError("sequence", found_at, "belongs to a reading before the last batch", hint)
         return [each for place, held in reading.blocks.items() for each in self._compare(place, set(held), found_at)]
 
     def _compare(self, place: MediumGroup, pool: Set[int], found_at: int) -> Iterator[PoolDifference]:
-        told = self._held.get(place, set())
-        self.num_compared += len(pool | told)
-        differing = {("pool-missing", place, each) for each in pool - told if self._can_miss(place, each)}
-        differing |= {("pool-extra", place, each) for each in told - pool}
+        published = self._held.get(place, set())
+        self.num_compared += len(pool | published)
+        differing = {("pool-missing", place, each) for each in pool - published if self._can_miss(place, each)}
+        differing |= {("pool-extra", place, each) for each in published - pool}
         known = {each for each in self._wrong if each[1] == place}
         first = self._agreed_at.get(place, -1) + 1
         found = []
         for rule, _, block_hash in differing - known:
-            reported_by = self._told_by.get((place, block_hash), self._cleared_by)
+            reported_by = self._reported_by.get((place, block_hash), self._cleared_by)
             since = first if reported_by is None else max(first, reported_by)
             found.append(PoolDifference(rule, block_hash, place, reported_by, since, found_at))
         yield from sorted(found, key=lambda each: (-each.since, each.rule, each.block_hash))
@@ -139,8 +140,8 @@ class PoolVerifier:
         self._agreed_at[place] = found_at
 
     def _can_miss(self, place: MediumGroup, block_hash: int) -> bool:
-        return self._is_complete or (place, block_hash) in self._told_by
+        return self._is_complete or (place, block_hash) in self._reported_by
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._held.clear()
-        self._told_by.clear()
+        self._reported_by.clear()

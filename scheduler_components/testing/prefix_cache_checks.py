@@ -1,7 +1,7 @@
-"""What every prefix cache must do, as plain functions: run each of ``PREFIX_CACHE_CHECKS`` on a cache of your own.
+"""Checks of every prefix cache. Run each of ``PREFIX_CACHE_CHECKS`` on a cache of your own.
 
-A check takes a function that opens an empty, recording cache of so many pages of ``PAGE_SIZE`` tokens, and raises
-``ConformanceError`` with the trace of what it did. ``PrefixCacheMachine`` finds what these do not.
+A check takes a function that opens an empty, recording cache with a number of pages of ``PAGE_SIZE`` tokens, and raises
+``ConformanceError`` with its trace. ``PrefixCacheMachine`` finds further errors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from scheduler_components.testing.interfaces import PAGE_SIZE, CachedPrefix, Pre
 __all__ = ["PREFIX_CACHE_CHECKS", "OpenCache"]
 
 OpenCache = Callable[[int], PrefixCache]
-"""Opens a cache of so many pages."""
+"""Opens a cache with a number of pages."""
 
 
 def check_whole_pages_come_back(open_cache: OpenCache) -> None:
-    """A partial last page is neither cached nor matched; pages come back in order."""
+    """A partial last page is neither cached nor matched, and pages are matched in order."""
     trace, cache = _begin("A prompt's whole pages are cached, and matched in order", open_cache, 8)
     stored = _serve(trace, cache, [1, 2, 3, 4, 5])
     trace.expect(4, stored.num_tokens, "tokens cached of 5, with 2 per page")
@@ -33,7 +33,7 @@ def check_whole_pages_come_back(open_cache: OpenCache) -> None:
 
 
 def check_equal_prompts_share_pages(open_cache: OpenCache) -> None:
-    """Of two requests that computed the same page, one gives its page back."""
+    """If two requests computed the same page, one of the two pages is freed."""
     trace, cache = _begin("Two requests with one prompt end up sharing its pages", open_cache, 8)
     first = list(trace.call("allocate(2) for the first", lambda: cache.allocate(2)))
     second = list(trace.call("allocate(3) for the second", lambda: cache.allocate(3)))
@@ -41,12 +41,12 @@ def check_equal_prompts_share_pages(open_cache: OpenCache) -> None:
     trace.expect(3 * PAGE_SIZE, cache.free_tokens, "free tokens")
     merged = trace.call("insert([1 ... 6]) by the second", lambda: cache.insert([1, 2, 3, 4, 5, 6], second))
     trace.expect((*first, second[2]), tuple(merged.pages), "the first's pages, then the new one")
-    trace.expect(5 * PAGE_SIZE, cache.free_tokens, "free tokens: two of the second's pages came back")
+    trace.expect(5 * PAGE_SIZE, cache.free_tokens, "free tokens: two of the second's pages were freed")
     trace.call("check_integrity()", cache.check_integrity)
 
 
 def check_locked_prefixes_stay(open_cache: OpenCache) -> None:
-    """Eviction takes what no request has locked, and nothing else."""
+    """Eviction takes only unlocked pages."""
     trace, cache = _begin("A locked prefix is never evicted", open_cache, 4)
     kept = _serve(trace, cache, [1, 2, 3, 4])
     _serve(trace, cache, [5, 6])
@@ -61,7 +61,7 @@ def check_locked_prefixes_stay(open_cache: OpenCache) -> None:
 
 
 def check_leaves_are_evicted_first(open_cache: OpenCache) -> None:
-    """What is left after an eviction can still be reached from the root."""
+    """After an eviction every page can still be reached from the root."""
     trace, cache = _begin("Eviction takes a prefix's deepest page first", open_cache, 4)
     _serve(trace, cache, [1, 2, 3, 4, 5, 6])
     trace.expect(1, trace.call("evict(1)", lambda: cache.evict(1)), "pages evicted")
@@ -70,8 +70,8 @@ def check_leaves_are_evicted_first(open_cache: OpenCache) -> None:
 
 
 def check_failed_allocation_changes_nothing(open_cache: OpenCache) -> None:
-    """A request that cannot be served changes nothing."""
-    trace, cache = _begin("An allocation that cannot be met evicts nothing", open_cache, 4)
+    """A failed allocation changes nothing."""
+    trace, cache = _begin("A failed allocation evicts nothing", open_cache, 4)
     kept = _serve(trace, cache, [1, 2])
     _serve(trace, cache, [3, 4])
     trace.call("lock([1, 2])", lambda: cache.lock(kept.node))
@@ -85,7 +85,7 @@ def check_failed_allocation_changes_nothing(open_cache: OpenCache) -> None:
 
 
 def check_tenants_share_nothing(open_cache: OpenCache) -> None:
-    """Equal tokens under another salt or adapter are another prefix, with other hashes."""
+    """Equal tokens with another salt or adapter are another prefix with other hashes."""
     trace, cache = _begin("Prefixes of different namespaces share neither pages nor hashes", open_cache, 8)
     spaces = (None, PrefixNamespace(cache_salt="a"), PrefixNamespace(lora_id=1, lora_name="a"))
     for space in spaces:
@@ -96,8 +96,8 @@ def check_tenants_share_nothing(open_cache: OpenCache) -> None:
 
 
 def check_clear_publishes_all_blocks_cleared(open_cache: OpenCache) -> None:
-    """After a clear nothing is cached, and the events say that."""
-    trace, cache = _begin("clear() forgets every prefix, unless one is locked", open_cache, 4)
+    """After a clear nothing is cached, and the events clear a reader's view."""
+    trace, cache = _begin("clear() removes every prefix unless one is locked", open_cache, 4)
     stored = _serve(trace, cache, [1, 2, 3, 4])
     ledger = EventLedger(block_size=PAGE_SIZE)
     trace.call("lock", lambda: cache.lock(stored.node))
@@ -111,19 +111,19 @@ def check_clear_publishes_all_blocks_cleared(open_cache: OpenCache) -> None:
 
 def check_events_match_the_contents(open_cache: OpenCache) -> None:
     """A hundred random requests in a small pool: the events break no rule and add up to the cache."""
-    trace, cache = _begin("Whoever applies the events has the cache's blocks", open_cache, 12)
+    trace, cache = _begin("A reader of the events has the cache's blocks", open_cache, 12)
     ledger, random = EventLedger(block_size=PAGE_SIZE), Random(12)  # noqa: S311 - repeatable, not secret
     for number in range(100):
         _serve(trace, cache, _prompt(random))
-        if number % 3 == 2:  # several stores and removals stand in one drain
+        if number % 3 == 2:  # One drain has several stores and removals.
             _read(trace, cache, ledger)
     _read(trace, cache, ledger)
     trace.expect((), tuple(cache.take_events()), "events taken twice")
 
 
 def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
-    """Ranks of a replica make the same calls and must hold the same pages: neither clock nor chance decides."""
-    trace, cache = _begin("Two caches that get the same calls do the same", open_cache, 6)
+    """Two caches with the same calls hold the same pages: no decision depends on a clock or on chance."""
+    trace, cache = _begin("Two caches with the same calls behave in the same way", open_cache, 6)
     other, random = open_cache(6), Random(7)  # noqa: S311 - repeatable, not secret
     for _ in range(60):
         tokens = _prompt(random)
@@ -142,7 +142,7 @@ def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[CheckTrac
 def _serve(
     trace: CheckTrace, cache: PrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
 ) -> CachedPrefix:
-    """What a request does from its match to its end, on a cache with room."""
+    """Run a request from its match to its end, on a cache with enough free pages."""
 
     def run() -> CachedPrefix:
         found = cache.match_prefix(tokens, namespace)
@@ -156,7 +156,7 @@ def _serve(
 
 
 def _read(trace: CheckTrace, cache: PrefixCache, ledger: EventLedger) -> None:
-    """Apply the events so far; they must break no rule and add up to the contents."""
+    """Apply the new events; they must break no rule and add up to the contents."""
     events = trace.call("took its events", cache.take_events)
     trace.expect([], ledger.apply_all(events), "broken rules of the wire")
     trace.expect(sorted(cache.block_hashes()), sorted(ledger.hashes()), "the cache's blocks, in a reader's view")
@@ -164,7 +164,7 @@ def _read(trace: CheckTrace, cache: PrefixCache, ledger: EventLedger) -> None:
 
 
 def _prompt(random: Random) -> list[int]:
-    """Two tokens only, so that prompts share prefixes."""
+    """Return a prompt of two different tokens, so that prompts share prefixes."""
     return random.choices((0, 1), k=random.randint(PAGE_SIZE, 5 * PAGE_SIZE))
 
 
@@ -179,4 +179,4 @@ PREFIX_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = (
     check_events_match_the_contents,
     check_equal_calls_give_equal_events,
 )
-"""All of them; each opens its own caches."""
+"""All checks of a prefix cache."""

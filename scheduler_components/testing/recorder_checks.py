@@ -1,8 +1,8 @@
-"""What every recorder of a block table must do, as plain functions: run each of ``RECORDER_CHECKS`` on your own.
+"""Checks of every recorder of a block table. Run each of ``RECORDER_CHECKS`` on a recorder of your own.
 
 A check takes a function that opens an empty recorder of blocks of ``BLOCK_SIZE`` tokens, and raises
-``ConformanceError`` with the trace of what it did. ``CopyCountingTable`` is the naive table that long histories are
-compared with. ``RecorderMachine`` finds what these do not.
+``ConformanceError`` with its trace. ``CopyCountingTable`` is a naive model for random histories. ``RecorderMachine``
+finds further errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BlockLocation = tuple[str | None, int | None]
 
 @dataclass
 class CopyCountingTable:
-    """A block table that is too simple to be wrong: a count of copies per place and hash, and each hash's parent."""
+    """A model of a block table: the number of copies per location and hash, and the parent of each hash."""
 
     copies: Counter[tuple[BlockLocation, int]] = field(default_factory=Counter)
     parents: dict[int, int | None] = field(default_factory=dict)
@@ -45,7 +45,9 @@ class CopyCountingTable:
             self.copies[place, block_hash] = max(0, self.copies[place, block_hash] - 1)
 
     def reachable_hashes(self, place: BlockLocation) -> set[int]:
-        """What a reader must know: the blocks in a place whose whole chain stands, on any medium of the group."""
+        """Return the blocks of a reader's view: those at ``place`` whose ancestors are stored on any medium of the
+        group.
+        """
         held = {(at[1], block_hash) for (at, block_hash), count in self.copies.items() if count}
         here = {block_hash for (at, block_hash), count in self.copies.items() if count and at == place}
         return {block_hash for block_hash in here if self._is_whole(held, place[1], block_hash)}
@@ -63,8 +65,8 @@ _A, _B, _C = hash_pages(_PROMPT, BLOCK_SIZE)
 
 
 def check_parents_are_published_first(open_recorder: OpenRecorder) -> None:
-    """Blocks come with their parents and tokens, and go with nothing left."""
-    trace, recorder, ledger = _begin("A prompt's blocks are told as they were stored", open_recorder)
+    """Stores have parents and tokens, and removals follow."""
+    trace, recorder, ledger = _begin("A prompt's blocks are published as they were stored", open_recorder)
     trace.call("stored a chain of three", lambda: recorder.store((_A, _B, _C), _PROMPT))
     _read(trace, recorder, ledger, {_A, _B, _C})
     trace.expect(_PROMPT, ledger.prefix(_C), "the tokens up to its end")
@@ -76,8 +78,8 @@ def check_parents_are_published_first(open_recorder: OpenRecorder) -> None:
 
 
 def check_removal_is_published_with_the_last_copy(open_recorder: OpenRecorder) -> None:
-    """Two requests that computed one prompt leave two copies of each block."""
-    trace, recorder, ledger = _begin("A block stands until its last copy goes", open_recorder)
+    """The removal of one of two copies is not published."""
+    trace, recorder, ledger = _begin("A block is published until its last copy is removed", open_recorder)
     for _ in range(2):
         trace.call("stored a copy of a chain of two", lambda: recorder.store((_A, _B), _PROMPT[:4]))
     _read(trace, recorder, ledger, {_A, _B})
@@ -88,8 +90,8 @@ def check_removal_is_published_with_the_last_copy(open_recorder: OpenRecorder) -
 
 
 def check_children_are_removed_before_parents(open_recorder: OpenRecorder) -> None:
-    """In whatever order the engine takes blocks out of its table, also over several calls."""
-    trace, recorder, ledger = _begin("No block is removed before those below it", open_recorder)
+    """The order holds for every order of the engine's removals, also over several calls."""
+    trace, recorder, ledger = _begin("No block is removed before its children", open_recorder)
     trace.call("stored a chain of three", lambda: recorder.store((_A, _B, _C), _PROMPT))
     trace.call("removed the root alone", lambda: recorder.remove((_A,)))
     _read(trace, recorder, ledger, set())
@@ -100,8 +102,8 @@ def check_children_are_removed_before_parents(open_recorder: OpenRecorder) -> No
 
 
 def check_orphans_wait_for_their_parent(open_recorder: OpenRecorder) -> None:
-    """A block whose parent does not stand is not told, and is told when the parent is."""
-    trace, recorder, ledger = _begin("No block is told below a parent that does not stand", open_recorder)
+    """A block without its parent is published together with the parent."""
+    trace, recorder, ledger = _begin("No block is published before its parent", open_recorder)
     trace.call("stored the third block alone", lambda: recorder.store((_C,), _PROMPT[4:], _B))
     _read(trace, recorder, ledger, set())
     trace.call("stored the second below a root that is unknown", lambda: recorder.store((_B,), _PROMPT[2:4], _A))
@@ -111,8 +113,8 @@ def check_orphans_wait_for_their_parent(open_recorder: OpenRecorder) -> None:
 
 
 def check_hashes_are_signed(open_recorder: OpenRecorder) -> None:
-    """Unsigned 64-bit hashes and bytes become signed 64-bit integers, wherever a hash stands."""
-    trace, recorder, ledger = _begin("Hashes are told as signed 64-bit integers", open_recorder)
+    """Unsigned 64-bit hashes and bytes become signed 64-bit integers in every field."""
+    trace, recorder, ledger = _begin("Hashes are published as signed 64-bit integers", open_recorder)
     trace.call("stored an unsigned hash", lambda: recorder.store((2**64 - 5,), (1, 2)))
     long = bytes(24) + (2**64 - 9).to_bytes(8, "big")
     trace.call("stored 32 bytes below it", lambda: recorder.store((long,), (3, 4), 2**64 - 5))
@@ -138,35 +140,35 @@ def check_groups_and_media_are_separate(open_recorder: OpenRecorder) -> None:
         )
         _read(trace, recorder, ledger, set(), (medium, group))
         for other in places[index + 1 :]:
-            trace.expect({_A}, ledger.hashes(*other), f"what stands on {other}")
+            trace.expect({_A}, ledger.hashes(*other), f"the blocks in {other}")
 
 
 def check_chain_may_span_media(open_recorder: OpenRecorder) -> None:
-    """A block on the host below one on the device can be used; where the parent moves, it stays."""
-    trace, recorder, ledger = _begin("A chain may go over several media", open_recorder)
+    """A block on the host with a parent on the device is published, and remains if the parent moves."""
+    trace, recorder, ledger = _begin("A chain may span several media", open_recorder)
     trace.call("stored a chain of two on the device", lambda: recorder.store((_A, _B), _PROMPT[:4]))
     trace.call("stored a third on the host", lambda: recorder.store((_C,), _PROMPT[4:], _B, medium="CPU"))
     _read(trace, recorder, ledger, {_A, _B})
     _read(trace, recorder, ledger, {_C}, ("CPU", None))
-    trace.call("stored the root on the host, too", lambda: recorder.store((_A,), _PROMPT[:2], medium="CPU"))
+    trace.call("stored the root on the host too", lambda: recorder.store((_A,), _PROMPT[:2], medium="CPU"))
     trace.call("removed it from the device", lambda: recorder.remove((_A,)))
     _read(trace, recorder, ledger, {_B})
     _read(trace, recorder, ledger, {_A, _C}, ("CPU", None))
 
 
 def check_clear_removes_everything(open_recorder: OpenRecorder) -> None:
-    """After a clear nothing stands, orphans included, and the events say so."""
-    trace, recorder, ledger = _begin("clear() forgets every block and says so", open_recorder)
+    """A clear removes every block, also orphans, and is published."""
+    trace, recorder, ledger = _begin("clear() removes every block and is published", open_recorder)
     for _ in range(2):
         trace.call("stored a copy of a chain of two", lambda: recorder.store((_A, _B), _PROMPT[:4]))
     _read(trace, recorder, ledger, {_A, _B})
-    trace.call("stored the root on the host, too", lambda: recorder.store((_A,), (1, 2), medium="CPU"))
+    trace.call("stored the root on the host too", lambda: recorder.store((_A,), (1, 2), medium="CPU"))
     trace.call("stored an orphan", lambda: recorder.store((_C,), _PROMPT[4:], 99))
     trace.call("clear()", recorder.clear)
     events = tuple(recorder.take_events())
     trace.require(AllBlocksCleared() in events, "AllBlocksCleared among the events", events)
     trace.expect([], ledger.apply_all(events), "broken rules of the wire")
-    trace.expect({}, ledger.blocks(), "what stands")
+    trace.expect({}, ledger.blocks(), "the remaining blocks")
     trace.call("stored the chain again", lambda: recorder.store((_A, _B), _PROMPT[:4]))
     _read(trace, recorder, ledger, {_A, _B})
     trace.call("removed it", lambda: recorder.remove((_B, _A)))
@@ -174,8 +176,8 @@ def check_clear_removes_everything(open_recorder: OpenRecorder) -> None:
 
 
 def check_identity_is_published(open_recorder: OpenRecorder) -> None:
-    """Adapter, salt and each block's extra keys reach the reader, also of blocks that were told late."""
-    trace, recorder, _ = _begin("What identifies a block is told with it", open_recorder)
+    """Adapter, salt and extra keys are published, also of blocks that waited for a parent."""
+    trace, recorder, _ = _begin("The identity of a block is published with it", open_recorder)
     space = PrefixNamespace(lora_id=3, lora_name="poems", cache_salt="tenant")
 
     def store_late() -> None:
@@ -183,18 +185,18 @@ def check_identity_is_published(open_recorder: OpenRecorder) -> None:
         recorder.store((_A,), _PROMPT[:2], namespace=space, extra_keys=[None])
 
     trace.call("stored a block with extra keys, then its parent without", store_late)
-    told: dict[int, object] = {}
+    published: dict[int, object] = {}
     for event in trace.call("took its events", recorder.take_events):
         if isinstance(event, BlockStored):
             keys = event.extra_keys or (None,) * len(event.block_hashes)
             for block_hash, key in zip(event.block_hashes, keys, strict=True):
-                told[block_hash] = (event.lora_id, event.lora_name, event.cache_salt, key and tuple(key))
-    trace.expect({_A: (3, "poems", "tenant", None), _B: (3, "poems", "tenant", ("image", 7))}, told)
+                published[block_hash] = (event.lora_id, event.lora_name, event.cache_salt, key and tuple(key))
+    trace.expect({_A: (3, "poems", "tenant", None), _B: (3, "poems", "tenant", ("image", 7))}, published)
 
 
 def check_unknown_block_is_not_removed(open_recorder: OpenRecorder) -> None:
-    """Removals of unknown blocks change nothing and are not told."""
-    trace, recorder, ledger = _begin("A removal of what is not there is not told", open_recorder)
+    """Removals of unknown blocks change nothing and are not published."""
+    trace, recorder, ledger = _begin("The removal of an unknown block is not published", open_recorder)
     trace.call("stored a block", lambda: recorder.store((_A,), (1, 2)))
     trace.call("removed another", lambda: recorder.remove((_B,)))
     trace.call("removed it from the host", lambda: recorder.remove((_A,), medium="CPU"))
@@ -204,7 +206,7 @@ def check_unknown_block_is_not_removed(open_recorder: OpenRecorder) -> None:
 
 def check_random_history_matches_the_table(open_recorder: OpenRecorder) -> None:
     """Five hundred random calls: the events break no rule and add up to the blocks that can be reached."""
-    trace, recorder, ledger = _begin("Whoever applies the events has the table's blocks", open_recorder)
+    trace, recorder, ledger = _begin("A reader of the events has the table's blocks", open_recorder)
     table, random = CopyCountingTable(), Random(12)  # noqa: S311 - repeatable, not secret
     places: tuple[BlockLocation, ...] = ((None, None), ("CPU", None), (None, 1))
     for number in range(500):
@@ -220,7 +222,7 @@ def check_random_history_matches_the_table(open_recorder: OpenRecorder) -> None:
         else:
             table.remove(gone := random.sample(hashes, random.randint(1, 2)), place)
             recorder.remove(gone, medium=place[0], group_idx=place[1])
-        if number % 3 == 2:  # several calls stand in one drain
+        if number % 3 == 2:  # One drain has several calls.
             for each in places:
                 _read(trace, recorder, ledger, table.reachable_hashes(each), each)
 
@@ -232,12 +234,16 @@ def _begin(title: str, open_recorder: OpenRecorder) -> tuple[CheckTrace, BlockRe
 
 
 def _read(
-    trace: CheckTrace, recorder: BlockRecorder, ledger: EventLedger, told: set[int], place: BlockLocation = (None, None)
+    trace: CheckTrace,
+    recorder: BlockRecorder,
+    ledger: EventLedger,
+    expected: set[int],
+    place: BlockLocation = (None, None),
 ) -> None:
-    """Apply the events so far; they must break no rule and leave what is told."""
+    """Apply the new events; they must break no rule and leave ``expected``."""
     events = trace.call("took its events", recorder.take_events)
     trace.expect([], ledger.apply_all(events), "broken rules of the wire")
-    trace.expect(sorted(told), sorted(ledger.hashes(*place)), f"the blocks in {place}")
+    trace.expect(sorted(expected), sorted(ledger.hashes(*place)), f"the blocks in {place}")
 
 
 RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = (
@@ -253,4 +259,4 @@ RECORDER_CHECKS: tuple[Callable[[OpenRecorder], None], ...] = (
     check_unknown_block_is_not_removed,
     check_random_history_matches_the_table,
 )
-"""All of them; each opens its own recorder."""
+"""All checks of a recorder."""

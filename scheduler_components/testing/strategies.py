@@ -1,7 +1,6 @@
-"""Hypothesis strategies: engines and their ranks, endpoints, configurations, events and histories, workloads, faults.
+"""Hypothesis strategies: events, histories of events, workloads and network faults.
 
-Each makes what its name says and nothing less: ``endpoints`` covers every kind of host and port, ``cache_histories`` is
-what a real cache would publish, ``invalid_histories`` what no cache would.
+``cache_histories`` are the events of a real cache. ``invalid_histories`` are events that no cache publishes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = [
     "workloads",
 ]
 
-# Events of every shape, valid histories of a cache, and histories that no cache would publish.
+# Events, valid histories of a cache, and invalid histories.
 
 HASHES = st.integers(-(2**63), 2**63 - 1)
 """Any signed 64-bit hash."""
@@ -39,7 +38,7 @@ _SPACES = (None, PrefixNamespace(cache_salt="tenant"), PrefixNamespace(lora_id=1
 
 @st.composite
 def stored_events(draw: st.DrawFn) -> BlockStored:
-    """Any stored event that can be encoded: every optional field there or not, hashes unrelated to tokens."""
+    """Any encodable stored event: with or without each optional field, hashes unrelated to tokens."""
     block_size = draw(st.integers(1, 4))
     block_hashes = tuple(draw(st.lists(HASHES, max_size=4)))
     count = len(block_hashes) * block_size
@@ -64,7 +63,7 @@ def stored_events(draw: st.DrawFn) -> BlockStored:
 
 
 def removed_events() -> st.SearchStrategy[BlockRemoved]:
-    """Any removed event that can be encoded."""
+    """Any encodable removed event."""
     hashes, group = st.lists(HASHES, max_size=4).map(tuple), st.none() | st.integers(0, 3)
     return st.builds(BlockRemoved, hashes, _NAMES, group, _NAMES, _NAMES)
 
@@ -76,9 +75,9 @@ def events() -> st.SearchStrategy[tuple[KVCacheEvent, ...]]:
 
 @st.composite
 def cache_histories(draw: st.DrawFn, *, max_steps: int = 12) -> list[KVEventBatch]:
-    """A valid history: what a small real cache publishes for random requests, evictions and clears, one batch per step.
+    """The batches of a small real cache after random requests, evictions and clears, one batch per step.
 
-    Parents come first, what is removed stands, hashes are SGLang's chain. No batch is empty.
+    The events keep all rules, and hashes are SGLang's chain. No batch is empty.
     """
     page_size = draw(st.integers(1, 3))
     cache = RadixCache(page_size=page_size, capacity_tokens=page_size * draw(st.integers(4, 10)), record=True)
@@ -92,9 +91,9 @@ def cache_histories(draw: st.DrawFn, *, max_steps: int = 12) -> list[KVEventBatc
             cache.evict(step)
         else:
             _serve(cache, *step)
-        told = cache.take_events()
-        if told:
-            batches.append(KVEventBatch(float(number + 1), told))
+        taken = cache.take_events()
+        if taken:
+            batches.append(KVEventBatch(float(number + 1), taken))
     return batches
 
 
@@ -115,9 +114,9 @@ def _hostile_stored(draw: st.DrawFn) -> BlockStored:
 
 
 def invalid_histories() -> st.SearchStrategy[list[KVEventBatch]]:
-    """Histories that can be encoded and that no cache would publish: orphans, cycles, removals of unknown blocks.
+    """Encodable histories that no cache publishes: orphans, cycles, removals of unknown blocks.
 
-    Nine hashes on three media, so that they meet; batches may be empty.
+    They use nine hashes on three media, so that events concern the same blocks. Batches may be empty.
     """
     removed = st.builds(
         BlockRemoved, st.lists(st.integers(1, 9), max_size=4).map(tuple), medium=st.sampled_from(_MEDIA)
@@ -140,10 +139,10 @@ def workloads(
     max_new_tokens: int = 160,
     vocabulary: int = 4,
 ) -> Workload:
-    """Requests as ``SCHEDULER_CHECKS`` take them: (prompt, most tokens to generate) pairs.
+    """Requests for ``SCHEDULER_CHECKS``: pairs of a prompt and its maximum number of tokens to generate.
 
-    A prompt begins with a part of an earlier one as often as not, and few words make the rest meet too. Half of the
-    answers are short; two long ones overfill ``interfaces.MIN_POOL_TOKENS``.
+    Every second prompt begins with a part of an earlier one, and a small vocabulary makes other parts equal too. Half
+    of the outputs are short. Two long ones overfill ``interfaces.MIN_POOL_TOKENS``.
     """
     num_new_tokens = st.integers(1, min(8, max_new_tokens)) | st.integers(
         max(1, max_new_tokens * 3 // 4), max_new_tokens
@@ -162,10 +161,10 @@ def workloads(
 
 
 def fault_plans(*, max_messages: int = 30, faults: tuple[Fault, ...] = tuple(Fault)) -> st.SearchStrategy[list[Fault]]:
-    """One fault per message, most of them ``NONE``; messages beyond the plan meet none.
+    """One fault per message, mostly ``NONE``.
 
     Args:
-        max_messages: length of a plan at most.
-        faults: which may occur.
+        max_messages: maximum length of a plan.
+        faults: the possible faults.
     """
     return st.lists(st.just(Fault.NONE) | st.sampled_from(faults), max_size=max_messages)

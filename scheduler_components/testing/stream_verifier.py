@@ -1,6 +1,6 @@
-"""The judge of one stream: recorded frames in, broken rules of the wire out. Pure: it neither listens nor waits.
+"""Verify one stream: recorded frames in, violations of the rules out. It does no I/O.
 
-``scheduler-components conformance`` judges live engines by it, ``PUBLISHER_CHECKS`` publishers in tests.
+``scheduler-components conformance`` verifies live engines with it, and ``PUBLISHER_CHECKS`` verify publishers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = [
     "verify_stream",
 ]
 
-# What was heard of one stream: the raw frames.
+# The recorded frames of one stream.
 
 
 class ReplayResponse(msgspec.Struct, frozen=True):
-    """One answer of a replay channel.
+    """One reply of a replay channel.
 
     Attributes:
-        start: the number that was asked from; None for a malformed request.
-        messages: what came, without the leading empty delimiter and without the end marker.
-        ended: whether the end marker came in time.
-        is_truncated: the reader stopped reading: more came than it keeps, or for longer than it waits.
+        start: the requested number; None for a malformed request.
+        messages: the received messages, without the leading empty delimiter and without the end marker.
+        ended: whether the end marker arrived in time.
+        is_truncated: the reply was longer than the reader's limits.
     """
 
     start: int | None
@@ -47,23 +47,22 @@ class ReplayResponse(msgspec.Struct, frozen=True):
 
     @property
     def is_silence(self) -> bool:
-        """Nothing came at all."""
+        """Whether no message arrived."""
         return not self.messages and not self.ended
 
 
 class RecordedStream(msgspec.Struct, frozen=True):
-    """Everything heard of one stream.
+    """All recorded messages of one stream.
 
     Attributes:
         live: messages of the PUB socket in order of arrival.
-        history: the answer to a request from 0, asked before listening; None without a replay channel.
-        again: the answer to a request from the end of ``history`` or the first live number, whichever is lower, asked
-            after listening.
-        past_end: the answer to a request from beyond the end.
-        malformed: the answer to a request of a wrong length.
-        extended: whether the publisher knows this kit's extended requests; None when it was not asked or gave no
-            end marker.
-        pool: what the pool itself held, in the order of reading; empty where nobody could say.
+        history: the reply to a request from 0 before listening; None without a replay channel.
+        again: the reply to a request after listening, from the end of ``history`` or the first live number, whichever
+            is lower.
+        past_end: the reply to a request from beyond the end.
+        malformed: the reply to a request of a wrong length.
+        extended: whether the publisher supports this kit's extended requests; None if unknown.
+        pool: readings of the pool in their order; empty if it cannot be read.
     """
 
     live: tuple[Frames, ...] = ()
@@ -76,7 +75,7 @@ class RecordedStream(msgspec.Struct, frozen=True):
 
 
 class AdvertisedStream(msgspec.Struct, frozen=True):
-    """What was advertised of the stream, None where nothing was."""
+    """The advertised facts of a stream; None for unknown ones."""
 
     rank: int = 0
     topic: bytes | None = None
@@ -91,18 +90,19 @@ _BATCH_RULES = ("batch", "batch-time", "batch-rank", "event", "hash-type")
 
 
 class StreamFacts(msgspec.Struct):
-    """What was seen, good or bad.
+    """Facts about a recorded stream.
 
     Attributes:
-        live_batches, replayed_batches, events, blocks: counted, each batch once; blocks stand at the end.
-        first_sequence, last_sequence: of all batches seen; None before any.
+        live_batches, replayed_batches, events, blocks: counts, each batch once; blocks at the end.
+        first_sequence, last_sequence: of all recorded batches; None without any.
         dialects: of the events.
         replay_frames: frames of a replayed message after the delimiter: 2 (``seed`` framing) or 3 (``topic``).
-        speaks_extension: whether the publisher knows this kit's extended replay requests.
-        lost_live: batches that did not come live and were had by replay.
-        chained_blocks, off_chain_blocks: blocks whose hash was compared with SGLang's page chain, and is another.
-        knows_history: the judge saw the stream from where its cache was empty.
-        pool_readings, pool_blocks: readings of the pool that the stream was compared with; blocks compared, in all.
+        speaks_extension: whether the publisher supports this kit's extended replay requests.
+        lost_live: batches that were replayed but not received live.
+        chained_blocks, off_chain_blocks: blocks whose hash was compared with SGLang's page chain, and those that
+        differ.
+        knows_history: the record begins with an empty cache.
+        pool_readings, pool_blocks: compared readings of the pool, and compared blocks in total.
     """
 
     live_batches: int = 0
@@ -123,7 +123,7 @@ class StreamFacts(msgspec.Struct):
 
 
 class StreamVerdict(msgspec.Struct, frozen=True):
-    """What the judge says: facts, broken rules in the order seen, and the names of the rules that could be judged."""
+    """The result: facts, violations in their order, and the names of the rules that could be verified."""
 
     facts: StreamFacts
     violations: tuple[Violation, ...]
@@ -131,11 +131,11 @@ class StreamVerdict(msgspec.Struct, frozen=True):
 
 
 def verify_stream(record: RecordedStream, expected: AdvertisedStream) -> StreamVerdict:
-    """Judge what was heard of one stream."""
-    return _Judge(record, expected).judge()
+    """Verify the record of one stream."""
+    return _Verifier(record, expected).verify()
 
 
-class _Judge:
+class _Verifier:
     def __init__(self, record: RecordedStream, expected: AdvertisedStream) -> None:
         self.record = record
         self.expected = expected
@@ -145,7 +145,7 @@ class _Judge:
         self.replayed: dict[int, bytes] = {}
         self.later: dict[int, bytes] = {}
 
-    def judge(self) -> StreamVerdict:
+    def verify(self) -> StreamVerdict:
         violations = [*self._live_frames(), *self._replays(), *self._history(), *self._pool()]
         return StreamVerdict(self.facts, tuple(violations), frozenset(self.judged | {each.rule for each in violations}))
 
@@ -184,16 +184,16 @@ class _Judge:
         yield from self._bare("replay-malformed", "of a wrong length", record.malformed)
         for sequence, payload in [*self.replayed.items(), *self.later.items()]:
             sent = self.live.get(sequence)
-            if sent is None or decode_strictly(payload, self.expected.rank).is_base:
+            if sent is None or decode_strictly(payload, self.expected.rank).is_snapshot:
                 continue
             self.judged.add("replay-same")
             if sent != payload:
-                yield Violation("replay-same", f"batch {sequence}: {len(sent)} bytes live, others by replay")
+                yield Violation("replay-same", f"batch {sequence}: the replayed payload differs from the live one")
 
     def _answer(self, asked: str, answer: ReplayResponse, payloads: dict[int, bytes]) -> Iterator[Violation]:
         self.judged |= {"replay-answers", "replay-end"}
         if answer.is_silence:
-            yield Violation("replay-answers", f"nothing came for a request {asked}")
+            yield Violation("replay-answers", f"no reply to a request {asked}")
             return
         if not answer.ended and not answer.is_truncated:
             yield Violation("replay-end", f"{len(answer.messages)} messages and no end marker for a request {asked}")
@@ -220,7 +220,7 @@ class _Judge:
             yield Violation(rule, f"a request {asked} got {came}")
 
     def _payloads(self) -> dict[int, bytes]:
-        """By number. What the first answer says of one goes before the live batch: it may be a base of all before."""
+        """Return the payloads by number. The first reply precedes live batches, because it may be a snapshot."""
         return self.later | self.live | self.replayed
 
     def _history(self) -> Iterator[Violation]:
@@ -228,7 +228,7 @@ class _Judge:
         facts = self.facts
         facts.replayed_batches = len(payloads.keys() - self.live.keys())
         if not payloads:
-            yield Violation("speaks", "no batch came, neither live nor by replay")
+            yield Violation("speaks", "no batch arrived, live or by replay")
             return
         facts.first_sequence, facts.last_sequence = min(payloads), max(payloads)
         if self.live:
@@ -241,7 +241,7 @@ class _Judge:
                 self.judged.add("no-gap")
                 if sequence != last + 1:
                     ledger.is_complete, has_gap = False, True
-                    yield Violation("no-gap", f"{sequence - last - 1} numbers after {last} came in no way")
+                    yield Violation("no-gap", f"{sequence - last - 1} numbers after {last} are missing")
             last = sequence
             for violation in self._batch(decode_strictly(payload, self.expected.rank), ledger):
                 yield Violation(violation.rule, f"batch {sequence}: {violation.seen}")
@@ -253,14 +253,14 @@ class _Judge:
     def _late_joiner(self, *, is_complete: bool) -> Iterator[Violation]:
         history = self.record.history
         if history is not None and bool(history.messages) != bool(self.replayed):
-            return  # unreadable, which another rule says
+            return  # Another rule reports unreadable messages.
         if history is not None and history.is_silence:
             return
         self.judged.add("late-joiner")
         if history is None:
-            yield Violation("late-joiner", "no replay channel was offered")
+            yield Violation("late-joiner", "the publisher has no replay channel")
         elif not is_complete:
-            yield Violation("late-joiner", f"all that can be had begins at number {self.facts.first_sequence}")
+            yield Violation("late-joiner", f"the available batches begin at number {self.facts.first_sequence}")
 
     def _batch(self, batch: StrictlyDecodedBatch, ledger: EventLedger) -> Iterator[Violation]:
         self.judged.update(_BATCH_RULES)
@@ -277,26 +277,26 @@ class _Judge:
             yield from ledger.apply(event)
 
     def _pool(self) -> Iterator[Violation]:
-        """Compare each reading with what the batches up to its number add up to, as far as they were heard."""
+        """Compare each reading with the recorded batches up to its number."""
         payloads = self._payloads()
-        last_heard = max(payloads, default=-1)
-        judge = PoolVerifier(is_complete=min(payloads, default=0) == 0)
+        last_recorded = max(payloads, default=-1)
+        verifier = PoolVerifier(is_complete=min(payloads, default=0) == 0)
         numbers, applied = iter(sorted(payloads)), -1
         upcoming = next(numbers, None)
         for reading in self.record.pool:
-            if reading.sequence is None or not applied <= reading.sequence <= last_heard:
-                continue  # of another life of the publisher, or of batches that nobody here has heard
+            if reading.sequence is None or not applied <= reading.sequence <= last_recorded:
+                continue  # Another epoch of the publisher, or batches that were not recorded.
             while upcoming is not None and upcoming <= reading.sequence:
                 batch = decode_strictly(payloads[upcoming], self.expected.rank)
                 if applied not in (-1, upcoming - 1):
-                    judge.mark_lost()
-                judge.apply(upcoming, batch.events, is_base=batch.is_base)
+                    verifier.mark_lost()
+                verifier.apply(upcoming, batch.events, is_snapshot=batch.is_snapshot)
                 applied, upcoming = upcoming, next(numbers, None)
             self.judged.update(_POOL_RULES)
             self.facts.pool_readings += 1
-            for difference in judge.compare(reading):
+            for difference in verifier.compare(reading):
                 yield Violation(difference.rule, str(difference))
-        self.facts.pool_blocks = judge.num_compared
+        self.facts.pool_blocks = verifier.num_compared
 
 
 def sequence_of(frames: Frames) -> int | None:

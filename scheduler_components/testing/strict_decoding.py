@@ -20,23 +20,23 @@ _READ_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class StrictlyDecodedBatch(msgspec.Struct, frozen=True):
-    """A payload as far as it could be read.
+    """A payload, decoded as far as possible.
 
     Attributes:
-        events: those that could be read, hashes as signed integers.
-        violations: rules that it breaks by itself, whatever came before it.
-        dialects: ``array`` or ``map`` of its events.
-        is_base: stamped with the time 0.0, as this kit's publisher stamps batches of its folded base.
+        events: the decoded events, hashes as signed integers.
+        violations: of the payload itself, without earlier payloads.
+        dialects: of its events, ``array`` or ``map``.
+        is_snapshot: the time is 0.0, which marks the batches of this kit's snapshots.
     """
 
     events: tuple[KVCacheEvent, ...]
     violations: tuple[Violation, ...]
     dialects: frozenset[str] = frozenset()
-    is_base: bool = False
+    is_snapshot: bool = False
 
 
 def decode_strictly(payload: bytes, rank: int) -> StrictlyDecodedBatch:
-    """Read one payload of the stream of ``rank``; never raises."""
+    """Decode one payload of the stream of ``rank``; never raise."""
     try:
         parts = _elements(payload)
         if len(parts) != 3:
@@ -55,14 +55,14 @@ def decode_strictly(payload: bytes, rank: int) -> StrictlyDecodedBatch:
     events = [_event(raw) for raw in raw_events]
     violations += [violation for event in events for violation in _hash_types(event)]
     dialects = frozenset("map" if isinstance(event, dict) else "array" for event in events)
-    return StrictlyDecodedBatch(decoded.events, tuple(violations), dialects, is_base=ts == 0.0)
+    return StrictlyDecodedBatch(decoded.events, tuple(violations), dialects, is_snapshot=ts == 0.0)
 
 
 def _event(raw: msgspec.Raw) -> object:
     try:
         return _anything(raw)
     except _READ_ERRORS:
-        return None  # reported already, as an event that cannot be read
+        return None  # The decoder has reported this event.
 
 
 def _hash_types(event: object) -> Iterator[Violation]:

@@ -1,9 +1,8 @@
-"""What every intake must do, whatever brings its input to the other ranks: run each of ``RECEIVER_CHECKS`` on yours.
+"""Checks of every request receiver. Run each of ``RECEIVER_CHECKS`` on a receiver of your own.
 
-A check takes a function that opens one intake per rank of a replica, the leading one first, over a source of messages
-like those of ``TextInputReader``: ``request:rid:rest``, ``abort:rid``, ``command:rest``. It runs each on a thread of
-its
-own, since some relays are meetings, and gives the leading rank messages at moments that the others know nothing of.
+A check takes a function that opens one receiver per rank of a replica, the leading one first, over a source of
+``TextInputReader``'s messages: ``request:rid:rest``, ``abort:rid``, ``command:rest``. It runs each rank on its own
+thread, because some relays are collectives, and adds messages at steps that only the leading rank knows.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ __all__ = ["RECEIVER_CHECKS", "OpenReceivers"]
 OpenReceivers = Callable[[InputSource], Sequence[ReceivingRank]]
 
 _Received = list[tuple[int, str]]
-"""The step before which each message was received, and the message."""
+"""Each message with the step that followed it."""
 
 _MODES = (ForwardMode.IDLE, ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.DECODE, ForwardMode.MIXED)
 
 
 def check_all_ranks_receive_the_same_sequence(open_receivers: OpenReceivers) -> None:
-    """Whatever comes when, each rank receives the same messages in one order, before the same steps."""
+    """Each rank receives the same messages in the same order before the same steps."""
     arrivals = {
         0: ["request:a", "command:one"],
         1: ["request:b", "request:c", "abort:a"],
@@ -40,28 +39,28 @@ def check_all_ranks_receive_the_same_sequence(open_receivers: OpenReceivers) -> 
     }
     trace = CheckTrace("All ranks receive one sequence")
     leading, *others = _serve(trace, open_receivers, arrivals, num_steps=40)
-    came = [text for texts in arrivals.values() for text in texts]
-    trace.expect(came, [text for _, text in leading], "messages of the leading rank, in the order in which they came")
+    sent = [text for texts in arrivals.values() for text in texts]
+    trace.expect(sent, [text for _, text in leading], "messages of the leading rank, in order of arrival")
     for number, received in enumerate(others, start=1):
-        trace.expect(leading, received, f"steps and messages of rank {number}, as of the leading one")
+        trace.expect(leading, received, f"steps and messages of rank {number}, equal to the leading rank's")
 
 
 def check_messages_of_any_size_arrive_intact(open_receivers: OpenReceivers) -> None:
-    """Messages of any length, none and many at once reach each rank byte for byte."""
+    """Messages of any length, and many messages in one step, reach each rank byte for byte."""
     sizes = (0, 1, 7, 8, 1_900, 1_999, 70_000, 600_000)
     arrivals = {step: [f"request:{size}:" + "y" * size] for step, size in enumerate(sizes)}
     arrivals[len(sizes)] = [f"command:{number}" for number in range(200)]
-    trace = CheckTrace("Messages of every size come whole")
+    trace = CheckTrace("Messages of every size arrive intact")
     expected = [text for texts in arrivals.values() for text in texts]
     for number, received in enumerate(_serve(trace, open_receivers, arrivals, num_steps=len(sizes) + 4)):
         found = [text for _, text in received]
         trace.expect(len(expected), len(found), f"messages that rank {number} received")
         wrong = [text[:20] for text, other in zip(found, expected, strict=True) if text != other]
-        trace.expect([], wrong, f"messages of rank {number} that are not those that came")
+        trace.expect([], wrong, f"messages of rank {number} that differ from the sent ones")
 
 
 def check_blocked_input_waits_for_all(open_receivers: OpenReceivers) -> None:
-    """While input is blocked no rank receives a request, and all receive commands; then the requests come in order."""
+    """While input is blocked, ranks receive only commands. After that the requests follow in order."""
     arrivals = {
         0: ["block:", "request:a", "command:while"],
         3: ["request:b", "abort:a"],
@@ -74,9 +73,9 @@ def check_blocked_input_waits_for_all(open_receivers: OpenReceivers) -> None:
 
 
 def check_diverged_rank_is_detected(open_receivers: OpenReceivers) -> None:
-    """A rank whose state is not the leading one's is not given a further message: it, or all of them, raise."""
+    """A rank whose state differs from the leading rank's raises before it receives a further message."""
     source = ListInputSource([b"request:a"])
-    trace = CheckTrace("A rank in another state is found at the next receive")
+    trace = CheckTrace("A diverged rank is detected at the next receive")
     ranks = trace.call("open", lambda: list(open_receivers(source)))
     if len(ranks) < 2:
         return
@@ -91,16 +90,16 @@ def check_diverged_rank_is_detected(open_receivers: OpenReceivers) -> None:
             ranks[number].close()
         return False
 
-    trace.note(f"receive with the last of {len(ranks)} ranks in another state")
+    trace.note(f"receive with the last of {len(ranks)} ranks in a different state")
     with ThreadPoolExecutor(len(ranks)) as threads:
         found = list(threads.map(receive, range(len(ranks))))
-    trace.require(found[-1], "an error of the rank that differs", "it was given messages")
+    trace.require(found[-1], "an error on the diverged rank", "it received messages")
 
 
 def _serve(
     trace: CheckTrace, open_receivers: OpenReceivers, arrivals: dict[int, list[str]], *, num_steps: int
 ) -> list[_Received]:
-    """Run all ranks; returns what each received. Its state is what it received, and is told with each receive."""
+    """Run all ranks, and return the messages of each. The digest of its messages is the state of a rank."""
     source = ListInputSource()
     ranks = trace.call("open", lambda: list(open_receivers(source)))
 
@@ -132,4 +131,4 @@ RECEIVER_CHECKS: tuple[Callable[[OpenReceivers], None], ...] = (
     check_blocked_input_waits_for_all,
     check_diverged_rank_is_detected,
 )
-"""Each takes what opens one intake per rank, the leading one first. Ranks wait for each other: bound their waits."""
+"""All checks of a request receiver. Ranks wait for each other, so give your receivers timeouts."""

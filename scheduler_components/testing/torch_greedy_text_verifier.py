@@ -1,9 +1,9 @@
-"""What transformers' ``generate`` makes of the same weights: the judge of text that came out of a paged cache.
+"""Compare greedy text of a paged cache with transformers' ``generate`` on the same weights.
 
-Greedy text follows from the weights and the prompt alone, so whatever a cache, a scheduler and a device did on the way,
-each token must be the one that ``generate`` gives. Nothing is skipped where two ways of adding up the same numbers may
-differ: there ``generate`` must find the two tokens closer together than its own arithmetic differs from itself, by the
-logits, and from that token on it continues the text that is judged.
+Greedy text depends only on the weights and the prompt, so each token must equal that of ``generate``, regardless of
+cache, scheduler and device. Different orders of summation may swap two tokens with nearly equal logits. The verifier
+accepts such a token only if its logit differs by less than the measured noise of ``generate`` itself, and continues
+from that token.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from scheduler_components.testing.check_trace import ConformanceError
 
 __all__ = ["GreedyTextVerifier", "GeneratedText", "NearTie"]
 
-_NOISE_TOKENS = 24  # of the text by which the noise is measured
-_NOISE_FACTOR = 8.0  # other batches and pages add up in other orders than the two that were measured
+_NOISE_TOKENS = 24  # Length of the text for the measurement of the noise.
+_NOISE_FACTOR = 8.0  # Other batches and pages have other orders of summation than the two measured ones.
 
 
 class GenerativeModel(Protocol):
-    """What the judge uses of transformers' ``PreTrainedModel`` with ``GenerationMixin``."""
+    """The members of transformers' ``PreTrainedModel`` with ``GenerationMixin`` that the verifier uses."""
 
     config: Any
     device: Any
 
     def eval(self) -> object:
-        """Switch off what only training does."""
+        """Switch to evaluation mode."""
         ...
 
     def generate(self, inputs: torch.Tensor, **settings: Any) -> Any:
@@ -55,12 +55,12 @@ class GeneratedText(msgspec.Struct, frozen=True):
 
 
 class NearTie(msgspec.Struct, frozen=True):
-    """A token that differs from the one that ``generate`` gives, where the arithmetic cannot tell the two apart.
+    """A token that differs from ``generate``'s by less than the noise.
 
     Attributes:
-        position: of the output, from 0.
+        position: in the output, from 0.
         expected, found: tokens.
-        gap: logit of ``expected`` less that of ``found``, as ``generate`` has them.
+        gap: logit of ``expected`` minus that of ``found``, from ``generate``.
     """
 
     position: int
@@ -71,13 +71,13 @@ class NearTie(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class GreedyTextVerifier:
-    """Compares greedy text with that of transformers' ``generate``; remembers what it has generated.
+    """Compares greedy text with that of transformers' ``generate``, and caches the generated text.
 
-    Made by ``over``. Not thread-safe.
+    Create it with ``over``. It is not thread-safe.
 
     Attributes:
-        model: transformers', in evaluation mode; its generation settings are not read.
-        noise: logits that are no further apart than this are equal to its arithmetic.
+        model: transformers' model in evaluation mode; its generation settings are ignored.
+        noise: logits with a smaller difference count as equal.
     """
 
     model: GenerativeModel
@@ -86,18 +86,18 @@ class GreedyTextVerifier:
 
     @classmethod
     def over(cls, model: GenerativeModel) -> GreedyTextVerifier:
-        """Measure the noise of a model: the same logits, from one pass over a text and from one pass per token."""
+        """Measure the noise of a model: compare the logits of one pass over a text with those of one pass per token."""
         model.eval()
-        judge = cls(model=model, noise=0.0)
+        verifier = cls(model=model, noise=0.0)
         draw = torch.Generator().manual_seed(0)
         prompt = torch.randint(model.config.get_text_config().vocab_size, (_NOISE_TOKENS,), generator=draw).tolist()
-        tokens, logits = judge._generate(prompt, _NOISE_TOKENS)
-        difference = judge.logits((*prompt, *tokens))[len(prompt) - 1 : -1] - logits
-        judge.noise = _NOISE_FACTOR * float(difference.abs().max())
-        return judge
+        tokens, logits = verifier._generate(prompt, _NOISE_TOKENS)
+        difference = verifier.logits((*prompt, *tokens))[len(prompt) - 1 : -1] - logits
+        verifier.noise = _NOISE_FACTOR * float(difference.abs().max())
+        return verifier
 
     def text(self, prompt: Sequence[int], max_new_tokens: int) -> GeneratedText:
-        """Continue ``prompt`` by ``max_new_tokens`` tokens; no token ends it."""
+        """Continue ``prompt`` by ``max_new_tokens`` tokens; no stop token ends it."""
         known = self._texts.get(tuple(prompt))
         if known is None or len(known.token_ids) < max_new_tokens:
             tokens, logits = self._generate(prompt, max_new_tokens)
@@ -107,7 +107,7 @@ class GreedyTextVerifier:
         return GeneratedText(known.token_ids[:max_new_tokens], known.gaps[:max_new_tokens])
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits after each token of a text, from one pass without a cache: ``[tokens, vocabulary]``, float32."""
+        """Return the logits after each token, from one pass without a cache: ``[tokens, vocabulary]``, float32."""
         with torch.inference_mode():
             given = torch.tensor([list(token_ids)], device=self.model.device)
             return self.model(given, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
@@ -117,10 +117,10 @@ class GreedyTextVerifier:
     ) -> list[NearTie]:
         """Compare a whole answer: ``num_tokens`` tokens, or fewer when the last is the first stop token.
 
-        Returns the near ties in it.
+        Return its near ties.
 
         Raises:
-            ConformanceError: it has other tokens, ends early or goes on too long.
+            ConformanceError: it has other tokens, or a wrong length.
         """
         ties = self.expect_prefix(prompt, found)
         stops = frozenset(stop_token_ids)
@@ -132,7 +132,7 @@ class GreedyTextVerifier:
     def expect_prefix(self, prompt: Sequence[int], found: Sequence[int]) -> list[NearTie]:
         """Compare an answer that may have ended anywhere.
 
-        Returns the near ties in it.
+        Return its near ties.
 
         Raises:
             ConformanceError: a token differs and the logits are further apart than the noise.
@@ -150,10 +150,10 @@ class GreedyTextVerifier:
         return ties
 
     def expect_answers(self, token_ids: Sequence[int], answers: Iterable[range]) -> list[NearTie]:
-        """Compare all answers in a conversation, by one pass over it; a position of a tie is one in ``token_ids``.
+        """Compare all answers of a conversation in one pass; positions of ties refer to ``token_ids``.
 
-        Each token is judged by the text before it, as served: where all are the ones with the highest logits, they are
-        what ``generate`` gives. It costs what a prefill does, where ``expect`` costs a pass per token.
+        Each token is compared with the highest logit after the served text before it. This costs one prefill, while
+        ``expect`` costs one pass per token.
 
         Args:
             token_ids: prompts and answers.
@@ -171,24 +171,24 @@ class GreedyTextVerifier:
         return ties
 
     def _tie(self, context: Sequence[int], expected: Sequence[int], found: int, *, position: int) -> NearTie:
-        """Say how close the token that was found is to the last of the expected ones."""
+        """Return the near tie between the found token and the last expected one."""
         _, logits = self._generate(context, len(expected))
         return self._near_tie(logits[-1], context, expected[-1], found, position=position)
 
     def _near_tie(
         self, row: torch.Tensor, context: Sequence[int], expected: int, found: int, *, position: int
     ) -> NearTie:
-        """Say how close the logits of two tokens are; ``context`` is what the error shows."""
+        """Return the near tie of two tokens, or raise an error that shows ``context``."""
         if not 0 <= found < len(row):
-            raise _differs(context, f"{expected} at {position}", f"{found}, which the model does not have")
+            raise _differs(context, f"{expected} at {position}", f"{found}, which is not in the vocabulary")
         gap = float(row[expected] - row[found])
         if gap > self.noise:
-            told = f"{found}, whose logit is {gap:.3g} lower, where the noise is {self.noise:.3g}"
-            raise _differs(context, f"{expected} at {position}", told)
+            difference = f"{found}, whose logit is {gap:.3g} lower; the noise is {self.noise:.3g}"
+            raise _differs(context, f"{expected} at {position}", difference)
         return NearTie(position, expected, found, gap)
 
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], torch.Tensor]:
-        """Greedy tokens, and the logits that they were taken from: ``[num_tokens, vocabulary]``, float32."""
+        """Return greedy tokens and their logits: ``[num_tokens, vocabulary]``, float32."""
         given = torch.tensor([list(prompt)], device=self.model.device)
         made = self.model.generate(
             given,
@@ -207,4 +207,4 @@ class GreedyTextVerifier:
 
 def _differs(prompt: Sequence[int], expected: str, found: str) -> ConformanceError:
     steps = (f"continue {len(prompt)} tokens that end with {list(prompt[-8:])}",)
-    return ConformanceError("greedy text is that of transformers' generate", steps, expected, found)
+    return ConformanceError("greedy text equals that of transformers' generate", steps, expected, found)

@@ -1,8 +1,8 @@
-"""What every publisher of KV events must do on the wire: run each of ``PUBLISHER_CHECKS`` on a publisher of your own.
+"""Checks of every publisher of KV events. Run each of ``PUBLISHER_CHECKS`` on a publisher of your own.
 
-A check takes a function that opens a publisher: rank 0, no topic, listening on loopback or any tcp address that can be
-dialled, and without access control. It publishes through the publisher's own methods, listens with raw sockets, and
-raises ``ConformanceError`` with the trace of what it did. Each check opens one publisher and shuts it down.
+A check takes a function that opens a publisher: rank 0, without a topic and access control, bound to a tcp address that
+the check can dial. It publishes through the publisher's own methods, listens with raw sockets, and raises
+``ConformanceError`` with its trace. Each check opens one publisher and shuts it down.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["PUBLISHER_CHECKS", "OpenPublisher"]
 OpenPublisher = Callable[[], BoundPublisher]
 
 DEADLINE_S = 10.0
-"""A publisher that has not sent what it was given by then has lost it."""
+"""A batch that was not sent within this time is lost."""
 
 _NUM_BATCHES = 60
 
 
 @dataclass
-class _Bench:
-    """A publisher with a listener, and what was published so far."""
+class _PublisherBench:
+    """A publisher with a listener, and the published events."""
 
     trace: CheckTrace
     publisher: BoundPublisher
@@ -44,51 +44,51 @@ class _Bench:
     published: list[KVCacheEvent] = field(default_factory=list)
 
     def publish(self, count: int) -> None:
-        """Publish so many batches of one event."""
+        """Publish ``count`` batches of one event."""
         for _ in range(count):
             event = self.history.next(len(self.published))
             self.published.append(event)
             self.publisher.publish(KVEventBatch(float(len(self.published)), (event,)))
 
-    def publish_until_heard(self) -> None:
-        """A PUB socket sends to nobody before it has read the subscription."""
+    def publish_until_received(self) -> None:
+        """Publish until a batch arrives: a PUB socket drops batches before it has read the subscription."""
 
-        def heard() -> bool:
+        def is_received() -> bool:
             if not self.probe.live:
                 self.publish(1)
             return bool(self.probe.live)
 
-        was_heard = self.probe.receive_until(heard, DEADLINE_S)
-        self.trace.note("published batches until a subscriber heard one")
-        self.trace.require(was_heard, f"a live batch within {DEADLINE_S} s", "silence")
+        was_received = self.probe.receive_until(is_received, DEADLINE_S)
+        self.trace.note("published batches until a subscriber received one")
+        self.trace.require(was_received, f"a live batch within {DEADLINE_S} s", "silence")
 
     def expect_live(self, count: int) -> None:
-        """The last ``count`` published events arrive live, in order."""
+        """Wait until the last ``count`` events arrive live, in order."""
         wanted = self.published[-count:]
         self.probe.receive_until(lambda: _events(self.probe.live)[-count:] == wanted, DEADLINE_S)
         self.trace.expect(wanted, _events(self.probe.live)[-count:], f"the last {count} events, live")
 
-    def judge(self, record: RecordedStream, concerns: Callable[[str], bool]) -> None:
-        """Judge what was heard by the rules that a check is about."""
-        judged = verify_stream(record, AdvertisedStream(0, b"", BLOCK_SIZE))
-        broken = [f"{each.rule}: {each.seen}" for each in judged.violations if concerns(each.rule)]
+    def verify(self, record: RecordedStream, concerns: Callable[[str], bool]) -> None:
+        """Verify the record by the rules that the check concerns."""
+        verdict = verify_stream(record, AdvertisedStream(0, b"", BLOCK_SIZE))
+        broken = [f"{each.rule}: {each.seen}" for each in verdict.violations if concerns(each.rule)]
         self.trace.expect([], broken, "broken rules of the wire")
 
 
 def check_live_batches_match_the_wire_format(open_publisher: OpenPublisher) -> None:
-    """Three frames, growing numbers, ``[time, events, rank]``: every event arrives once, in order."""
+    """Every event arrives once and in order, with three frames, growing numbers and ``[time, events, rank]``."""
     with _bench("Live batches arrive whole, in order, in the frames of the wire", open_publisher) as bench:
-        bench.publish_until_heard()
+        bench.publish_until_received()
         bench.trace.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
         bench.expect_live(_NUM_BATCHES)
-        # Nothing was asked of the replay channel here: what late joiners get is the next check's subject.
-        bench.judge(RecordedStream(live=tuple(bench.probe.live)), lambda rule: rule != "late-joiner")
+        # This check uses no replay. The next check verifies replays for late joiners.
+        bench.verify(RecordedStream(live=tuple(bench.probe.live)), lambda rule: rule != "late-joiner")
 
 
 def check_replay_from_0_returns_the_whole_stream(open_publisher: OpenPublisher) -> None:
-    """Who asks from 0 gets the whole stream, byte for byte as it went out live."""
+    """A replay from 0 returns the whole stream, byte for byte as it was sent live."""
     with _bench("A replay from 0 is the stream", open_publisher) as bench:
-        bench.publish_until_heard()
+        bench.publish_until_received()
         bench.trace.call(f"published {_NUM_BATCHES} batches", lambda: bench.publish(_NUM_BATCHES))
         bench.expect_live(_NUM_BATCHES)
         bench.trace.note("asked for a replay from 0")
@@ -99,12 +99,12 @@ def check_replay_from_0_returns_the_whole_stream(open_publisher: OpenPublisher) 
         bench.trace.note(f"asked for a replay from {live_first}")
         again = bench.probe.request_replay(live_first, DEADLINE_S)
         record = RecordedStream(live=tuple(bench.probe.live), history=answer, again=again)
-        bench.judge(record, lambda rule: rule.startswith("replay") or rule == "no-gap")
+        bench.verify(record, lambda rule: rule.startswith("replay") or rule == "no-gap")
 
 
 def check_every_replay_ends_with_the_end_marker(open_publisher: OpenPublisher) -> None:
-    """Also when there is nothing to send, and when the request is malformed."""
-    with _bench("Every replay answer ends with the end marker", open_publisher) as bench:
+    """The end marker also ends an empty reply, and the reply to a malformed request."""
+    with _bench("Every reply ends with the end marker", open_publisher) as bench:
         for what, ask in (
             ("from 0 before anything was published", lambda: bench.probe.request_replay(0, DEADLINE_S)),
             ("from far beyond the end", lambda: bench.probe.request_replay(1 << 60, DEADLINE_S)),
@@ -115,38 +115,38 @@ def check_every_replay_ends_with_the_end_marker(open_publisher: OpenPublisher) -
             answer = ask()
             if isinstance(answer, ReplayResponse):
                 bench.trace.expect(((), True), (answer.messages, answer.ended), "a bare end marker")
-            else:  # what the extension answers is its own business, as long as it ends
-                bench.trace.require(answer is not None, "an answer that ends", "none")
+            else:  # The extension may send any reply that ends.
+                bench.trace.require(answer is not None, "a reply that ends", "none")
         bench.publish(1)
         bench.trace.note("published a batch and asked from 0")
         bench.trace.expect(
-            bench.published, _events(bench.probe.request_replay(0, DEADLINE_S).messages), "the batch, after all"
+            bench.published, _events(bench.probe.request_replay(0, DEADLINE_S).messages), "the published batch"
         )
 
 
 def check_unencodable_event_takes_no_sequence(open_publisher: OpenPublisher) -> None:
-    """An event that cannot be encoded is refused; the ones around it go out under neighbouring numbers."""
-    with _bench("An event that cannot be encoded costs only itself", open_publisher) as bench:
+    """An event that cannot be encoded takes no number: the events around it have consecutive numbers."""
+    with _bench("An event that cannot be encoded does not affect others", open_publisher) as bench:
         bench.publish(1)
         poison = KVEventBatch(1.0, (BlockRemoved((1 << 70,)),))
         bench.trace.note("published an event with a hash of 71 bits")
         try:
             bench.publisher.publish(poison)
-        except Exception as error:  # noqa: BLE001 - whatever it refuses with, it refuses
-            bench.trace.note(f"it was refused with {type(error).__name__}")
+        except Exception as error:  # noqa: BLE001 - any error is accepted
+            bench.trace.note(f"publish() raised {type(error).__name__}")
         bench.trace.call("published one more batch", lambda: bench.publish(1))
         answer = bench.probe.request_replay(0, DEADLINE_S)
         bench.trace.expect(bench.published, _events(answer.messages), "both good events by replay")
         numbers = [int.from_bytes(frames[-2], "big") for frames in answer.messages]
-        bench.trace.expect(list(range(numbers[0], numbers[0] + 2)), numbers, "neighbouring numbers")
+        bench.trace.expect(list(range(numbers[0], numbers[0] + 2)), numbers, "consecutive numbers")
 
 
 def check_shutdown_flushes_and_releases(open_publisher: OpenPublisher) -> None:
-    """What was published before ``shutdown`` arrives; no thread is left; a second call does nothing."""
+    """Batches before ``shutdown`` arrive, no thread remains, and a second call does nothing."""
     threads = set(threading.enumerate())
-    with _bench("shutdown() sends what is pending and leaves nothing behind", open_publisher) as bench:
-        bench.publish_until_heard()
-        bench.publisher.idle()  # a publisher that defers to its next idle() has batches pending now
+    with _bench("shutdown() sends the pending batches and leaves no thread", open_publisher) as bench:
+        bench.publish_until_received()
+        bench.publisher.idle()  # A publisher that defers work to idle() has pending batches after this.
         bench.publish(8)
         bench.while_waiting.clear()
         bench.trace.call("published 8 batches and called shutdown()", bench.publisher.shutdown)
@@ -157,7 +157,7 @@ def check_shutdown_flushes_and_releases(open_publisher: OpenPublisher) -> None:
 
 
 @contextmanager
-def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_Bench]:
+def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_PublisherBench]:
     trace = CheckTrace(title)
     publisher = trace.call("opened a publisher", open_publisher)
     while_waiting: list[Callable[[], object]] = [publisher.idle]
@@ -171,7 +171,7 @@ def _bench(title: str, open_publisher: OpenPublisher) -> Iterator[_Bench]:
                 while_waiting=lambda: [work() for work in while_waiting],
             )
             try:
-                yield _Bench(trace, publisher, probe, while_waiting)
+                yield _PublisherBench(trace, publisher, probe, while_waiting)
             finally:
                 probe.close()
     finally:
@@ -190,4 +190,4 @@ PUBLISHER_CHECKS: tuple[Callable[[OpenPublisher], None], ...] = (
     check_unencodable_event_takes_no_sequence,
     check_shutdown_flushes_and_releases,
 )
-"""All of them."""
+"""All checks of a publisher."""

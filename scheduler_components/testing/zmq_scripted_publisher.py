@@ -1,4 +1,4 @@
-"""A publisher on real sockets whose every fault is an attribute: what subscribers are tested against."""
+"""A publisher on real sockets whose faults are attributes, for tests of subscribers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ P = TypeVar("P", bound="ScriptedPublisher")
 
 
 class ScriptedPublisher:
-    """PUB and ROUTER as SGLang and vLLM have them, without a thread: replays are served by ``idle``.
+    """A ``BoundPublisher`` with PUB and ROUTER as in SGLang and vLLM, without a thread: ``idle`` serves replays.
 
-    A ``BoundPublisher``; ``open`` opens one. For faults of your own, subclass it and override ``live_messages`` or
-    ``answer``.
+    For other faults, subclass it and override ``live_messages`` or ``answer``.
 
     Attributes:
         framing: of replays, ``seed`` or ``topic``.
-        loses_live: live messages are numbered and kept, and not sent.
-        answers, ends_answers: whether replay requests get an answer, and whether it ends.
-        window: the newest batches that a replay has; None for all.
-        sent: number -> payload of this life.
-        asked: numbers that replays were asked from.
-        num_subscribers: topics subscribed to now; counted by ``idle``. (The socket is an XPUB: a PUB that says who
-            subscribes.)
+        loses_live: number and keep live messages without sending them.
+        answers, ends_answers: whether replay requests get a reply, and whether the reply ends.
+        window: number of the newest batches in a replay; None for all.
+        sent: payloads of this epoch by number.
+        asked: start numbers of the replay requests.
+        num_subscribers: current subscriptions, counted by ``idle``. (The socket is an XPUB, which reports them.)
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, topic: str, dialect: str, framing: str) -> None:
@@ -44,17 +42,17 @@ class ScriptedPublisher:
         self.asked: list[int] = []
         self.num_subscribers = 0
         self._context = context
-        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)  # noqa: SCH008 listens once made
+        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)  # noqa: SCH008 binds when constructed
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 1000)
             socket.setsockopt(zmq.SNDHWM, 0)
-            socket.bind("tcp://127.0.0.1:*")  # noqa: SCH008 a publisher listens once made, and so does its fake
+            socket.bind("tcp://127.0.0.1:*")  # noqa: SCH008 the fake binds when constructed, as publishers do
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint: str | None = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @classmethod
     def open(cls: type[P], *, topic: str = "", dialect: str = "array", framing: str = "seed") -> P:
-        """Open one on loopback ports that the system chooses; close it with ``shutdown`` or a ``with`` block."""
+        """Open a publisher on free loopback ports; close it with ``shutdown`` or a ``with`` block."""
         return cls(zmq.Context(), topic=topic, dialect=dialect, framing=framing)
 
     def __enter__(self: P) -> P:
@@ -79,7 +77,7 @@ class ScriptedPublisher:
                 self._pub.send_multipart(frames)
 
     def publish_events(self, *events: KVCacheEvent) -> int:
-        """Publish events as one batch; returns its number."""
+        """Publish events as one batch, and return its number."""
         sequence = self.next_sequence
         self.publish(KVEventBatch(float(sequence + 1), events))
         return sequence
@@ -89,15 +87,15 @@ class ScriptedPublisher:
         self._pub.send_multipart(frames)
 
     def restart(self) -> None:
-        """Forget this life: the next number is 0, and the window is empty."""
+        """Start a new epoch at number 0 with an empty replay buffer."""
         self.sent.clear()
 
     def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
-        """The live messages of one batch."""
+        """Return the live messages of one batch."""
         return [(self.topic, sequence.to_bytes(8, "big"), payload)]
 
     def answer(self, request: bytes) -> list[Frames]:
-        """The messages of one replay answer, after client and delimiter."""
+        """Return the messages of one reply, without client and delimiter."""
         start = int.from_bytes(request, "big")
         middle = (self.topic,) if self.framing == "topic" else ()
         kept = list(self.sent.items())[-self.window if self.window else 0 :]
@@ -105,7 +103,7 @@ class ScriptedPublisher:
         return [*messages, (*(b"" for _ in middle), END_SEQ, b"")] if self.ends_answers else messages
 
     def idle(self) -> None:
-        """Take in subscriptions, and answer the replay requests that have come."""
+        """Read subscriptions, and reply to the received replay requests."""
         while self._pub.poll(0):
             self.num_subscribers += 1 if self._pub.recv()[:1] == b"\x01" else -1
         while self._router.poll(0):

@@ -1,4 +1,4 @@
-"""Records a stream: raw frames from its PUB socket, raw answers from its replay ROUTER. Judges nothing."""
+"""Record a stream: raw frames from its PUB socket, and raw replies from its replay ROUTER. It verifies nothing."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ Context = zmq.Context[Socket]
 
 _MAX_MESSAGES = 200_000
 _MAX_BYTES = 512 * 1024 * 1024
-"""Kept of one stream or answer: a judge needs no more, and a hostile publisher gets no more memory."""
+"""Limit of one stream or reply. A verifier needs no more, and it bounds the memory for a hostile publisher."""
 
 _LONGEST_ANSWER_S = 120.0
-"""An answer that is still coming after this time is not read to its end."""
+"""The probe stops reading a longer reply."""
 
 _POLL_MS = 5
 _STILL_S = 0.2
-"""A stream from which nothing comes for so long is taken to stand still, where the oracle cannot say."""
+"""After a silence of this length the probe assumes that the stream is idle, if the oracle names no batch."""
 
 _MALFORMED = b"\xff" * 7
-"""Seven bytes: released publishers read them as a huge number, which is harmless."""
+"""Released publishers read these seven bytes as a huge number, which is harmless."""
 
 _FAR = 1 << 62
 
 
 @attrs.frozen(kw_only=True)
 class ProbeOptions:
-    """How long to listen.
+    """Limits of a recording.
 
     Attributes:
-        listen_s: at most this long.
-        enough_batches: stop before that when every stream has sent so many live batches.
-        answer_s: the longest silence in which an answer is waited for.
-        pool_every_s: time between two readings of a pool, where one can be read.
+        listen_s: maximum duration.
+        enough_batches: stop earlier once every stream has sent this number of live batches.
+        answer_s: maximum silence while the probe waits for a reply.
+        pool_every_s: interval between two readings of a pool, if it can be read.
     """
 
     listen_s: float = 10.0
@@ -63,13 +63,13 @@ class ProbeOptions:
 
 
 class StreamProbe:
-    """Listens to one stream from when it is made until ``close``.
+    """Records one stream from its construction until ``close``.
 
     Args:
-        context: whose sockets these are.
-        events: the PUB address, concrete.
-        replay: the ROUTER address, None without one.
-        while_waiting: called again and again during a wait; a publisher under test without a thread works there.
+        context: creates the sockets.
+        events: the PUB address.
+        replay: the ROUTER address; None without one.
+        while_waiting: called repeatedly during a wait; a publisher without a thread works there.
         clock: monotonic seconds.
     """
 
@@ -93,20 +93,20 @@ class StreamProbe:
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
 
     def close(self) -> None:
-        """Close the socket; what was heard stays."""
+        """Close the socket, and keep the recorded messages."""
         self._sub.close(linger=0)
 
     def _open(self, kind: int, endpoint: Endpoint) -> Socket:
-        socket: Socket = self._context.socket(kind)  # noqa: SCH008 a probe listens once made
+        socket: Socket = self._context.socket(kind)  # noqa: SCH008 a probe listens once constructed
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
-        socket.connect(str(endpoint))  # noqa: SCH008 a probe listens once made
+        socket.connect(str(endpoint))  # noqa: SCH008 a probe listens once constructed
         return socket
 
     def receive(self, wait_ms: int = 0) -> None:
-        """Take in what has come, after waiting up to ``wait_ms`` for it."""
+        """Record the received messages, after waiting up to ``wait_ms`` for one."""
         self._while_waiting()
         if not self._sub.poll(wait_ms):
             return
@@ -117,7 +117,7 @@ class StreamProbe:
                 self.live.append(frames)
 
     def receive_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Hear until ``condition`` holds; False when it did not within ``timeout_s``."""
+        """Record until ``condition`` holds; return False after ``timeout_s``."""
         deadline_s = self._clock() + timeout_s
         while not condition():
             if self._clock() >= deadline_s:
@@ -126,23 +126,26 @@ class StreamProbe:
         return True
 
     def request_replay(self, start: int, answer_s: float) -> ReplayResponse:
-        """Ask for everything from ``start``; ends with the end marker, or after ``answer_s`` of silence."""
-        return self._ask(start.to_bytes(8, "big"), answer_s, start)[0]
+        """Request all batches from ``start``; read until the end marker, or until ``answer_s`` of silence."""
+        return self._request(start.to_bytes(8, "big"), answer_s, start)[0]
 
     def send_malformed_request(self, answer_s: float) -> ReplayResponse:
         """Send a request of a wrong length."""
-        return self._ask(_MALFORMED, answer_s)[0]
+        return self._request(_MALFORMED, answer_s)[0]
 
     def probe_extension(self, answer_s: float) -> bool | None:
-        """Whether the publisher knows this kit's extended requests: others answer a bare end marker; None without."""
+        """Whether the publisher supports this kit's extended requests; None without an end marker.
+
+        Other publishers reply with a bare end marker.
+        """
         request = ReplayRequest(0, ReplayVerb.STATUS, os.urandom(8), bytes(16))
-        answer, meta = self._ask(request.encode(), answer_s)
+        answer, meta = self._request(request.encode(), answer_s)
         return bool(meta) if answer.ended else None
 
-    def _ask(self, request: bytes, answer_s: float, start: int | None = None) -> tuple[ReplayResponse, bytes]:
-        """One question on a socket of its own, so that late answers to it reach nobody else.
+    def _request(self, request: bytes, answer_s: float, start: int | None = None) -> tuple[ReplayResponse, bytes]:
+        """Send one request on a separate socket, so that late messages cannot mix with other replies.
 
-        Returns the answer, and the payload of its end marker: empty, or a META.
+        Return the reply, and the payload of its end marker: empty, or a META.
         """
         assert self._replay is not None
         dealer = self._open(zmq.DEALER, self._replay)
@@ -171,44 +174,44 @@ class StreamProbe:
         return ReplayResponse(start, tuple(messages)), b""
 
     def record(self, history: ReplayResponse | None, answer_s: float) -> RecordedStream:
-        """Ask what is asked after listening, and hand over everything."""
+        """Send the requests that follow the listening, and return the record."""
         self._catch_up(history, answer_s)
         if self._replay is None or history is None or history.is_silence:
             return RecordedStream(live=tuple(self.live), history=history, pool=tuple(self.pool))
-        told, heard = _numbers(history.messages), _numbers(self.live)
-        # From where the history ended: the live connection may have come about later.
-        again = self.request_replay(min(max(told, default=-1) + 1, min(heard, default=_FAR)), answer_s)
-        past_end = self.request_replay(max(told + heard, default=0) + _FAR, answer_s)
+        replayed, live = _numbers(history.messages), _numbers(self.live)
+        # Start at the end of the history, because the live connection may have started later.
+        again = self.request_replay(min(max(replayed, default=-1) + 1, min(live, default=_FAR)), answer_s)
+        past_end = self.request_replay(max(replayed + live, default=0) + _FAR, answer_s)
         malformed = self.send_malformed_request(answer_s)
         extended = self.probe_extension(answer_s)
         self.receive()
         return RecordedStream(tuple(self.live), history, again, past_end, malformed, extended, tuple(self.pool))
 
     def read_pool(self, read_pool: Callable[[], KvPoolSnapshot], history: ReplayResponse | None) -> None:
-        """Read the pool, and keep the reading with its place in the stream.
+        """Read the pool, and keep the reading with the number of the last batch before it.
 
-        An oracle that does not know the place is asked again: when two answers are equal and nothing came around them,
-        the stream stood still, and the reading belongs behind what had come by then. Otherwise nothing is kept.
+        If the oracle does not name the number, read again after a silence. If both readings are equal and no message
+        arrived around them, the stream was idle, and the reading follows the last recorded batch. Otherwise drop it.
         """
         reading = read_pool()
         if reading.sequence is None:
-            self._hear_for(_STILL_S)
-            num_heard, first = len(self.live), read_pool()
-            self._hear_for(_STILL_S)
+            self._receive_for(_STILL_S)
+            num_received, first = len(self.live), read_pool()
+            self._receive_for(_STILL_S)
             reading = read_pool()
-            self._hear_for(_STILL_S)
-            if len(self.live) != num_heard or _as_sets(first) != _as_sets(reading):
+            self._receive_for(_STILL_S)
+            if len(self.live) != num_received or _as_sets(first) != _as_sets(reading):
                 return
-            told = () if history is None else history.messages
-            here = max([*_numbers(told), *_numbers(self.live)], default=-1)
+            replayed = () if history is None else history.messages
+            here = max([*_numbers(replayed), *_numbers(self.live)], default=-1)
             reading = msgspec.structs.replace(reading, sequence=here)
         self.pool.append(reading)
 
-    def _hear_for(self, seconds: float) -> None:
+    def _receive_for(self, seconds: float) -> None:
         self.receive_until(lambda: False, seconds)
 
     def _catch_up(self, history: ReplayResponse | None, answer_s: float) -> None:
-        """Hear what the last reading of the pool speaks of."""
+        """Record up to the batch of the last reading."""
         goal = self.pool[-1].sequence if self.pool else None
         if goal is None or goal <= max(_numbers(history.messages if history is not None else ()), default=-1):
             return
@@ -241,13 +244,12 @@ def probe_streams(
     read_pool: Callable[[int], KvPoolSnapshot] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[RecordedStream]:
-    """Listen to several streams side by side; one record per stream, in their order.
+    """Record several streams concurrently, and return one record per stream in their order.
 
     Args:
         addresses: of the streams.
-        options: how long to listen.
-        read_pool: reads the pool of a rank, where somebody can; called now and then while this listens, and at the end.
-            What it raises ends the listening.
+        options: limits of the recording.
+        read_pool: reads the pool of a rank. It is called at intervals and at the end. Its errors end the recording.
         clock: monotonic seconds.
     """
     probes: list[StreamProbe] = []

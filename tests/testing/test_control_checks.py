@@ -58,13 +58,13 @@ class Holder:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("hides", "not shown"),
+        ("hides", "missing in state"),
         ("sets early", "changes nothing"),
-        ("forgets", "can be taken back"),
-        ("raises", "refused with a ConfigError"),
+        ("forgets", "can be reversed"),
+        ("raises", "raises a ConfigError"),
     ],
 )
-def test_a_broken_holder_is_told(fault: str, words: str) -> None:
+def test_a_broken_holder_fails_with_its_trace(fault: str, words: str) -> None:
     found = []
     for check in STATE_HOLDER_CHECKS:
         try:

@@ -146,7 +146,7 @@ def test_a_reading_from_elsewhere_is_refused() -> None:
     judge = judge_of([stored(1)], [stored(2)])
     with pytest.raises(ConfigError, match="before the last batch"):
         judge.compare(reading(0, 1))
-    with pytest.raises(ConfigError, match="says not where the stream stood"):
+    with pytest.raises(ConfigError, match="does not name the last batch"):
         judge.compare(reading(None, 1))
 
 

@@ -102,7 +102,7 @@ class TakesTurns(RadixCache):
     ("check", "broken", "told"),
     [
         (checks.check_whole_pages_come_back, RoundsUp, "match_prefix"),
-        (checks.check_equal_prompts_share_pages, KeepsDuplicates, "two of the second's pages came back"),
+        (checks.check_equal_prompts_share_pages, KeepsDuplicates, "two of the second's pages were freed"),
         (checks.check_locked_prefixes_stay, ForgetsLocks, "(used, evictable) tokens"),
         (checks.check_leaves_are_evicted_first, EvictsTheRoot, "tokens still matched: 4"),
         (checks.check_failed_allocation_changes_nothing, EvictsFirst, "still cached: 2"),

@@ -93,15 +93,15 @@ class LosesTheTail(ScriptedPublisher):
 
 
 @pytest.mark.parametrize(
-    ("check", "broken", "told"),
+    ("check", "broken", "expected_text"),
     [
         (checks.check_live_batches_match_the_wire_format, SendsTwoFrames, "live-frames: a message of 2 frames"),
         (checks.check_live_batches_match_the_wire_format, SwapsLive, "the last 60 events, live"),
         (checks.check_replay_from_0_returns_the_whole_stream, KeepsFewForReplay, "every event, in order"),
         (checks.check_every_replay_ends_with_the_end_marker, NeverEnds, "((), False)"),
         (checks.check_every_replay_ends_with_the_end_marker, SilentWhenEmpty, "before anything was published"),
-        (checks.check_every_replay_ends_with_the_end_marker, SilentToStrangers, "an answer that ends"),
-        (checks.check_unencodable_event_takes_no_sequence, BurnsNumbers, "neighbouring numbers: [0, 1]"),
+        (checks.check_every_replay_ends_with_the_end_marker, SilentToStrangers, "a reply that ends"),
+        (checks.check_unencodable_event_takes_no_sequence, BurnsNumbers, "consecutive numbers: [0, 1]"),
         (checks.check_shutdown_flushes_and_releases, LosesTheTail, "the last 8 events, live"),
     ],
 )
@@ -109,15 +109,15 @@ def test_a_broken_publisher_fails_with_its_trace(
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[[checks.OpenPublisher], None],
     broken: type[ScriptedPublisher],
-    told: str,
+    expected_text: str,
 ) -> None:
     monkeypatch.setattr(checks, "DEADLINE_S", 0.3)
     with pytest.raises(ConformanceError) as failed:
         check(broken.open)
-    assert told in str(failed.value)
+    assert expected_text in str(failed.value)
 
 
-def test_a_thread_left_behind_is_told() -> None:
+def test_a_remaining_thread_is_reported() -> None:
     released = threading.Event()
     waiting = threading.Thread(target=released.wait, name="left-behind")
 
