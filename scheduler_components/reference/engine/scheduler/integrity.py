@@ -94,10 +94,10 @@ class SchedulerIntegrity:
         audited: tuple[AuditedPool, ...] = (pool, RequestSlotPool(queues=queues))
         checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
         pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
-        guard = cls(checker=checker, owners=NullAllocationSink(), events=cache, pools=pools, progress=progress)
+        integrity = cls(checker=checker, owners=NullAllocationSink(), events=cache, pools=pools, progress=progress)
         if config.owners_one_in:
-            guard.owners = checker.log = AllocationLog(progress=progress, one_in=config.owners_one_in)
+            integrity.owners = checker.log = AllocationLog(progress=progress, one_in=config.owners_one_in)
         if config.follows_events and parallel.owns_kv_stream:
-            guard.events = checker.published = PublishedBlocks(source=cache)
+            integrity.events = checker.published = PublishedBlocks(source=cache)
             checker.cached = cache
-        return guard
+        return integrity
