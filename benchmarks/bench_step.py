@@ -142,12 +142,12 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
 
 def _ledger_of(scheduler: Scheduler) -> Callable[[], None]:
     """What a decode of 64 requests calls: four of them take a page."""
-    owners, growing, page = scheduler.integrity.owners, scheduler.queues.running[:4], [1]
+    allocation_log, growing, page = scheduler.integrity.allocation_log, scheduler.queues.running[:4], [1]
 
     def step() -> None:
         for request in growing:
             if request.is_sampled:
-                owners.record("allocated", "full", request.rid, "RequestKvCache.grow", page)
+                allocation_log.record("allocated", "full", request.rid, "RequestKvCache.grow", page)
 
     return step
 

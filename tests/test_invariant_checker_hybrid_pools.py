@@ -42,7 +42,7 @@ class FreesTwice(HybridPages):
         super().free(request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # a pool without states lets it
-            self.owners.record("freed", "full", request.rid, "FreesTwice.release", shared[-1:])
+            self.allocation_log.record("freed", "full", request.rid, "FreesTwice.release", shared[-1:])
 
 
 class KeepsStateOfRefused(HybridPages):

@@ -35,13 +35,15 @@ class KeepsLockOfAborted(RequestKvCache):
     def match_length(self, request: Request) -> int:
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
-        self.owners.record("locked", KV_POOL, request.rid, "KeepsLockOfAborted.match_length", match.page_array)
+        self.allocation_log.record("locked", KV_POOL, request.rid, "KeepsLockOfAborted.match_length", match.page_array)
         request.node, request.is_sampled = match.node, True
         return match.num_tokens
 
     def match(self, request: Request) -> None:
         if request.node is not None:
-            self.owners.record("unlocked", KV_POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node))
+            self.allocation_log.record(
+                "unlocked", KV_POOL, request.rid, "KeepsLockOfAborted.attach", _pages_of(request.node)
+            )
             self.cache.unlock(request.node)
         RequestKvCache.match(self, request)
 
@@ -79,7 +81,7 @@ class FreesTwice(RequestKvCache):
         RequestKvCache.free(self, request)
         if shared and request.state is RequestState.FINISHED:
             self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
-            self.owners.record("freed", KV_POOL, request.rid, "FreesTwice.release", shared[-1:])
+            self.allocation_log.record("freed", KV_POOL, request.rid, "FreesTwice.release", shared[-1:])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +122,7 @@ def make_scheduler(
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
     pages = scheduler.batcher.kv_cache
     scheduler.batcher.kv_cache = scheduler.results.kv = pages_class(
-        cache=pages.cache, counters=pages.counters, owners=pages.owners
+        cache=pages.cache, counters=pages.counters, allocation_log=pages.allocation_log
     )
     return scheduler
 

@@ -76,7 +76,7 @@ class HybridPages:
         self.cache = base.cache
         self.scheduler = scheduler
         self.progress = scheduler.integrity.progress
-        self.owners = scheduler.integrity.owners
+        self.allocation_log = scheduler.integrity.allocation_log
         self.window = FreeList(range(num_window_pages))
         self.states = FreeList(range(32))
         self.window_of: dict[str, Held] = {}
@@ -126,32 +126,32 @@ class HybridPages:
     def take_state(self, request: Request, component: str) -> None:
         if request.rid not in self.state_of:
             self.state_of[request.rid] = Held(self.states.take(1))
-            self.owners.record("allocated", "mamba", request.rid, component, self.state_of[request.rid].pages)
+            self.allocation_log.record("allocated", "mamba", request.rid, component, self.state_of[request.rid].pages)
 
     def give_state(self, request: Request) -> None:
         held = self.state_of.pop(request.rid, None)
         if held is not None:
             self.states += held.pages
-            self.owners.record("freed", "mamba", request.rid, "HybridPages.give_state", held.pages)
+            self.allocation_log.record("freed", "mamba", request.rid, "HybridPages.give_state", held.pages)
 
     def slide(self, request: Request, num_pages: int) -> None:
         """Take a window page per new page; give back what slid out of the window."""
         taken = self.window.take(num_pages)
         held = self.window_of.setdefault(request.rid, Held())
         held.pages = held.pages + taken
-        self.owners.record("allocated", "swa", request.rid, "HybridPages.slide", taken)
+        self.allocation_log.record("allocated", "swa", request.rid, "HybridPages.slide", taken)
         out, held.pages = held.pages[:-WINDOW_PAGES], held.pages[-WINDOW_PAGES:]
         self.give_out(request, out)
 
     def give_out(self, request: Request, pages: list[int]) -> None:
         self.window += pages
-        self.owners.record("freed", "swa", request.rid, "HybridPages.slide", pages)
+        self.allocation_log.record("freed", "swa", request.rid, "HybridPages.slide", pages)
 
     def give_window(self, request: Request) -> None:
         held = self.window_of.pop(request.rid, None)
         if held is not None:
             self.window += held.pages
-            self.owners.record("freed", "swa", request.rid, "HybridPages.give_window", held.pages)
+            self.allocation_log.record("freed", "swa", request.rid, "HybridPages.give_window", held.pages)
 
 
 def hybrid_scheduler(
@@ -176,7 +176,7 @@ def hybrid_scheduler(
 
 
 def ledger_of(scheduler: Scheduler) -> AllocationLog:
-    ledger = scheduler.integrity.owners
+    ledger = scheduler.integrity.allocation_log
     assert isinstance(ledger, AllocationLog)
     return ledger
 

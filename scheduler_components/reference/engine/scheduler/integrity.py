@@ -69,14 +69,14 @@ class SchedulerIntegrity:
 
     Attributes:
         checker: checks the pools every few steps.
-        owners: records which request allocates and frees which pages.
+        allocation_log: records which request allocates and frees which pages.
         events: source of the publisher: the cache, or a wrapper that also follows the events.
         pools: measures how full the pools are.
         progress: the current step and its phase, which the watchdog reads.
     """
 
     checker: PoolInvariantChecker
-    owners: AllocationSink
+    allocation_log: AllocationSink
     events: KvEventSource
     pools: PoolStatsObserver
     progress: StepProgress = field(default_factory=StepProgress)
@@ -94,9 +94,11 @@ class SchedulerIntegrity:
         audited: tuple[AuditedPool, ...] = (pool, RequestSlotPool(queues=queues))
         checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
         pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
-        integrity = cls(checker=checker, owners=NullAllocationSink(), events=cache, pools=pools, progress=progress)
+        integrity = cls(
+            checker=checker, allocation_log=NullAllocationSink(), events=cache, pools=pools, progress=progress
+        )
         if config.owners_one_in:
-            integrity.owners = checker.log = AllocationLog(progress=progress, one_in=config.owners_one_in)
+            integrity.allocation_log = checker.log = AllocationLog(progress=progress, one_in=config.owners_one_in)
         if config.follows_events and parallel.owns_kv_stream:
             integrity.events = checker.published = PublishedBlocks(source=cache)
             checker.cached = cache

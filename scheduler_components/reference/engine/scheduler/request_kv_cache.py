@@ -36,13 +36,13 @@ class RequestKvCache:
     Attributes:
         cache: the KV pool and its radix tree.
         counters: counts evicted tokens.
-        owners: records which request allocates and frees which pages.
+        allocation_log: records which request allocates and frees which pages.
         namespace: identifies a prefix together with its tokens; it depends on the weights that compute the KV.
     """
 
     cache: PrefixCache
     counters: SchedulerCounters
-    owners: AllocationSink = field(default_factory=NullAllocationSink)
+    allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
 
     @property
@@ -62,9 +62,9 @@ class RequestKvCache:
         """
         match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
         self.cache.lock(match.node)
-        request.is_sampled = self.owners.is_sampled(request.rid)
+        request.is_sampled = self.allocation_log.is_sampled(request.rid)
         if request.is_sampled:
-            self.owners.record("locked", KV_POOL, request.rid, "RequestKvCache.match", match.page_array)
+            self.allocation_log.record("locked", KV_POOL, request.rid, "RequestKvCache.match", match.page_array)
         request.node = match.node
         request.pages = list(match.pages)
         request.num_cached_pages = len(match.pages)
@@ -82,7 +82,7 @@ class RequestKvCache:
         pages = self.cache.allocate(num_missing)
         request.pages += pages
         if request.is_sampled:
-            self.owners.record("allocated", KV_POOL, request.rid, "RequestKvCache.grow", pages)
+            self.allocation_log.record("allocated", KV_POOL, request.rid, "RequestKvCache.grow", pages)
         return True
 
     def cache_unfinished(self, request: Request) -> None:
@@ -100,8 +100,8 @@ class RequestKvCache:
         if request.node is not None:
             self.cache.unlock(request.node)
         if request.is_sampled:
-            self.owners.record("cached", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", own[first:])
-            self.owners.record(
+            self.allocation_log.record("cached", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", own[first:])
+            self.allocation_log.record(
                 "locked", KV_POOL, request.rid, "RequestKvCache.cache_unfinished", match.page_array[first:]
             )
         request.node = match.node
@@ -116,8 +116,8 @@ class RequestKvCache:
         if request.node is not None:
             self.cache.unlock(request.node)
         if request.is_sampled:
-            self.owners.record("freed", KV_POOL, request.rid, "RequestKvCache.free", own)
-            self.owners.record("unlocked", KV_POOL, request.rid, "RequestKvCache.free", shared)
+            self.allocation_log.record("freed", KV_POOL, request.rid, "RequestKvCache.free", own)
+            self.allocation_log.record("unlocked", KV_POOL, request.rid, "RequestKvCache.free", shared)
         request.num_cached_tokens = request.num_cached_pages * self.cache.page_size
         request.node = None
         request.pages = []

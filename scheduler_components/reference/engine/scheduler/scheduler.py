@@ -174,7 +174,9 @@ class Scheduler:
         )
 
         # The path of a request: batcher, device, results.
-        kv_cache = RequestKvCache(cache=cache, counters=request_metrics.counters, owners=integrity.owners)
+        kv_cache = RequestKvCache(
+            cache=cache, counters=request_metrics.counters, allocation_log=integrity.allocation_log
+        )
         batcher = Batcher(
             config=config,
             queues=queues,
