@@ -1,1 +1,1 @@
-"""What the kit costs, beside its physical limits and its peers, in one run. ``python -m benchmarks`` runs all."""
+"""Measure the costs of the kit next to physical limits and peers. ``python -m benchmarks`` runs all sections."""

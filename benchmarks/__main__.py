@@ -42,7 +42,7 @@ _QUICK = Scale(turns=1, share=0.2)
 
 
 def main() -> int:
-    """Run what was asked for and print one table a section; 0 whatever was found, for a time is no verdict."""
+    """Run the requested sections and print a table per section. Always return 0, because a time is no verdict."""
     parser = _parser()
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(_SECTIONS):

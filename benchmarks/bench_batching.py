@@ -1,4 +1,4 @@
-"""What the parts that decide over batches take of a step, on and off, at 64 running. Processor time of this thread."""
+"""Measure the processor time that the batching components take of a step, on and off, at 64 running requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPLICAS = 8
 
 
 class _EchoGroup:
-    """Seven other replicas that decode 64 requests each: what the exchange costs without its transport."""
+    """Seven other replicas that decode 64 requests each, to measure the exchange without its transport."""
 
     ranks = tuple(range(_REPLICAS))
 
@@ -38,7 +38,7 @@ class _EchoGroup:
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
-    """Time each part alone, beside a step of 64 running."""
+    """Time each component alone, next to a step of 64 running requests."""
     sync = DpBatchSync(
         groups=ParallelGroups(groups=(_EchoGroup(),)),
         num_replicas=_REPLICAS,

@@ -1,4 +1,4 @@
-"""The radix cache: what matching, inserting and evicting cost a page, whatever the tree holds."""
+"""Measure match, insert and evict of the radix cache per page, for any size of the tree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPT_TOKENS = 10_000
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want a device's tensors
-    """Time one long match, then all three at growing trees."""
+    """Time one long match, then all three operations in growing trees."""
     rows = [*_long_match(scale)]
     sizes = [size for size in SIZES if size <= scale.of(SIZES[-1])]
     costs = {size: GrowthProbe(size).costs_us(scale.turns) for size in sizes}
@@ -35,7 +35,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 def _long_match(scale: Scale) -> list[Measurement]:
-    """A prompt of 10,000 tokens that is all there, in one node and in nodes of one page."""
+    """Time the match of a fully cached prompt of 10,000 tokens, in one node and in nodes of one page."""
     tokens = array("I", range(_PROMPT_TOKENS))
     page_keys = {key: number for number, key in enumerate(_pages_of(tokens))}
     rows = []
@@ -61,13 +61,13 @@ def _pages_of(tokens: Sequence[int]) -> list[bytes]:
 
 
 def _look_pages_up(page_keys: dict[bytes, int], tokens: Sequence[int]) -> None:
-    """One pass over the page keys: the least that a cache of pages can do."""
+    """Look up every page key once: the least that a cache of pages can do."""
     for key in _pages_of(tokens):
         page_keys.get(key)
 
 
 def _hash_chain(tokens: Sequence[int]) -> bytes:
-    """What a cache does that finds pages by their hash."""
+    """Do the work of a cache that finds pages by their hash."""
     digest = b""
     for page in _pages_of(tokens):
         digest = sha256(digest + page).digest()
@@ -81,7 +81,7 @@ def _cache_of_one_node(tokens: Sequence[int]) -> RadixCache:
 
 
 def _cache_of_single_pages(tokens: Sequence[int]) -> RadixCache:
-    """The worst tree for a match: every page was inserted by a turn of its own."""
+    """Make the worst tree for a match, in which each page was inserted separately."""
     cache = RadixCache(page_size=PAGE_SIZE, capacity_tokens=2 * _PROMPT_TOKENS, record=True)
     for stop in range(PAGE_SIZE, len(tokens) + 1, PAGE_SIZE):
         cache.insert(tokens[:stop], [*cache.match_prefix(tokens[:stop]).pages, *cache.allocate(1)])
@@ -89,7 +89,7 @@ def _cache_of_single_pages(tokens: Sequence[int]) -> RadixCache:
 
 
 class GrowthProbe:
-    """A full tree of prompts of 64 pages, no two alike, and the costs of going on in it.
+    """A full tree of different prompts of 64 pages, and the costs of further operations.
 
     Args:
         num_pages: pages in the tree.
@@ -111,7 +111,7 @@ class GrowthProbe:
     def costs_us(
         self, turns: int, prompts: int = 15, clock: Callable[[], float] = time.perf_counter
     ) -> dict[str, list[float]]:
-        """Microseconds per page of each operation, one value per turn."""
+        """Return the microseconds per page of each operation, one value per turn."""
         found: dict[str, list[float]] = {"match": [], "evict": [], "insert": []}
         for _ in range(turns):
             gc.collect()

@@ -1,4 +1,4 @@
-"""Encoding beside a bare encoder that makes the same bytes; decoding beside one typed decode."""
+"""Measure encoding next to a bare encoder of the same bytes, and decoding next to a single typed decode."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ALL_FIELDS: dict[str, Any] = {
     "ownership": "host",
     "lookahead_token_ids": (7,),
 }
-"""Besides the medium, which is there in every case."""
+"""Optional fields of an event. Every event also has a medium."""
 
 
 class TypedMap(msgspec.Struct, tag_field="type", tag="BlockStored"):
-    """A stored event of the map dialect, for a reader that trusts its peer and knows no other event."""
+    """A stored event of the map dialect, for a reader that trusts its peer and expects no other event."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -55,7 +55,7 @@ class TypedMapBatch(msgspec.Struct, array_like=True):
 
 
 class TypedBatch(msgspec.Struct, array_like=True):
-    """What a reader that trusts its peer decodes into."""
+    """The type that a reader that trusts its peer decodes into."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -63,7 +63,7 @@ class TypedBatch(msgspec.Struct, array_like=True):
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Time both directions for each shape; every event carries a medium."""
+    """Time both directions for each shape. Every event has a medium."""
     rows = []
     for shape, number in _CASES.items():
         events = tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(1, tuple))
@@ -80,7 +80,7 @@ def _without_lora(shape: Shape) -> list[dict[str, Any]]:
 def _encode_rows(
     shape: str, events: tuple[BlockStored, ...], scale: Scale, number: int, peers: Sequence[str]
 ) -> list[Measurement]:
-    """Of events that anybody may have made, whose values are all looked at, and of those of the kit's caches."""
+    """Time hand-made events, whose values are all validated, and events of the kit's caches."""
     bare_encode = msgspec.msgpack.Encoder().encode
     batches = {
         "": KVEventBatch(1.5, events, 0),
@@ -125,7 +125,7 @@ def _decode_rows(shape: str, events: tuple[BlockStored, ...], scale: Scale, numb
 
 
 def _batch_of(peer: str, shape: str) -> Any:
-    """The same step in a peer's classes, which it encodes as maps."""
+    """Make the same step in a peer's classes, which the peer encodes as maps."""
     subject = PeerEvents(peer, SHAPES[shape])
     return subject.make_batch(subject.make_events(1), 1.5)
 

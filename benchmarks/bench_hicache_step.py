@@ -1,4 +1,4 @@
-"""The hierarchical cache's step: what one packed agreement costs, over how many ranks, with how much under way."""
+"""Measure the agreement in a step of the hierarchical cache, by number of ranks and active transfers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _QUEUES = (0, 100, 1000)
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want a device's tensors
-    """Step real processes: over the reference engine's sockets, and over gloo where torch is."""
+    """Step real processes over the reference engine's sockets, and over gloo if torch is installed."""
     transports = ["zmq", *(["gloo"] if importlib.util.find_spec("torch") is not None else [])]
     rows = []
     for transport in transports:
@@ -51,7 +51,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 def _measure(scale: Scale, transport: str, grid: _Grid, num_operations: int) -> StepResult:
-    """Start a process a rank; returns what the slowest says."""
+    """Start one process per rank and return the figures of the slowest."""
     with tempfile.TemporaryDirectory(prefix="hicache-step-") as folder:
         processes = []
         try:

@@ -1,4 +1,4 @@
-"""A publisher that has nothing to do: how often its threads wake up. Linux only."""
+"""Measure how often the threads of an idle publisher wake up. Linux only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WATCH_S = 2.0
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Count the context switches of all threads but this one."""
+    """Count the context switches of all other threads."""
     if not _TASKS.is_dir():
         return []
     counts: dict[str, list[float]] = {name: [] for name in (KIT, *peers)}

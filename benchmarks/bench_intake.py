@@ -1,7 +1,7 @@
-"""What taking input in costs a step: on and off at 64 running, alone and with ranks to tell.
+"""Measure the cost of receiving requests in a step: on and off at 64 running, alone and with follower ranks.
 
-Counted is the processor time of the leading rank's thread. The other ranks' sockets are on ipc, as the reference
-engine's; nobody reads them, so what they cost their own ranks is not in it.
+The figures are the processor time of the leading rank's thread. The sockets of the other ranks use ipc, as in the
+reference engine. No process reads them, so the figures exclude the cost on the other ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from scheduler_components.zmq_input_relay import ZmqInputSource, ZmqLeaderRelay
 NAME = "intake"
 _RUNNING = 64
 _STEPS_PER_TURN = 200
-_SKIPS = 8  # decode steps that share a receive, in the rows that skip
+_SKIPS = 8  # decode steps per receive, in the rows that skip
 _PROMPT = pack_tokens(range(1000))
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - SGLang's wants its whole scheduler
-    """Time a step with and without a receive, and what a receive is made of."""
+    """Time a step with and without a receive, and the parts of a receive."""
     return [*_steps(scale), *_receives(scale)]
 
 
@@ -85,7 +85,7 @@ def _receives(scale: Scale) -> Iterator[Measurement]:
 
 @contextmanager
 def _scheduler(scale: Scale) -> Iterator[Scheduler]:
-    """A reference scheduler with so many requests in decode, for longer than they are measured."""
+    """Make a reference scheduler with this many requests that decode throughout the measurement."""
     scheduler = Scheduler.compose(
         SchedulerConfig(page_size=16, kv_tokens=1 << 20, max_running_requests=_RUNNING, max_prefill_tokens=1 << 17),
         ParallelState.trivial(),
@@ -102,7 +102,7 @@ def _scheduler(scale: Scale) -> Iterator[Scheduler]:
 
 @dataclass(slots=True, kw_only=True)
 class _Leader:
-    """The leading rank's sockets."""
+    """The sockets of the leading rank."""
 
     frontend: zmq.Socket[bytes]
     commands: zmq.Socket[bytes]
@@ -114,7 +114,7 @@ class _Leader:
         self.sleeper.sleep(0)
 
     def telling(self) -> Callable[[], object]:
-        """Return what no leading rank can do without: it looks for input, and says that there is none."""
+        """Return the least work of a leading rank: poll for input and broadcast that there is none."""
         frame = bytes(12)
 
         def tell() -> None:
@@ -125,7 +125,7 @@ class _Leader:
         return tell
 
     def receiving(self, recv_interval: int) -> Callable[[], object]:
-        """Return what a busy leading rank does before a decode step for which nothing has come."""
+        """Return the work of a busy leading rank before a decode step without new messages."""
         receiver, numbers = self._intake(recv_interval), count()
 
         def receive() -> None:
@@ -134,7 +134,7 @@ class _Leader:
         return receive
 
     def taking_in(self) -> Callable[[], object]:
-        """Return a receive for which a request has come."""
+        """Return a receive with one new request."""
         receiver, numbers = self._intake(1), count()
 
         def receive() -> None:
@@ -144,7 +144,7 @@ class _Leader:
         return receive
 
     def sending(self) -> Callable[[], object]:
-        """Return what no intake can do without: the request comes, and goes to each other rank."""
+        """Return the least work for a request: receive it and send it to each other rank."""
 
         def send() -> None:
             self._submit()

@@ -1,4 +1,4 @@
-"""A stream in NATS JetStream, through a real nats-server on loopback: what publishing costs, delay, throughput."""
+"""Measure a stream in NATS JetStream through a real nats-server on loopback: cost, delay and throughput."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PAUSE_S = 0.005
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - no peer writes into a log
-    """Measure where the extra and its server are installed."""
+    """Measure if the extra and its server are installed."""
     server = shutil.which("nats-server", path=Path(sys.executable).parent) or shutil.which("nats-server")
     try:
         from observability.jetstream import open_jetstream_writer  # noqa: F401 the extra
@@ -54,7 +54,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 @contextmanager
 def _writing(server: str) -> Iterator[tuple[Any, str]]:
-    """A writer into a server of its own, and the server's URL."""
+    """Open a server and a writer to it; yield the writer and the server's URL."""
     from observability.jetstream import JetStreamConfig, open_jetstream_writer
 
     with TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def _url_of(folder: Path) -> str:
 
 
 def _batches(shape: Shape, count: int) -> Iterator[tuple[BlockStored | BlockRemoved, ...]]:
-    """Of a cache that is full after a while: what is old is removed."""
+    """Make batches of a cache that becomes full and then evicts old blocks."""
     for step in range(count):
         events: tuple[BlockStored | BlockRemoved, ...] = _stored(shape, step)
         if step >= _STANDING:
@@ -96,7 +96,7 @@ def _stored(shape: Shape, step: int) -> tuple[BlockStored, ...]:
 
 
 def _delays(server: str, shape: Shape, seconds: int) -> tuple[list[float], list[float]]:
-    """What each `publish()` took in microseconds, and when each batch was in a reader's view, in milliseconds."""
+    """Return the microseconds of each `publish()`, and the milliseconds until each batch was in a reader's view."""
     count = seconds * _BATCHES_PER_S
     with _writing(server) as (writer, url):
         sink = writer.sink(0)
@@ -119,13 +119,13 @@ def _delays(server: str, shape: Shape, seconds: int) -> tuple[list[float], list[
 
 
 def _stored_per_s(server: str, shape: Shape, count: int) -> float:
-    """Batches that the server has acknowledged per second, published as fast as they are taken."""
+    """Return the batches per second that the server acknowledges, published as fast as possible."""
     batches = [KVEventBatch(1.0, events) for events in _batches(shape, count)]
     with _writing(server) as (writer, _):
         sink = writer.sink(0)
         begun_s = time.monotonic()
         for batch in batches:
-            while writer.stats()[0].waiting > 512:  # more would go by the base, and not as messages
+            while writer.stats()[0].waiting > 512:  # more batches would be sent as a snapshot instead of messages
                 time.sleep(_PAUSE_S / 5)
             sink.publish(batch)
         while writer.stats()[0].waiting:

@@ -1,4 +1,4 @@
-"""Load inquiry at any queue length, beside a walk over the queue, which is what the peers do."""
+"""Measure load inquiry at several queue lengths, next to a walk over the queue as the peers do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "load"
 
 
 class WaitingRequest(msgspec.Struct):
-    """A request as plain as one can be."""
+    """A minimal request."""
 
     num_input_tokens: int = 1_000
     num_cached_tokens: int = 300
@@ -24,7 +24,7 @@ class WaitingRequest(msgspec.Struct):
 
 @dataclass(slots=True)
 class StaticQueues:
-    """Queues and pool of a scheduler that stands still."""
+    """Queues and pool of a scheduler whose state does not change."""
 
     waiting: Sequence[WaitingRequest]
     running: list[int] = field(default_factory=lambda: [0] * 64)
@@ -36,13 +36,13 @@ class StaticQueues:
 
 
 def inquirer_over(waiting: Sequence[WaitingRequest]) -> LoadInquirer:
-    """An inquirer that reads ``waiting`` and a pool that stands still."""
+    """Make an inquirer over ``waiting`` and a constant pool."""
     queues = StaticQueues(waiting)
     return LoadInquirer(parallel=ParallelState.trivial(), queues=queues, pool=queues)
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - their inquirers want their engines
-    """Time ``get_loads`` at three lengths, and what the count costs a request."""
+    """Time ``get_loads`` at three lengths, and counting per request."""
     rows = []
     for length in (0, 1_000, 10_000):
         requests = [WaitingRequest() for _ in range(length)]
@@ -64,7 +64,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 def _one_snapshot() -> LoadSnapshot:
-    """One struct of as many values: what the answer itself costs."""
+    """Make one struct of as many values, to measure the cost of the snapshot alone."""
     return LoadSnapshot(1, 1.0, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.5, 0.5, 0.5, None, None, None, None, None)
 
 

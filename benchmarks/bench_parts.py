@@ -1,7 +1,7 @@
-"""What a published batch costs its process, part by part: where a publisher's time goes, and what is left to win.
+"""Measure the cost of a published batch part by part, to show where the publisher's time goes.
 
-Each part runs alone, in a process without subscribers, with what it needs in the processor's caches. A scheduler's
-step finds them cold, and takes two to three times as long.
+Each part runs alone, in a process without subscribers, with warm processor caches. In a scheduler's step the caches
+are cold, and the parts take two to three times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WINDOW_BYTES = 1 << 30
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - of the kit's publisher alone
-    """Time the parts of each shape, and the whole of them in a burst, while the window fills."""
+    """Time the parts of each shape, and all of them in a burst while the replay buffer fills."""
     rows = []
     for shape, number in _CASES.items():
         spent = _parts(shape, scale, scale.of(number))
@@ -68,7 +68,7 @@ _CYCLE = 64
 
 
 def _folding(shape: str, *, tells: bool) -> Callable[[], None]:
-    """Fold one batch more; each also removes what went in half a cycle before, so that the base does not grow."""
+    """Fold one more batch. Each batch removes the blocks of half a cycle before, so that the snapshot does not grow."""
     encoder, base = BatchEncoder(), StreamSnapshot()
     stored = [tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(step, tuple)) for step in range(_CYCLE)]
     hashes = [tuple(each for event in events for each in event.block_hashes) for events in stored]

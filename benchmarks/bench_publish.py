@@ -1,7 +1,7 @@
-"""A scheduler's loop that lets the GIL go: what publishing costs it, and how soon batches arrive.
+"""Measure the cost of publishing and the delay of batches in a scheduler loop that releases the GIL.
 
-The publisher's window is full, as it is after minutes of any service: each step also folds a batch. The cache's pool is
-full, too: each step removes as many blocks as it stores. In one loop the pool still fills, so that the base grows.
+The replay buffer is full, as it is after minutes of service, so each step also folds a batch. The cache's pool is
+full as well, so each step removes as many blocks as it stores. In one loop the pool still fills and the snapshot grows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ Runs = dict[str, list[LoopResult]]
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """One kind of loop, and where its figures are to arrive.
+    """One kind of loop and its goals.
 
     Attributes:
-        name: behind each of its rows.
-        kind: as in ``LoopSpec``.
-        ours: the kit as this loop uses it.
-        rivals: other ways of the kit, timed beside.
-        publish_us: goals of the median of ``publish()`` by shape, of which it has all; 5 times as much is that of the
-            99th percentile.
-        excess_us: of what the median iteration takes longer than without events.
-        cpu: of the processor's time that ``publish()``, ``idle()`` and the publisher's threads take, as a share of
-            SGLang's.
-        is_pool_full: each step removes as many blocks as it stores.
+        name: suffix of each row.
+        kind: kind of the ``LoopSpec``.
+        ours: the kit's configuration in this loop.
+        rivals: other configurations of the kit, timed in the same run.
+        publish_us: goal of the median of ``publish()``, for every shape. The goal of the 99th percentile is five times
+            as high.
+        excess_us: goal of the time that events add to the median iteration.
+        cpu: goal of the processor time of ``publish()``, ``idle()`` and the publisher's threads, relative to SGLang's.
+        is_pool_full: whether each step removes as many blocks as it stores.
     """
 
     name: str
@@ -84,7 +83,7 @@ _LOOPS = (
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Run every shape with publishing off, the kit, its peers and the limit, in turns."""
+    """Run every shape without publishing, with the kit, with its peers and at the limit, in turns."""
     rows: list[Measurement] = []
     for loop in _LOOPS:
         for shape in loop.publish_us:
@@ -130,7 +129,7 @@ def _rows(loop: Loop, shape: str, runs: Runs, peers: Sequence[str]) -> list[Meas
 
 
 def _append_us(turns: int) -> list[float]:
-    """The least that accepting a batch can cost."""
+    """Time the cheapest possible way to accept a batch."""
     return [ns / 1e3 for ns in measure_interleaved({"": lambda: box.append(None)}, turns=turns, number=10_000)[""]]
 
 
@@ -155,7 +154,7 @@ def _worst_iterations(loop: Loop, case: str, runs: Runs, rivals: Sequence[str]) 
 
 
 def _cpu(loop: Loop, shape: str, case: str, runs: Runs, ours: str) -> Measurement:
-    """Of the calls and the publisher's threads alone: the rest of the loop scatters by more than they take."""
+    """Report the processor time of the calls and the publisher's threads. The rest of the loop varies by more."""
 
     def cpu(subject: str) -> list[float]:
         return [(run.calls_cpu_s + run.threads_cpu_s) / len(run.publish_us) * 1e6 for run in runs[subject]]

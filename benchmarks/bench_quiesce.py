@@ -1,7 +1,7 @@
-"""What a scheduler that can be brought to rest pays for it: in a step without an order, and in one that asks all ranks.
+"""Measure the cost of control requests: in a step without one, and in a step that asks all ranks.
 
-Counted is the processor time of the scheduler's thread, at 64 running. The question is that of a replica of one rank:
-what others add is the agreement itself, which the section ``hicache_step`` times over groups.
+The figures are the processor time of the scheduler's thread at 64 running requests, in a replica of one rank. Other
+ranks add the agreement itself, which the section ``hicache_step`` measures over groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOR_EVER_S = 1e9
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
-    """Time a step with orders off, on, and standing; and a question by itself."""
+    """Time a step without control requests, with them enabled, and with one pending; and an agreement alone."""
     return [*_steps(scale), _question(scale)]
 
 
@@ -64,7 +64,7 @@ def _question(scale: Scale) -> Measurement:
 
 @contextmanager
 def _scheduler(scale: Scale, num_timed: int) -> Iterator[tuple[Scheduler, QuiesceStepper]]:
-    """A reference scheduler with so many requests in decode, for longer than they are measured."""
+    """Make a reference scheduler with this many requests that decode throughout the measurement."""
     state = QuiesceState()
     scheduler = Scheduler.compose(
         SchedulerConfig(page_size=16, kv_tokens=1 << 20, max_running_requests=_RUNNING, max_prefill_tokens=1 << 17),

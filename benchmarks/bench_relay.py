@@ -1,4 +1,4 @@
-"""A relay between a publisher and a reader, each a process: what it adds to a batch's way, what a block costs it."""
+"""Measure a relay between a publisher and a reader process: the delay that it adds, and its memory per block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "relay"
 _BATCHES_PER_S = 2_000
 _SECONDS = 10
 _STANDING = 4_000
-"""Batches whose blocks stand: those of older ones are removed, as in a cache that is full."""
+"""Batches whose blocks are cached. Blocks of older batches are removed, as in a full cache."""
 
 _BLOCKS = 400_000
 _WINDOW = 1_000
@@ -34,7 +34,7 @@ _READY_S = 60.0
 
 
 class _Relayed:
-    """An engine's publisher in this process, and a relay of it in another."""
+    """An engine's publisher in this process and its relay in another."""
 
     def __init__(self, directory: str) -> None:
         self.engine = ZmqEventPublisher(
@@ -102,7 +102,7 @@ def _delay_rows(scale: Scale) -> list[Measurement]:
 
 
 def _added_delays_ms(shape: Shape, seconds: int) -> list[tuple[float, float]]:
-    """Each batch's delay on both ways, in milliseconds: from the engine itself, and through the relay."""
+    """Return each batch's delay in milliseconds, from the engine and through the relay."""
     with _relayed() as relayed:
         count = seconds * _BATCHES_PER_S
         arguments = {"endpoints": [relayed.engine.endpoint, relayed.endpoint], "expected": count}
@@ -159,7 +159,7 @@ def _memory_rows(scale: Scale) -> list[Measurement]:
 
 
 def _bytes_per_block(shape: Shape, num_blocks: int) -> float:
-    """Growth of the relay's process, after its window is full and its libraries have what they keep."""
+    """Return the growth of the relay's process per block, after its replay buffer and libraries are warm."""
     num_steps = num_blocks // shape.blocks_per_event
     with _relayed() as relayed:
         step = 0
@@ -170,7 +170,7 @@ def _bytes_per_block(shape: Shape, num_blocks: int) -> float:
                 relayed.engine.publish(KVEventBatch(time.time(), _stored(shape, step)))
                 relayed.engine.idle()
                 step += 1
-                if step % _WINDOW == 0:  # no faster than the relay: what waits is no cost of a block
+                if step % _WINDOW == 0:  # no faster than the relay, because waiting batches are no cost of a block
                     relayed.wait_for(relayed.engine.stats().last_sequence)
             relayed.wait_for(relayed.engine.stats().last_sequence)
         return (relayed.resident_bytes() - before) / (num_steps * shape.blocks_per_event)

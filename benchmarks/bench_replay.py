@@ -1,4 +1,4 @@
-"""Replays: whole or not, how long they take, how soon an idle publisher answers, and what they do to live batches."""
+"""Measure replays: completeness, duration, the latency of an idle publisher, and the effect on live batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.publishers import KIT, KIT_INLINE, KIT_WITHOUT_IDLE, LIMIT
 NAME = "replay"
 _KEPT = 10_000
 _BUFFER_STEPS = 40_000
-"""Nothing leaves the window while it is replayed, so that all of it must arrive."""
+"""No batch leaves the replay buffer during the replay, so that all of it must arrive."""
 _SHAPE = "16 events"
-"""Some 1.7 KB a batch."""
+"""About 1.7 KB per batch."""
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Ask for everything in each kind of loop, for the last batch of an idle publisher, and over and over."""
+    """Replay everything in each kind of loop, replay the last batch of an idle publisher, and replay repeatedly."""
     everything = LoopSpec(subject="", shape=_SHAPE, steps=0, kept=_KEPT, buffer_steps=_BUFFER_STEPS)
     loops = {
         "loop that also waits": replace(everything, steps=2_000),
@@ -38,14 +38,14 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
             loop, _run(replace(spec, replay="loop"), (KIT, *peers), scale), waits=spec.loop == "waits"
         )
     for loop, spec in loops.items():
-        # Most of what is asked for has left the window: the kit answers with the base that it was folded into.
+        # Most of the requested batches have left the replay buffer, so the kit answers with the snapshot.
         folded = replace(spec, replay="loop", buffer_steps=_KEPT // 10, steps=2_000)
         rows += _live_meanwhile(f"{loop}, folded base", _run(folded, (KIT,), scale), waits=spec.loop == "waits")
     return rows
 
 
 def _without_idle(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """A scheduler that lets the GIL go and never calls ``idle()``: larger batches, and a window that is full."""
+    """Run a scheduler that releases the GIL and never calls ``idle()``, with large batches and a full buffer."""
     loop = "loop without idle()"
     subjects = (KIT_WITHOUT_IDLE, KIT_INLINE, *peers)
     spec = LoopSpec(
