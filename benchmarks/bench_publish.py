@@ -40,7 +40,7 @@ class Loop(msgspec.Struct, frozen=True):
     """
 
     name: str
-    kind: Literal["waits", "lets go"]
+    kind: Literal["waits", "releases the GIL"]
     ours: str
     rivals: tuple[str, ...]
     publish_us: dict[str, float]
@@ -62,7 +62,7 @@ _LOOPS = (
     ),
     Loop(
         name="no idle()",
-        kind="lets go",
+        kind="releases the GIL",
         ours=KIT_WITHOUT_IDLE,
         rivals=(KIT_INLINE,),
         publish_us={"1 block": 3.0, "64 events": 5.0, "8,192 tokens": 5.0},

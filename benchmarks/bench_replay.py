@@ -23,7 +23,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     everything = LoopSpec(subject="", shape=_SHAPE, steps=0, kept=_KEPT, buffer_steps=_BUFFER_STEPS)
     loops = {
         "loop that also waits": replace(everything, steps=2_000),
-        "loop that never waits": replace(everything, steps=15_000, loop="never lets go"),
+        "loop that never waits": replace(everything, steps=15_000, loop="holds the GIL"),
     }
     rows: list[Measurement] = []
     for loop, spec in loops.items():
@@ -49,7 +49,13 @@ def _without_idle(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     loop = "loop without idle()"
     subjects = (KIT_WITHOUT_IDLE, KIT_INLINE, *peers)
     spec = LoopSpec(
-        subject="", shape="64 events", steps=3_000, loop="lets go", kept=_KEPT, buffer_steps=_KEPT, subscribes=False
+        subject="",
+        shape="64 events",
+        steps=3_000,
+        loop="releases the GIL",
+        kept=_KEPT,
+        buffer_steps=_KEPT,
+        subscribes=False,
     )
     runs = _run(replace(spec, replay="prompt"), subjects, scale)
     spans = _values(runs, lambda run: percentile(run.iteration_us, 99) / 1e3)

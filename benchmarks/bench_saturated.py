@@ -1,6 +1,6 @@
-"""A scheduler's loop that never lets go of the GIL: how late batches arrive, and how far the publisher falls behind.
+"""Measure the delay of batches and the backlog in a scheduler loop that never releases the GIL.
 
-Nothing calls ``idle()`` here, for nothing waits; window and pool are full.
+The loop never waits, so it never calls ``idle()``. The replay buffer and the pool are full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WINDOW = 500
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Run the loop with publishing off, the kit, its peers and the limit, in turns."""
+    """Run the loop without publishing, with the kit, with its peers and at the limit, in turns."""
     return [row for shape, steps in _STEPS.items() for row in _rows(shape, scale.of(steps), scale.turns, peers)]
 
 
@@ -32,7 +32,7 @@ def _rows(shape: str, steps: int, turns: int, peers: Sequence[str]) -> list[Meas
                 subject=subject,
                 shape=shape,
                 steps=steps,
-                loop="never lets go",
+                loop="holds the GIL",
                 subscribes=subject != OFF,
                 kept=_WINDOW + 1 + pool_steps,
                 buffer_steps=_WINDOW,

@@ -1,4 +1,4 @@
-"""What starting costs: import time in fresh interpreters, and memory of what lives long."""
+"""Measure the cost of starting: import time in fresh interpreters, and memory of long-lived objects."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the thread of a scheduler pays in a step beside its events: statistics, load, times of requests.
+"""Measure what a step pays besides events: statistics, load, request times.
 
-All of it is called as the reference scheduler calls it, with a publisher attached and requests that run. Counted is the
-processor time of this thread.
+The calls are those of the reference scheduler, with a publisher and running requests. The figures are the processor
+time of this thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARALLEL = ParallelState.trivial()
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
-    """Time ``emit`` over both sinks, the load inquiry, latencies, the guard of the pools, and a queue's sort."""
+    """Time ``emit`` over both sinks, the load inquiry, latencies, the pool checks, and the sort of a queue."""
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         rows = [*_emits(scale, Path(folder))]
     return [*rows, *_inquiries(scale), _latencies(scale), *_guards(scale), *_sorting(scale)]
@@ -50,7 +50,7 @@ def running_scheduler(
     bind: str = "",
     integrity: IntegrityConfig | None = None,
 ) -> Iterator[Scheduler]:
-    """A reference scheduler with so many requests in decode; its publisher binds at ``bind``, where that is given."""
+    """Make a reference scheduler with this many decoding requests. A publisher binds at ``bind`` if given."""
     config = f'{{"publisher": "zmq", "endpoint": "{bind}"}}' if bind else None
     scheduler = Scheduler.compose(
         SchedulerConfig(
@@ -107,7 +107,7 @@ def _inquiries(scale: Scale) -> Iterator[Measurement]:
 
 
 def _latencies(scale: Scale) -> Measurement:
-    """Each call is a step: the requests took one token each since the last one."""
+    """Time steps in which each request got one token."""
     with running_scheduler(64) as scheduler:
         requests, book, ones = list(scheduler.queues.running), scheduler.request_metrics, [1] * 64
 
@@ -122,7 +122,7 @@ def _latencies(scale: Scale) -> Measurement:
 
 
 def _guards(scale: Scale) -> Iterator[Measurement]:
-    """What keeps the pools honest: what a step calls of it, and whole steps with it and without."""
+    """Time the pool checks of a step, and whole steps with and without them."""
     every_step = IntegrityConfig(checks=CheckPolicy(count_every_steps=1), owners_one_in=1)
     with running_scheduler(64) as usual, running_scheduler(64, integrity=every_step) as thorough:
         ledger = _us(_measured({"ours": _ledger_of(usual), "all watched": _ledger_of(thorough)}, scale, 10_000))
@@ -141,7 +141,7 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
 
 
 def _ledger_of(scheduler: Scheduler) -> Callable[[], None]:
-    """What a decode of 64 requests calls: four of them take a page."""
+    """Do the logging of a decode step of 64 requests, four of which allocate a page."""
     allocation_log, growing, page = scheduler.integrity.allocation_log, scheduler.queues.running[:4], [1]
 
     def step() -> None:

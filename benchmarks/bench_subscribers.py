@@ -1,4 +1,4 @@
-"""What each subscriber costs a publisher's process: libzmq's thread sends every batch to each of them."""
+"""Measure the cost per subscriber in the publisher's process, where libzmq's thread sends every batch to each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTLE_S = 0.3
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Publish evenly to ever more subscribers; the processor time is that of this process, all threads together."""
+    """Publish at a constant rate to growing numbers of subscribers; measure the processor time of all threads."""
     rows = []
     for count in _COUNTS:
         percents: dict[str, list[float]] = {name: [] for name in (KIT, *peers)}

@@ -1,4 +1,4 @@
-"""Publishing as fast as it goes, from batches made before, to one subscriber."""
+"""Measure the throughput of publishing prepared batches to one subscriber."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CASES = {"1 block": (30_000, 3.5), "64 events": (4_000, 1.5), "8,192 tokens": (
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
-    """Delivered batches a second of each shape, and the publisher's CPU for small ones."""
+    """Measure delivered batches per second per shape, and the publisher's CPU for small ones."""
     rows = []
     for shape, (steps, goal) in _CASES.items():
         runs: dict[str, list[LoopResult]] = {subject: [] for subject in (KIT_WITHOUT_IDLE, LIMIT, *peers)}
         for _ in range(scale.turns):
             for subject in runs:
-                spec = LoopSpec(subject=subject, shape=shape, steps=scale.of(steps), loop="never lets go", works=False)
+                spec = LoopSpec(subject=subject, shape=shape, steps=scale.of(steps), loop="holds the GIL", works=False)
                 runs[subject].append(run_loop(spec))
         runs[KIT] = runs.pop(KIT_WITHOUT_IDLE)
         rates = {name: [_rate(each) for each in found] for name, found in runs.items()}

@@ -1,9 +1,9 @@
-"""The radix cache over the prompts of a trace, by page size, with and without events, beside SGLang's.
+"""Measure the radix cache over the prompts of a trace, by page size, with and without events, next to SGLang's.
 
-Each request is matched and locked, gets the pages that it lacks (evicting, once the pool is full), is cached, and lets
-go again; its events are taken. Pages travel as arrays here, as SGLang's do as tensors. The prompts are generated, or
-those of ``BENCH_TRACE=/path/to/trace.jsonl`` in Mooncake's format. SGLang's cache runs in a process of its own where
-``BENCH_SGLANG_PYTHON`` names a Python that has it.
+Each request matches and locks its prefix, allocates the missing pages (evicting once the pool is full), inserts its
+pages, unlocks, and takes the events. Pages are arrays here and tensors in SGLang. The prompts are generated, or those
+of ``BENCH_TRACE=/path/to/trace.jsonl`` in Mooncake's format. SGLang's cache runs in a separate process if
+``BENCH_SGLANG_PYTHON`` names a Python with SGLang.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GOALS = {(1, False): 1.0, (1, True): 0.4, (16, False): 1.0, (16, True): 0.3}
 
 
 class Peer(Protocol):
-    """SGLang's cache in its own process, or nothing."""
+    """SGLang's cache in a separate process, if it is available."""
 
     def us_per_request(self, page_size: int, events: bool) -> float | None: ...
 
@@ -54,14 +54,14 @@ class _Process:
         try:
             self._process.stdin.write(f"{page_size} {int(events)}\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it has said on standard error why it could not begin
+        except BrokenPipeError:  # the process has reported its error on standard error
             return None
         answer = self._process.stdout.readline()
         return float(answer) if answer else None
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - it is found by its own variable
-    """Time a request at page sizes 1, 16 and 64, without events and with."""
+    """Time a request at page sizes 1, 16 and 64, with and without events."""
     prompts = _prompts(scale.of(_NUM_REQUESTS))
     rows = []
     with _sglang(prompts) as peer:
@@ -80,7 +80,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 
 def us_per_request(prompts: Sequence[array[int]], page_size: int, *, events: bool) -> float:
-    """Let each prompt be matched, allocated, cached and released; microseconds of this thread's processor time."""
+    """Match, allocate, cache and release each prompt; return microseconds of this thread's processor time."""
     cache = RadixCache(page_size=page_size, capacity_tokens=CAPACITY_TOKENS, record=events)
     gc.collect()
     begun = time.thread_time()
@@ -109,7 +109,7 @@ def _recorded(path: Path, count: int) -> list[Sequence[int]]:
 
 
 def _generated(count: int) -> list[Sequence[int]]:
-    """Prompts of 12,000 tokens on average that share a beginning; every third goes on where another one ended."""
+    """Make prompts of 12,000 tokens on average that share a prefix; every third continues another prompt."""
     random, prompts, next_id = Random(14), list[Sequence[int]](), 1
     for number in range(count):
         above: Sequence[int] = random.choice(prompts) if number % 3 == 2 else (0,)

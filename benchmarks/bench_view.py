@@ -1,4 +1,4 @@
-"""The observer's view: applying events, who holds a prompt's prefix, clearing a rank, and memory."""
+"""Measure the observer's view: applying events, prefix queries, clearing a rank, and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMORY = {"distinct": ("blocks of one rank", 105.0), "shared": ("blocks that 64
 
 
 def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peers have no view
-    """Time storing and removing, beside one dict store a block; queries, beside Dynamo's tree; a clear; memory."""
+    """Time stores and removals next to one dict store per block, queries next to Dynamo's tree, a clear, and memory."""
     unequal = [_unequal_row(ranks, scale) for ranks in (1, 8, 64, 1_000)]
     equal = [row for ranks in _EQUAL_GOALS for row in _equal_rows(ranks, scale)]
     return [*_apply_rows(scale), *unequal, *equal, _clear_row(scale), *_memory_rows(scale)]
@@ -64,7 +64,7 @@ def _seconds(view: BlockView, events: Sequence[BlockStored | BlockRemoved]) -> f
 
 
 def _store_seconds(events: Sequence[BlockStored]) -> float:
-    """One dict store a block: the least that a view can do."""
+    """Store each block in a dict: the least that a view can do."""
     held: dict[int, int] = {}
     begun = time.perf_counter()
     for event in events:
@@ -84,7 +84,7 @@ def _timed_us(calls: Mapping[str, Callable[[], object]], scale: Scale) -> dict[s
 
 
 def _lookups(prompt: Sequence[int]) -> Callable[[], None]:
-    """One dict lookup per block: the least that a query can do."""
+    """Look up each block in a dict: the least that a query can do."""
     table = dict.fromkeys(prompt, 1)
 
     def look_up() -> None:
@@ -95,7 +95,7 @@ def _lookups(prompt: Sequence[int]) -> Callable[[], None]:
 
 
 def _unequal_row(num_ranks: int, scale: Scale) -> Measurement:
-    """Every rank holds another depth of one prompt; the first rank holds all."""
+    """Query a prompt that each rank holds to a different depth; the first rank holds all of it."""
     view, prompt = BlockView(), _prompt()
     for rank in range(num_ranks):
         view.apply(rank, [_stored(prompt[: _DEPTH - rank * _DEPTH // num_ranks])])
@@ -105,7 +105,7 @@ def _unequal_row(num_ranks: int, scale: Scale) -> Measurement:
 
 
 def _equal_rows(num_ranks: int, scale: Scale) -> list[Measurement]:
-    """Every rank holds all of the prompt: a system prompt that the whole fleet has, the widest answer there is."""
+    """Query a prompt that every rank holds entirely, such as a system prompt: the largest answer."""
     view, prompt = BlockView(), _prompt()
     for rank in range(num_ranks):
         view.apply(rank, [_stored(prompt)])
@@ -135,9 +135,9 @@ def _stored(hashes: tuple[int, ...]) -> BlockStored:
 
 
 def _clear_row(scale: Scale) -> Measurement:
-    """A rank with a million blocks is cleared while batches come: the longest that anything has the view for itself.
+    """Clear a rank with a million blocks while batches arrive: the longest exclusive use of the view.
 
-    It is processor time of this thread: what the system gives to others meanwhile is no part of it.
+    The figure is the processor time of this thread, without time given to other processes.
     """
     num_blocks = scale.of(_CLEARED_BLOCKS)
     stored, _ = make_events(num_blocks, _RUN)

@@ -1,4 +1,4 @@
-"""Dynamo's index of who holds what, its ``RadixTree``, where ``ai-dynamo-runtime`` is installed (read in 1.6.1)."""
+"""Wrap Dynamo's ``RadixTree`` index if ``ai-dynamo-runtime`` is installed (written for 1.6.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODULE = "dynamo._core"
 
 
 def has_dynamo() -> bool:
-    """Whether the tree can be measured here."""
+    """Return whether the tree is installed."""
     try:
         importlib.import_module(_MODULE)
     except ImportError:
@@ -23,14 +23,14 @@ def has_dynamo() -> bool:
 
 
 class DynamoTree:
-    """The tree behind the two calls that a view is compared by. A block's hash stands for its tokens' hash, too."""
+    """The tree behind the two calls of the comparison. A block's hash also serves as the hash of its tokens."""
 
     def __init__(self) -> None:
         self._tree: Any = importlib.import_module(_MODULE).RadixTree()
         self._number = 0
 
     def store(self, worker: int, hashes: Sequence[int], parent: int | None = None) -> None:
-        """Let a worker hold a run of blocks below ``parent``."""
+        """Store a run of blocks below ``parent`` for a worker."""
         blocks = [{"block_hash": each % (1 << 64), "tokens_hash": each % (1 << 64)} for each in hashes]
         below = None if parent is None else parent % (1 << 64)
         data = {"stored": {"parent_hash": below, "blocks": blocks}}
@@ -38,10 +38,10 @@ class DynamoTree:
         self._tree.apply_event(worker, msgspec.json.encode({"event_id": self._number, "data": data, "dp_rank": 0}))
 
     def match_lengths(self, hashes: Sequence[int]) -> Mapping[object, int]:
-        """How many leading blocks each worker holds; unsigned hashes."""
+        """Return the number of leading blocks per worker, for unsigned hashes."""
         scores: Mapping[object, int] = self._tree.find_matches(hashes).scores
         return scores
 
     def find(self, hashes: Sequence[int]) -> object:
-        """The same without a dict of the answer."""
+        """Do the same without converting the answer to a dict."""
         return self._tree.find_matches(hashes)

@@ -1,8 +1,8 @@
-"""What a host tier is worth on a recorded trace: ``python -m benchmarks.hicache_hit_rate TRACE [--limit N]``.
+"""Measure the hit rate of a host tier on a trace: ``python -m benchmarks.hicache_hit_rate TRACE [--limit N]``.
 
-One rank, no engine and no clock: each request in turn is matched, has its pages brought back from the host, is
-computed in no time and cached. So the table depends on the trace and the sizes alone, and is the same on every
-machine. An engine finds somewhat less: its running requests hold pages that the cache could use.
+One rank, no engine and no clock. Each request in turn matches its prefix, loads its pages back from the host, is
+computed in no time and cached. The table depends only on the trace and the sizes and is equal on every machine. An
+engine has a slightly lower hit rate, because its running requests hold pages that the cache could use.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from scheduler_components.reference.device.workload import TRACE_BLOCK_TOKENS, T
 
 __all__ = ["Found", "Sizes", "as_table", "find_in_device", "find_in_tiers", "unbounded_tokens"]
 
-_SETTLE_STEPS = 2  # one to begin what the last request has left to do, one to end it
+_SETTLE_STEPS = 2  # one to start the transfers of the last request, one to end them
 
 
 @attrs.frozen
 class Sizes:
-    """Of one rank, in tokens; ``host_tokens`` 0 for a device alone."""
+    """Sizes of one rank, in tokens; ``host_tokens`` is 0 without a host tier."""
 
     page_size: int
     device_tokens: int
@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class Found:
-    """Prompt tokens of all requests, and where they were found."""
+    """Prompt tokens of all requests, by the tier that had them."""
 
     prompt_tokens: int = 0
     device_tokens: int = 0
@@ -55,7 +55,7 @@ class Found:
 
 @dataclass(slots=True)
 class InstantMover:
-    """A ``PageMover`` without storage: whatever was submitted has ended well at the next poll."""
+    """A ``PageMover`` without storage. Every submitted instruction has succeeded at the next poll."""
 
     has_storage = False
     load_back_budget_pages = 1 << 30
@@ -77,7 +77,7 @@ class InstantMover:
 
 
 def find_in_device(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
-    """Replay requests, none longer than the device, over a cache on the device alone."""
+    """Replay requests that fit the device over a cache without a host tier."""
     cache = RadixCache(page_size=sizes.page_size, capacity_tokens=sizes.device_tokens)
     found = Found()
     for _, prompt in _prompts(requests, found):
@@ -86,7 +86,7 @@ def find_in_device(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
 
 
 def find_in_tiers(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
-    """Replay requests, none longer than the device, over a cache on device and host."""
+    """Replay requests that fit the device over a cache with a host tier."""
     num_host_pages = sizes.host_tokens // sizes.page_size
     cache = HiRadixCache(
         page_size=sizes.page_size,
@@ -109,7 +109,7 @@ def find_in_tiers(requests: Iterable[TraceRequest], sizes: Sizes) -> Found:
 
 
 def unbounded_tokens(requests: Iterable[TraceRequest]) -> int:
-    """Tokens of a device that holds a whole trace, so that nothing is ever evicted."""
+    """Return the tokens of a device that holds the whole trace without eviction."""
     blocks, longest = set[int](), 0
     for request in requests:
         blocks.update(request.hash_ids)
@@ -118,7 +118,7 @@ def unbounded_tokens(requests: Iterable[TraceRequest]) -> int:
 
 
 def _prompts(requests: Iterable[TraceRequest], found: Found) -> Iterator[tuple[str, array[int]]]:
-    """Give each request's name and prompt, and count it."""
+    """Yield each request's name and prompt, and count it."""
     for request in requests:
         found.prompt_tokens += request.input_length
         prompt = array("I", prompt_tokens(request))
@@ -128,7 +128,7 @@ def _prompts(requests: Iterable[TraceRequest], found: Found) -> Iterator[tuple[s
 
 
 def _compute(cache: RadixCache | HiRadixCache, prompt: array[int]) -> int:
-    """Compute what of a prompt is not cached, but always its last token, and cache it; returns how many were cached."""
+    """Compute and cache the uncached tokens of a prompt, at least the last one; return how many were cached."""
     match = cache.match_prefix(prompt[:-1])
     cache.lock(match.node)
     fresh = cache.allocate(len(prompt) // cache.page_size - len(match.pages))
@@ -138,7 +138,7 @@ def _compute(cache: RadixCache | HiRadixCache, prompt: array[int]) -> int:
 
 
 def as_table(rows: Iterable[tuple[str, Found]]) -> str:
-    """One line a cache: its hit rate, and on which tier the hits were found."""
+    """Format one line per cache: its hit rate, by tier."""
     lines = [f"{'cache':<32}{'cached':>8}{'device':>8}{'host':>8}  of the prompt tokens"]
     for name, found in rows:
         shares = (found.hit_rate, *(tokens / max(1, found.prompt_tokens) for tokens in _tiers(found)))
@@ -151,7 +151,7 @@ def _tiers(found: Found) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Replay the trace once for each cache, and print the table; 2 for arguments that cannot work."""
+    """Replay the trace once per cache and print the table; return 2 for invalid arguments."""
     try:
         return _run(_parser().parse_args())
     except ConfigError as error:

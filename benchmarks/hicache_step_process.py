@@ -1,4 +1,4 @@
-"""One rank of ``bench_hicache_step``: steps a cache and prints one line of JSON. Started by ``start_child``."""
+"""Run one rank of ``bench_hicache_step`` and print one line of JSON. ``start_child`` starts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WARM_UP_STEPS = 50
 
 
 class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank does: ``num_steps`` a turn, with ``num_operations`` under way all the time."""
+    """The work of a rank: ``num_steps`` per turn, with ``num_operations`` active transfers."""
 
     rank: int
     attn_cp_size: int
@@ -38,7 +38,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds a step and of its bare reductions, one value a turn, and collectives a step."""
+    """Microseconds per step and of its bare reductions, one value per turn, and collectives per step."""
 
     us_a_step: list[float]
     us_bare: list[float]
@@ -46,7 +46,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StuckMover:
-    """Takes instructions and never ends one."""
+    """A ``PageMover`` that never completes an instruction."""
 
     has_storage = False
     load_back_budget_pages = 0
@@ -95,7 +95,7 @@ def _open_groups(spec: StepSpec) -> ParallelGroups:
 
 
 def _bare_us(groups: ParallelGroups, num_steps: int) -> float:
-    """The same reductions of a vector that says nothing: no proposal is made, and nothing is read of the answer."""
+    """Time the reductions of an empty vector, without building a proposal or reading the answer."""
     nothing, call = [0] * BLOCK_INTS, SyncCall(groups.rank, 0, 0, "bare")
     begun = time.perf_counter()
     for _ in range(num_steps):
@@ -105,7 +105,7 @@ def _bare_us(groups: ParallelGroups, num_steps: int) -> float:
 
 
 def main() -> None:
-    """Step in turns."""
+    """Run the turns."""
     spec = msgspec.json.decode(sys.argv[1], type=StepSpec)
     num_pages = spec.num_operations + 1
     cache = HiRadixCache(

@@ -1,4 +1,4 @@
-"""A reader of a stream in JetStream, in a process of its own: when each batch was in its view."""
+"""Read a JetStream stream in a separate process and print when each batch was in the view."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class _Arguments(msgspec.Struct, frozen=True):
 
 
 class _Delays(NullStreamListener):
-    """Milliseconds from each batch's time stamp."""
+    """Collects the milliseconds since each batch's timestamp."""
 
     def __init__(self) -> None:
         self.ms: list[float] = []
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
-        """Note when it came."""
+        """Record the delay."""
         self.ms.append(1e3 * (time.time() - batch.ts))
 
 
 def main() -> None:
-    """Follow what the command line names until all of it has come."""
+    """Follow the stream of the command line until all batches have arrived."""
     arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
     delays = _Delays()
     config = JetStreamConfig(servers=arguments.url)

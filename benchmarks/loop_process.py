@@ -1,6 +1,6 @@
-"""A scheduler's loop in a process of its own: works, waits for a device that is not there, publishes.
+"""Run a scheduler loop in a separate process: work, wait for an imaginary device, publish.
 
-Started by ``processes.run_loop`` with a ``LoopSpec`` as JSON; writes a ``LoopResult`` as msgpack to standard output.
+``processes.run_loop`` starts it with a ``LoopSpec`` as JSON. It writes a ``LoopResult`` as msgpack to standard output.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.publishers import BenchmarkedPublisher, open_benchmarked_publish
 from benchmarks.workloads import SHAPES
 
 _WORK_LOOPS = 4_000
-"""Some 200 microseconds of Python. A count and not a time: what steals the GIL must show in the step's length."""
+"""About 200 microseconds of Python. A count instead of a time, so that a stolen GIL lengthens the step."""
 
 _DEVICE_S = 0.001
 _LET_GO_S = 0.0002
 _BETWEEN_S = 0.002
 _CHILD_TIMEOUT_S = 120
 _SETTLE_S = 1.5
-"""The peers' threads have sent, and kept, ``_SETTLES`` batches that were published before by then."""
+"""After this time the peers' threads have sent and buffered the batches published before."""
 
 _SETTLES = 1_500
 
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 class _Child:
-    """A subscriber or replay client: says ``ready`` in a line, then its result; ends soon after its input does."""
+    """A subscriber or replay client. It prints ``ready``, then its result, and ends soon after its input does."""
 
     def __init__(self, module: str, argument: object) -> None:
         self._process = start_child(module, msgspec.json.encode(argument))
@@ -42,14 +42,14 @@ class _Child:
         self._output = self._process.stdout
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> None:
-        """Call ``meanwhile`` every few milliseconds until the child has said that it hears."""
+        """Call ``meanwhile`` every few milliseconds until the child is ready."""
         while not select.select([self._output], [], [], _BETWEEN_S)[0]:
             meanwhile()
         if self._output.readline() != b"ready\n":
             raise RuntimeError("a benchmark's child did not get ready")
 
     def result(self, kind: type[R]) -> R:
-        """Close the child's input, and wait for what it has to say."""
+        """Close the child's input and return its result."""
         with self._process:
             try:
                 output, _ = self._process.communicate(timeout=_CHILD_TIMEOUT_S)
@@ -89,7 +89,7 @@ def _run_steps(subject: BenchmarkedPublisher, spec: LoopSpec) -> LoopResult:
             idle()
             calls_cpu_s += cpu() - cpu_at
             time.sleep(max(0.0, device_done - clock()))
-        elif spec.loop == "lets go":
+        elif spec.loop == "releases the GIL":
             time.sleep(_LET_GO_S)
         making = clock()
         batch = _make_one(subject, spec, spec.kept + step, time.time())
@@ -153,7 +153,7 @@ _REPLAY_FIELDS = Replays.__struct_fields__
 
 
 def main() -> None:
-    """Run the loop that the command line describes."""
+    """Run the loop of the command line."""
     spec = msgspec.json.decode(sys.argv[1], type=LoopSpec)
     endpoint, replay_endpoint = free_endpoints(2)
     subject = open_benchmarked_publisher(spec.subject, SHAPES[spec.shape], endpoint, replay_endpoint, spec.buffer_steps)

@@ -1,7 +1,7 @@
-"""Many plain subscribers of one PUB socket: bare TCP that speaks ZMTP 3.0, and reads twenty times a second.
+"""Run many plain subscribers of one PUB socket: bare TCP with ZMTP 3.0, read twenty times per second.
 
-Subscribers that read each batch when it comes would need more processor than the publisher that is measured.
-Prints ``ready`` when all have subscribed, and the bytes that came when its input ends.
+Subscribers that read each batch immediately would use more processor time than the measured publisher. The process
+prints ``ready`` when all have subscribed, and the received bytes when its input ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _read_exactly(subscriber: socket.socket, count: int) -> bytes:
 
 
 def main() -> None:
-    """Subscribe as often as the command line says."""
+    """Open the subscriptions of the command line."""
     arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
     crowd = [_subscribe(arguments.host, arguments.port) for _ in range(arguments.count)]
     for subscriber in crowd:

@@ -1,7 +1,7 @@
-"""Measuring: calls timed in turns, and what a measurement is worth beside its limit, its peers and its goal.
+"""Time calls in turns, and compare a measurement with its limit, its peers and its goal.
 
-A machine's speed changes from minute to minute, so absolute numbers are for orientation. What is compared is timed
-in the same run in turns (A B A B), and a ratio is the median of the ratios of each turn.
+A machine's speed changes from minute to minute, so absolute numbers are for orientation only. Compared values are
+measured in one run in turns (A B A B), and a ratio is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import msgspec
 __all__ = ["Goal", "Measurement", "Scale", "measure_interleaved", "percentile", "ratio_of"]
 
 Samples = Sequence[float]
-"""One value a turn; the turns of everything that is compared belong together."""
+"""One value per turn. The turns of compared measurements belong together."""
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """How much to measure: ``turns`` of everything, each with ``share`` of the full number of steps."""
+    """The size of a run: ``turns`` per measurement, each with ``share`` of the full number of steps."""
 
     turns: int = 5
     share: float = 1.0
 
     def of(self, count: int) -> int:
-        """The part of a full count that this run takes."""
+        """Return this run's share of a full count."""
         return max(1, int(count * self.share))
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """Where a measurement is to arrive: a bound on the value, or on its ratio to something timed beside it.
+    """The goal of a measurement: a bound on its value, or on its ratio to another measurement.
 
     Attributes:
-        bound: the value, in the measurement's unit; a ratio where ``beside`` is given.
+        bound: the value in the measurement's unit; a ratio if ``beside`` is given.
         beside: ``"limit"``, or a peer's name.
-        at_least: the bound is a lower one.
+        at_least: whether the bound is a lower bound.
     """
 
     bound: float
@@ -53,12 +53,12 @@ class Measurement(msgspec.Struct, frozen=True):
     """One row of the table.
 
     Attributes:
-        section: the benchmark's name.
-        what: what was measured.
-        unit: of all values of this row.
-        ours: one value a turn.
-        beside: the same by name: ``"limit"`` for what physics (or the libraries below) allow, and the peers.
-        goal: None where a value is for orientation.
+        section: name of the benchmark.
+        what: the measurement.
+        unit: unit of all values of this row.
+        ours: one value per turn.
+        beside: the peers' values by name, and ``"limit"`` for the limit of the hardware or libraries.
+        goal: the goal; None for a value that is for orientation.
     """
 
     section: str
@@ -73,12 +73,12 @@ class Measurement(msgspec.Struct, frozen=True):
         return median(self.ours)
 
     def ratio(self, name: str) -> float | None:
-        """Ours / theirs, the median over turns; None where ``name`` was not measured."""
+        """Return ours / theirs, the median over turns; None if ``name`` was not measured."""
         return ratio_of(self.ours, self.beside[name]) if name in self.beside else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is met; None without one, or where what it refers to could not be measured."""
+        """Return whether the goal is met; None without a goal, or if its reference was not measured."""
         if self.goal is None:
             return None
         value = self.ratio(self.goal.beside) if self.goal.beside else self.value
@@ -88,7 +88,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def ratio_of(ours: Samples, theirs: Samples) -> float:
-    """The median of the turns' ratios; infinite where theirs was zero, and not a number where both were."""
+    """Return the median of the turns' ratios; infinite if theirs is zero, NaN if both are."""
     ratios = []
     for mine, other in zip(ours, theirs, strict=True):
         ratios.append(mine / other if other else (math.inf if mine else math.nan))
@@ -96,7 +96,7 @@ def ratio_of(ours: Samples, theirs: Samples) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that ``percent`` of ``values`` do not exceed; not a number for no values."""
+    """Return the value that ``percent`` of ``values`` do not exceed; NaN for no values."""
     if not values:
         return math.nan
     ordered = sorted(values)

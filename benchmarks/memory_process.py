@@ -1,4 +1,4 @@
-"""Resident memory of one thing that lives long, in a process that makes nothing else; prints bytes. Linux only."""
+"""Print the resident memory of one long-lived object in a process that makes nothing else. Linux only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _window() -> int:
 
 
 def _base(shape: Shape) -> int:
-    """What the base of a stream takes, whose window is of one batch."""
+    """Measure the snapshot of a stream with a replay buffer of one batch."""
     encoder, stream = BatchEncoder(), EventStream(epoch=bytes(16), max_steps=1, max_bytes=1 << 30)
     blocks_per_step = shape.num_events * shape.blocks_per_event
 
@@ -55,11 +55,11 @@ def _base(shape: Shape) -> int:
 
 
 _FIRST_STEPS = 20
-"""What the libraries keep is there after them."""
+"""Warm-up runs, after which the libraries have allocated their own memory."""
 
 
 def _resident_bytes(*_: object) -> int:
-    """Pages of this process that are in memory; what is given is alive until it has been read."""
+    """Return the resident bytes of this process while the arguments are alive."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,7 +1,7 @@
-"""A scheduler and a server of metrics in one process that is set up for prometheus_client's multiprocess mode.
+"""Measure a scheduler and a metrics server in one process in prometheus_client's multiprocess mode.
 
-``python -m benchmarks.metrics_process SPEC`` prints its times as JSON. It is a process of its own because that mode
-is chosen by an environment variable, ``PROMETHEUS_MULTIPROC_DIR``, before the library is imported.
+``python -m benchmarks.metrics_process SPEC`` prints its times as JSON. It needs a separate process, because the
+environment variable ``PROMETHEUS_MULTIPROC_DIR`` selects the mode before the library is imported.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metric
 from scheduler_components.values import LatencySnapshot, LoadSnapshot, SchedulerStats, TierStats
 
 NUM_GAUGES = 64
-"""What SGLang 0.5.23 sets one by one at a step's end."""
+"""The metrics that SGLang 0.5.23 sets one by one at the end of a step."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """``load`` is the one reported; numbers of calls a turn follow."""
+    """The reported ``load``, then the numbers of calls per turn."""
 
     load: LoadSnapshot
     turns: int
@@ -39,7 +39,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Measure what the specification on the command line says."""
+    """Run the specification of the command line."""
     spec = msgspec.json.decode(sys.argv[1], type=ProcessSpec)
     with tempfile.TemporaryDirectory(prefix="metrics-board-", dir=_memory_directory()) as folder:
         found = _measure(spec, Path(folder))
@@ -78,7 +78,7 @@ def _measure(spec: ProcessSpec, directory: Path) -> dict[str, list[float]]:
 
 
 def all_parts() -> list[dict[str, LatencySnapshot | TierStats]]:
-    """Two in which everything is kept, and one histogram differs: what a step of decoding changes."""
+    """Make two complete reports that differ in one histogram, as after a decode step."""
     latencies = RequestLatencyRecorder()
     histograms = latencies.histograms
     for name in LatencySnapshot.__struct_fields__:
@@ -90,7 +90,7 @@ def all_parts() -> list[dict[str, LatencySnapshot | TierStats]]:
 
 
 def _packing(count: int) -> Callable[[], None]:
-    """As many doubles in shared memory: no encoding of their meaning, nothing that tells a torn read."""
+    """Write as many doubles to shared memory, without a schema or protection against torn reads."""
     memory = mmap.mmap(-1, 8 * count)
     layout, values = struct.Struct(f"{count}d"), [1.5] * count
     return lambda: layout.pack_into(memory, 0, *values)
@@ -107,7 +107,7 @@ def _count_numbers(value: object) -> int:
 def _gauges() -> Callable[[], None]:
     labels = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
     gauges = [
-        # The mode is SGLang's. Their values are in mapped files, whatever the registry.
+        # SGLang uses this mode. The values are in mapped files for any registry.
         Gauge(f"peer_{number}", "A gauge.", list(labels), registry=None, multiprocess_mode="mostrecent")
         for number in range(NUM_GAUGES)
     ]

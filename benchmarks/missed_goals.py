@@ -1,4 +1,4 @@
-"""Why goals are missed, by the names of their rows: ``benchmarks.tables`` puts each reason beside its figures."""
+"""The reasons for missed goals, by row: ``benchmarks.tables`` prints each reason next to its figures."""
 
 from __future__ import annotations
 
@@ -81,4 +81,4 @@ REASONS: tuple[tuple[str, str], ...] = (
         "numpy took 163 and 130 bytes, see `publish`.",
     ),
 )
-"""A pattern for ``section: what``, and the reason. Of each missed row exactly one pattern speaks."""
+"""A pattern for ``section: what`` and the reason. Exactly one pattern matches each missed row."""

@@ -1,9 +1,9 @@
-"""The peers' own publishers, where they can be had: installed, or as a file named by an environment variable.
+"""Load the peers' publishers: installed ones, or files named by environment variables.
 
 ``BENCH_SGLANG_KV_EVENTS=/path/to/sglang/srt/disaggregation/kv_events.py`` and
-``BENCH_VLLM_KV_EVENTS=/path/to/vllm/distributed/kv_events.py`` load that one file of a release, whose whole package
-wants a GPU's libraries. What it imports from the rest of its package is replaced by placeholders: the publisher uses
-none of it while it publishes.
+``BENCH_VLLM_KV_EVENTS=/path/to/vllm/distributed/kv_events.py`` load this single file of a release, because the whole
+package needs GPU libraries. Placeholders replace its other imports, which the publisher does not use while it
+publishes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PEERS = {
 
 
 def find_peers() -> tuple[list[str], list[str]]:
-    """The peers that can be measured here, and one line for each that cannot."""
+    """Return the available peers, and one line per missing peer."""
     found, missing = [], []
     for name, (_, variable) in PEERS.items():
         try:
@@ -41,10 +41,10 @@ def find_peers() -> tuple[list[str], list[str]]:
 
 
 def load_peer(name: str) -> ModuleType:
-    """Import a peer's module of KV events.
+    """Import a peer's KV events module.
 
     Raises:
-        ImportError: it is not installed and no file is named, or it cannot be loaded.
+        ImportError: the module is not installed and no file is named, or it cannot be loaded.
     """
     module_name, variable = PEERS[name]
     path = os.environ.get(variable)
@@ -73,7 +73,7 @@ def load_peer(name: str) -> ModuleType:
 
 
 class _PlaceholderClass(type):
-    """A class that has every attribute: an enum's members, say."""
+    """A class with every attribute, such as the members of an enum."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -82,7 +82,7 @@ class _PlaceholderClass(type):
 
 
 class _PlaceholderModule(ModuleType):
-    """Gives a class for every name that looks like one, and for any other a function that returns a logger."""
+    """A module with a class for every capitalized name, and a function that returns a logger for any other."""
 
     __path__: list[str] = []  # noqa: RUF012 - a package that has no files
     __version__ = "0"
@@ -96,7 +96,7 @@ class _PlaceholderModule(ModuleType):
 
 
 class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds any module of one package, and makes it a placeholder."""
+    """Import any module of one package as a placeholder."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -110,4 +110,4 @@ class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _PlaceholderModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to execute."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Starting a benchmark's processes: a scheduler loop, its subscriber and its replay client, each a real process."""
+"""Start the processes of a benchmark: a scheduler loop, its subscriber and its replay client."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ _ROOT = Path(__file__).parent.parent
 
 
 class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loop process does.
+    """The work of a loop process.
 
     Attributes:
-        subject: ``subjects.open_benchmarked_publisher``'s name.
+        subject: a name of ``publishers.open_benchmarked_publisher``.
         shape: a name of ``workloads.SHAPES``.
-        steps: measured steps, one batch each.
-        loop: what a step does besides its work: ``"waits"`` 1 ms for its device, where it calls ``idle()``; ``"lets
-            go"`` of the GIL for 0.2 ms; ``"never lets go"`` of it.
-        works: the loop does something besides publishing; without it, it publishes as fast as it can, and all its
-            batches were made before.
+        steps: measured steps, one batch per step.
+        loop: what a step does besides its work: ``"waits"`` 1 ms for its device, where it calls ``idle()``;
+            ``"releases the GIL"`` for 0.2 ms; or ``"holds the GIL"`` throughout.
+        works: whether the loop does other work. Without other work it publishes prepared batches as fast as it can.
         subscribes: start a subscriber process.
-        kept: batches published before the loop, for replays, or to fill the window.
+        kept: batches published before the loop, for replays or to fill the replay buffer.
         buffer_steps: batches that the publisher keeps for replays.
-        pool_steps: what a step stores is removed so many steps later, as in a pool that is full; None for never, so
-            that the pool and the publisher's base grow.
-        replay: what a replay client does: ``"none"``, ``"prompt"``, ``"slow"``, ``"loop"`` or ``"last"``.
-        num_clients: replay clients, each a process.
+        pool_steps: steps after which stored blocks are removed, as in a full pool; None for never, so that the pool
+            and the publisher's snapshot grow.
+        replay: the work of a replay client: ``"none"``, ``"prompt"``, ``"slow"``, ``"loop"`` or ``"last"``.
+        num_clients: replay clients, one process per client.
     """
 
     subject: str
     shape: str
     steps: int
-    loop: Literal["waits", "lets go", "never lets go"] = "waits"
+    loop: Literal["waits", "releases the GIL", "holds the GIL"] = "waits"
     works: bool = True
     subscribes: bool = True
     kept: int = 0
@@ -50,11 +49,11 @@ class LoopSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """What the subscriber process saw of the measured batches.
+    """The measured batches as the subscriber process received them.
 
     Attributes:
-        delays_s: from the batch's time stamp to its arrival, in order of arrival.
-        times_s: of arrival, on the wall clock.
+        delays_s: seconds from the batch's timestamp to its arrival, in order of arrival.
+        times_s: times of arrival on the wall clock.
     """
 
     delays_s: list[float]
@@ -62,13 +61,13 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replays(msgspec.Struct, frozen=True, kw_only=True):
-    """What the replay clients got, one after the other.
+    """The answers that the replay clients received, in order.
 
     Attributes:
-        batches: in each answer.
-        ended: whether each answer came to its end marker.
-        first_s: from each question to the first frame of its answer.
-        whole_s: from each question to the end marker, or until the client gave up.
+        batches: batches per answer.
+        ended: whether each answer reached its end marker.
+        first_s: seconds from each request to the first frame of its answer.
+        whole_s: seconds from each request to the end marker, or until the client's timeout.
     """
 
     batches: list[int]
@@ -78,14 +77,14 @@ class Replays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loop process measured.
+    """The measurements of the loop process.
 
     Attributes:
-        publish_us, iteration_us: of each step; an iteration leaves out what making its batch took.
-        begun_s, ended_s: of the loop, on the wall clock.
-        calls_cpu_s: the processor's time that the loop's own thread spent in ``publish()`` and ``idle()``.
-        threads_cpu_s: that of all other threads of its process, from the first step to the last.
-        cpu_to_delivery_s: of the whole process, until the subscriber had everything.
+        publish_us, iteration_us: microseconds per step; an iteration excludes the time of making its batch.
+        begun_s, ended_s: start and end of the loop on the wall clock.
+        calls_cpu_s: processor time of the loop's thread in ``publish()`` and ``idle()``.
+        threads_cpu_s: processor time of all other threads, from the first step to the last.
+        cpu_to_delivery_s: processor time of the process until the subscriber had everything.
     """
 
     publish_us: list[float]
@@ -100,14 +99,14 @@ class LoopResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_undelivered(self) -> float:
-        """Batches that had not arrived when the loop's last step was done."""
+        """Return the number of batches that had not arrived at the end of the loop's last step."""
         if self.deliveries is None:
             return math.nan
         return len(self.publish_us) - sum(time_s <= self.ended_s for time_s in self.deliveries.times_s)
 
 
 def start_child(module: str, argument: bytes, **pipes: Any) -> subprocess.Popen[bytes]:
-    """Start ``python -m benchmarks.<module> argument`` with its input and output on pipes."""
+    """Start ``python -m benchmarks.<module> argument`` with pipes for input and output."""
     return subprocess.Popen(
         [sys.executable, "-m", f"benchmarks.{module}", argument.decode()],
         cwd=_ROOT,
@@ -118,7 +117,7 @@ def start_child(module: str, argument: bytes, **pipes: Any) -> subprocess.Popen[
 
 
 def run_loop(spec: LoopSpec, *, timeout_s: float = 180.0) -> LoopResult:
-    """Run one loop in a process of its own, so that its CPU is its own too.
+    """Run one loop in a separate process, so that its processor time can be measured.
 
     Raises:
         subprocess.CalledProcessError: the loop failed; its traceback is on standard error.
@@ -134,7 +133,7 @@ def run_loop(spec: LoopSpec, *, timeout_s: float = 180.0) -> LoopResult:
 
 
 def free_endpoints(count: int) -> list[str]:
-    """TCP addresses on loopback that are free now: the peers cannot say which port the system chose for them."""
+    """Return free TCP addresses on loopback. The peers cannot report a port that the system chose."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     endpoints = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in held]
     for each in held:

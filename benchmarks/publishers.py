@@ -1,4 +1,4 @@
-"""The publishers under test behind one small face: the kit's, the peers', none, and the physical limit."""
+"""The measured publishers behind one interface: the kit's, the peers', none, and the physical limit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 KIT = "kit"
-"""With events made by anybody: each value is looked at."""
+"""The kit's publishers with hand-made events, whose values are all validated."""
 
 KIT_CACHE = "kit's caches"
-"""The same with events of the kit's own caches, whose tokens were looked at when their prompt came."""
+"""The same with events of the kit's caches, which validated the tokens with the prompt."""
 
 KIT_WITHOUT_IDLE = "kit without idle()"
 KIT_INLINE = "kit, inline"
@@ -39,10 +39,10 @@ END_SEQ = (-1).to_bytes(8, "big", signed=True)
 
 
 class BenchmarkedPublisher(Protocol):
-    """What a benchmark's scheduler knows of a publisher."""
+    """The publisher interface of a benchmark's scheduler."""
 
     def make_events(self, step: int, evicted: int | None = None) -> Any:
-        """The step's events in the publisher's own classes; not timed. Those of step ``evicted`` go before."""
+        """Make the step's events in the publisher's own classes, untimed. Events of step ``evicted`` come first."""
         ...
 
     def make_batch(self, events: Any, ts: float) -> Any: ...
@@ -50,14 +50,14 @@ class BenchmarkedPublisher(Protocol):
     def publish(self, batch: Any) -> None: ...
 
     def idle(self) -> None:
-        """Called where the scheduler waits for its device."""
+        """Run the hook of a scheduler that waits for its device."""
         ...
 
     def close(self) -> None: ...
 
 
 class NoPublisher:
-    """Publishing is off. What events would be made of is there all the same; events are not, as in an engine."""
+    """No publishing. The values of events exist, but no events, as in an engine without events."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -70,24 +70,24 @@ class NoPublisher:
         return (ts, events)
 
     def publish(self, batch: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def idle(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class KitPublisher:
-    """The kit's publisher, with replay: so a digest is kept of every batch."""
+    """The kit's publisher with replay, which keeps a digest of every batch."""
 
     config = KVEventsConfig(bind=True)
 
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
         self._shape = shape
         self._publisher = ZmqEventPublisher(0, endpoint, replay_endpoint, buffer_steps, config=self.config)
-        self.publish: Any = self._publisher.publish  # bare: no call of ours is timed
+        self.publish: Any = self._publisher.publish  # bound directly, so that no call of the benchmark is timed
         self.idle: Any = self._publisher.idle
 
     def make_events(self, step: int, evicted: int | None = None) -> Any:
@@ -110,7 +110,7 @@ class KitCachePublisher(KitPublisher):
 
 
 class KitPublisherWithoutIdle(KitPublisher):
-    """The kit's publisher in a scheduler that does not know of ``idle``: a thread sends, or ``publish()``."""
+    """The kit's publisher in a scheduler that never calls ``idle``: a thread or ``publish()`` sends."""
 
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
         super().__init__(shape, endpoint, replay_endpoint, buffer_steps)
@@ -118,7 +118,7 @@ class KitPublisherWithoutIdle(KitPublisher):
 
 
 class KitInlinePublisher(KitPublisherWithoutIdle):
-    """The same with ``send_mode`` inline: ``publish()`` sends."""
+    """The same with ``send_mode`` inline, in which ``publish()`` sends."""
 
     config = KVEventsConfig(bind=True, send_mode="inline")
 
@@ -141,26 +141,26 @@ class PeerEvents:
 
 
 class PeerPublisher(PeerEvents):
-    """SGLang's or vLLM's publisher, with replay; neither has an ``idle``."""
+    """SGLang's or vLLM's publisher with replay. Neither has an ``idle`` hook."""
 
     def __init__(self, peer: str, shape: Shape, endpoint: str, replay_endpoint: str, buffer_steps: int) -> None:
         super().__init__(peer, shape)
-        # They bind wildcards only.
+        # The peers bind wildcard addresses only.
         at, replay_at = (text.replace("127.0.0.1", "*") for text in (endpoint, replay_endpoint))
         self._publisher = self._module.ZmqEventPublisher(0, at, replay_at, buffer_steps)
         self.publish = self._publisher.publish
 
     def idle(self) -> None:
-        """The peers know no such hook."""
+        """Do nothing, because the peers have no such hook."""
 
     def close(self) -> None:
         self._publisher.shutdown()
 
 
 class BareZmqPublisher:
-    """The least that encoding, sending and answering can be with these libraries: no number kept, nothing counted.
+    """The cheapest encoding, sending and answering with these libraries, without sequence numbers or counters.
 
-    Replays are answered by a thread that blocks on its socket, from payloads that were kept encoded.
+    A thread that blocks on its socket answers replays from encoded payloads.
     """
 
     def __init__(self, shape: Shape, endpoint: str, replay_endpoint: str) -> None:
@@ -193,7 +193,7 @@ class BareZmqPublisher:
         self._kept.append(payload)
 
     def idle(self) -> None:
-        """Nothing waits."""
+        """Do nothing, because no batch is pending."""
 
     def _answer(self) -> None:
         router = self._context.socket(zmq.ROUTER)

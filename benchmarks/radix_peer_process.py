@@ -1,7 +1,7 @@
-"""SGLang's radix cache over the prompts of ``bench_trace``, in a Python that has SGLang and nothing of this kit.
+"""Run SGLang's radix cache over the prompts of ``bench_trace``, in a Python with SGLang and without this kit.
 
-``python -m benchmarks.radix_peer_process PROMPTS CAPACITY_TOKENS``: each line of standard input, ``PAGE_SIZE EVENTS``
-(0 or 1), is answered by one with the microseconds of processor time per request.
+``python -m benchmarks.radix_peer_process PROMPTS CAPACITY_TOKENS``: for each line of standard input, ``PAGE_SIZE
+EVENTS`` (0 or 1), print the microseconds of processor time per request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.peer_publishers import Placeholders
 
-for absent in ("torchvision",):  # of models that the cache does not know
+for absent in ("torchvision",):  # models need it, the cache does not
     try:
         __import__(absent)
     except ImportError:
@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 
 
 class Slots:
-    """The least allocator: a tensor of free slots."""
+    """A minimal allocator: a tensor of free slots."""
 
     device = "cpu"
 
@@ -50,7 +50,7 @@ class Slots:
 
 
 def serve(prompts: list[array[int]], capacity_tokens: int, page_size: int, events: bool) -> float:
-    """Let each prompt be matched, allocated, cached and released; microseconds per request."""
+    """Match, allocate, cache and release each prompt; return microseconds per request."""
     slots = Slots(capacity_tokens)
     cache = RadixCache(
         CacheInitParams(

@@ -1,4 +1,4 @@
-"""A reader of two streams that carry the same batches, in a process of its own: when each batch came on either way."""
+"""Read two streams with equal batches in a separate process, and print the delay of each batch on both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Arguments(msgspec.Struct, frozen=True):
 
 
 def _receive(sockets: list[zmq.Socket[bytes]], expected: int) -> list[tuple[float, float]]:
-    """Delays in milliseconds from a batch's time stamp, on the first way and on the second; a relay keeps the stamp."""
+    """Return the delays from a batch's timestamp in milliseconds, per stream. A relay keeps the timestamp."""
     read_time = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, Any]).decode
     delays: list[dict[float, float]] = [{}, {}]
     heard = [False, False]
@@ -50,7 +50,7 @@ def _receive(sockets: list[zmq.Socket[bytes]], expected: int) -> list[tuple[floa
 
 
 def main() -> None:
-    """Subscribe to what the command line names."""
+    """Subscribe to the streams of the command line."""
     arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets = []

@@ -1,7 +1,7 @@
-"""A replay client in a process of its own, on the plain wire that every publisher answers.
+"""Run a replay client in a separate process, with the plain request that every publisher answers.
 
-``prompt`` reads as quickly as it can; ``slow`` reads nothing for 1.5 s after it has asked; ``loop`` asks for
-everything over and over until its input ends; ``last`` asks for the last batch over and over.
+``prompt`` reads as fast as it can. ``slow`` reads nothing for 1.5 s after its request. ``loop`` requests everything
+repeatedly until its input ends. ``last`` requests the last batch repeatedly.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class _Arguments(msgspec.Struct, frozen=True):
 
 
 def _ask(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, stall_s: float, found: Replays) -> None:
-    """Ask for everything from ``start`` on a connection of its own, and note what comes."""
+    """Request everything from ``start`` on a new connection, and record the answer."""
     with context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.rcvhwm = 1_000
         dealer.connect(endpoint)
-        # Asked for nothing first: connecting is not what is measured.
+        # An empty request first, so that connecting is not part of the measurement.
         dealer.send_multipart((b"", (1 << 62).to_bytes(8, "big")))
         if dealer.poll(_TIMEOUT_MS):
             dealer.recv_multipart()
@@ -54,7 +54,7 @@ def _ask(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, sta
 
 
 def main() -> None:
-    """Ask as the command line says."""
+    """Send the requests of the command line."""
     arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
     found = Replays(batches=[], ended=[], first_s=[], whole_s=[])
     sys.stdout.buffer.write(b"ready\n")

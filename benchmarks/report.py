@@ -1,4 +1,4 @@
-"""Measurements as a table for people and as JSON for machines."""
+"""Format measurements as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBRARIES = ("msgspec", "pyzmq", "prometheus-client")
 
 
 class JsonRow(msgspec.Struct, frozen=True):
-    """One measurement. ``samples`` has every turn's values, ours and by name. What could not be measured is None."""
+    """One measurement. ``samples`` has the values of every turn, ours and by name. Unmeasured values are None."""
 
     section: str
     what: str
@@ -31,14 +31,14 @@ class JsonRow(msgspec.Struct, frozen=True):
 
 
 class JsonReport(msgspec.Struct, frozen=True):
-    """One run, and what it ran on."""
+    """One run and its machine."""
 
     machine: dict[str, str]
     rows: list[JsonRow]
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on."""
+    """Describe the machine and versions that the figures depend on."""
     return {
         "python": platform.python_version(),
         "processor": platform.machine(),
@@ -48,7 +48,7 @@ def machine() -> dict[str, str]:
 
 
 def as_json(rows: Iterable[Measurement]) -> bytes:
-    """Everything, with the value of every turn; a row a line."""
+    """Encode all rows with the values of every turn, one row per line."""
     return _as_lines(JsonReport(machine(), [_json_row(row) for row in rows]))
 
 
@@ -58,7 +58,7 @@ def _as_lines(report: JsonReport) -> bytes:
 
 
 def read_json(text: bytes) -> JsonReport:
-    """Inverse of ``as_json``; msgspec.ValidationError for anything else."""
+    """Decode the output of ``as_json``. Raises msgspec.ValidationError for anything else."""
     return msgspec.json.decode(text, type=JsonReport)
 
 
@@ -71,7 +71,7 @@ def _json_row(row: Measurement) -> JsonRow:
 
 
 def as_table(rows: Sequence[Measurement]) -> str:
-    """One line a measurement: value, what it was timed beside with ours/theirs, goal, and whether it is reached."""
+    """Format one line per measurement: value, peers with ours/theirs, goal, and whether it is reached."""
     cells = [("what", "ours", "beside: theirs (ours/theirs)", "goal", "")]
     cells += [_cells(row) for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
@@ -95,7 +95,7 @@ def _cells(row: Measurement) -> tuple[str, str, str, str, str]:
 
 
 def number_text(value: float) -> str:
-    """Three digits that matter."""
+    """Format with three significant digits."""
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 100 or value == int(value):

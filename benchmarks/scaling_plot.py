@@ -1,4 +1,4 @@
-"""A plot of costs by tree size, as SVG made by hand: two logarithmic axes and a line an operation."""
+"""Draw costs by tree size as SVG: two logarithmic axes and a line per operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROWTH_ROW = re.compile(r"(match|insert|evict) a page, tree of ([\d,]+) pages")
 
 
 def draw_scaling_plot(rows: Sequence[Measurement]) -> str:
-    """Draw microseconds a page against pages in the tree, from the cache section's rows; empty axes without them."""
+    """Draw microseconds per page against pages in the tree from the cache section's rows; empty axes without rows."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if found := _GROWTH_ROW.fullmatch(row.what):
@@ -36,7 +36,7 @@ def draw_scaling_plot(rows: Sequence[Measurement]) -> str:
 
 
 def _decades(values: Sequence[float]) -> range:
-    """The powers of ten that enclose ``values``."""
+    """Return the powers of ten that enclose ``values``."""
     return range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
 
 

@@ -1,6 +1,6 @@
-"""A subscriber in a process of its own: takes every batch as quickly as Python can, and notes when it came.
+"""Run a subscriber in a separate process that records the arrival of every batch as fast as Python can.
 
-Ends when it has had as many measured batches as expected, or when its input has ended and the stream is silent.
+It ends after the expected number of measured batches, or when its input has ended and the stream is silent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Arguments(msgspec.Struct, frozen=True):
 
 
 def _receive(socket: zmq.Socket[bytes], expected: int) -> Delivery:
-    # Only the time is decoded: the subscriber shares the machine with what is measured.
+    # Decode the time only, because the subscriber shares the machine with the measured process.
     read_time = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, Any]).decode
     receive, now = super(zmq.Socket, socket).recv, time.time
     delays_s: list[float] = []
@@ -52,7 +52,7 @@ def _receive(socket: zmq.Socket[bytes], expected: int) -> Delivery:
 
 
 def _wait(socket: zmq.Socket[bytes]) -> bool:
-    """Wait for a batch; False when none will come any more."""
+    """Wait for a batch; return False if no more will arrive."""
     while not socket.poll(_POLL_MS):
         if select.select([sys.stdin], [], [], 0)[0]:
             return bool(socket.poll(_SILENCE_MS))
@@ -60,7 +60,7 @@ def _wait(socket: zmq.Socket[bytes]) -> bool:
 
 
 def main() -> None:
-    """Subscribe to what the command line names."""
+    """Subscribe to the stream of the command line."""
     arguments = msgspec.json.decode(sys.argv[1], type=_Arguments)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.rcvhwm = 0

@@ -1,6 +1,6 @@
-"""Resident memory per (rank, block) of a view, or of Dynamo's tree, in a process of its own; prints bytes. Linux only.
+"""Print the resident bytes per (rank, block) of a view or of Dynamo's tree, in a separate process. Linux only.
 
-Hashes are new objects in every event, as a decoder makes them: what is kept of them counts.
+Hashes are new objects in every event, as a decoder makes them, so objects that the view keeps count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _resident_bytes() -> int:
 
 
 def _bytes_each(store: Callable[[int, tuple[int, ...], int | None], None], num_ranks: int, num_blocks: int) -> float:
-    """Each rank stores every block, a run below the other; a first run has made what is not per block."""
+    """Store every block on each rank, run below run. A first run allocates everything that is not per block."""
     store(0, (1,), None)
     before = _resident_bytes()
     for rank in range(num_ranks):
@@ -44,7 +44,7 @@ def _bytes_each(store: Callable[[int, tuple[int, ...], int | None], None], num_r
 
 
 def main() -> None:
-    """Print the bytes of what the command line names."""
+    """Print the bytes of the subject of the command line."""
     subject, _, thing = sys.argv[1].partition(", ")
     num_ranks, num_blocks = (1, _NUM_BLOCKS) if thing == "distinct" else (_NUM_RANKS, _NUM_SHARED)
     if subject == "view":

@@ -1,6 +1,6 @@
-"""What the benchmarks publish: a few shapes of a step's events, new objects every step as a cache makes them.
+"""The events that the benchmarks publish: a few shapes per step, new objects every step as a cache makes them.
 
-A cache's pool is bounded: once it is full, a cache removes as many blocks as it stores.
+The pool of a cache is bounded. Once it is full, the cache removes as many blocks as it stores.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ __all__ = ["SHAPES", "Shape"]
 
 BLOCK_SIZE = 16
 _POOL_BLOCKS = 131_072
-"""Of a full pool: two million tokens."""
+"""Blocks of a full pool: two million tokens."""
 
 _MAX_POOL_STEPS = 1_000
-"""Of small steps the pool is smaller: to fill it would take longer than to measure."""
+"""Steps that fill the pool of small steps. A larger pool would take longer to fill than to measure."""
 
 _TOKENS = list(range(100_000, 100_000 + 8_193))
-"""One more than any event takes, so that a slice of them is always a new object."""
+"""One more than any event has, so that a slice is always a new object."""
 
 
 class Shape(msgspec.Struct, frozen=True):
     """The events of one step.
 
     Attributes:
-        name: as it is written in the table.
-        num_events: stored events a step; where the pool is full, as many removed ones.
-        blocks_per_event: each of 16 tokens.
+        name: name in the table.
+        num_events: stored events per step; in a full pool also as many removed events.
+        blocks_per_event: blocks of 16 tokens.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def pool_steps(self) -> int:
-        """After so many steps the pool is full: each step then removes what was stored so many steps before."""
+        """Return the number of steps that fill the pool. Later steps remove what was stored as many steps before."""
         return min(_MAX_POOL_STEPS, _POOL_BLOCKS // (self.num_events * self.blocks_per_event))
 
     def fields(self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list) -> list[dict[str, Any]]:
-        """The fields of the step's BlockStored events; hashes are new in every step, parents are roots.
+        """Return the fields of the step's BlockStored events. Hashes are new in every step; parents are None.
 
-        ``sequence`` is what the events hold: the peers' caches make lists, the kit's makes tuples.
+        ``sequence`` is the container type: the peers' caches make lists, the kit's makes tuples.
         """
         tokens = _TOKENS_IN[sequence][: self.blocks_per_event * BLOCK_SIZE]
         return [
@@ -53,7 +53,7 @@ class Shape(msgspec.Struct, frozen=True):
                 "token_ids": tokens,
                 "block_size": BLOCK_SIZE,
                 "lora_id": None,
-                "medium": "GPU",  # as every real cache says; without it events are encoded in a quarter of the time
+                "medium": "GPU",  # every real cache sets it; events without it encode in a quarter of the time
             }
             for event in range(self.num_events)
         ]
@@ -61,7 +61,7 @@ class Shape(msgspec.Struct, frozen=True):
     def removed_fields(
         self, step: int, sequence: type[list[int]] | type[tuple[int, ...]] = list
     ) -> list[dict[str, Any]]:
-        """The fields of the BlockRemoved events that take out what ``step`` stored: one for each stored event."""
+        """Return the fields of the BlockRemoved events that remove what ``step`` stored, one per stored event."""
         return [
             {"block_hashes": sequence(self._hashes(step, event)), "medium": "GPU"} for event in range(self.num_events)
         ]
@@ -74,7 +74,7 @@ _TOKENS_IN: dict[Any, Any] = {list: _TOKENS, tuple: tuple(_TOKENS)}
 
 
 def _spread(first: int, count: int) -> list[int]:
-    """Distinct signed 64-bit numbers that look like hashes: all nine bytes of msgpack."""
+    """Return distinct signed 64-bit numbers that take nine bytes in msgpack, as hashes do."""
     return [(index * 0x9E3779B97F4A7C15) % (1 << 64) - (1 << 63) for index in range(first, first + count)]
 
 
