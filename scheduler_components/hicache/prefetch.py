@@ -93,9 +93,7 @@ class _Prefetch:
 
 
 class _WaitingPrefetches:
-    """The prefetches that wait for a lane. Those that block a request come first, in the order in which they began to
-    block.
-    """
+    """The prefetches that wait for a lane. Those that block a request come first, in the order of their blocking."""
 
     __slots__ = ("_blocking", "_others")
 
