@@ -102,7 +102,6 @@ class LogStream:
 
     @property
     def position(self) -> StreamPosition:
-        """The position of the view."""
         return self.follower.position
 
     def stats(self) -> StreamStats:
@@ -117,19 +116,15 @@ class LogStream:
         )
 
     def read_pointer(self, request_id: int) -> None:
-        """See ``LogChannel``."""
         self.thread.call(self._start_task, self._read_pointer, request_id)
 
     def read_snapshot(self, request_id: int, pointer: SnapshotPointer) -> None:
-        """See ``LogChannel``."""
         self.thread.call(self._start_task, self._read_snapshot, request_id, pointer)
 
     def request_snapshot(self) -> None:
-        """See ``LogChannel``."""
         self.thread.call(self._start_task, self._request_snapshot)
 
     def read_log(self, reading_id: int, log_seq: int) -> None:
-        """See ``LogChannel``."""
         self.thread.call(self._start_reading, reading_id, log_seq)
 
     # --- on the connection's thread ---

@@ -19,7 +19,7 @@ from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.nats_connection import NatsThread
 from observability.jetstream.nats_log_reader import Inbox, LogStream
 from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullStreamListener, StreamListener
-from observability.kv_stream.subscriber_base import SubscriberBase, check_addresses
+from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
 from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components.kv_events import BatchDecoder
 
@@ -139,9 +139,11 @@ def open_jetstream_subscriber(
     Raises:
         ConfigError: no address, too many, or two with one rank.
     """
+    checked = tuple(addresses)
+    check_ranks([address.rank for address in checked])
     view = BlockView()
     subscriber = JetStreamSubscriber(config, view, clock)
-    for address in check_addresses(addresses):
+    for address in checked:
         applier = BatchApplier(
             rank=address.rank,
             view=view,

@@ -53,22 +53,22 @@ class NullStreamListener:
     """Ignores every change. Subclass it to observe a few of them."""
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
-        """Do nothing."""
+        pass
 
     def on_batch_unreadable(self, rank: int, seq: int, error: DecodeError) -> None:
-        """Do nothing."""
+        pass
 
     def on_gap(self, rank: int, expected: int, seq: int) -> None:
-        """Do nothing."""
+        pass
 
     def on_view_cleared(self, rank: int, reason: str) -> None:
-        """Do nothing."""
+        pass
 
     def on_snapshot_begin(self, rank: int) -> None:
-        """Do nothing."""
+        pass
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
-        """Do nothing."""
+        pass
 
     def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
-        """Do nothing."""
+        pass

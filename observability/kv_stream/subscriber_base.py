@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from observability.kv_stream.rank_set import RankSet
 from observability.kv_stream.stream_stats import MAX_STREAMS, StreamPosition, StreamStats
@@ -14,35 +14,22 @@ from observability.kv_stream.view import BlockView
 from scheduler_components import ConfigError
 from scheduler_components.events import Tier
 
-__all__ = ["SWEEP_PAUSE_S", "FollowedStream", "RankedAddress", "StreamQueries", "SubscriberBase", "check_addresses"]
+__all__ = ["FollowedStream", "StreamQueries", "SubscriberBase", "check_ranks"]
 
-SWEEP_PAUSE_S = 0.001
+_SWEEP_PAUSE_S = 0.001
 """Pause between two slices of a sweep, in which other threads get the processor and the lock."""
 
 
-class RankedAddress(Protocol):
-    """The address of one stream."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-_Address = TypeVar("_Address", bound=RankedAddress)
-
-
-def check_addresses(addresses: Iterable[_Address]) -> tuple[_Address, ...]:
-    """Return ``addresses`` as a tuple.
+def check_ranks(ranks: Sequence[int]) -> None:
+    """Check the ranks of a subscriber's addresses.
 
     Raises:
         ConfigError: no address, too many, or two with one rank.
     """
-    checked = tuple(addresses)
-    if not 0 < len(checked) <= MAX_STREAMS:
-        raise ConfigError("addresses", len(checked), "is not a number of streams", f"give 1 to {MAX_STREAMS} addresses")
-    ranks = [address.rank for address in checked]
+    if not 0 < len(ranks) <= MAX_STREAMS:
+        raise ConfigError("addresses", len(ranks), "is not a number of streams", f"give 1 to {MAX_STREAMS} addresses")
     if len(set(ranks)) != len(ranks):
         raise ConfigError("addresses", ranks, "name a rank twice", "give each stream its own rank")
-    return checked
 
 
 class FollowedStream(Protocol):
@@ -159,4 +146,4 @@ class SubscriberBase(StreamQueries, ABC):
 
     def _until_sweep_s(self, due_in_s: float) -> float:
         """Return ``due_in_s``, or less while a sweep is in progress."""
-        return due_in_s if self._view.is_swept else min(due_in_s, SWEEP_PAUSE_S)
+        return due_in_s if self._view.is_swept else min(due_in_s, _SWEEP_PAUSE_S)

@@ -87,7 +87,6 @@ class ZmqReplayChannel:
         self.socket: Socket | None = None
 
     def send(self, request: SendReplayRequest) -> None:
-        """Send the request; see ``ReplayChannel``."""
         self.cancel()
         if self._endpoint is None:
             return
@@ -186,7 +185,6 @@ class ZmqStream:
 
     @property
     def position(self) -> StreamPosition:
-        """The position of the view."""
         return self.follower.position
 
     def stats(self) -> StreamStats:

@@ -15,7 +15,7 @@ from observability.kv_stream.follow_policy import FollowPolicy
 from observability.kv_stream.follower import StreamFollower
 from observability.kv_stream.listener import NullStreamListener, StreamListener
 from observability.kv_stream.stream_cursor import StreamCursor
-from observability.kv_stream.subscriber_base import SubscriberBase, check_addresses
+from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
 from observability.kv_stream.thread_fair_rlock import FairRLock
 from observability.kv_stream.view import BlockView
 from observability.kv_stream.zmq_stream import Socket, SocketFactory, ZmqReplayChannel, ZmqStream
@@ -124,7 +124,8 @@ def open_subscriber(
     Raises:
         ConfigError: no address, too many, or two with one rank.
     """
-    checked = check_addresses(addresses)
+    checked = tuple(addresses)
+    check_ranks([address.rank for address in checked])
     context: zmq.Context[Socket] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SPARE_SOCKETS + _SOCKETS_PER_STREAM * len(checked))
     socket_factory = SocketFactory(context, keys)

@@ -111,26 +111,21 @@ class SourceListener(NullStreamListener):
         self._streams = streams
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
-        """Publish the changes of the batch."""
         stream = self._streams[rank]
         stream.publish(stream.merger.on_batch_applied(self._key, batch.events), batch.ts)
 
     def on_view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002
-        """Publish the removal of the source's blocks."""
         stream = self._streams[rank]
         stream.publish(stream.merger.on_view_cleared(self._key), stream.wall_clock())
 
     def on_snapshot_begin(self, rank: int) -> None:
-        """Collect the following batches as the source's whole state."""
         self._streams[rank].merger.on_snapshot_begin(self._key)
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
-        """Publish the removal of the blocks that the source no longer holds."""
         stream = self._streams[rank]
         stream.publish(stream.merger.on_snapshot_end(self._key, was_used=was_used), stream.wall_clock())
 
     def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:  # noqa: ARG002
-        """Publish the stream's state if the source changes it."""
         stream = self._streams[rank]
         stream.merger.on_state_changed(self._key, new)
         stream.send_upstream_state()

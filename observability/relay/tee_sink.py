@@ -18,32 +18,28 @@ __all__ = ["TeeSinkFactory"]
 
 @dataclass(slots=True, kw_only=True)
 class _TeeSink:
-    """A ``RelaySink`` that publishes to two sinks. Its counters are those of the first."""
+    """A ``RelaySink`` that publishes to two sinks. Its counters are those of the first; ``JetStreamWriter.stats`` has
+    those of the second."""
 
     first: RelaySink
     second: RelaySink
 
     def publish(self, events: EventBatch) -> None:
-        """Publish the batch to both sinks."""
         self.first.publish(events)
         self.second.publish(events)
 
     def idle(self) -> None:
-        """Let both sinks send their pending batches."""
         self.first.idle()
         self.second.idle()
 
     def set_upstream_state(self, state: str | None) -> None:
-        """Publish the upstream state to the readers of both sinks."""
         self.first.set_upstream_state(state)
         self.second.set_upstream_state(state)
 
     def stats(self) -> PublisherStats:
-        """Return the counters of the first sink; ``JetStreamWriter.stats`` has those of the second."""
         return self.first.stats()
 
     def shutdown(self) -> None:
-        """Close both sinks."""
         self.first.shutdown()
         self.second.shutdown()
 

@@ -382,8 +382,8 @@ class RecoverySimulation:
     def run(self, steps: Steps) -> None:
         """Connect all subscribers, carry out the steps, stop the faults, and check that every view converges."""
         self.play([("store", 0, 3, False), ("send",)])
-        for who in range(len(self.subscribers)):
-            self.play([("connect", who), *[("serve", who, 9, "none")] * 2])
+        for index in range(len(self.subscribers)):
+            self.play([("connect", index), *[("serve", index, 9, "none")] * 2])
         self.play(steps)
         self.recover()
         self.check_converged()
@@ -395,8 +395,8 @@ class RecoverySimulation:
             for each in self.subscribers:
                 each.check()
 
-    def chosen(self, who: int) -> ModelSubscriber:
-        return self.subscribers[who % len(self.subscribers)]
+    def subscriber_at(self, index: int) -> ModelSubscriber:
+        return self.subscribers[index % len(self.subscribers)]
 
     def broadcast(self, frames: list[Frame]) -> None:
         for each in self.subscribers:
@@ -430,9 +430,9 @@ class RecoverySimulation:
         """Send an unreadable batch."""
         self.broadcast(self.publisher.send_poison())
 
-    def send_other_topic(self, who: int, ahead: int) -> None:
+    def send_other_topic(self, index: int, ahead: int) -> None:
         """Send a batch of another publisher with a longer topic, ``ahead`` of the next number of this one."""
-        connection = self.chosen(who).connection
+        connection = self.subscriber_at(index).connection
         if connection is not None:
             number = max(0, self.publisher.stream.next_sequence + ahead)
             self.put(connection, None, OTHER_TOPIC, number, 1)
@@ -440,38 +440,38 @@ class RecoverySimulation:
     def put(self, connection: Connection, epoch: int | None, topic: bytes, number: int, count: int) -> None:
         connection.frames.extend([(epoch, (topic, number.to_bytes(8, "big"), FORGED))] * count)
 
-    def forge(self, who: int, ahead: int, count: int) -> None:
+    def forge(self, index: int, ahead: int, count: int) -> None:
         """Send ``count`` forged frames of this topic, each ``ahead`` of the publisher's next number.
 
         They go only to subscribers with the extension: others cannot distinguish a forged frame.
         """
-        each = self.chosen(who)
+        each = self.subscriber_at(index)
         if each.connection is not None and each.has_extension:
             number = self.publisher.stream.next_sequence + ahead
             self.put(each.connection, None, TOPIC, number, count)
 
-    def connect(self, who: int) -> None:
+    def connect(self, index: int) -> None:
         """Open the live connection of one subscriber."""
-        self.chosen(who).connect(self.now_s)
+        self.subscriber_at(index).connect(self.now_s)
 
-    def disconnect(self, who: int) -> None:
+    def disconnect(self, index: int) -> None:
         """Close the live connection of one subscriber."""
-        self.chosen(who).disconnect(self.now_s)
+        self.subscriber_at(index).disconnect(self.now_s)
 
-    def deliver(self, who: int, count: int, fault: str) -> None:
+    def deliver(self, index: int, count: int, fault: str) -> None:
         """Deliver ``count`` live frames to one subscriber, with a fault: none, lose, repeat or reorder."""
-        self.chosen(who).deliver(count, fault, self.now_s)
+        self.subscriber_at(index).deliver(count, fault, self.now_s)
 
-    def serve(self, who: int, count: int, fault: str) -> None:
+    def serve(self, index: int, count: int, fault: str) -> None:
         """Deliver ``count`` messages of the open answer, with a fault: none, lose, repeat, cut, garble or alter.
 
         Only a digest exposes an altered batch, so plain answers and chunks of a snapshot are never altered.
         """
-        self.chosen(who).serve(count, fault, self.now_s)
+        self.subscriber_at(index).serve(count, fault, self.now_s)
 
-    def deliver_late(self, who: int) -> None:
+    def deliver_late(self, index: int) -> None:
         """Deliver the late messages of answers to older requests."""
-        self.chosen(who).receive_late(self.now_s)
+        self.subscriber_at(index).receive_late(self.now_s)
 
     def wait(self, tenths: int) -> None:
         """Let tenths of a second pass, and handle every subscriber's deadlines."""

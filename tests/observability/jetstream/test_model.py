@@ -1,7 +1,7 @@
-"""Writer, broker and reader as a model: the real cores, and a broker that loses, drops, repeats and forgets.
+"""A simulation of writer, broker and reader: the real cores, and a broker that loses, drops and repeats messages.
 
-The truth is what the writer held after every batch of every life. Whatever happens, no reader says LIVE of anything
-else; once it is quiet, every reader has what the writer holds.
+The true state is the writer's after every batch of every epoch. No reader is LIVE with another state, and once the
+faults stop every reader has the writer's state.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ModelWriter:
             answer = None if fate == "lose" else self.world.broker.store(message)
             self.unacked.append((message, None if fate == "lose answer" else answer))
 
-    def hear(self, count: int) -> None:
+    def acknowledge(self, count: int) -> None:
         """Receive acknowledgements, or time out."""
         for _ in range(min(count, len(self.unacked))):
             message, answer = self.unacked.pop(0)
@@ -204,7 +204,7 @@ class ModelReader:
     def read_log(self, reading_id: int, log_seq: int) -> None:
         self.reading_id, self.log_seq = reading_id, log_seq
 
-    def hear(self, heartbeat: LogHeartbeat) -> None:
+    def receive_heartbeat(self, heartbeat: LogHeartbeat) -> None:
         self.run(self.follower.on_heartbeat(heartbeat, self.world.now_s))
 
     def answer(self, fate: str) -> None:
@@ -222,7 +222,7 @@ class ModelReader:
                 snapshot = Snapshot.decode(data) if data else None
                 self.run(self.follower.on_snapshot_read(request_id, snapshot, self.world.now_s))
 
-    def take(self, count: int) -> None:
+    def receive(self, count: int) -> None:
         """Read messages of the log in order, each once."""
         for _ in range(count):
             log_seq = self.log_seq
@@ -284,25 +284,25 @@ class World:
     def send(self, count: int, fate: str) -> None:
         self.writer.send(count, fate)
 
-    def hear(self, count: int) -> None:
-        self.writer.hear(count)
+    def acknowledge(self, count: int) -> None:
+        self.writer.acknowledge(count)
 
     def snapshot(self, fate: str) -> None:
         self.writer.store_snapshot(fate)
 
-    def heartbeat(self, who: int) -> None:
+    def heartbeat(self, index: int) -> None:
         """Deliver a heartbeat of the current writer, or of a replaced one, to one reader."""
         self.now_s += HEARTBEAT_INTERVAL_S / 4
-        for writer in self.writers[-2:] if who > 1 else self.writers[-1:]:
+        for writer in self.writers[-2:] if index > 1 else self.writers[-1:]:
             heartbeat = None if writer.is_superseded else writer.core.heartbeat()
             if heartbeat is not None:
-                self.readers[who % 2].hear(heartbeat)
+                self.readers[index % 2].receive_heartbeat(heartbeat)
 
-    def read(self, who: int, count: int) -> None:
-        self.readers[who].take(count)
+    def read(self, index: int, count: int) -> None:
+        self.readers[index].receive(count)
 
-    def answer(self, who: int, fate: str) -> None:
-        self.readers[who].answer(fate)
+    def answer(self, index: int, fate: str) -> None:
+        self.readers[index].answer(fate)
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -324,11 +324,11 @@ class World:
     def start_epoch(self) -> None:
         self.writer.start_epoch()
 
-    def lose_reader(self, who: int) -> None:
-        self.readers[who] = ModelReader(self)
+    def lose_reader(self, index: int) -> None:
+        self.readers[index] = ModelReader(self)
 
-    def lose_broker(self, who: int) -> None:
-        reader = self.readers[who]
+    def lose_broker(self, index: int) -> None:
+        reader = self.readers[index]
         reader.follower.on_disconnected(self.now_s)
         reader.log_seq = None
         reader.check()
@@ -342,7 +342,7 @@ class World:
         """Empty the broker, which the writers notice."""
         self.broker = Broker()
         for writer in self.writers:
-            writer.hear(len(writer.unacked))
+            writer.acknowledge(len(writer.unacked))
             writer.core.log_seq = writer.revision = 0
             writer.core.on_snapshot_lost()
 
@@ -384,22 +384,22 @@ class World:
         for number in range(RECOVERY_ROUNDS):
             self.now_s += HEARTBEAT_INTERVAL_S
             for _ in range(4):
-                self.writer.hear(len(self.writer.unacked))
+                self.writer.acknowledge(len(self.writer.unacked))
                 self.writer.store_snapshot("none")
                 self.writer.send(50, "none")
             for reader in self.readers:
                 reader.answer("none")
-                reader.take(50)
+                reader.receive(50)
                 heartbeat = self.writer.core.heartbeat()
                 assert heartbeat is not None
-                reader.hear(heartbeat)
+                reader.receive_heartbeat(heartbeat)
                 for _ in range(2):
                     reader.answer("none")
-                    reader.take(50)
+                    reader.receive(50)
                 reader.follower.tick(self.now_s)
                 reader.check()
-                assert not number or reader.cursor.state is not StreamState.DEAD, "the writer is heard"
-        self.writer.hear(len(self.writer.unacked))
+                assert not number or reader.cursor.state is not StreamState.DEAD, "the writer sends heartbeats"
+        self.writer.acknowledge(len(self.writer.unacked))
         for reader in self.readers:
             assert reader.cursor.state is StreamState.LIVE, reader.cursor
             assert reader.cursor.epoch == self.writer.core.epoch
@@ -408,7 +408,7 @@ class World:
 
 
 FATES = st.sampled_from(["none", "none", "none", "lose", "lose answer"])
-WHO = st.integers(0, 1)
+INDEX = st.integers(0, 1)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.integers(0, 9), st.integers(1, 4)),
@@ -416,16 +416,16 @@ STEPS = st.lists(
         st.tuples(st.just("remove"), st.integers(0, 9)),
         st.just(("clear",)),
         st.tuples(st.just("send"), st.integers(1, 6), FATES),
-        st.tuples(st.just("hear"), st.integers(1, 6)),
+        st.tuples(st.just("acknowledge"), st.integers(1, 6)),
         st.tuples(st.just("snapshot"), st.one_of(FATES, st.just("lose object"))),
         st.tuples(st.just("heartbeat"), st.integers(0, 3)),
-        st.tuples(st.just("heartbeat"), WHO),
-        st.tuples(st.just("read"), WHO, st.integers(1, 9)),
-        st.tuples(st.just("answer"), WHO, FATES),
+        st.tuples(st.just("heartbeat"), INDEX),
+        st.tuples(st.just("read"), INDEX, st.integers(1, 9)),
+        st.tuples(st.just("answer"), INDEX, FATES),
         st.tuples(st.just("wait"), st.sampled_from([0.1, 1.1, 6.0])),
         st.sampled_from([("restart_writer",), ("start_epoch",), ("wipe_broker",)]),
         st.tuples(st.just("replaced_writer_sends"), st.integers(1, 4)),
-        st.tuples(st.sampled_from(["lose_reader", "lose_broker"]), WHO),
+        st.tuples(st.sampled_from(["lose_reader", "lose_broker"]), INDEX),
         st.tuples(st.just("expire"), st.integers(1, 5)),
         st.tuples(st.just("forge"), st.sampled_from(["epoch", "other"]), st.integers(-3, 3)),
     ),
@@ -433,10 +433,10 @@ STEPS = st.lists(
 )
 
 
-BASE = ("snapshot", "none")
+SNAPSHOT = ("snapshot", "none")
 ONE, TWO = ("store", 1, 1), ("store", 2, 1)
 FIVE = [("store", block, 1) for block in range(5)]
-JOINED = (BASE, ("heartbeat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
+JOINED = (SNAPSHOT, ("heartbeat", 0), ("answer", 0, "none"), ("answer", 0, "none"))
 
 
 @pytest.mark.soak
@@ -488,37 +488,37 @@ def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    take = LogCursor._on_message
+    on_message = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
     def accept_any_epoch(self: LogCursor, message: LogMessage) -> Any:
         epoch = self._target.at.epoch
-        return take(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
+        return on_message(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
 
     patch.setattr(LogCursor, "_on_message", accept_any_epoch)
 
 
 @mutant
 def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
-    take = LogCursor._on_message
+    on_message = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
     def accept_ahead(self: LogCursor, message: LogMessage) -> Any:
         at = self._target.at
         if message.epoch == at.epoch and message.seq > at.next:
             at.next = message.seq
-        return take(self, message)
+        return on_message(self, message)
 
     patch.setattr(LogCursor, "_on_message", accept_ahead)
 
 
-@caught_by(BASE, ONE, TWO, ("send", 1, "lose"), ("send", 1, "none"), ("hear", 2))
+@caught_by(SNAPSHOT, ONE, TWO, ("send", 1, "lose"), ("send", 1, "none"), ("acknowledge", 2))
 def reordered_messages_are_dropped_without_recovery(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor._LogPosition, "hold", lambda self, message: None)
     patch.setattr(LogCursor, "_on_writer_ahead", lambda self: ())
 
 
-@caught_by(BASE, ONE, ("send", 1, "none"), ("expire", 1))
+@caught_by(SNAPSHOT, ONE, ("send", 1, "none"), ("expire", 1))
 def stalled_readers_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
 
@@ -537,7 +537,7 @@ def another_epoch_is_never_read(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@caught_by(BASE, ("heartbeat", 0), ("answer", 0, "lose"))
+@caught_by(SNAPSHOT, ("heartbeat", 0), ("answer", 0, "lose"))
 def failed_requests_are_not_retried(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_retry_due", lambda self: ())
 
@@ -565,12 +565,14 @@ def the_log_is_read_from_a_later_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_snapshot_read", read_on)
 
 
-@caught_by(*JOINED, ONE, ("send", 1, "lose"), ("hear", 1))
+@caught_by(*JOINED, ONE, ("send", 1, "lose"), ("acknowledge", 1))
 def no_message_is_retried(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogWriter, "on_failed", lambda self, message: self._in_flight.discard(message.seq))
 
 
-@caught_by(BASE, *[step for block in range(20) for step in (("store", block, 1), ("send", 1, "none"), ("hear", 1))])
+@caught_by(
+    SNAPSHOT, *[step for block in range(20) for step in (("store", block, 1), ("send", 1, "none"), ("acknowledge", 1))]
+)
 def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
     why = LogWriter.snapshot_reason
     patch.setattr(
@@ -579,7 +581,7 @@ def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelWriter, "limits", LogLimits(10**6, 10**9, 1e9, 100, 3, 10_000))
 
 
-@caught_by(BASE, *FIVE)
+@caught_by(SNAPSHOT, *FIVE)
 def batches_before_the_buffer_are_skipped(patch: pytest.MonkeyPatch) -> None:
     why, pop_message = LogWriter.snapshot_reason, LogWriter.pop_message
 
@@ -593,7 +595,7 @@ def batches_before_the_buffer_are_skipped(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@caught_by(BASE, ("store", 0, 4))
+@caught_by(SNAPSHOT, ("store", 0, 4))
 def large_batches_wait(patch: pytest.MonkeyPatch) -> None:
     why = LogWriter.snapshot_reason
     patch.setattr(
@@ -601,7 +603,7 @@ def large_batches_wait(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@caught_by(*FIVE, BASE)
+@caught_by(*FIVE, SNAPSHOT)
 def the_snapshot_is_older_than_its_number(patch: pytest.MonkeyPatch) -> None:
     making = LogWriter.build_snapshot
 

@@ -41,7 +41,7 @@ def read(config: JetStreamConfig, *addresses: LogAddress, policy: FollowPolicy =
     return open_jetstream_subscriber(config, addresses or (HERE,), policy=policy)
 
 
-def ask(config: JetStreamConfig, work: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+def run_with_client(config: JetStreamConfig, work: Callable[[Any, Any], Awaitable[Any]]) -> Any:
     """Run ``use`` with a separate client."""
 
     async def run() -> Any:
@@ -58,7 +58,7 @@ def log_state(config: JetStreamConfig) -> Any:
     async def work(client: Any, js: Any) -> Any:
         return (await js.stream_info(HERE.log)).state
 
-    return ask(config, work)
+    return run_with_client(config, work)
 
 
 def test_no_batch_is_missing_after_a_server_was_killed(
@@ -250,7 +250,7 @@ def test_hostile_messages_are_counted_and_skipped(
             {"Nats-Msg-Id": f"{epoch}-25", "Kv-Chain": "0" * 16},
             {"Nats-Msg-Id": f"{epoch}-20 ", "Kv-Chain": "\u00e4"},
         ]
-        beats = [
+        heartbeats = [
             b"",
             b"junk",
             b"\xc1",
@@ -261,11 +261,11 @@ def test_hostile_messages_are_counted_and_skipped(
         async def work(client: Any, js: Any) -> None:
             for each in headers:
                 await js.publish(HERE.subject, b"\x93\xca junk", headers=each)
-            for beat in beats:
-                await client.publish(HERE.heartbeat_subject, beat)
+            for heartbeat in heartbeats:
+                await client.publish(HERE.heartbeat_subject, heartbeat)
             await client.flush()
 
-        ask(config, work)
+        run_with_client(config, work)
         states = []
         poll_until(reader, lambda: states.append(reader.stats()[0].state) or reader.stats()[0].bad_frames >= 11)
         assert set(states) == {StreamState.LIVE}
@@ -357,7 +357,7 @@ def test_a_cluster_of_three_survives_the_loss_of_the_log_leader(
         feeder = feed(writer.sink(0))
         feeder.churn(50)
         wait_for_whole(reader, feeder)
-        nats_cluster[ask(config, leader)].kill()
+        nats_cluster[run_with_client(config, leader)].kill()
         feeder.churn(50)
         wait_for_whole(reader, feeder)
         with read(config) as late:

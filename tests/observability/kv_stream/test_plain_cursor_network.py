@@ -1,9 +1,9 @@
 """The plain rules against a model publisher and a faulty network.
 
 Properties, after every step:
-- LIVE is never said of a wrong view: the view is then what the publisher's present epoch held after ``last_seq``.
-- PARTIAL never holds a block that the publisher did not hold then.
-- The cursor is never stuck: when faults stop, it settles, and is LIVE when the publisher still has its history.
+- A LIVE view is never wrong: it equals the publisher's state after ``last_seq`` in the current epoch.
+- A PARTIAL view has no block that the publisher did not hold.
+- The cursor always settles once the faults stop, and is LIVE if the publisher still has its history.
 """
 
 from __future__ import annotations

@@ -228,13 +228,15 @@ def test_a_replaced_rank_keeps_nothing_of_its_old_blocks(
             assert set(view.ranks_holding(block_hash, tier)) == set(expected.ranks_holding(block_hash, tier))
 
 
-def told(block_hash: int, **options: Any) -> BlockStored:
+def stored_with(block_hash: int, **options: Any) -> BlockStored:
     return BlockStored((block_hash,), None, (7,), 1, None, **options)
 
 
 def test_remote_blocks_are_ignored() -> None:
     view = BlockView()
-    view.apply(0, [told(1, locality="REMOTE"), told(2, locality="LOCAL"), BlockRemoved((2,), locality="REMOTE")])
+    view.apply(
+        0, [stored_with(1, locality="REMOTE"), stored_with(2, locality="LOCAL"), BlockRemoved((2,), locality="REMOTE")]
+    )
     assert view.blocks(0) == {2}
     assert view.match_lengths([1]) == {}
     assert view.counters(0).remote_events == 2
@@ -243,11 +245,18 @@ def test_remote_blocks_are_ignored() -> None:
 def test_queries_cover_full_attention_unless_they_name_a_group() -> None:
     view = BlockView()
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
-    view.apply(0, [told(1, group_idx=0, kv_cache_spec_kind="full_attention"), told(1, **window), told(2, **window)])
+    view.apply(
+        0,
+        [
+            stored_with(1, group_idx=0, kv_cache_spec_kind="full_attention"),
+            stored_with(1, **window),
+            stored_with(2, **window),
+        ],
+    )
     assert view.match_lengths([1, 2]) == {0: 1}
     assert view.match_lengths([1, 2], group_idx=1) == {0: 2}
     assert (view.blocks(0), view.blocks(0, group_idx=1)) == ({1}, {1, 2})
-    view.apply(0, [BlockRemoved((1,), group_idx=0), told(2, group_idx=1)])
+    view.apply(0, [BlockRemoved((1,), group_idx=0), stored_with(2, group_idx=1)])
     assert view.blocks_by_location(0) == {("GPU", 1, None, None): {1, 2}}
     assert view.match_lengths([2]) == {0: 1}  # the last event applies: its group attends to the whole prefix
     view.apply(0, [BlockRemoved((1, 2), group_idx=1)])
@@ -256,7 +265,7 @@ def test_queries_cover_full_attention_unless_they_name_a_group() -> None:
 
 def test_a_removal_by_one_owner_keeps_the_copy_of_another() -> None:
     view = BlockView()
-    view.apply(0, [told(1, medium="FS", ownership="a"), told(1, medium="OBJ"), BlockRemoved((1,), "FS")])
+    view.apply(0, [stored_with(1, medium="FS", ownership="a"), stored_with(1, medium="OBJ"), BlockRemoved((1,), "FS")])
     assert view.blocks_by_location(0) == {("FS", None, None, "a"): {1}, ("OBJ", None, None, None): {1}}
     view.apply(0, [BlockRemoved((1,), "OBJ"), BlockRemoved((1,), "FS", ownership="a")])
     assert view.blocks(0, Tier.STORAGE) == frozenset()
@@ -382,18 +391,21 @@ def test_a_replaced_view_releases_the_memory_of_its_old_blocks() -> None:
 
 def test_an_empty_rank_chooses_its_main_location_again() -> None:
     view = BlockView()
-    view.apply(0, [told(1), BlockRemoved((1,)), told(2, group_idx=1), told(3), told(4, group_idx=2)])
+    view.apply(
+        0,
+        [stored_with(1), BlockRemoved((1,)), stored_with(2, group_idx=1), stored_with(3), stored_with(4, group_idx=2)],
+    )
     assert view.blocks_by_location(0) == {
         ("GPU", 1, None, None): {2},
         ("GPU", None, None, None): {3},
         ("GPU", 2, None, None): {4},
     }
     view.apply(0, [BlockRemoved((2,), group_idx=1), BlockRemoved((3,)), BlockRemoved((4,), group_idx=2)])
-    view.apply(0, [told(5, group_idx=3), told(6, group_idx=2)])
+    view.apply(0, [stored_with(5, group_idx=3), stored_with(6, group_idx=2)])
     assert view.blocks_by_location(0) == {("GPU", 3, None, None): {5}, ("GPU", 2, None, None): {6}}
     assert (view.block_count(0), view.counters(0).unknown_removals) == (2, 0)
-    view.apply(0, [BlockRemoved((5,), group_idx=3), BlockRemoved((6,), group_idx=2), told(7, group_idx=1)])
-    view.apply(0, [told(8, group_idx=2), BlockRemoved((7,), group_idx=1)])
+    view.apply(0, [BlockRemoved((5,), group_idx=3), BlockRemoved((6,), group_idx=2), stored_with(7, group_idx=1)])
+    view.apply(0, [stored_with(8, group_idx=2), BlockRemoved((7,), group_idx=1)])
     assert view.blocks_by_location(0) == {("GPU", 2, None, None): {8}}
     assert (view.block_count(0), view.counters(0).unknown_removals) == (1, 0)
 
@@ -441,12 +453,16 @@ def test_unused_locations_are_deleted(kind: str, num_blocks: int) -> None:
 
 def test_a_reused_bit_holds_no_old_blocks() -> None:
     view = BlockView()
-    sites = [told(1), told(2, group_idx=1), told(3, group_idx=1, kv_cache_spec_kind="sliding_window")]
+    sites = [
+        stored_with(1),
+        stored_with(2, group_idx=1),
+        stored_with(3, group_idx=1, kv_cache_spec_kind="sliding_window"),
+    ]
     view.apply(0, [*sites, stored(*range(100, 1_000)), AllBlocksCleared()])
     while view.sweep():
         pass
     for rank in (1, 2, 3):  # one of them has the reused bit
-        view.apply(rank, [told(5), told(6, group_idx=1), told(2)])
+        view.apply(rank, [stored_with(5), stored_with(6, group_idx=1), stored_with(2)])
         assert view.blocks_by_location(rank) == {("GPU", None, None, None): {5, 2}, ("GPU", 1, None, None): {6}}
         assert (view.block_count(rank), view.counters(rank).duplicate_stores) == (3, 0)
 

@@ -47,9 +47,7 @@ batches = st.lists(events, max_size=4)
 
 
 class PlainBlocks:
-    """One rank's blocks, each with its location and whether its group attends to a whole prefix; and what was
-    counted.
-    """
+    """One rank's blocks with their locations, whether their groups attend to a whole prefix, and the counters."""
 
     def __init__(self) -> None:
         self.at: dict[tuple[BlockLocation, int], bool] = {}

@@ -30,7 +30,7 @@ class PlainPublisher:
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind("tcp://127.0.0.1:*")
         self.sent: dict[int, bytes] = {}
-        self.asked: list[int] = []
+        self.requests: list[int] = []
         self.ends_answers = True
         self.answers = True
 
@@ -52,12 +52,12 @@ class PlainPublisher:
         """Answer the waiting replay requests."""
         while self.router.poll(0):
             client, _, start = self.router.recv_multipart()
-            self.asked.append(int.from_bytes(start, "big"))
+            self.requests.append(int.from_bytes(start, "big"))
             if not self.answers:
                 continue
             middle = (self.topic,) if self.framing == "topic" else ()
             for seq, payload in self.sent.items():
-                if seq >= self.asked[-1]:
+                if seq >= self.requests[-1]:
                     self.router.send_multipart((client, b"", *middle, seq.to_bytes(8, "big"), payload))
             if self.ends_answers:
                 self.router.send_multipart((client, b"", *(b"" for _ in middle), END, b""))
@@ -183,7 +183,7 @@ def test_malformed_messages_are_counted_and_skipped(publisher: PlainPublisher, s
 
 
 def test_another_topic_is_skipped(publisher: PlainPublisher, sub: Subscriber) -> None:
-    poll_until(sub, publisher, lambda: state(sub) is StreamState.SYNCING and bool(publisher.asked))
+    poll_until(sub, publisher, lambda: state(sub) is StreamState.SYNCING and bool(publisher.requests))
     publisher.pub.send_multipart((b"other", (0).to_bytes(8, "big"), b"junk"))
     publisher.publish(0, stored(0))
     poll_until(sub, publisher, is_live_at(sub, 0))

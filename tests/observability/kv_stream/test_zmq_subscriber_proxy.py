@@ -109,7 +109,7 @@ def test_five_thousand_strays_cost_a_bounded_number_of_requests(stack: ExitStack
             sub.poll(0.002)
 
     poll_until(lambda: sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == {1})
-    asked = sub.stats()[0].replays_asked
+    num_requests = sub.stats()[0].replays_asked
     payload = BatchEncoder("array").encode(KVEventBatch(0.0, (BlockStored((666,), None, (1,), 1, None),)), 0)
     forged = 0
     from_s = time.monotonic()
@@ -125,7 +125,7 @@ def test_five_thousand_strays_cost_a_bounded_number_of_requests(stack: ExitStack
 
     poll_until(all_read)
     taken_s = time.monotonic() - from_s
-    assert sub.stats()[0].replays_asked - asked <= MAX_REPLAY_CREDIT + taken_s / policy.request_interval_s + 1
+    assert sub.stats()[0].replays_asked - num_requests <= MAX_REPLAY_CREDIT + taken_s / policy.request_interval_s + 1
     publisher.publish(KVEventBatch(time.time(), (BlockStored((2,), None, (1,), 1, None),)))
     poll_until(lambda: sub.stats()[0].state is StreamState.LIVE and sub.blocks(0) == {1, 2})
     assert sub.stats()[0].splices == 0

@@ -1,6 +1,6 @@
 """The delivery contract over real sockets, against the kit's publisher, with a harmful proxy on the live channel.
 
-Property: whatever is lost, cut or swapped on the way, the view becomes the publisher's state, and is never live before.
+Property: whatever is lost, cut or swapped, the view becomes the publisher's state, and is never live before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Unknown fields from an engine through a relay to a reader: live, in a snapshot, in parts.
 
-Engines here are payloads of made-up events, in maps or arrays, whose blocks each carry what no version of this kit
-declares. The relay is the kit's real cores without sockets; a reader keeps, per block, all that was said of it.
+The engines are payloads of generated events, in maps or arrays, whose blocks carry fields that no version of this kit
+declares. The relay consists of the kit's real cores without sockets. The reader keeps all fields per block.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class Reader:
 class KeptStream:
     """A sink with the stream of a publisher: its batches, and the replay of a late reader."""
 
-    def __init__(self, dialect: str = "native", window: int = 1) -> None:
+    def __init__(self, dialect: str = "native", buffer_steps: int = 1) -> None:
         self.encoder = BatchEncoder(dialect)
-        self.stream = EventStream(epoch=bytes(16), max_steps=window, max_bytes=10**9)
+        self.stream = EventStream(epoch=bytes(16), max_steps=buffer_steps, max_bytes=10**9)
         self.sent: list[bytes] = []
 
     def publish(self, events: EventBatch) -> None:
@@ -112,8 +112,8 @@ class KeptStream:
         """Return the snapshot and the replay buffer."""
         chunks = [each for each in self.stream.plan_snapshot() if each is not None]
         parts = self.stream.encode_chunk(chunks[0][0], self.encoder, 0, clear=True)
-        window = [self.stream.payload(number) for number in range(self.stream.first, self.stream.next_sequence)]
-        return [each for each in parts if each is not None], window
+        batches = [self.stream.payload(number) for number in range(self.stream.first, self.stream.next_sequence)]
+        return [each for each in parts if each is not None], batches
 
     def idle(self) -> None: ...
 
@@ -140,17 +140,17 @@ class Relay:
             rank=0, view=CountingView(), decoder=PassthroughDecoder(), listener=listener, wall_clock=lambda: 1.0
         )
 
-    def hear(self, *payloads: bytes, source: int = 0) -> None:
+    def receive(self, *payloads: bytes, source: int = 0) -> None:
         for payload in payloads:
             self.sources[source].apply(0, payload, replayed=False)
 
-    def hear_base(self, base: list[bytes], window: list[bytes], source: int = 0) -> None:
+    def receive_snapshot(self, chunks: list[bytes], batches: list[bytes], source: int = 0) -> None:
         """Receive a snapshot: chunks, then the batches after it."""
         applier = self.sources[source]
         applier.start_staging()
-        for payload in base:
+        for payload in chunks:
             applier.apply_staged(0, payload, is_snapshot_chunk=True)
-        for payload in window:
+        for payload in batches:
             applier.apply_staged(0, payload, is_snapshot_chunk=False)
         applier.commit_staging()
 
@@ -163,7 +163,7 @@ def histories(draw: st.DrawFn) -> list[bytes]:
     """Batches of one engine in one encoding, with signed or unsigned hashes."""
     form, is_unsigned = draw(st.sampled_from(FORMS)), draw(st.booleans())
 
-    standing: set[int] = set()
+    held: set[int] = set()
 
     def hashes(most: int) -> list[int]:
         found = draw(st.lists(HASHES, min_size=1, max_size=most, unique=True))
@@ -176,15 +176,15 @@ def histories(draw: st.DrawFn) -> list[bytes]:
             mark = f"{number}.{place}"
             kind = draw(st.sampled_from(["stored", "stored", "stored", "removed", "removed", "cleared"]))
             if kind == "stored":
-                new = [each for each in hashes(5) if each not in standing]  # a held block is not stored again
-                standing |= set(new)
+                new = [each for each in hashes(5) if each not in held]  # a held block is not stored again
+                held |= set(new)
                 events += [stored(form, mark, new, parent=draw(st.none() | HASHES))] if new else []
             elif kind == "removed":
                 gone = hashes(3)
-                standing -= set(gone)
+                held -= set(gone)
                 events.append(removed(form, mark, gone))
             else:
-                standing.clear()
+                held.clear()
                 events.append(cleared(form))
         batches.append(payload_of(*events))
     return batches
@@ -194,25 +194,25 @@ def histories(draw: st.DrawFn) -> list[bytes]:
 @given(history=histories())
 def test_events_of_one_source_are_forwarded_as_received_bytes(history: list[bytes]) -> None:
     relay = Relay()
-    relay.hear(*history)
+    relay.receive(*history)
     assert relay.out.sent == [each for each in history if each != payload_of()]
 
 
 @settings(deadline=None, max_examples=200)
-@example(history=[payload_of(stored("map", "a", [1, 2, 3])), payload_of(removed("map", "r", [2]))], base_at=1)
-@example(history=[payload_of(stored("array", "a", [1, 2, 3])), payload_of(removed("array", "r", [2]))], base_at=2)
-@given(history=histories(), base_at=st.integers(0, 6))
-def test_unknown_fields_survive_live_and_in_a_snapshot(history: list[bytes], base_at: int) -> None:
-    """The relay joins at batch ``base_at`` by the engine's snapshot, its reader by the relay's."""
+@example(history=[payload_of(stored("map", "a", [1, 2, 3])), payload_of(removed("map", "r", [2]))], joined_at=1)
+@example(history=[payload_of(stored("array", "a", [1, 2, 3])), payload_of(removed("array", "r", [2]))], joined_at=2)
+@given(history=histories(), joined_at=st.integers(0, 6))
+def test_unknown_fields_survive_live_and_in_a_snapshot(history: list[bytes], joined_at: int) -> None:
+    """The relay joins at batch ``joined_at`` by the engine's snapshot, its reader by the relay's."""
     engine, relay = KeptStream(), Relay()
-    for payload in history[:base_at]:
+    for payload in history[:joined_at]:
         engine.append(payload)
-    relay.hear_base(*engine.replayed())
-    relay.hear(*history[base_at:])
-    told = Reader().read(*history)
-    assert Reader().read(*relay.out.sent).blocks == told.blocks
-    base, window = relay.out.replayed()
-    assert Reader().read(*base, *window).blocks == told.blocks
+    relay.receive_snapshot(*engine.replayed())
+    relay.receive(*history[joined_at:])
+    expected = Reader().read(*history)
+    assert Reader().read(*relay.out.sent).blocks == expected.blocks
+    chunks, batches = relay.out.replayed()
+    assert Reader().read(*chunks, *batches).blocks == expected.blocks
 
 
 @settings(deadline=None, max_examples=200)
@@ -224,10 +224,10 @@ def test_two_sources_of_one_worker_keep_unknown_fields(histories_of: tuple[list[
     for source in [*order, *[0] * len(left[0]), *[1] * len(left[1])]:
         if left[source]:
             payload = left[source].pop(0)
-            relay.hear(payload, source=source)
+            relay.receive(payload, source=source)
             readers[source].read(payload)
-        base, window = relay.out.replayed()
-        for seen in (Reader().read(*relay.out.sent), Reader().read(*base, *window)):
+        chunks, batches = relay.out.replayed()
+        for seen in (Reader().read(*relay.out.sent), Reader().read(*chunks, *batches)):
             assert seen.blocks.keys() == readers[0].blocks.keys() | readers[1].blocks.keys()
             assert set(map(repr, seen.blocks.values())) <= readers[0].said | readers[1].said
 
@@ -271,10 +271,10 @@ def events_of(relay: Relay) -> list[Any]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_partial_removal_keeps_its_unknown_fields(form: str) -> None:
     relay = Relay(num_sources=2)
-    relay.hear(payload_of(stored(form, "a", [1, 2, 3, 4, 5])))
-    relay.hear(payload_of(stored(form, "b", [3])), source=1)
+    relay.receive(payload_of(stored(form, "a", [1, 2, 3, 4, 5])))
+    relay.receive(payload_of(stored(form, "b", [3])), source=1)
     assert len(relay.out.sent) == 1  # every block is held already
-    relay.hear(payload_of(removed(form, "gone", [1, 2, 3, 4])))
+    relay.receive(payload_of(removed(form, "gone", [1, 2, 3, 4])))
     assert events_of(relay)[1:] == [removed(form, "gone", [1, 2]), removed(form, "gone", [4])]
 
 
@@ -293,28 +293,28 @@ def test_a_part_of_a_removal_equals_its_bytes() -> None:
 def test_events_of_the_relay_use_the_encoding_of_the_source(form: str, wide: int) -> None:
     """A plain reader compares raw hashes, and may read only one encoding."""
     relay = Relay()
-    relay.hear(payload_of(stored(form, "z", [0, 2**63 - 1])))  # which do not show the sign
-    relay.hear(payload_of(stored(form, "a", [wide, 7, wide + 1])))
+    relay.receive(payload_of(stored(form, "z", [0, 2**63 - 1])))  # which do not show the sign
+    relay.receive(payload_of(stored(form, "a", [wide, 7, wide + 1])))
     restarted = payload_of(stored(form, "b", [7]))
     relay.sources[0].start_staging()
     relay.sources[0].apply_staged(0, restarted, is_snapshot_chunk=False)
     relay.sources[0].commit_staging()
     *_, last = events_of(relay)
-    told = {"type": "BlockRemoved", "block_hashes": [wide, wide + 1, 0, 2**63 - 1]}
+    expected = {"type": "BlockRemoved", "block_hashes": [wide, wide + 1, 0, 2**63 - 1]}
     if form == "array":
-        assert last == list(told.values())
+        assert last == list(expected.values())
     else:
-        assert {name: last[name] for name in told} == told
+        assert {name: last[name] for name in expected} == expected
 
 
 def test_bytes_hashes_are_forwarded_as_integers() -> None:
     relay = Relay()
     digest, parent = (2**255 + 3).to_bytes(32, "big"), b"\xff" * 32
     for form in FORMS:
-        relay.hear(payload_of(stored(form, form, [digest, digest[::-1]], parent=parent)))
+        relay.receive(payload_of(stored(form, form, [digest, digest[::-1]], parent=parent)))
     narrow = [signed_block_hash(digest), signed_block_hash(digest[::-1])]
     assert events_of(relay) == [stored(form, form, narrow, parent=-1) for form in FORMS]
-    relay.hear(payload_of(removed("map", "r", [digest])))
+    relay.receive(payload_of(removed("map", "r", [digest])))
     assert events_of(relay)[2:] == [removed("map", "r", narrow[:1])]
 
 
@@ -322,7 +322,7 @@ def test_an_event_that_native_refuses_is_forwarded_as_decoded() -> None:
     """Readers ignore an option of a wrong type; the valid events of its batch are forwarded unchanged."""
     relay = Relay()
     odd, good = stored("map", "a", [1], lora_name=1.5), stored("map", "b", [2])
-    relay.hear(payload_of(odd, good))
+    relay.receive(payload_of(odd, good))
     first, second = events_of(relay)
     assert second == good
     assert (first["block_hashes"], first["lora_name"], "mark" in first) == ([1], None, False)
@@ -331,24 +331,24 @@ def test_an_event_that_native_refuses_is_forwarded_as_decoded() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_an_event_forwarded_as_decoded_has_the_encoding_of_its_source(form: str) -> None:
     relay, wide = Relay(), 2**63 + 5
-    relay.hear(payload_of(stored(form, "a", [wide])), payload_of(stored(form, "b", [7], parent=wide, lora_name=1.5)))
-    relay.hear(payload_of(stored(form, "c", [wide + 1], lora_name=1.5)))
-    told = [list(event.values()) if isinstance(event, dict) else event for event in events_of(relay)[1:]]
-    assert [event[:3] for event in told] == [["BlockStored", [7], wide], ["BlockStored", [wide + 1], None]]
+    relay.receive(payload_of(stored(form, "a", [wide])), payload_of(stored(form, "b", [7], parent=wide, lora_name=1.5)))
+    relay.receive(payload_of(stored(form, "c", [wide + 1], lora_name=1.5)))
+    expected = [list(event.values()) if isinstance(event, dict) else event for event in events_of(relay)[1:]]
+    assert [event[:3] for event in expected] == [["BlockStored", [7], wide], ["BlockStored", [wide + 1], None]]
 
 
 def test_an_event_that_cannot_be_split_is_left_out() -> None:
     relay = Relay()
     good = stored("map", "b", [2])
     torn = msgspec.msgpack.encode(stored("map", "XYZ", [1])).replace(b"\xa3XYZ", b"\xa3X\xff\xff")
-    relay.hear(payload_of(msgspec.Raw(torn), good))
+    relay.receive(payload_of(msgspec.Raw(torn), good))
     assert events_of(relay) == [good]
     assert relay.sources[0].counters.decode_errors == 1
 
 
 def test_an_unreadable_batch_raises_as_in_any_decoder() -> None:
     relay = Relay()
-    relay.hear(b"\xc1", payload_of("no event", cleared("map")))
+    relay.receive(b"\xc1", payload_of("no event", cleared("map")))
     assert events_of(relay) == [cleared("map")]
     assert relay.sources[0].counters.decode_errors == 2
 

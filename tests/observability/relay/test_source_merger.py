@@ -56,35 +56,35 @@ class World:
         self.published += events
         self.reader.apply(0, events)
 
-    def apply(self, who: int, event: KVCacheEvent) -> None:
-        key = who % len(self.sources)
+    def apply(self, index: int, event: KVCacheEvent) -> None:
+        key = index % len(self.sources)
         self.sources[key].apply(event)
         self.take(self.merger.on_batch_applied(key, (event,)))
 
-    def store(self, who: int, first: int, count: int, on_host: bool) -> None:
-        self.apply(who, stored(first, count, "CPU" if on_host else None))
+    def store(self, index: int, first: int, count: int, on_host: bool) -> None:
+        self.apply(index, stored(first, count, "CPU" if on_host else None))
 
-    def remove(self, who: int, first: int, count: int, on_host: bool) -> None:
-        self.apply(who, removed(first, count, "CPU" if on_host else None))
+    def remove(self, index: int, first: int, count: int, on_host: bool) -> None:
+        self.apply(index, removed(first, count, "CPU" if on_host else None))
 
-    def clear(self, who: int) -> None:
-        self.apply(who, AllBlocksCleared())
+    def clear(self, index: int) -> None:
+        self.apply(index, AllBlocksCleared())
 
-    def restart(self, who: int) -> None:
+    def restart(self, index: int) -> None:
         """The subscriber clears its view; it has discarded a snapshot before."""
-        self.end(who, False)
-        key = who % len(self.sources)
+        self.end(index, False)
+        key = index % len(self.sources)
         self.sources[key].held = set()
         self.take(self.merger.on_view_cleared(key))
 
-    def begin(self, who: int) -> None:
-        key = who % len(self.sources)
-        self.end(who, False)
+    def begin(self, index: int) -> None:
+        key = index % len(self.sources)
+        self.end(index, False)
         self.sources[key].staged = set()
         self.merger.on_snapshot_begin(key)
 
-    def end(self, who: int, was_used: bool) -> None:
-        key = who % len(self.sources)
+    def end(self, index: int, was_used: bool) -> None:
+        key = index % len(self.sources)
         source = self.sources[key]
         if source.staged is not None:
             if was_used:
@@ -92,8 +92,8 @@ class World:
             source.staged = None
             self.take(self.merger.on_snapshot_end(key, was_used=was_used))
 
-    def lose(self, who: int) -> None:
-        key = who % len(self.sources)
+    def lose(self, index: int) -> None:
+        key = index % len(self.sources)
         self.sources[key].staged = None
         self.take(self.merger.on_source_lost(key))
 
@@ -110,13 +110,13 @@ class World:
             self.check()
 
 
-WHO = st.integers(0, 2)
+INDEX = st.integers(0, 2)
 BLOCKS = st.integers(0, 5)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["store", "store", "remove"]), WHO, BLOCKS, st.integers(1, 3), st.booleans()),
-        st.tuples(st.sampled_from(["clear", "restart", "begin", "lose"]), WHO),
-        st.tuples(st.just("end"), WHO, st.sampled_from([True, True, False])),
+        st.tuples(st.sampled_from(["store", "store", "remove"]), INDEX, BLOCKS, st.integers(1, 3), st.booleans()),
+        st.tuples(st.sampled_from(["clear", "restart", "begin", "lose"]), INDEX),
+        st.tuples(st.just("end"), INDEX, st.sampled_from([True, True, False])),
     ),
     max_size=40,
 )  # fmt: skip

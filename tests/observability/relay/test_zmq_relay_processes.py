@@ -1,7 +1,7 @@
 """A relay between a publisher and its readers, each in its own process.
 
-The last test restarts engine, relay and reader in any order, with and without a signal that they could catch. Rounds:
-three, under the profile ``soak`` as many as the variable ``RELAY_ROUNDS`` says, 20 by default.
+The last test restarts engine, relay and reader in any order, by SIGTERM or SIGKILL. It runs three rounds; under the
+profile ``soak`` it runs ``RELAY_ROUNDS`` rounds, by default 20.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The delivery contract on a faulty network, several subscribers at once.
 
 Properties:
-- after every step, no subscriber says ``LIVE`` of a wrong view, and none distrusts an honest publisher;
-- once faults stop, every view is the publisher's state within two probe intervals plus the sync.
+- after every step, no subscriber is ``LIVE`` with a wrong view, and none distrusts an honest publisher;
+- once the faults stop, every view equals the publisher's state within two probe intervals plus the replay.
 
-And the properties have teeth: each core, broken in one way, is caught by them.
+Broken variants of each core show that the properties catch them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from scheduler_components.kv_events import stream as event_stream
 from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
 
-WHO = st.integers(0, 2)
+INDEX = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")
 TRACES = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["store", "store", "remove"]), st.integers(0, 5), st.integers(1, 3), st.booleans()),
         st.just(("send",)),
         st.just(("send",)),
-        st.tuples(st.just("deliver"), WHO, st.integers(1, 4), st.sampled_from([*FAULTS, "reorder"])),
-        st.tuples(st.just("serve"), WHO, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble", "alter"])),
+        st.tuples(st.just("deliver"), INDEX, st.integers(1, 4), st.sampled_from([*FAULTS, "reorder"])),
+        st.tuples(st.just("serve"), INDEX, st.integers(1, 8), st.sampled_from([*FAULTS, "cut", "garble", "alter"])),
         st.tuples(st.just("wait"), st.sampled_from([1, 5, 21])),
-        st.tuples(st.sampled_from(["connect", "connect", "disconnect", "deliver_late"]), WHO),
-        st.tuples(st.just("send_other_topic"), WHO, st.integers(-2, 2)),
-        st.tuples(st.just("forge"), WHO, st.integers(0, 3), st.sampled_from([1, 20])),
+        st.tuples(st.sampled_from(["connect", "connect", "disconnect", "deliver_late"]), INDEX),
+        st.tuples(st.just("send_other_topic"), INDEX, st.integers(-2, 2)),
+        st.tuples(st.just("forge"), INDEX, st.integers(0, 3), st.sampled_from([1, 20])),
         st.sampled_from([("clear",), ("poison",), ("restart", False), ("restart", True)]),
     ),
     max_size=40,
