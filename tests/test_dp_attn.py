@@ -1,4 +1,4 @@
-"""All ranks of all replicas hear the same in one collective per step; who waits, waits for so long and no longer."""
+"""All ranks of all replicas get the same values in one collective per step, and no replica waits beyond the limit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def histories(draw: st.DrawFn) -> tuple[list[ParallelState], list[list[Brought]]
 
 @settings(deadline=None, max_examples=40)
 @given(histories())
-def test_every_rank_of_every_topology_hears_what_all_brought_in_one_collective_per_step(
+def test_every_rank_of_every_topology_gets_all_shapes_in_one_collective_per_step(
     history: tuple[list[ParallelState], list[list[Brought]], dict[str, float]],
 ) -> None:
     parallels, steps, rule = history
@@ -92,7 +92,9 @@ def test_every_rank_of_every_topology_hears_what_all_brought_in_one_collective_p
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.lists(intents, min_size=3, max_size=3), max_size=40), st.integers(1, 6))
-def test_nobody_waits_longer_than_the_limit_and_the_rule_is_pure(rounds: list[list[PrefillIntent]], limit: int) -> None:
+def test_no_replica_waits_longer_than_the_limit_and_the_rule_is_pure(
+    rounds: list[list[PrefillIntent]], limit: int
+) -> None:
     one, other = PrefillDelayer(max_delay_steps=limit), PrefillDelayer(max_delay_steps=limit)
     in_a_row = 0
     for said in rounds:
@@ -128,7 +130,7 @@ def test_the_vote(said: list[PrefillIntent], low_usage: float, vote: str) -> Non
     assert PrefillDelayer().vote(said, any_low=False) == "free"
 
 
-def test_replicas_with_different_rules_or_at_different_steps_find_out() -> None:
+def test_different_rules_and_different_steps_are_found() -> None:
     parallels = world(2, 1, 1)
     syncs = make_syncs(parallels, max_delay_steps=3)
     syncs[1].delayer = PrefillDelayer(max_delay_steps=4)
@@ -143,7 +145,7 @@ def test_replicas_with_different_rules_or_at_different_steps_find_out() -> None:
         run(parallels, syncs, [[(BatchShape(), PrefillIntent())] * 2])
 
 
-def test_a_replica_that_is_not_told_what_others_brought_parts() -> None:
+def test_a_replica_without_the_values_of_others_diverges() -> None:
     parallels = world(2, 1, 1)
     syncs = make_syncs(parallels)
     alone = DpBatchSync(replica=0, num_replicas=2)  # the exchange taken away
@@ -152,7 +154,7 @@ def test_a_replica_that_is_not_told_what_others_brought_parts() -> None:
     assert alone.exchange(*mine).shapes != heard[0][0].shapes
 
 
-def test_ranks_meet_their_counterparts_in_the_other_replicas() -> None:
+def test_ranks_exchange_with_their_counterparts_in_other_replicas() -> None:
     parallels = world(3, 2, 2)
     for parallel in parallels:
         met = dp_rank_groups(parallel).reduce_groups[0]

@@ -1,4 +1,4 @@
-"""Chunks of equal time: what is fitted is what was there, chunks shrink along a prompt, forecasts know their error."""
+"""The fit recovers the model, chunks shrink along a prompt, and the error of predictions is measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def observed(model: PrefillLatencyModel, times: int = 1) -> PrefillLatencyFit:
 
 @settings(deadline=None)
 @given(st.builds(PrefillLatencyModel, st.floats(100, 50_000), st.floats(1, 200), st.floats(1, 500)))
-def test_times_that_follow_the_model_are_found_again(model: PrefillLatencyModel) -> None:
+def test_the_fit_recovers_the_model(model: PrefillLatencyModel) -> None:
     found = observed(model, 3).model()
     assert found is not None
     assert found.base_us == pytest.approx(model.base_us, rel=0.01, abs=20)
@@ -41,7 +41,7 @@ def test_times_that_follow_the_model_are_found_again(model: PrefillLatencyModel)
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-5, 5_000), st.integers(0, 10**9), st.floats(allow_nan=True)), max_size=40))
-def test_whatever_is_observed_no_time_is_negative(steps: list[tuple[int, int, float]]) -> None:
+def test_no_fitted_time_is_negative(steps: list[tuple[int, int, float]]) -> None:
     fit = PrefillLatencyFit(memory_steps=4)
     for tokens, pairs, step_s in steps:
         fit.observe(tokens, pairs, min(step_s, 1e6))
@@ -49,7 +49,7 @@ def test_whatever_is_observed_no_time_is_negative(steps: list[tuple[int, int, fl
         assert found is None or (found.token_us > 0 and found.base_us >= 0 and found.million_pairs_us >= 0)
 
 
-def test_nothing_is_said_before_eight_steps_and_old_steps_are_forgotten() -> None:
+def test_the_fit_needs_eight_steps_and_forgets_old_ones() -> None:
     fit = PrefillLatencyFit(memory_steps=16)
     for number in range(7):
         fit.observe(100 + number, 0, 0.01)
@@ -80,14 +80,14 @@ def test_chunks_shrink_along_a_prompt_and_stay_within_bounds(
 
 @settings(deadline=None)
 @given(models, st.integers(0, 100_000), st.integers(64, 8192))
-def test_a_chunk_of_equal_time_takes_as_long_as_the_first(
+def test_a_chunk_of_equal_duration_takes_as_long_as_the_first(
     model: PrefillLatencyModel, history: int, static: int
 ) -> None:
     budget_us = model.chunk_us(0, static)
     assert model.chunk_us(history, model.tokens_in(history, budget_us)) == pytest.approx(budget_us, rel=1e-6)
 
 
-def test_the_model_is_set_whole_and_the_fit_is_shown_beside_it() -> None:
+def test_the_model_is_set_as_a_whole_and_the_fit_is_shown() -> None:
     sizer = DynamicChunkSizer(page_size=16, fit=observed(PrefillLatencyModel(1000, 40, 20)))
     state = InternalState(providers=(sizer,))
     shown = state.get()
@@ -103,7 +103,7 @@ def test_the_model_is_set_whole_and_the_fit_is_shown_beside_it() -> None:
     assert sizer.chunk_tokens(100_000, 2048) == 2048
 
 
-def test_a_forecast_knows_how_far_off_it_was() -> None:
+def test_the_error_of_predictions_is_measured() -> None:
     clock = FakeClock()
     forecast = FirstTokenPredictor(fit=PrefillLatencyFit(), clock=clock)
     assert forecast.predict_s(100, tokens_ahead=0, step_tokens=2048) is None

@@ -1,4 +1,4 @@
-"""What goes on to all ranks, what waits, and what is answered."""
+"""InputBlocker relays, holds or rejects each message."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bench:
         return [(refusal.rid, refusal.reason) for refusal in self.rejections.refused]
 
 
-def test_messages_go_on_in_the_order_in_which_they_came() -> None:
+def test_messages_are_relayed_in_order_of_arrival() -> None:
     texts = ["request:a", "command:flush", "request:b", "abort:a"]
     bench = Bench()
     assert bench.handle(*texts) == texts
@@ -48,7 +48,7 @@ def test_messages_go_on_in_the_order_in_which_they_came() -> None:
     assert not bench.rejections.refused
 
 
-def test_blocked_input_holds_requests_and_nothing_else() -> None:
+def test_blocked_input_holds_requests_only() -> None:
     bench = Bench()
     assert bench.handle("block:", "block:", "request:a", "command:update", "request:b") == ["command:update"]
     assert bench.blocker.state is BlockerState.BLOCKED
@@ -59,13 +59,13 @@ def test_blocked_input_holds_requests_and_nothing_else() -> None:
     assert bench.blocker.stats.requests_held == 0
 
 
-def test_a_full_house_of_held_requests_is_answered() -> None:
+def test_a_request_beyond_the_held_ones_is_rejected() -> None:
     bench = Bench(max_held_requests=1)
     assert bench.handle("block:", "request:a", "request:b") == []
     assert bench.reasons() == [("b", RejectionReason.HELD_FULL)]
 
 
-def test_draining_answers_new_requests_and_lets_in_who_came_before_it() -> None:
+def test_draining_rejects_new_requests_and_admits_held_ones() -> None:
     bench = Bench()
     assert bench.handle("block:", "request:a", "drain:") == ["request:a"]
     assert bench.blocker.state is BlockerState.DRAINING
@@ -74,13 +74,13 @@ def test_draining_answers_new_requests_and_lets_in_who_came_before_it() -> None:
     assert bench.handle("unblock:", "request:b") == ["request:b"]
 
 
-def test_a_request_that_is_too_large_is_answered_with_its_size() -> None:
+def test_a_request_that_is_too_large_is_rejected_with_its_size() -> None:
     bench = Bench(max_request_bytes=20)
     assert bench.handle("request:a:123456789!", "request:b:1234567890!") == ["request:a:123456789!"]
     assert bench.rejections.refused[0].text == "rid='b': has 21 bytes, the limit is 20; shorten the prompt"
 
 
-def test_above_the_rate_requests_are_told_when_to_come_again() -> None:
+def test_a_request_above_the_rate_is_rejected_with_a_retry_time() -> None:
     bench = Bench(max_requests_per_s=2.0, burst_requests=2)
     assert bench.handle("request:a", "request:b", "request:c", "abort:a") == ["request:a", "request:b", "abort:a"]
     (refusal,) = bench.rejections.refused
@@ -95,12 +95,12 @@ def test_above_the_rate_requests_are_told_when_to_come_again() -> None:
     assert len(bench.handle("request:e", "request:f", "request:g")) == 2
 
 
-def test_a_refused_request_costs_no_rate() -> None:
+def test_a_rejected_request_does_not_count_for_the_rate() -> None:
     bench = Bench(max_requests_per_s=1.0, burst_requests=1, max_request_bytes=12)
     assert bench.handle("request:b:0123456789", "request:a") == ["request:a"]
 
 
-def test_a_copy_in_flight_is_dropped_and_another_request_of_its_id_is_answered() -> None:
+def test_a_copy_in_flight_is_dropped_and_another_request_with_its_id_is_rejected() -> None:
     bench = Bench()
     assert bench.handle("request:a:x", "request:a:x", "request:a:y", is_broadcast=False) == ["request:a:x"]
     bench.active_ids.add("a")
@@ -113,7 +113,7 @@ def test_a_copy_in_flight_is_dropped_and_another_request_of_its_id_is_answered()
     assert bench.reasons()[2:] == [("h", RejectionReason.IN_USE)]
 
 
-def test_a_copy_of_what_has_ended_is_answered_and_its_id_may_be_used_again() -> None:
+def test_a_copy_of_an_ended_request_is_rejected_and_its_id_can_be_reused() -> None:
     bench = Bench()
     bench.handle("request:a:x")
     bench.active_ids.clear()
@@ -122,7 +122,7 @@ def test_a_copy_of_what_has_ended_is_answered_and_its_id_may_be_used_again() -> 
     assert bench.handle("request:a:y") == ["request:a:y"]
 
 
-def test_an_abort_before_its_request_ends_it_once() -> None:
+def test_an_early_abort_rejects_its_request_once() -> None:
     bench = Bench(abort_memory_s=10.0)
     assert bench.handle("abort:a", "request:a:x") == []
     assert bench.reasons() == [("a", RejectionReason.ABORTED)]
@@ -132,7 +132,7 @@ def test_an_abort_before_its_request_ends_it_once() -> None:
     assert bench.handle("request:b") == ["request:b"]
 
 
-def test_what_is_known_of_requests_is_bounded() -> None:
+def test_the_memory_of_recent_requests_is_bounded() -> None:
     bench = Bench(max_known_requests=1)
     bench.handle("request:a", "request:b")
     bench.active_ids.clear()
@@ -146,21 +146,21 @@ def test_what_is_known_of_requests_is_bounded() -> None:
     ]
 
 
-def test_an_abort_of_a_request_that_has_run_for_long_goes_on() -> None:
+def test_the_abort_of_a_long_running_request_is_relayed() -> None:
     """So long that the screen has forgotten it: the scheduler has not."""
     bench = Bench(max_known_requests=1)
     bench.handle("request:a", "request:b")
     assert bench.handle("abort:a") == ["abort:a"]
 
 
-def test_an_abort_that_comes_late_touches_no_later_request_of_its_id() -> None:
+def test_a_late_abort_does_not_reject_a_later_request_with_its_id() -> None:
     bench = Bench()
     bench.handle("request:a:x")
     bench.active_ids.clear()  # it ended, and its client had left just before
     assert bench.handle("abort:a", "request:a:y") == ["abort:a", "request:a:y"]
 
 
-def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
+def test_a_failing_rejection_sink_is_counted() -> None:
     bench = Bench(max_request_bytes=10)
     bench.rejections.error = OSError("no way back")
     assert bench.handle("request:a:too long", "request:b") == ["request:b"]
@@ -181,7 +181,7 @@ def test_a_sink_that_fails_costs_its_answer_and_is_counted() -> None:
         {"abort_memory_s": -1.0},
     ],
 )
-def test_a_bound_that_cannot_work_is_refused(bounds: dict[str, float]) -> None:
+def test_an_invalid_limit_is_rejected(bounds: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bounds))):
         InputLimits(**bounds)
 
@@ -197,7 +197,7 @@ TEXTS = st.lists(
 
 
 @given(texts=TEXTS, is_broadcast=st.booleans())
-def test_every_request_goes_on_waits_is_answered_or_is_a_copy(texts: list[str], is_broadcast: bool) -> None:
+def test_every_request_is_relayed_held_rejected_or_a_copy(texts: list[str], is_broadcast: bool) -> None:
     bench = Bench()
     went_on = bench.handle(*texts, is_broadcast=is_broadcast)
     stats = bench.blocker.stats

@@ -1,4 +1,4 @@
-"""The internal state: what no part lets be set is never set, and a change is made whole or not at all."""
+"""InternalState sets only settable values, and a change is atomic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ values = st.integers(0, 9) | st.text(max_size=1) | st.none()
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(names, values, max_size=4), max_size=8))
-def test_a_change_is_whole_or_none(changes: list[dict[str, StateValue]]) -> None:
+def test_a_change_is_atomic(changes: list[dict[str, StateValue]]) -> None:
     parts = Sizes(), Sizes(prefix="y_")
     state = InternalState(providers=parts)
     for change in changes:
@@ -69,7 +69,7 @@ def test_a_change_is_whole_or_none(changes: list[dict[str, StateValue]]) -> None
         assert all(part.a <= part.b and part.shown == "x" for part in parts)
 
 
-def test_the_allowed_are_listed_and_a_slip_gets_a_hint() -> None:
+def test_settable_names_are_listed_and_a_typo_gets_a_hint() -> None:
     state = InternalState(providers=(Sizes(), Sizes(prefix="y_")))
     assert state.settable == ("a", "b", "y_a", "y_b")
     for name, problem, hint in (
@@ -84,7 +84,7 @@ def test_the_allowed_are_listed_and_a_slip_gets_a_hint() -> None:
         assert hint in refusal.value.hint or "did you mean y_a?" in refusal.value.hint
 
 
-def test_what_was_set_is_taken_back_when_a_later_part_fails() -> None:
+def test_values_are_restored_when_a_later_component_fails() -> None:
     first, second = Sizes(), Sizes(prefix="y_", breaks_on=4)
     state = InternalState(providers=(first, second))
     with pytest.raises(RuntimeError):
@@ -95,6 +95,6 @@ def test_what_was_set_is_taken_back_when_a_later_part_fails() -> None:
 @pytest.mark.parametrize(
     "parts", [(Sizes(), Sizes()), (Sizes(names=("a", "hidden")),)], ids=["one name twice", "set and not shown"]
 )
-def test_parts_that_contradict_each_other_are_refused_at_the_start(parts: tuple[Sizes, ...]) -> None:
+def test_contradicting_components_are_rejected(parts: tuple[Sizes, ...]) -> None:
     with pytest.raises(ValueError, match=r"'a'|'hidden'"):
         InternalState(providers=parts)

@@ -1,4 +1,4 @@
-"""Every rule of the census is broken once, and found; the ledger names who did it; policies do what they say."""
+"""Each rule is broken once and found, the allocation log names the cause, and each policy does its action."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Bench:
         return {problem.rule: problem for problem in found if problem.rule != "count"}
 
 
-def test_a_sound_pool_has_no_problem() -> None:
+def test_a_sound_pool_has_no_violation() -> None:
     bench = Bench()
     assert find_pool_violations(bench.pool, None) == []
     assert bench.pool.count() == PoolCount("full", 16, 9, 0, 3, 1, 2, 1)
@@ -159,7 +159,7 @@ def test_a_broken_rule_is_found_and_named(
 
 
 @pytest.mark.parametrize("term", ["available", "evictable", "protected", "session_held", "uncached", "in_transfer"])
-def test_a_count_that_is_not_what_the_lists_say_is_found(term: str) -> None:
+def test_a_count_that_differs_from_the_lists_is_found(term: str) -> None:
     @attrs.define
     class Miscounted:
         pool: RadixCachePool
@@ -186,7 +186,7 @@ def test_a_count_that_is_not_what_the_lists_say_is_found(term: str) -> None:
 TERMS = ("available", "evictable", "protected", "session_held", "uncached", "in_transfer")
 
 
-def test_the_events_view_is_compared_with_the_cache() -> None:
+def test_published_blocks_are_compared_with_the_cache() -> None:
     cache = RadixCache(page_size=2, capacity_tokens=32, record=True)
     view = PublishedBlocks(source=cache)
     checker = PoolInvariantChecker(pools=(), policy=STRICT, published=view, cached=cache)
@@ -215,7 +215,7 @@ def leaking(action: str) -> Scheduler:
     return scheduler
 
 
-def test_nothing_is_raised_unless_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_raised_unless_the_policy_says_so(caplog: pytest.LogCaptureFixture) -> None:
     for action, num_lines in (("count", 0), ("log", 1), ("dump", 2)):
         caplog.clear()
         scheduler = leaking(action)
@@ -228,7 +228,7 @@ def test_nothing_is_raised_unless_told(caplog: pytest.LogCaptureFixture) -> None
     assert "request r1: " in caplog.text, "the last one is the dump"
 
 
-def test_told_to_raise_it_raises_once() -> None:
+def test_the_raise_policy_raises_once() -> None:
     scheduler = leaking("raise")
     with pytest.raises(PoolInvariantError, match="1 pages are neither free nor owned") as raised:
         scheduler.step()
@@ -237,7 +237,7 @@ def test_told_to_raise_it_raises_once() -> None:
         pass
 
 
-def test_a_pool_that_raises_costs_a_count_and_no_step() -> None:
+def test_a_pool_that_raises_is_counted_and_fails_no_step() -> None:
     class Broken(Holders):
         def count_held(self) -> HeldCount:
             raise RuntimeError("no count")
@@ -250,7 +250,7 @@ def test_a_pool_that_raises_costs_a_count_and_no_step() -> None:
     assert checker.stats().problems == 0
 
 
-def test_a_leak_is_searched_for_once_and_again_when_it_grows() -> None:
+def test_a_leak_triggers_a_full_check_once_and_again_when_it_grows() -> None:
     bench = Bench()
     policy = CheckPolicy(action="count", count_every_steps=1, full_check_every_steps=1000)
     checker = PoolInvariantChecker(pools=(bench.pool,), policy=policy)
@@ -266,7 +266,7 @@ def test_a_leak_is_searched_for_once_and_again_when_it_grows() -> None:
     assert (checker.stats().censuses, checker.stats().pages_lost) == (2, 3)
 
 
-def test_counts_come_every_few_steps_and_when_idle() -> None:
+def test_counts_are_checked_every_few_steps_and_when_idle() -> None:
     checker = PoolInvariantChecker(pools=(Bench().pool,), policy=CheckPolicy(count_every_steps=4))
     for _ in range(9):
         checker.after_step(is_idle=False)
@@ -275,7 +275,7 @@ def test_counts_come_every_few_steps_and_when_idle() -> None:
     assert checker.stats().checks == 4
 
 
-def test_the_ledger_forgets_the_oldest_and_watches_a_part() -> None:
+def test_the_log_drops_the_oldest_entries_and_samples_holders() -> None:
     ledger = AllocationLog(progress=StepProgress(), max_entries=3, max_pages=10)
     for number in range(5):
         ledger.record("allocated", "full", f"r{number}", "grow", [number])

@@ -66,7 +66,7 @@ class CountsRunningAlone(SideHolders):
         return (each for each in super().holdings() if each.holder in running)
 
 
-def test_the_load_does_all_that_the_leaks_need() -> None:
+def test_the_workload_covers_all_leaks() -> None:
     scheduler, pages = hybrid_scheduler()
     assert serve(scheduler) is None
     totals = scheduler.request_metrics.stats()

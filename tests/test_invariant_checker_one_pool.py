@@ -127,7 +127,7 @@ def make_scheduler(
     return scheduler
 
 
-def test_the_load_does_all_that_the_leaks_need_and_raises_no_alarm() -> None:
+def test_the_workload_covers_all_leaks_and_raises_no_alarm() -> None:
     scheduler = make_scheduler()
     assert serve(scheduler) is None
     totals = scheduler.request_metrics.stats()
@@ -147,7 +147,7 @@ LEAKS = [
 
 
 @pytest.mark.parametrize(("broken", "rule", "action", "component", "phase"), LEAKS)
-def test_a_leak_is_found_in_its_step_and_its_culprit_named(
+def test_a_leak_is_found_in_its_step_and_its_cause_named(
     broken: type[RequestKvCache], rule: str, action: str, component: str, phase: str
 ) -> None:
     scheduler = make_scheduler(broken)
@@ -164,7 +164,7 @@ def test_a_leak_is_found_in_its_step_and_its_culprit_named(
 
 
 @pytest.mark.parametrize("broken", [broken for broken, *_ in LEAKS])
-def test_what_an_operator_gets_by_default_finds_each_leak_by_the_end_of_the_work(broken: type[RequestKvCache]) -> None:
+def test_the_default_policy_finds_each_leak_by_the_end_of_the_work(broken: type[RequestKvCache]) -> None:
     scheduler = make_scheduler(broken, IntegrityConfig())
     if broken is FreesTwice:  # the cache itself stops when it is given the page a second time, before it is looked at
         with pytest.raises(CacheIntegrityError):
@@ -187,7 +187,7 @@ def test_a_false_leak_names_a_request_that_has_the_page() -> None:
             assert holder is not None and set(problem.pages) & set(holder.pages), "so it is the count that is wrong"
 
 
-def test_a_slot_that_is_not_given_back_is_found_in_its_step() -> None:
+def test_a_slot_that_is_not_freed_is_found_in_its_step() -> None:
     scheduler = make_scheduler()
     queues = KeepsSlot(max_running_requests=SMALL.max_running_requests)
     scheduler.queues = scheduler.batcher.queues = scheduler.results.requests = queues

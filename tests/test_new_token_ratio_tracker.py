@@ -1,4 +1,4 @@
-"""The share of output that admission reserves: within its bounds whatever happens, learned from who still runs."""
+"""The reserved share of output stays within its bounds and follows the running requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ decoding = st.lists(st.builds(Decoding, st.integers(0, 5_000), st.integers(0, 5_
 
 @settings(deadline=None, max_examples=200)
 @given(shares, shares, st.lists(st.none() | decoding, max_size=60))
-def test_the_share_falls_to_its_minimum_and_a_retraction_sets_it_within_bounds(
+def test_the_share_decays_to_its_minimum_and_a_retraction_keeps_it_within_bounds(
     one: float, other: float, steps: list[list[Decoding] | None]
 ) -> None:
     tracker = NewTokenRatioTracker(initial=max(one, other), minimum=min(one, other), decay_steps=10)
@@ -41,7 +41,7 @@ def test_the_share_falls_to_its_minimum_and_a_retraction_sets_it_within_bounds(
     assert tracker.current == tracker.initial
 
 
-def test_it_falls_from_the_initial_share_in_as_many_steps_as_were_given() -> None:
+def test_the_share_decays_in_the_given_number_of_steps() -> None:
     tracker = NewTokenRatioTracker()
     for _ in range(599):
         tracker.decay_step()
@@ -60,7 +60,7 @@ def test_it_falls_from_the_initial_share_in_as_many_steps_as_were_given() -> Non
         ([], 0.7),
     ],
 )
-def test_an_estimate_is_what_the_running_have_used_and_some_steps_more(running: list[Decoding], share: float) -> None:
+def test_an_estimate_is_the_used_part_plus_some_steps(running: list[Decoding], share: float) -> None:
     tracker = NewTokenRatioTracker()
     for _ in range(300):
         tracker.decay_step()

@@ -1,4 +1,4 @@
-"""What a client puts together is the request's output, each token once, whatever receiver and retractions do."""
+"""A client assembles the request's output with each token once, despite a slow receiver and retractions."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ steps = st.lists(
 @given(st.lists(st.integers(0, 4), min_size=4, max_size=4), steps)
 @example([1, 1, 1, 1], [("full", [(0, GENERATE)]), ("full", [(0, RETRACT)]), ("open", [(0, FINISH)])])
 @example([1, 1, 1, 1], [("torn", [(0, GENERATE)]), ("open", [(0, GENERATE)])])
-def test_each_client_reads_its_output_and_its_end_once(
+def test_each_client_reads_its_output_and_end_exactly_once(
     intervals: list[int], history: list[tuple[str, list[tuple[int, int]]]]
 ) -> None:
     sink = Sink()
@@ -141,7 +141,7 @@ def test_each_client_reads_its_output_and_its_end_once(
         assert [batch.sequence for batch in sink.batches] == list(range(len(sink.batches)))
 
 
-def test_the_first_token_goes_out_at_once_then_every_interval_then_the_rest() -> None:
+def test_the_first_token_is_sent_immediately_then_every_interval_then_the_remainder() -> None:
     sink, request = Sink(), Req("a", stream_interval=4)
     streamer = OutputStreamer(sink=sink)
     for token in range(11):
@@ -153,7 +153,7 @@ def test_the_first_token_goes_out_at_once_then_every_interval_then_the_rest() ->
     assert sizes == [1, 4, 4, 2]
 
 
-def test_all_news_of_a_step_are_one_message_and_none_is_sent_for_none() -> None:
+def test_a_step_sends_one_message_and_none_without_output() -> None:
     sink = Sink()
     streamer = OutputStreamer(sink=sink)
     streamer.stream([Req("a", output=[1]), Req("b", output=[2, 3]), Req("c"), Req("d", finish_reason="abort")])
@@ -161,7 +161,7 @@ def test_all_news_of_a_step_are_one_message_and_none_is_sent_for_none() -> None:
     assert [sorted(delta.rid for delta in batch.deltas) for batch in sink.batches] == [["a", "b", "d"]]
 
 
-def test_while_the_receiver_is_behind_no_output_in_flight_is_even_read() -> None:
+def test_no_output_is_read_while_the_receiver_is_slow() -> None:
     sink, request = Sink(mode="full"), Req("a", output=[1], unreadable=True)
     streamer = OutputStreamer(sink=sink)
     for _ in range(100):
@@ -174,7 +174,7 @@ def test_while_the_receiver_is_behind_no_output_in_flight_is_even_read() -> None
     assert streamer.stats().tokens_sent == 1
 
 
-def test_a_receiver_that_never_comes_back_costs_a_bounded_number_of_ends_all_counted() -> None:
+def test_without_a_receiver_ends_are_bounded_and_losses_counted() -> None:
     sink = Sink(mode="full")
     streamer = OutputStreamer(sink=sink, held=FinalDeltaBuffer(max_ends=10, max_bytes=10_000))
     for number in range(50):
@@ -187,7 +187,7 @@ def test_a_receiver_that_never_comes_back_costs_a_bounded_number_of_ends_all_cou
     assert sink.closes == 2
 
 
-def test_a_request_whose_output_cannot_be_read_costs_itself_and_its_client_learns_the_end() -> None:
+def test_unreadable_output_still_sends_the_end() -> None:
     sink = Sink()
     streamer = OutputStreamer(sink=sink)
     bad, good = Req("bad", output=[1], unreadable=True), Req("good", output=[2])
@@ -199,7 +199,7 @@ def test_a_request_whose_output_cannot_be_read_costs_itself_and_its_client_learn
     assert (end.finish_reason, end.output.token_ids, end.num_output_tokens) == ("stop", (), 1)
 
 
-def test_an_id_that_is_used_again_begins_at_its_first_token() -> None:
+def test_a_reused_id_starts_at_its_first_token() -> None:
     sink, first = Sink(), Req("a", output=[1, 2])
     streamer = OutputStreamer(sink=sink)
     streamer.stream([first])
@@ -209,7 +209,7 @@ def test_an_id_that_is_used_again_begins_at_its_first_token() -> None:
     assert [batch.deltas[0].start for batch in sink.batches] == [0, 2, 0]
 
 
-def test_an_id_may_be_used_again_even_while_its_first_end_waits() -> None:
+def test_an_id_can_be_reused_while_its_end_waits() -> None:
     sink = Sink(mode="full")
     streamer = OutputStreamer(sink=sink)
     streamer.stream([Req("a", output=[1, 2], finish_reason="stop")])

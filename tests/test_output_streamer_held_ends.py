@@ -1,4 +1,4 @@
-"""Held ends are bounded in number and bytes; what is lost is counted to the token, and the oldest lose first."""
+"""Held ends are bounded in number and bytes, every lost token is counted, and the oldest lose theirs first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def end(number: int, num_tokens: int, hidden_bytes: int = 0) -> OutputDelta:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 400))), st.integers(1, 6), st.integers(1, 1000))
-def test_bounds_hold_and_nothing_is_lost_uncounted(sizes: list[tuple[int, int]], max_ends: int, max_bytes: int) -> None:
+def test_bounds_hold_and_every_loss_is_counted(sizes: list[tuple[int, int]], max_ends: int, max_bytes: int) -> None:
     held = FinalDeltaBuffer(max_ends=max_ends, max_bytes=max_bytes)
     for number, (num_tokens, hidden_bytes) in enumerate(sizes):
         held.add(end(number, num_tokens, hidden_bytes))
@@ -38,7 +38,7 @@ def test_bounds_hold_and_nothing_is_lost_uncounted(sizes: list[tuple[int, int]],
     assert (len(held), held.num_bytes, held.ends_dropped) == (0, 0, len(sizes))
 
 
-def test_what_was_taken_is_forgotten_and_not_counted_as_lost() -> None:
+def test_accepted_deltas_are_not_counted_as_lost() -> None:
     held = FinalDeltaBuffer()
     held.add(end(0, 5))
     held.clear()
@@ -46,7 +46,7 @@ def test_what_was_taken_is_forgotten_and_not_counted_as_lost() -> None:
     assert (held.deltas, held.num_bytes, held.tokens_dropped) == ((), 0, 0)
 
 
-def test_alternatives_to_a_token_count_and_go_with_it() -> None:
+def test_top_logprobs_count_for_the_size_and_are_dropped_with_their_token() -> None:
     top = (((1, -0.5), (2, -1.0)),)
     delta = OutputDelta("r", 0, 1, "stop", TokenOutput((1,), 7, logprobs=(-0.5,), top_logprobs=top))
     held = FinalDeltaBuffer(max_bytes=200)
@@ -56,6 +56,6 @@ def test_alternatives_to_a_token_count_and_go_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_ends", "max_bytes"])
-def test_a_bound_leaves_room(name: str) -> None:
+def test_a_bound_below_one_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         FinalDeltaBuffer(**{name: 0})

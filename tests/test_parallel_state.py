@@ -1,4 +1,4 @@
-"""One rank's place. Property: whatever sizes and ranks are given, the answer is a sound state or a ConfigError."""
+"""Property: any sizes and ranks give a valid ParallelState or a ConfigError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIVEN_SIZES = [name for name in FIELDS if name.endswith("_size") and name not in
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), ANY))
 @example({"tp_size": 2, "attn_tp_size": 2, "moe_ep_size": 2, "moe_ep_rank": 1})
-def test_the_explicit_constructor_takes_what_is_sound_and_names_what_is_not(given_fields: dict[str, Any]) -> None:
+def test_the_constructor_accepts_valid_fields_and_names_invalid_ones(given_fields: dict[str, Any]) -> None:
     try:
         state = ParallelState.trivial(**given_fields)
     except ConfigError as error:
@@ -38,7 +38,7 @@ def test_the_explicit_constructor_takes_what_is_sound_and_names_what_is_not(give
 @example(0, {"tp_size": 4, "moe_ep_size": -1})
 @example(0, {"tp_size": 2, "attn_dp_size": 4})
 @example("0", {"tp_size": "2"})
-def test_deriving_takes_what_is_sound_and_names_what_is_not(tp_rank: Any, sizes: dict[str, Any]) -> None:
+def test_from_tp_rank_accepts_valid_sizes_and_names_invalid_ones(tp_rank: Any, sizes: dict[str, Any]) -> None:
     try:
         state = ParallelState.from_tp_rank(tp_rank, **sizes)
     except ConfigError as error:
@@ -48,7 +48,7 @@ def test_deriving_takes_what_is_sound_and_names_what_is_not(tp_rank: Any, sizes:
         assert state.attn_tp_size * state.attn_cp_size * state.attn_dp_size == sizes["tp_size"]
 
 
-def test_one_process_is_everything() -> None:
+def test_a_single_process_owns_and_leads_everything() -> None:
     state = ParallelState.trivial()
     assert (state.owns_kv_stream, state.reports_metrics, state.leads_replica) == (True, True, True)
     assert (state.kv_stream_index, state.kv_stream_count) == (0, 1)
@@ -74,7 +74,7 @@ def test_one_process_is_everything() -> None:
         ({"gpu_id": -1}, "gpu_id"),
     ],
 )
-def test_what_does_not_fit_is_named(fields: dict[str, Any], named: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as refused:
         ParallelState(**fields)
     assert refused.value.field == named

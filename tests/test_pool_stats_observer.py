@@ -1,4 +1,4 @@
-"""How full several pools are, under SGLang's names; and that a scheduler's report says it, with what checks found."""
+"""The usage of several pools under SGLang's names, and its place in a scheduler's report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WINDOW = CountedPool(PoolCount("swa", 10, 1, uncached=7, session_held=2))
 STATES = CountedPool(PoolCount("mamba", 8, 6, session_held=2))
 
 
-def test_tokens_of_a_page_and_one_state_each() -> None:
+def test_usage_is_in_tokens_and_in_mamba_states() -> None:
     stats = PoolStatsObserver(pools=(FULL, WINDOW, STATES), page_size=4).stats()
     assert stats == PoolStats(
         max_pool_usage=0.9,
@@ -51,7 +51,7 @@ def test_tokens_of_a_page_and_one_state_each() -> None:
     )  # fmt: skip
 
 
-def test_what_is_not_there_is_not_told() -> None:
+def test_missing_pools_are_not_reported() -> None:
     stats = PoolStatsObserver(pools=(FULL,), page_size=1).stats()
     assert (stats.max_pool_usage, stats.full_token_usage, stats.swa_used_tokens, stats.mamba_usage) == (
         0.5,
@@ -62,7 +62,7 @@ def test_what_is_not_there_is_not_told() -> None:
     assert PoolStatsObserver(pools=(), page_size=1).stats() == PoolStats(0.0)
 
 
-def test_the_fuller_kv_pool_counts() -> None:
+def test_the_fuller_kv_pool_is_reported() -> None:
     assert PoolStatsObserver(pools=(FULL, WINDOW, STATES), page_size=4).get_kv_token_stats() == (200, 0.9)
     assert PoolStatsObserver(pools=(), page_size=4).get_kv_token_stats() == (0, 0.0)
 
@@ -71,7 +71,7 @@ def test_a_pool_without_pages_is_not_full() -> None:
     assert PoolCount("swa", 0, 0).usage == 0.0
 
 
-def test_a_report_says_how_full_the_pools_are_and_what_checks_found() -> None:
+def test_a_report_has_the_usage_of_pools_and_the_findings_of_checks() -> None:
     class LastStats:
         def record(self, stats: SchedulerStats) -> None:
             self.stats = stats
@@ -92,7 +92,7 @@ def test_a_report_says_how_full_the_pools_are_and_what_checks_found() -> None:
     assert sink.stats.integrity.checks >= scheduler.num_steps
 
 
-def test_between_steps_a_scheduler_is_idle_to_its_watchdog() -> None:
+def test_the_watchdog_sees_an_idle_scheduler_between_steps() -> None:
     scheduler, _ = hybrid_scheduler()
     progress = scheduler.integrity.progress
     for act in (lambda: scheduler.submit(request(1, 9, 3)), scheduler.step, lambda: scheduler.abort("r1")):

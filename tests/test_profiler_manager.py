@@ -1,4 +1,4 @@
-"""A session records the steps that its plan names, each trace of one stage; a profiler that fails costs itself."""
+"""A session records the requested steps, each trace has one stage, and a failing profiler ends its session only."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(session: ProfilerManager, profiler: ListProfiler, steps: list[ProfileSta
 
 @settings(deadline=None, max_examples=200)
 @given(stages, st.integers(0, 5), st.none() | st.integers(1, 8), st.booleans())
-def test_the_plans_steps_are_recorded_and_no_others(
+def test_exactly_the_requested_steps_are_recorded(
     steps: list[ProfileStage], start_step: int, num_steps: int | None, by_stage: bool
 ) -> None:
     by_stage = by_stage and num_steps is not None
@@ -75,7 +75,7 @@ def test_the_plans_steps_are_recorded_and_no_others(
         assert set(profiler.recorded) <= {"p-rank3"}
 
 
-def test_one_session_at_a_time_and_another_after_it() -> None:
+def test_only_one_session_is_open_at_a_time() -> None:
     profiler = ListProfiler()
     session = ProfilerManager(profiler=profiler)
     session.start(ProfileRequest("one", num_steps=1))
@@ -115,13 +115,13 @@ def test_a_profiler_that_fails_ends_its_session_and_no_step(fails_at: str) -> No
         ("num_steps", ProfileRequest(profile_by_stage=True)),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_by_name(field: str, plan: ProfileRequest) -> None:
+def test_an_invalid_request_is_rejected_by_field_name(field: str, plan: ProfileRequest) -> None:
     with pytest.raises(ConfigError) as refusal:
         ProfilerManager().start(plan)
     assert refusal.value.field == field
 
 
-def test_the_sampler_sees_where_a_thread_stands(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_the_sampler_records_the_stack_of_a_thread(tmp_path: Path, eventually: Callable[..., None]) -> None:
     release, ident = threading.Event(), list[int]()
 
     def waits_here() -> None:
@@ -151,7 +151,7 @@ def test_the_sampler_sees_where_a_thread_stands(tmp_path: Path, eventually: Call
         sampler.stop("p")
 
 
-def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sampler = StackSampler(tmp_path / "file")
     sampler.start()
@@ -159,7 +159,7 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         sampler.stop("p")
 
 
-def test_torch_writes_a_trace_of_what_it_computed(tmp_path: Path) -> None:
+def test_torch_writes_a_trace_of_the_computation(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from scheduler_components.torch_profiler import TorchProfiler
 

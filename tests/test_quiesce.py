@@ -1,4 +1,4 @@
-"""Single orders on a replica of four ranks: what is undone, what is given up, what is done once."""
+"""Single control requests on a replica of four ranks: failures are undone, deadlines end them, parts run once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def done(replica: Replica, *orders: ControlRequest) -> list[ControlReply]:
 
 
 @pytest.mark.parametrize("order", [LoadWeights("a", b"a"), CheckWeights(), EndWeightUpdate(GOOD)])
-def test_what_fails_on_one_rank_of_a_session_ends_it_on_all(order: ControlRequest) -> None:
+def test_a_failure_on_one_rank_ends_the_update_on_all(order: ControlRequest) -> None:
     replica = Replica()
     done(replica, BeginWeightUpdate("v1"))
     answers = replica.carry_out(Given(order, where(2, OwnFacts(fails=True))))
@@ -54,7 +54,7 @@ def test_what_fails_on_one_rank_of_a_session_ends_it_on_all(order: ControlReques
     assert replica.carry_out(Given(RollBackWeights()))[0].problem == "no weight update is open; begin one"
 
 
-def test_room_that_one_rank_has_not_opens_no_session() -> None:
+def test_an_update_does_not_open_if_one_rank_has_no_memory() -> None:
     replica = Replica()
     answer = replica.carry_out(Given(BeginWeightUpdate("v1"), where(1, OwnFacts(fails=True))))[0]
     assert answer.problem == "rank 1 could not begin weight update"
@@ -63,7 +63,7 @@ def test_room_that_one_rank_has_not_opens_no_session() -> None:
 
 
 @pytest.mark.parametrize("order", [CheckWeights(), EndWeightUpdate(GOOD)])
-def test_ranks_that_read_other_bytes_keep_the_old_weights(order: ControlRequest) -> None:
+def test_ranks_with_different_bytes_keep_the_old_weights(order: ControlRequest) -> None:
     replica = Replica()
     done(replica, BeginWeightUpdate("v1"), LoadWeights("a", b"a"))
     answer = replica.carry_out(Given(order, where(3, OwnFacts(reads=GOOD + 1))))[0]
@@ -72,7 +72,7 @@ def test_ranks_that_read_other_bytes_keep_the_old_weights(order: ControlRequest)
     assert all(engine.did == ["old weights"] for engine in replica.engines.values())
 
 
-def test_memory_that_one_rank_cannot_take_is_given_back_by_all() -> None:
+def test_memory_that_one_rank_cannot_allocate_is_released_by_all() -> None:
     replica = Replica()
     done(replica, ReleaseMemory(BOTH))
     answer = replica.carry_out(Given(ResumeMemory(BOTH), where(0, OwnFacts(fails=True))))[0]
@@ -85,7 +85,7 @@ def test_memory_that_one_rank_cannot_take_is_given_back_by_all() -> None:
     assert replica.ranks[0].state.can_admit
 
 
-def test_weights_that_were_not_kept_must_come_again() -> None:
+def test_discarded_weights_must_be_loaded_again() -> None:
     replica = Replica()
     done(replica, ReleaseMemory(BOTH, keep_weights=False), ResumeMemory(BOTH))
     state = replica.ranks[0].state
@@ -96,7 +96,7 @@ def test_weights_that_were_not_kept_must_come_again() -> None:
     assert (state.can_admit, state.stats().has_discarded_all, state.stats().is_awake) == (True, 0, 1)
 
 
-def test_a_pause_that_is_given_up_leaves_all_as_it_was() -> None:
+def test_a_pause_that_times_out_changes_nothing() -> None:
     replica = Replica()
     answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=2))[0]
     assert answer.problem == ""  # nobody ran yet
@@ -109,7 +109,7 @@ def test_a_pause_that_is_given_up_leaves_all_as_it_was() -> None:
     assert replica.engines[0].num_waiting == 0
 
 
-def test_a_pause_that_waits_lets_nobody_new_in() -> None:
+def test_a_waiting_pause_admits_no_request() -> None:
     replica = Replica()
     for engine in replica.engines.values():
         engine.running = [3]
@@ -117,7 +117,7 @@ def test_a_pause_that_waits_lets_nobody_new_in() -> None:
     assert (answer.problem, replica.engines[0].num_running, replica.engines[0].num_waiting) == ("", 0, 2)
 
 
-def test_deadlines_run_from_when_the_order_came() -> None:
+def test_deadlines_start_when_the_request_arrives() -> None:
     replica = Replica()
     replica.num_steps = 1000
     assert replica.carry_out(Given(FlushCache(30.0), new_requests=2))[0].problem == ""
@@ -125,7 +125,7 @@ def test_deadlines_run_from_when_the_order_came() -> None:
     assert problem.startswith("given up at its deadline: 0 requests run, 0 wait")
 
 
-def test_a_part_is_loaded_once_however_long_rest_takes() -> None:
+def test_a_tensor_is_loaded_once_however_long_quiescing_takes() -> None:
     replica = Replica()
     asked = []
 
@@ -153,7 +153,7 @@ def test_a_part_is_loaded_once_however_long_rest_takes() -> None:
         ([], ReleaseMemory(()), "no memory is named; give tags of weights, kv_cache"),
     ],
 )
-def test_what_does_not_fit_the_state_is_refused_and_counted(
+def test_a_request_that_does_not_fit_the_state_is_rejected_and_counted(
     orders: list[ControlRequest], refused: ControlRequest, problem: str
 ) -> None:
     replica = Replica()
@@ -164,7 +164,7 @@ def test_what_does_not_fit_the_state_is_refused_and_counted(
     assert replica.ranks[0].state.stats().num_orders_refused == 1
 
 
-def test_requests_that_are_paused_in_place_keep_the_cache_as_it_is() -> None:
+def test_requests_paused_in_place_keep_the_cache() -> None:
     replica = Replica()
     for engine in replica.engines.values():
         engine.running = [3]
@@ -176,7 +176,7 @@ def test_requests_that_are_paused_in_place_keep_the_cache_as_it_is() -> None:
     done(replica, FlushCache())
 
 
-def test_who_waits_will_run_so_a_flush_waits_for_them_unless_paused() -> None:
+def test_a_flush_waits_for_waiting_requests_unless_paused() -> None:
     replica = Replica()
     problem = replica.carry_out(Given(FlushCache(), new_requests=1))[0].problem
     assert problem.startswith("given up at its deadline: 0 requests run, 1 wait")
@@ -185,7 +185,7 @@ def test_who_waits_will_run_so_a_flush_waits_for_them_unless_paused() -> None:
     assert replica.engines[0].did == ["cleared for default"]
 
 
-def test_nothing_is_computed_in_a_session() -> None:
+def test_nothing_is_computed_during_an_update() -> None:
     replica = Replica()
     done(replica, BeginWeightUpdate("v1"))
     assert replica.carry_out(Given(LoadWeights("a", b"a"), new_requests=2))[0].problem == ""

@@ -54,14 +54,14 @@ histories = st.lists(givens, min_size=1, max_size=8)
 
 
 @given(histories)
-def test_all_ranks_answer_alike_in_the_same_step(history: list[Given]) -> None:
+def test_all_ranks_reply_alike_in_the_same_step(history: list[Given]) -> None:
     replica = Replica()
     for each in history:
         replica.carry_out(each)
 
 
 @given(histories)
-def test_nothing_is_computed_or_emptied_out_of_turn(history: list[Given]) -> None:
+def test_requests_run_only_as_the_replies_allow(history: list[Given]) -> None:
     """Requests run on only where the answers so far say so; the version is that of the last session that ended."""
     replica, version = Replica(), "default"
     engine, quiesce = replica.engines[0], replica.ranks[0]
@@ -104,7 +104,7 @@ def parts(history: list[Given], local_slot: str) -> bool:
 
 
 @pytest.mark.parametrize("slot", ["quiesced", "late", "failed_rank", "checksum"])
-def test_without_this_agreement_ranks_part(slot: str) -> None:
+def test_without_this_agreement_ranks_diverge(slot: str) -> None:
     in_session = st.lists(givens, min_size=1, max_size=3).map(
         lambda history: [Given(BeginWeightUpdate("v1")), *history]
     )
@@ -116,7 +116,7 @@ def test_without_this_agreement_ranks_part(slot: str) -> None:
     assert not parts(found, ""), "they part with it too"
 
 
-def test_a_rank_in_another_state_is_found_at_the_next_order() -> None:
+def test_a_rank_in_another_state_is_found_at_the_next_request() -> None:
     replica = Replica()
     replica.ranks[2].state.weight_version = "v7"
     replica.give(Given(FlushCache()))
@@ -125,14 +125,14 @@ def test_a_rank_in_another_state_is_found_at_the_next_order() -> None:
     assert not any(engine.did for engine in replica.engines.values())
 
 
-def test_without_the_agreement_on_state_it_is_not() -> None:
+def test_without_the_agreement_on_state_it_is_not_found() -> None:
     replica = Replica("state")
     replica.ranks[2].state.weight_version = "v7"
     replica.give(Given(FlushCache()))
     assert [answer.problem for answer in replica.step() if answer] == [""] * 4
 
 
-def test_a_rank_that_has_another_order_is_found_by_the_question() -> None:
+def test_a_rank_with_another_request_is_found_by_the_agreement() -> None:
     replica = Replica()
     orders: list[ControlRequest] = [FlushCache(), FlushCache(), ContinueGeneration(), FlushCache()]
     for quiesce, order in zip(replica.ranks.values(), orders, strict=True):
@@ -141,7 +141,7 @@ def test_a_rank_that_has_another_order_is_found_by_the_question() -> None:
         replica.step()
 
 
-def test_a_rank_that_is_gone_is_named_with_what_was_ordered() -> None:
+def test_a_missing_rank_is_named_with_the_request() -> None:
     replica = Replica()
     replica.give(Given(BeginWeightUpdate("v2", 9.0)))
     proposals = {rank: quiesce.propose(1, rank=rank, now_s=0.0) for rank, quiesce in replica.ranks.items()}

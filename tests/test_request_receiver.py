@@ -1,4 +1,4 @@
-"""Whatever arrives when, all ranks admit the same sequence between the same steps; and without the relay they part."""
+"""All ranks admit the same sequence between the same steps; without the relay they diverge."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_all_ranks_admit_one_sequence(steps: list[tuple[list[str], ForwardMode]]
 
 
 @given(steps=STEPS, late=st.integers(0, 14))
-def test_ranks_that_listen_for_themselves_part_and_are_found_at_the_next_meeting(
+def test_ranks_that_read_their_own_socket_diverge_and_are_found_at_the_next_relay(
     steps: list[tuple[list[str], ForwardMode]], late: int
 ) -> None:
     """The other rank hears the same messages, one of the lots a step later."""
@@ -123,7 +123,7 @@ def test_ranks_that_listen_for_themselves_part_and_are_found_at_the_next_meeting
             return
 
 
-def test_a_rank_that_skips_other_steps_is_found() -> None:
+def test_a_rank_that_skips_different_steps_is_found() -> None:
     tape = Tape()
     leader = Rank(tape, 1, 256)
     for number in range(2):
@@ -136,7 +136,7 @@ def test_a_rank_that_skips_other_steps_is_found() -> None:
         other.step(1, [], ForwardMode.DECODE)
 
 
-def test_an_idle_leading_rank_wakes_nobody_for_what_it_refuses() -> None:
+def test_an_idle_leading_rank_wakes_no_rank_for_a_rejected_message() -> None:
     rank = Rank(Tape(), 1, 256)
     rank.source.frames += [b"noise", b"drain:", b"request:a"]
     assert not rank.intake.poll()
@@ -146,7 +146,7 @@ def test_an_idle_leading_rank_wakes_nobody_for_what_it_refuses() -> None:
     assert rank.intake.receive(1, 0, ForwardMode.IDLE) == ["request:b"]
 
 
-def test_what_waits_is_bounded_by_the_source_and_not_by_memory() -> None:
+def test_waiting_messages_stay_in_the_source() -> None:
     rank = Rank(Tape(), 1, 2)
     rank.source.frames += [b"request:%d" % number for number in range(7)]
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_what_waits_is_bounded_by_the_source_and_not_by_memory() -> None:
 @pytest.mark.parametrize(
     "heard", [[], [b"command:other"], [b"command:", b"command:"]], ids=["nothing", "another", "cut elsewhere"]
 )
-def test_a_caller_that_has_no_digest_of_its_own_is_found_by_its_input(heard: list[bytes]) -> None:
+def test_a_caller_without_a_digest_is_found_by_its_input(heard: list[bytes]) -> None:
     tape = Tape()
     leader = Rank(tape, 1, 256)
     leader.source.frames.append(b"command:command:")
@@ -170,7 +170,7 @@ def test_a_caller_that_has_no_digest_of_its_own_is_found_by_its_input(heard: lis
         other.intake.receive(1, 0, ForwardMode.DECODE)
 
 
-def test_an_id_may_come_again_once_the_scheduler_says_that_it_is_free() -> None:
+def test_an_id_can_be_reused_when_the_scheduler_releases_it() -> None:
     rank = Rank(Tape(), 1, 256)
     rank.source.frames += [b"request:a:1", b"request:a:2"]  # the second while the first is on its way
     assert rank.intake.receive(0, 0, ForwardMode.DECODE) == ["request:a:1"]

@@ -1,4 +1,4 @@
-"""The descriptor. Property: it describes exactly what the port plan binds, or it is None and an error says why."""
+"""Property: the descriptor describes exactly the port plan, or it is None and an error explains why."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_host_port_and_topic_are_as_configured(endpoint: str, host: str) -> None
         (config(replay_endpoint="tcp://*:5558"), "overlaps endpoint"),
     ],
 )
-def test_where_nothing_can_be_described_an_error_says_why(text: str | None, said: str) -> None:
+def test_an_error_explains_a_missing_description(text: str | None, said: str) -> None:
     assert describe_kv_events_publisher(text, block_size=64, dp_size=3) is None
     info = kv_events_server_info(text, block_size=64, dp_size=3)
     assert info.keys() == {"kv_events", "kv_events_error"}
@@ -81,20 +81,20 @@ def test_where_nothing_can_be_described_an_error_says_why(text: str | None, said
 
 
 @pytest.mark.parametrize("block_size", [0, -1, None, True, "64", 64.0])
-def test_a_block_size_that_is_none_is_not_described(block_size: Any) -> None:
+def test_an_invalid_block_size_gives_no_description(block_size: Any) -> None:
     info = kv_events_server_info(config(), block_size=block_size, dp_size=1)
     assert info["kv_events"] is None
     assert "page_size" in str(info["kv_events_error"])
 
 
 @pytest.mark.parametrize("dp_size", [0, -1, None, True, "1"])
-def test_a_number_of_streams_that_is_none_is_not_described(dp_size: Any) -> None:
+def test_an_invalid_number_of_streams_gives_no_description(dp_size: Any) -> None:
     info = kv_events_server_info(config(), block_size=64, dp_size=dp_size)
     assert info["kv_events"] is None
     assert "dp_size" in str(info["kv_events_error"])
 
 
-def test_replay_and_load_ranges_are_described_where_they_are() -> None:
+def test_configured_replay_and_load_ranges_are_described() -> None:
     text = config(replay_endpoint="tcp://*:5567", load_endpoint="tcp://0.0.0.0:5577")
     described = describe_kv_events_publisher(text, block_size=64, dp_size=2)
     assert described == {
@@ -110,7 +110,7 @@ def test_replay_and_load_ranges_are_described_where_they_are() -> None:
     }
 
 
-def test_a_replay_host_of_its_own_is_described() -> None:
+def test_a_separate_replay_host_is_described() -> None:
     text = config(endpoint="tcp://*:5557", replay_endpoint="tcp://[::1]:5567", load_endpoint="tcp://*:5577")
     described = describe_kv_events_publisher(text, block_size=64, dp_size=1)
     assert described is not None
@@ -119,7 +119,7 @@ def test_a_replay_host_of_its_own_is_described() -> None:
 
 
 @pytest.mark.parametrize("replay_endpoint", ["ipc:///tmp/replay", "tcp://*:0"])
-def test_a_replay_that_cannot_be_advertised_is_left_out_with_a_warning(replay_endpoint: str) -> None:
+def test_a_replay_that_cannot_be_advertised_is_omitted_with_a_warning(replay_endpoint: str) -> None:
     info = kv_events_server_info(config(replay_endpoint=replay_endpoint), block_size=64, dp_size=1)
     assert isinstance(info["kv_events"], dict)
     assert "replay_endpoint_port_base" not in info["kv_events"]
@@ -134,7 +134,7 @@ def test_a_publisher_that_connects_is_described_with_a_warning() -> None:
     assert "connects to tcp://10.0.0.7:5557" in str(info["kv_events_warning"])
 
 
-def test_a_publisher_told_to_bind_a_concrete_host_gives_no_warning() -> None:
+def test_a_publisher_with_bind_true_gives_no_warning() -> None:
     info = kv_events_server_info(config(endpoint="tcp://127.0.0.1:5557", bind=True), block_size=64, dp_size=1)
     assert info.keys() == {"kv_events"}
 
@@ -186,7 +186,7 @@ def test_the_port_of_a_single_stream_that_the_system_chose_is_its_base() -> None
     }
 
 
-def test_ports_that_are_not_in_a_row_have_no_base_but_a_list() -> None:
+def test_ports_that_are_not_consecutive_are_listed_without_a_base() -> None:
     """A reader that knows bases alone finds none, and does not follow a stranger's port."""
     text = config(endpoint="tcp://*:0", load_endpoint="tcp://*:0")
     bound = [
@@ -203,7 +203,7 @@ def test_ports_that_are_not_in_a_row_have_no_base_but_a_list() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 0), (0, 2), (1, 2)])
-def test_a_list_that_does_not_name_each_stream_once_is_refused(ranks: tuple[int, ...]) -> None:
+def test_a_list_that_does_not_name_each_stream_once_is_rejected(ranks: tuple[int, ...]) -> None:
     bound = [ListeningStream.parse(rank, f"tcp://10.0.0.1:{5557 + rank}") for rank in ranks]
     info = kv_events_server_info(config(), block_size=64, dp_size=2, publishers=bound)
     assert info["kv_events"] is None
@@ -234,5 +234,5 @@ def test_the_descriptor_is_the_port_plan(host: str, port: int, replay_port: int 
 
 @settings(deadline=None)
 @given(st.text())
-def test_no_text_makes_server_info_fail(text: str) -> None:
+def test_server_info_never_raises(text: str) -> None:
     assert kv_events_server_info(text, block_size=64, dp_size=1)["kv_events"] is None

@@ -1,4 +1,4 @@
-"""Input over the groups by which ranks agree: CP x TP x PP, short and long; who stands elsewhere is found by all."""
+"""Input over the sync groups: CP x TP x PP, short and long. All ranks find a rank that differs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def relay_of(groups: ParallelGroups, *, leader: int = 0) -> SyncGroupRelay:
 
 
 @pytest.mark.parametrize("sizes", TOPOLOGIES, ids="pp{0[0]} cp{0[1]} tp{0[2]}".format)
-def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[int, int, int]) -> None:
+def test_all_ranks_get_the_leading_ranks_input(sizes: tuple[int, int, int]) -> None:
     def work(groups: ParallelGroups) -> list[tuple[bytes, ...]]:
         relay = relay_of(groups)
         return [
@@ -46,7 +46,7 @@ def test_all_ranks_of_a_replica_get_what_its_leading_rank_brings(sizes: tuple[in
     assert run_ranks(world_of(*sizes), work) == [[tuple(frames) for frames in BATCHES]] * prod(sizes)
 
 
-def test_every_size_around_the_first_block_comes_whole() -> None:
+def test_every_size_around_the_first_block_arrives_complete() -> None:
     def work(groups: ParallelGroups) -> list[int]:
         relay = relay_of(groups)
         frames = [(b"x" * size,) if relay.leads else () for size in range(1930, 1990)]
@@ -55,7 +55,7 @@ def test_every_size_around_the_first_block_comes_whole() -> None:
     assert run_ranks(world_of(1, 1, 2), work) == [list(range(1930, 1990))] * 2
 
 
-def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
+def test_a_receiver_over_groups_admits_one_sequence_on_all_stages() -> None:
     def work(groups: ParallelGroups) -> list[object]:
         source = ListInputSource()
         leads = groups.rank == 0
@@ -73,7 +73,7 @@ def test_an_intake_over_groups_admits_one_sequence_on_all_stages() -> None:
 
 
 @pytest.mark.parametrize("field", ["step", "state_digest", "input_digest"])
-def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> None:
+def test_a_rank_with_a_different_value_is_found_by_all_ranks(field: str) -> None:
     def work(groups: ParallelGroups) -> str:
         relay = relay_of(groups)
         place = {"step": 7, "state_digest": 1, "input_digest": 2} | ({field: 9} if groups.rank == 2 else {})
@@ -89,7 +89,7 @@ def test_a_rank_that_stands_elsewhere_is_found_by_all_of_them(field: str) -> Non
 
 
 @pytest.mark.parametrize("leaders", [(), (0, 1)], ids=["nobody leads", "two lead"])
-def test_ranks_that_do_not_know_who_leads_find_out(leaders: tuple[int, ...]) -> None:
+def test_none_or_two_leading_ranks_are_found(leaders: tuple[int, ...]) -> None:
     def work(groups: ParallelGroups) -> None:
         relay = SyncGroupRelay(rank=groups.rank, leads=groups.rank in leaders, groups=groups.groups)
         with pytest.raises(SyncDivergenceError, match="rank 0: 'input 0"):
@@ -98,7 +98,7 @@ def test_ranks_that_do_not_know_who_leads_find_out(leaders: tuple[int, ...]) -> 
     run_ranks(world_of(1, 1, 2), work)
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_groups_say() -> None:
+def test_a_missing_rank_is_waited_for_until_the_timeout_of_the_groups() -> None:
     def work(groups: ParallelGroups) -> None:
         if groups.rank:
             return

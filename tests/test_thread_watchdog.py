@@ -1,4 +1,4 @@
-"""A step that makes no progress is told once, with where it stands and all stacks; an idle scheduler is never stuck."""
+"""A stall is reported once, with step, phase and all stacks. An idle scheduler never stalls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ListStallSink:
 
 @given(st.lists(st.sampled_from(["move", "idle", "look", "look", 0.5, 2.0, 4.0]), max_size=60))
 @example(["move", "look", 4.0, "look", "look", 4.0, "look", "move", "look", 4.0, "look", "idle", "look"])
-def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str | float]) -> None:
+def test_a_stall_is_reported_once(history: list[str | float]) -> None:
     progress = StepProgress()
     judge = StallDetector(progress=progress, rank="tp0", after_s=AFTER_S)
     now_s = seen_at_s = 0.0
@@ -59,7 +59,7 @@ def test_a_stall_is_told_when_a_phase_takes_too_long_and_once(history: list[str 
                 assert report is None
 
 
-def test_the_thread_tells_rank_step_phase_request_and_stacks(eventually: Callable[..., None]) -> None:
+def test_a_report_has_rank_step_phase_request_and_stacks(eventually: Callable[..., None]) -> None:
     progress, sink = StepProgress(), ListStallSink()
     go_on, done = threading.Event(), threading.Event()
 
@@ -115,7 +115,7 @@ def test_a_sink_that_raises_does_not_end_the_watch(
         watchdog.close()
 
 
-def test_a_call_that_holds_the_interpreter_is_dumped_all_the_same() -> None:
+def test_stacks_are_dumped_while_a_call_holds_the_gil() -> None:
     """No thread of Python runs then, not even the watchdog's."""
     script = """
 import ctypes, sys
@@ -133,6 +133,6 @@ watchdog.close()
     assert "in_native_code" in ended.stderr
 
 
-def test_what_is_no_time_span_is_refused() -> None:
+def test_an_invalid_time_span_is_rejected() -> None:
     with pytest.raises(ConfigError, match="after_s"):
         open_thread_watchdog(StepProgress(), rank="tp0", after_s=0, stack_dump_file=io.StringIO())

@@ -1,4 +1,4 @@
-"""Weights of a torch module: an update changes what it computes in one moment, or not at all, on all ranks alike."""
+"""A weight update of a torch module takes effect in the same step on all ranks, or on none."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TorchReplica(Replica):
         return all(outputs_of(model) == wanted for model in self.models.values())
 
 
-def test_an_update_is_in_force_when_it_is_ended_and_not_before() -> None:
+def test_an_update_takes_effect_when_it_ends() -> None:
     replica = TorchReplica()
     *_, last = (replica.order(order) for order in (BeginWeightUpdate("v2"), *parts_of(model_of(2)), CheckWeights()))
     assert not last.problem
@@ -71,7 +71,7 @@ def test_an_update_is_in_force_when_it_is_ended_and_not_before() -> None:
     assert replica.computes_as(2)
 
 
-def test_what_is_rolled_back_or_does_not_check_changes_nothing() -> None:
+def test_a_rolled_back_or_mismatched_update_changes_nothing() -> None:
     replica = TorchReplica()
     replica.order(BeginWeightUpdate("v2"), *parts_of(model_of(2)), RollBackWeights())
     assert replica.computes_as(1)
@@ -80,7 +80,7 @@ def test_what_is_rolled_back_or_does_not_check_changes_nothing() -> None:
     assert replica.computes_as(1)
 
 
-def test_a_rank_that_reads_other_bytes_ends_the_update_on_all() -> None:
+def test_a_rank_with_different_bytes_ends_the_update_on_all() -> None:
     replica = TorchReplica()
     replica.order(BeginWeightUpdate("v2"))
     first, *others = parts_of(model_of(2))
@@ -93,7 +93,7 @@ def test_a_rank_that_reads_other_bytes_ends_the_update_on_all() -> None:
     assert replica.computes_as(1)
 
 
-def test_some_tensors_may_come_alone() -> None:
+def test_an_update_may_contain_some_tensors_only() -> None:
     replica = TorchReplica()
     new = parts_of(model_of(2))
     checksum = replica.order(BeginWeightUpdate("v2"), new[0], CheckWeights()).checksum
@@ -111,7 +111,7 @@ def test_some_tensors_may_come_alone() -> None:
         ("0.bias", b"", "content=0: is not 32 bytes"),
     ],
 )
-def test_a_part_that_does_not_fit_is_refused_by_name(name: str, content: bytes, problem: str) -> None:
+def test_a_tensor_that_does_not_fit_is_rejected_by_name(name: str, content: bytes, problem: str) -> None:
     weights = TorchWeightStore(model=model_of(1))
     weights.begin("v2")
     with pytest.raises(ConfigError) as refused:
@@ -122,7 +122,7 @@ def test_a_part_that_does_not_fit_is_refused_by_name(name: str, content: bytes, 
         weights.load("0.bias", bytes(32))
 
 
-def test_every_type_of_number_comes_as_its_own_bytes() -> None:
+def test_every_dtype_is_loaded_from_its_bytes() -> None:
     for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn):
         model = torch.nn.Module()
         model.register_buffer("held", torch.zeros(2, 3).to(kind))

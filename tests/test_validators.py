@@ -1,4 +1,4 @@
-"""A number that cannot work is refused with the name of its setting; whatever works passes."""
+"""An invalid number is rejected with the name of its setting; a valid one passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings:
 
 
 @given(st.integers(-5, 5), st.integers(-5, 5))
-def test_integers_from_the_least_on_pass(value: int, least: int) -> None:
+def test_integers_from_the_minimum_pass(value: int, least: int) -> None:
     if value >= least:
         check_integer("pages", value, at_least=least)
     else:
@@ -40,7 +40,7 @@ def test_finite_numbers_above_zero_pass(value: float) -> None:
             check_number("wait_s", value)
 
 
-def test_zero_is_told_from_nothing() -> None:
+def test_zero_passes_only_with_or_zero() -> None:
     check_number("pause_s", 0, or_zero=True)
     check_number("pause_s", -0.0, or_zero=True)
     with pytest.raises(ConfigError, match="give a finite number of at least 0"):
@@ -48,13 +48,13 @@ def test_zero_is_told_from_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [True, False, None, "3", 1.5, [1]])
-def test_what_is_no_integer_is_refused(value: object) -> None:
+def test_a_value_that_is_no_integer_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError):
         check_integer("pages", value)
 
 
 @pytest.mark.parametrize("value", [True, False, None, "3", [1], math.nan, math.inf])
-def test_what_is_no_number_is_refused(value: object) -> None:
+def test_a_value_that_is_no_number_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError):
         check_number("wait_s", value)
 

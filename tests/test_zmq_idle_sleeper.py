@@ -1,4 +1,4 @@
-"""An idle rank waits for its sockets, and for nothing else."""
+"""An idle rank waits for its sockets only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wire() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def test_it_wakes_for_input_and_for_nothing_else(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
+def test_it_wakes_for_input_only(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
     push, pull = wire
     sleeper = IdleSleeper([pull])
     told = threading.Event()
@@ -42,17 +42,17 @@ def test_it_wakes_for_input_and_for_nothing_else(wire: tuple[zmq.Socket[bytes], 
     assert sleeper.sleep(0) == {pull}, "what nobody took is still there"
 
 
-def test_it_wakes_at_the_time_that_its_caller_has_something_to_do(
+def test_it_wakes_at_the_callers_timeout(
     wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
 ) -> None:
     sleeper = IdleSleeper([wire[1]])
     assert sleeper.sleep(0.0001) == frozenset()
     assert sleeper.sleep(0) == frozenset()
     assert (sleeper.num_sleeps, sleeper.num_timeouts) == (2, 2)
-    assert repr(sleeper) == "<IdleSleeper: 2 sleeps, 2 of them without news>"
+    assert repr(sleeper) == "<IdleSleeper: 2 sleeps, 2 of them without input>"
 
 
-def test_it_wakes_when_its_parent_ends(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
+def test_it_wakes_when_the_parent_process_ends(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
     reader, writer = os.pipe()
     os.close(writer)
     try:

@@ -1,4 +1,4 @@
-"""Input over real sockets: one rank tells, others are told; nobody waits for ever."""
+"""Input over real sockets: the leading rank relays it, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stopped(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bo
     return False
 
 
-def test_a_source_takes_what_has_come_and_no_more_than_it_may(pairs: Pairs) -> None:
+def test_a_source_returns_at_most_the_requested_number_of_messages(pairs: Pairs) -> None:
     push, pull = pairs.open()
     for number in range(5):
         push.send(b"%d" % number)
@@ -57,7 +57,7 @@ def test_a_source_takes_what_has_come_and_no_more_than_it_may(pairs: Pairs) -> N
     assert list(source.poll(3)) == []
 
 
-def test_what_the_leading_rank_brings_comes_to_each_other_rank(pairs: Pairs) -> None:
+def test_the_leading_ranks_input_reaches_every_other_rank(pairs: Pairs) -> None:
     wires = [pairs.open() for _ in range(3)]
     leader = ZmqLeaderRelay(followers=[push for push, _ in wires], wait_for=wait)
     inputs = [RelayedInput(number, 2**32 - 1, number, (b"", bytes(range(256)) * 1000)) for number in range(3)]
@@ -69,7 +69,7 @@ def test_what_the_leading_rank_brings_comes_to_each_other_rank(pairs: Pairs) -> 
     leader.close()
 
 
-def test_both_ends_hear_the_order_to_stop(pairs: Pairs) -> None:
+def test_both_ends_stop_with_the_engine(pairs: Pairs) -> None:
     push, pull = pairs.open(high_water_mark=1)
     leader = ZmqLeaderRelay(followers=[push], wait_for=stopped)
     with pytest.raises(StopRequestedError):
@@ -82,8 +82,8 @@ def test_both_ends_hear_the_order_to_stop(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("noise", [b"", b"\xc1", msgspec.msgpack.encode([1, 2])])
-def test_what_no_leading_rank_says_is_refused(pairs: Pairs, noise: bytes) -> None:
+def test_a_frame_that_is_no_relayed_input_is_rejected(pairs: Pairs, noise: bytes) -> None:
     push, pull = pairs.open()
     push.send(noise)
-    with pytest.raises(DecodeError, match="not what a leading rank relays"):
+    with pytest.raises(DecodeError, match="is no relayed input"):
         ZmqFollowerRelay(steps=pull, wait_for=wait).broadcast(RelayedInput(0, 0, 0))

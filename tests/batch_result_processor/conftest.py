@@ -1,4 +1,4 @@
-"""A result processor among fakes: pages, register, observer and stream that note what they were told."""
+"""Fakes around a result processor: they record the calls they receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each request gets exactly its tokens and one end, its pages come back once, and trouble stays where it arises."""
+"""Each request gets its tokens and one end, its pages are freed once, and a failure affects one request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def result(request: Any, end: int | None = None, *tokens: int, **facts: object) 
     return RequestResult(request, request.num_computed_tokens, end, tokens, **facts)  # type: ignore[arg-type]
 
 
-def test_a_chunked_prefill_shares_each_chunk_and_gives_its_token_with_the_last(bench: Any) -> None:
+def test_a_chunked_prefill_caches_each_chunk_and_adds_its_token_with_the_last(bench: Any) -> None:
     processor, request = bench.processor(), bench.add("a")
     assert processor.process([result(request, 4, 77, is_prefill=True)]) == []
     assert (request.num_computed_tokens, bench.pages.shared["a"], request.output) == (4, 4, [])
@@ -24,7 +24,7 @@ def test_a_chunked_prefill_shares_each_chunk_and_gives_its_token_with_the_last(b
     assert (request.num_computed_tokens, bench.pages.shared["a"], request.output) == (10, 10, [50])
 
 
-def test_a_decode_computes_the_token_before_and_appends_the_next(bench: Any) -> None:
+def test_a_decode_computes_the_last_token_and_appends_the_next(bench: Any) -> None:
     processor, request = bench.processor(), bench.add("a")
     processor.process([result(request, None, 50, is_prefill=True)])
     processor.process([result(request, None, 51)])
@@ -41,7 +41,7 @@ def test_a_decode_computes_the_token_before_and_appends_the_next(bench: Any) -> 
         ((50, 51, 52, STOP), [50, 51, 52, STOP], "stop"),
     ],
 )
-def test_accepted_drafts_become_tokens_up_to_the_one_that_ends(
+def test_accepted_drafts_become_tokens_up_to_the_one_that_ends_the_request(
     bench: Any, tokens: tuple[int, ...], kept: list[int], reason: str | None
 ) -> None:
     processor, request = bench.processor(), bench.add("a", max_new=4)
@@ -52,7 +52,7 @@ def test_accepted_drafts_become_tokens_up_to_the_one_that_ends(
     assert bench.pages.shared["a"] == len(request.token_ids) - 1
 
 
-def test_an_abort_gives_the_pages_back_at_once_and_is_told_with_the_next_step(bench: Any) -> None:
+def test_an_abort_frees_the_pages_immediately_and_is_streamed_with_the_next_step(bench: Any) -> None:
     processor, aborted, other = bench.processor(), bench.add("a"), bench.add("b")
     assert processor.abort(aborted)
     assert not processor.abort(aborted)
@@ -65,7 +65,7 @@ def test_an_abort_gives_the_pages_back_at_once_and_is_told_with_the_next_step(be
     assert not processor.has_pending_outputs
 
 
-def test_a_failed_batch_fails_its_requests_and_nothing_else(bench: Any) -> None:
+def test_a_failed_batch_fails_its_requests_only(bench: Any) -> None:
     processor, other = bench.processor(), bench.add("other")
     batch = [bench.add("a"), bench.add("b")]
     processor.abort(batch[1])
@@ -89,7 +89,7 @@ def test_a_failed_batch_fails_its_requests_and_nothing_else(bench: Any) -> None:
         {"end": 99},
     ],
 )
-def test_one_bad_result_costs_its_request_and_the_others_go_on(bench: Any, bad: dict[str, object]) -> None:
+def test_a_bad_result_ends_its_request_only(bench: Any, bad: dict[str, object]) -> None:
     processor, sick, well = bench.processor(), bench.add("sick"), bench.add("well")
     facts: dict[str, object] = {"request": sick, "start": 0, "end": 10, "token_ids": (50,), "is_prefill": True, **bad}
     assert processor.process([RequestResult(**facts), result(well, None, 51)]) == [sick, well]  # type: ignore[arg-type, type-var]
@@ -98,7 +98,7 @@ def test_one_bad_result_costs_its_request_and_the_others_go_on(bench: Any, bad: 
     assert (bench.pages.releases, processor.failures.total) == ({"sick": 1}, 1)
 
 
-def test_a_cache_that_refuses_one_request_fails_that_one(bench: Any) -> None:
+def test_a_cache_failure_ends_its_request_only(bench: Any) -> None:
     processor, sick, well = bench.processor(), bench.add("sick"), bench.add("well")
     bench.pages.broken_rids.add("sick")
     results = [result(request, 4, is_prefill=True) for request in (sick, well)]
@@ -107,7 +107,7 @@ def test_a_cache_that_refuses_one_request_fails_that_one(bench: Any) -> None:
     assert list(bench.register.running) == ["well"]
 
 
-def test_the_observer_hears_of_a_step_in_one_call_and_then_of_its_ends(bench: Any) -> None:
+def test_the_observer_gets_the_tokens_of_a_step_in_one_call_and_then_its_ends(bench: Any) -> None:
     processor = bench.processor()
     first, second, chunk, sick = (bench.add(rid, max_new=2) for rid in ("first", "second", "chunk", "sick"))
     bench.pages.broken_rids.add("sick")
@@ -123,14 +123,14 @@ def test_the_observer_hears_of_a_step_in_one_call_and_then_of_its_ends(bench: An
     assert bench.observer.calls == ["first+2 second+1", "first length", "sick error"]
 
 
-def test_a_broken_observer_costs_nobody_a_token(bench: Any) -> None:
+def test_a_failing_observer_loses_no_token(bench: Any) -> None:
     bench.observer.broken = True
     processor, request = bench.processor(), bench.add("a", max_new=1)
     processor.process([result(request, None, 50)])
     assert (request.output, request.finish_reason, processor.failures.total) == ([50], "length", 2)
 
 
-def test_a_request_that_the_register_does_not_know_still_gives_its_pages_back(bench: Any) -> None:
+def test_the_pages_of_a_request_are_freed_if_finishing_it_fails(bench: Any) -> None:
     processor, request = bench.processor(), bench.add("a")
     bench.register.running.clear()
     processor.abort(request)
@@ -138,7 +138,7 @@ def test_a_request_that_the_register_does_not_know_still_gives_its_pages_back(be
     assert processor.failures.total == 1
 
 
-def test_a_step_is_told_once_even_when_there_is_nothing_to_tell(bench: Any) -> None:
+def test_a_step_without_changes_is_streamed_once(bench: Any) -> None:
     bench.processor().process()
     assert bench.streamer.steps == [[]]
 
