@@ -37,7 +37,8 @@ def test_a_child_is_notified_and_its_parent_is_not() -> None:
 
 SENDING = """
 import os, sys
-from scheduler_components import ForkedPublisherError, KvMetrics, LoadSnapshot
+from scheduler_components import ForkedPublisherError
+from scheduler_components.values import KvMetrics, LoadSnapshot
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.load import open_zmq_load_sink
 from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_sink

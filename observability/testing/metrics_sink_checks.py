@@ -1,7 +1,7 @@
-"""What every metrics sink must do. Run each of ``METRICS_SINK_CHECKS`` on a sink of your own.
+"""Checks for a metrics sink. Run each of ``METRICS_SINK_CHECKS`` on your sink.
 
-A check takes a function that opens an empty sink, and a reader of what the sink exposes under the catalogue's names. It
-raises ``ConformanceError`` with what was done, what was expected and what came.
+A check takes a function that opens an empty sink and a reader of the exported metrics by catalogue name. It raises
+``ConformanceError`` with the calls, the expected value and the actual value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OpenMetricsSink = Callable[[], tuple[MetricsSink, MetricReader]]
 
 
 def make_scheduler_stats(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
-    """A report of rank ``rank`` of eight, in which every number differs from its neighbours'."""
+    """Return a report of rank ``rank`` of eight, in which adjacent numbers differ."""
     parallel = ParallelState.from_tp_rank(rank, tp_size=8, attn_dp_size=8)
     load = LoadSnapshot(
         sequence=scale, timestamp=1_700_000_000.0 + scale, dp_rank=rank, num_running_reqs=3 * scale,
@@ -58,20 +58,20 @@ def make_scheduler_stats(rank: int = 0, *, scale: int = 1) -> SchedulerStats:
 
 
 def _numbered(kind: type[S], base: int) -> S:
-    """A struct whose counters are ``base`` and up."""
+    """Return a struct with the counters ``base``, ``base + 1`` and so on."""
     counters = [each.name for each in msgspec.structs.fields(kind) if each.type is int]
     return kind(**{name: base + at for at, name in enumerate(counters)})
 
 
 def check_every_metric_is_exported(open_sink: OpenMetricsSink) -> None:
-    """Each metric of the catalogue that a report has, under its name and the rank's labels."""
+    """Check that each metric of a report is exported under its name and the labels of the rank."""
     trace, sink, reader = _begin("Every metric of the catalogue is exposed", open_sink)
     _record(trace, sink, stats := make_scheduler_stats())
     _expect(trace, reader, stats)
 
 
 def check_newest_report_wins(open_sink: OpenMetricsSink) -> None:
-    """What is read is the state of the last step: not that of the first, and not a sum."""
+    """Check that the sink exports the last report of a rank, not the first one and not a sum."""
     trace, sink, reader = _begin("A rank's newest report replaces the one before", open_sink)
     for scale in (1, 2, 3):
         _record(trace, sink, stats := make_scheduler_stats(scale=scale))
@@ -79,7 +79,7 @@ def check_newest_report_wins(open_sink: OpenMetricsSink) -> None:
 
 
 def check_ranks_are_separate(open_sink: OpenMetricsSink) -> None:
-    """Two ranks in one sink do not overwrite each other."""
+    """Check that the ranks in one sink do not overwrite each other."""
     trace, sink, reader = _begin("Every rank's values stay its own", open_sink)
     reports = [make_scheduler_stats(rank, scale=rank + 1) for rank in range(8)]
     for stats in reports:
@@ -89,16 +89,16 @@ def check_ranks_are_separate(open_sink: OpenMetricsSink) -> None:
 
 
 def check_restarted_rank_is_accepted(open_sink: OpenMetricsSink) -> None:
-    """Totals that begin at 0 again must not raise. In a Prometheus counter, a negative increment does."""
+    """Check that counters may begin at 0 again. A negative increment of a Prometheus counter raises."""
     trace, sink, reader = _begin("Totals that fall do not raise", open_sink)
     _record(trace, sink, make_scheduler_stats(scale=5))
     _record(trace, sink, stats := make_scheduler_stats(scale=1))
     found = reader.value("num_running_reqs", dict(stats.labels))
-    trace.expect(stats.load.num_running_reqs, found, "num_running_reqs of the new life")
+    trace.expect(stats.load.num_running_reqs, found, "num_running_reqs of the restarted rank")
 
 
 def check_record_never_raises(open_sink: OpenMetricsSink) -> None:
-    """Empty, huge and impossible numbers: a metric never raises into the scheduler's step."""
+    """Check that empty, huge and impossible numbers never raise into the scheduler's step."""
     trace, sink, _ = _begin("No report raises", open_sink)
     stats = make_scheduler_stats()
     impossible = msgspec.structs.replace(
@@ -134,4 +134,4 @@ METRICS_SINK_CHECKS: tuple[Callable[[OpenMetricsSink], None], ...] = (
     check_restarted_rank_is_accepted,
     check_record_never_raises,
 )
-"""All of them; each opens its own sink."""
+"""All checks; each opens its own sink."""

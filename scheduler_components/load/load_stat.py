@@ -1,7 +1,7 @@
-"""The load gauge: one msgpack array per sample on the wire, and the newest sample of each rank at a dispatcher.
+"""The samples of the load gauge: one msgpack array each, and a view of the newest sample of each rank.
 
 Source: SGLang 0.5.23, ``LoadStat`` of its load publisher, and sgl-router, its reader: the tag and the first five
-fields are fixed, the next five go together, and whatever follows is skipped by readers that do not know it.
+fields are fixed, the next five belong together, and readers skip any fields that they do not know.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = [
 ]
 
 LOAD_TOPIC = b"load"
-"""First frame of every sample."""
+"""The first frame of every sample."""
 
 MAX_LOAD_STAT_BYTES = 8 * 1024
-"""A sample has some 100 bytes, and up to 5 KiB with the watermarks of 64 dispatchers with long names."""
+"""A sample has about 100 bytes, and up to 5 KiB with the watermarks of 64 dispatchers with long names."""
 
 _MAX_COUNT = 2**64 - 1
 
 
 class LoadStat(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="LoadStat"):
-    """One sample. ``num_tokens`` are KV tokens in use; names and order are SGLang's up to ``total_prefill_busy_us``.
+    """One sample. ``num_tokens`` counts KV tokens in use. Names and order up to ``total_prefill_busy_us`` are SGLang's.
 
     Attributes:
-        sequence: number of the sample in its publisher's epoch, contiguous from 0; also the message's second frame.
-        timestamp: the publisher's wall clock, seconds, when the counts were read.
-        epoch: random number of the publisher's epoch: a sequence says nothing beside one of another epoch.
+        sequence: number of the sample in its epoch, contiguous from 0; also the second frame of the message.
+        timestamp: wall-clock seconds of the publisher when it read the counts.
+        epoch: random number of the publisher's run. Sequences of different epochs cannot be compared.
         dispatched_watermarks: as in ``LoadSnapshot``.
     """
 
@@ -72,7 +72,7 @@ _decode = msgspec.msgpack.Decoder(LoadStat).decode
 
 
 def to_load_stat(load: LoadSnapshot, *, sequence: int, epoch: int) -> LoadStat:
-    """Put a snapshot in the gauge's form, as sample ``sequence``. Counts below 0, which no reader takes, become 0."""
+    """Convert a snapshot to sample ``sequence``. Counts below 0, which readers refuse, become 0."""
     return LoadStat(
         max(0, load.num_running_reqs),
         max(0, load.num_waiting_reqs),
@@ -92,10 +92,10 @@ def to_load_stat(load: LoadSnapshot, *, sequence: int, epoch: int) -> LoadStat:
 
 
 def decode_load_stat(payload: bytes) -> LoadStat:
-    """Read one sample, of this kit or of SGLang. Elements after those known here are skipped.
+    """Decode one sample of this kit or of SGLang. Unknown further elements are skipped.
 
     Raises:
-        DecodeError: the payload is not such an array, is too long, or holds a negative or not finite number.
+        DecodeError: the payload is not such an array, is too long, or has a negative or infinite number.
     """
     if len(payload) > MAX_LOAD_STAT_BYTES:
         raise DecodeError(f"LoadStat of {len(payload)} bytes, at most {MAX_LOAD_STAT_BYTES} are read")
@@ -112,19 +112,17 @@ def decode_load_stat(payload: bytes) -> LoadStat:
     return stat
 
 
-# The newest load sample of each rank, as a dispatcher holds them. Pure: time comes in.
-
 _MAX_FORMER_EPOCHS = 8
-"""Earlier epochs of a rank's publisher, whose last samples may still be under way."""
+"""Earlier epochs of a rank to remember, because their last samples may still be in transit."""
 
 
 class LoadSample(msgspec.Struct, frozen=True, gc=False):
-    """One rank's newest sample.
+    """The newest sample of one rank.
 
     Attributes:
-        stat: what it says.
-        received_s: when it was read, by the reader's own clock.
-        missed: samples between it and the one read before it.
+        stat: the sample.
+        received_s: time of receipt by the reader's clock.
+        missed: samples lost between this one and the one received before it.
     """
 
     stat: LoadStat
@@ -132,22 +130,22 @@ class LoadSample(msgspec.Struct, frozen=True, gc=False):
     missed: int = 0
 
     def age_s(self, now: float) -> float:
-        """Seconds since it was read, by the reader's clock, which need not agree with the publisher's."""
+        """Return the seconds since receipt by the reader's clock, which may differ from the publisher's."""
         return max(0.0, now - self.received_s)
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadView:
-    """Takes samples in any order and keeps the newest of each rank.
+    """Keeps the newest sample of each rank, in whatever order samples arrive.
 
-    Newest is the highest sequence of the publisher's present epoch. A epoch that was not seen before is a restart and
-    begins anew; one that was left does not come back.
+    The newest sample has the highest sequence of the current epoch. An unknown epoch is a restart of the publisher and
+    replaces the current one; samples of earlier epochs are dropped.
 
     Attributes:
-        max_ranks: ranks that are kept; samples of further ones are refused.
+        max_ranks: number of ranks to keep.
         samples: rank -> newest sample.
-        outdated: samples dropped because a newer one was there.
-        refused: samples of ranks beyond ``max_ranks``.
+        outdated: samples dropped because a newer one was known.
+        refused: samples dropped because their rank is beyond ``max_ranks``.
     """
 
     max_ranks: int = 1024
@@ -157,7 +155,7 @@ class LoadView:
     _former_epochs: dict[int, deque[int]] = field(default_factory=dict, init=False, repr=False)
 
     def update(self, stat: LoadStat, now: float) -> bool:
-        """Take in one sample; True when it is its rank's newest."""
+        """Add one sample; return whether it is the newest of its rank."""
         rank = stat.attn_dp_rank or 0
         if rank >= self.max_ranks:
             self.refused += 1
@@ -175,17 +173,17 @@ class LoadView:
     def _is_newer(self, stat: LoadStat, known: LoadStat, rank: int) -> bool:
         if stat.epoch == known.epoch:
             return stat.sequence > known.sequence
-        left = self._former_epochs.setdefault(rank, deque(maxlen=_MAX_FORMER_EPOCHS))
-        if stat.epoch in left:
+        former = self._former_epochs.setdefault(rank, deque(maxlen=_MAX_FORMER_EPOCHS))
+        if stat.epoch in former:
             return False
-        left.append(known.epoch)
+        former.append(known.epoch)
         return True
 
     def stale_ranks(self, expected: Iterable[int], *, now: float, max_age_s: float) -> list[int]:
-        """Return the ranks of ``expected`` that have said nothing for longer than ``max_age_s``, or never anything."""
+        """Return the ranks of ``expected`` without a sample within ``max_age_s``."""
         samples = self.samples
         return [rank for rank in expected if rank not in samples or samples[rank].age_s(now) > max_age_s]
 
 
 LOAD_HEARTBEAT_S = 1.0
-"""sgl-router takes a rank for silent after 5 s without a sample; a fifth of that survives losses."""
+"""sgl-router considers a rank silent after 5 s without a sample, so four samples in a row may be lost."""

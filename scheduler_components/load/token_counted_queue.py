@@ -1,9 +1,7 @@
-"""Tokens that wait: counted in a scheduler's queue, and remembered by the dispatcher that sent them.
+"""Count waiting tokens: in a scheduler's queue, and at the dispatcher that has sent them.
 
-How many tokens a waiting request stands for is one rule, used by every queue and every report.
-
-The rule is that of SGLang's load reports (0.5.23, ``num_total_tokens`` and ``num_waiting_uncached_tokens``): a
-waiting request counts its whole input as pending, and the part that no cached prefix covers as uncached.
+Every queue and report counts the tokens of a waiting request as SGLang's load reports do (0.5.23, ``num_total_tokens``
+and ``num_waiting_uncached_tokens``): its whole input is pending, and the part that no cached prefix covers is uncached.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ __all__ = [
 def count_request_tokens(request: QueuedRequest) -> tuple[int, int]:
     """Return ``(pending_tokens, uncached_tokens)`` of one request, with ``0 <= uncached <= pending``.
 
-    Values outside that range are cut off: a count goes into gauges and dispatch decisions, and a prefix match
-    that is longer than a request since shortened must not make them negative.
+    Values outside this range are clipped, because counts go into gauges and dispatch decisions: a prefix match that is
+    longer than a request that was shortened since must not make them negative.
     """
     pending_tokens = request.num_input_tokens
     uncached_tokens = pending_tokens - request.num_cached_tokens
@@ -42,45 +40,43 @@ def count_request_tokens(request: QueuedRequest) -> tuple[int, int]:
     return pending_tokens, min(max(0, uncached_tokens), pending_tokens)
 
 
-# A queue of requests that always knows how many tokens it holds.
-
 R = TypeVar("R", bound=QueuedRequest)
 
-_request_of = itemgetter(0)  # of an entry; what walks a queue of thousands stays out of Python's own loops
+_request_of = itemgetter(0)  # the request of an entry
 
 
 class CountedQueue:
-    """A queue of requests that is asked for its totals, and not walked: for an engine that has a queue of its own.
+    """A queue of requests that knows its totals, so that a load inquiry does not iterate over it. Subclass it.
 
-    Not an abstract base class: to ask one whether an object is its instance takes a third of a load inquiry.
+    It is not an ABC, because ``isinstance`` of an ABC takes a third of ``get_loads(), 64 running``.
     """
 
     __slots__ = ()
 
     def totals(self) -> tuple[int, int, int]:
-        """Return ``(requests, pending_tokens, uncached_tokens)`` of this moment."""
+        """Return ``(requests, pending_tokens, uncached_tokens)``."""
         raise NotImplementedError
 
 
 class TokenCountedQueue(CountedQueue, Sequence[R]):
-    """A FIFO queue whose token counts are O(1), so that a load inquiry never walks it.
+    """A FIFO queue with token counts in O(1).
 
-    A request's tokens are counted once, when it enters, and exactly that count leaves with it: a request that is
-    aborted after its prefix match or its output changed cannot leave a remainder in the gauges. Call ``recount``
-    when a queued request's prefix match has changed.
+    The tokens of a request are counted once, when it is added, and the same count is subtracted when it is removed. A
+    request that is aborted after its prefix match or output has changed leaves no remainder in the gauges. Call
+    ``recount`` when the prefix match of a queued request has changed.
 
-    Requests are told apart by identity, not by ``==``; each may be queued once. Entering, leaving at either end
-    and ``remove`` (an abort) are O(1), iteration is O(n), an index in the middle costs a walk to it.
+    Requests are compared by identity, not by ``==``, and each may be queued once. Adding, removing at either end and
+    ``remove`` are O(1); iteration and access to the middle are O(n).
 
     Raises:
-        ValueError: a request that is already queued enters again, or one that is not queued is removed.
+        ValueError: a request is added twice, or a request that is not queued is removed.
         IndexError: a pop from an empty queue, or an index out of range.
     """
 
     __slots__ = ("_entries", "_pending_tokens", "_uncached_tokens")
 
     def __init__(self, requests: Iterable[R] = ()) -> None:
-        # By identity; the entry keeps its request alive, so that an id is never reused while it is a key.
+        # Keyed by id; the entry keeps its request alive, so an id is not reused while it is a key.
         self._entries: OrderedDict[int, tuple[R, int, int]] = OrderedDict()
         self._pending_tokens = 0
         self._uncached_tokens = 0
@@ -88,7 +84,7 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
 
     @property
     def pending_tokens(self) -> int:
-        """Input tokens of all queued requests, as they were counted."""
+        """Input tokens of all queued requests."""
         return self._pending_tokens
 
     @property
@@ -97,16 +93,15 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         return self._uncached_tokens
 
     def totals(self) -> tuple[int, int, int]:
-        """``(requests, pending_tokens, uncached_tokens)`` in one call, for load inquiries."""
         return len(self._entries), self._pending_tokens, self._uncached_tokens
 
     def append(self, request: R) -> None:
-        """Enter at the end."""
+        """Add a request at the end."""
         entries = self._entries
         key = id(request)
         if key in entries:
             raise ValueError(f"{request!r} is already queued")
-        # What count_request_tokens does with sound counts, written out: the call is an eighth of what entering costs.
+        # count_request_tokens, inlined for valid counts: the call is an eighth of this method.
         pending = request.num_input_tokens
         uncached = pending - request.num_cached_tokens
         if not 0 <= uncached <= pending:
@@ -116,17 +111,17 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         self._uncached_tokens += uncached
 
     def appendleft(self, request: R) -> None:
-        """Enter at the front: a retracted request that is to go next."""
+        """Add a request at the front, for example a retracted one that runs next."""
         self.append(request)
         self._entries.move_to_end(id(request), last=False)
 
     def extend(self, requests: Iterable[R]) -> None:
-        """Enter all at the end, in order."""
+        """Add requests at the end, in order."""
         for request in requests:
             self.append(request)
 
     def popleft(self) -> R:
-        """Leave from the front."""
+        """Remove and return the first request."""
         try:
             _, (request, pending, uncached) = self._entries.popitem(False)
         except KeyError:
@@ -136,7 +131,7 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         return request
 
     def pop(self) -> R:
-        """Leave from the end."""
+        """Remove and return the last request."""
         try:
             _, (request, pending, uncached) = self._entries.popitem()
         except KeyError:
@@ -146,7 +141,7 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         return request
 
     def remove(self, request: R) -> None:
-        """Leave from wherever the request stands."""
+        """Remove a request from any position."""
         entry = self._entries.pop(id(request), None)
         if entry is None:
             raise ValueError(f"{request!r} is not queued")
@@ -154,17 +149,17 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         self._uncached_tokens -= entry[2]
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Remove all requests."""
         self._entries.clear()
         self._pending_tokens = self._uncached_tokens = 0
 
     def recount(self, request: R, storage_span: tuple[int, int] = (0, 0)) -> None:
-        """Count a queued request anew, in place: its prefix match has changed, or storage was found to have more.
+        """Count a queued request again, because its prefix match or its prefetch from storage has changed.
 
         Args:
-            request: stands in the queue.
-            storage_span: its tokens from the first to before the end that a storage tier will bring: they wait, and
-                are not to be computed (SGLang's ``waiting_storage_span``). What is cached already counts once.
+            request: a queued request.
+            storage_span: first token and end of the tokens that are prefetched from storage. They are pending but not
+                uncached (SGLang's ``waiting_storage_span``). Tokens that are cached already count once.
         """
         entry = self._entries.get(id(request))
         if entry is None:
@@ -178,7 +173,7 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         self._uncached_tokens += uncached - entry[2]
 
     def sort(self, *, key: Callable[[R], Any], reverse: bool = False) -> None:
-        """Reorder by ``key``, stably: a priority or longest-prefix policy. The counts stay as they are."""
+        """Reorder by ``key``, stably, for a priority or longest-prefix policy. The counts do not change."""
         for request in sorted(self, key=key, reverse=reverse):
             self._entries.move_to_end(id(request))
 
@@ -195,7 +190,7 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         return id(request) in self._entries
 
     def index(self, request: object, start: int = 0, stop: int | None = None) -> int:
-        """Return the place of ``request`` within ``start`` to ``stop``, counted as ``list.index`` does."""
+        """Return the index of ``request`` between ``start`` and ``stop``, as ``list.index``."""
         places = range(len(self))[start:stop]
         for place, queued in enumerate(self):
             if queued is request and place in places:
@@ -203,7 +198,6 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         raise ValueError(f"{request!r} is not queued")
 
     def count(self, request: object) -> int:
-        """Return 1 for a queued request, else 0."""
         return int(request in self)
 
     @overload
@@ -226,32 +220,30 @@ class TokenCountedQueue(CountedQueue, Sequence[R]):
         )
 
 
-# A dispatcher's memory of what it has sent to one replica and no report counts yet. Pure: no clock, no sockets.
-
 MAX_DISPATCHER_NAME_CHARACTERS = 64
-"""Every load report carries the names of its dispatchers."""
+"""Every load report contains the names of its dispatchers."""
 
 
 def is_valid_dispatcher_name(name: str) -> bool:
-    """Say whether ``name`` can stand in a load report: 1 to 64 printable ASCII characters."""
+    """Return whether ``name`` is valid in a load report: 1 to 64 printable ASCII characters."""
     return 0 < len(name) <= MAX_DISPATCHER_NAME_CHARACTERS and name.isascii() and name.isprintable()
 
 
 @dataclass(slots=True, kw_only=True)
 class DispatchLedger:
-    """Numbers the requests sent to one replica and forgets each when a report counts it.
+    """Tracks the requests that a dispatcher has sent to one replica until a load report includes them.
 
-    The replica's load, as its dispatcher should see it, is the last report plus ``unreported_tokens``: no request is
-    counted twice, and none in flight is forgotten, however late reports are. A replica that restarts has lost what
-    was in flight to it; its entries leave with the first report that counts a later ticket.
+    The dispatcher adds ``unreported_tokens`` to the last report to obtain the load of the replica. It counts no request
+    twice and none in transit is left out, however late reports are. A replica that restarts has lost its requests in
+    transit; their entries are removed by the first report that includes a later ticket.
 
     Attributes:
-        dispatcher: this dispatcher's name, unique among those that send to the replica, and new for each of its
-            lives, for tickets begin at 1 again.
-        unreported_tokens: input tokens of the requests that are not counted yet.
+        dispatcher: name of this dispatcher, unique among those of the replica. A restarted dispatcher needs a new name,
+            because its tickets begin at 1 again.
+        unreported_tokens: input tokens of the requests that no report includes yet.
 
     Raises:
-        ConfigError: the name cannot stand in a load report.
+        ConfigError: the name is not valid in a load report.
     """
 
     dispatcher: str
@@ -264,33 +256,33 @@ class DispatchLedger:
             raise ConfigError(
                 "dispatcher",
                 self.dispatcher,
-                "cannot stand in a load report",
+                "is not valid in a load report",
                 f"give 1 to {MAX_DISPATCHER_NAME_CHARACTERS} printable ASCII characters",
             )
 
     @property
     def unreported_requests(self) -> int:
-        """Requests that were sent and are not counted by any report yet."""
+        """Number of requests that were sent and that no report includes yet."""
         return len(self._unreported)
 
     def issue_ticket(self, num_tokens: int) -> int:
-        """Note a request that is about to be sent; returns the ticket to send with it. Send in order of tickets."""
+        """Record a request and return its ticket. Send requests in the order of their tickets."""
         self._last_ticket += 1
         self._unreported[self._last_ticket] = num_tokens
         self.unreported_tokens += num_tokens
         return self._last_ticket
 
     def cancel(self, ticket: int) -> None:
-        """Forget a request that could not be sent. For a ticket that is counted already nothing is left to do."""
+        """Remove a request that could not be sent. Does nothing for a ticket that a report includes."""
         self.unreported_tokens -= self._unreported.pop(ticket, 0)
 
     def on_load_report(self, watermarks: Iterable[tuple[str, int]]) -> None:
-        """Take in ``LoadSnapshot.dispatched_watermarks`` of a report; other dispatchers' pairs are skipped."""
+        """Process ``LoadSnapshot.dispatched_watermarks`` of a report; pairs of other dispatchers are skipped."""
         for dispatcher, ticket in watermarks:
             if dispatcher == self.dispatcher:
-                self._forget_up_to(ticket)
+                self._remove_up_to(ticket)
 
-    def _forget_up_to(self, ticket: int) -> None:
+    def _remove_up_to(self, ticket: int) -> None:
         unreported = self._unreported
         while unreported and next(iter(unreported)) <= ticket:
             self.unreported_tokens -= unreported.popitem(last=False)[1]

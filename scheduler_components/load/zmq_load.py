@@ -1,8 +1,8 @@
-"""The two ends of the load gauge on the network: a reader gets the newest samples, or none.
+"""The load gauge over ZMQ: a PUB socket per rank, and a reader that returns only new samples.
 
-A slow reader's samples wait in four places: libzmq's queue for it, the kernel's buffer here, the one on its side, and
-its own queue. The first two are kept as small as the system allows, so that what is sent after a stall is not
-behind seconds of old samples. What a reader does about the other two stands above ``ZmqLoadReader``.
+Samples for a slow reader queue in four places: libzmq's queue for it, the kernel buffers of both sides, and its own
+queue. The sink keeps the first two as small as the system allows, so that a sample after a stall is not queued behind
+seconds of old ones. The comment above ``ZmqLoadReader`` explains the other two.
 
 Source of the frames ``(topic, sequence, payload)``: SGLang 0.5.23.
 """
@@ -46,21 +46,21 @@ __all__ = [
 ]
 
 _QUEUED_SAMPLES = 2
-"""For each reader: one on its way and the newest. With 1, a sample right after another would be lost to all."""
+"""Per reader: one sample in transit and the newest. With 1, readers would lose a sample directly after another."""
 
 _KERNEL_BUFFER_BYTES = 4096
-"""The system's least, some 30 samples. Left to itself it lets hours of samples pile up before a stalled reader."""
+"""The minimum of the system, about 30 samples. By default, hours of samples queue for a stalled reader."""
 
 _MAX_INCOMING_BYTES = 1024
 _HANDSHAKE_MS = 2_000
 
 
 class ZmqLoadSink:
-    """A ``LoadSink`` for dispatchers on the network. Made by ``open_zmq_load_sink``; used and closed on one thread.
+    """A ``LoadSink`` for dispatchers on the network. ``open_zmq_load_sink`` creates it; one thread uses and closes it.
 
     Attributes:
-        endpoint: the address that was really bound, port 0 resolved.
-        sent: samples handed to the socket, which is the number of the next one.
+        endpoint: the bound address, with port 0 resolved.
+        sent: number of samples sent, which is the sequence of the next one.
     """
 
     __slots__ = ("__weakref__", "_is_forked", "_epoch", "_pid", "_release", "_socket", "endpoint", "sent")
@@ -77,11 +77,11 @@ class ZmqLoadSink:
         register_for_fork(self)
 
     def send(self, load: LoadSnapshot) -> None:
-        """Send one sample to every reader that has room for it; PUB drops it for the others and never blocks.
+        """Send one sample to every reader with room in its queue; PUB drops it for the others and never blocks.
 
         Raises:
             ZMQError: the sink is closed.
-            ForkedPublisherError: this is a child of the process that opened the sink.
+            ForkedPublisherError: this process is a child of the one that opened the sink.
         """
         if self._is_forked:
             raise ForkedPublisherError(self._pid)
@@ -91,12 +91,12 @@ class ZmqLoadSink:
         self.sent += 1
 
     def close(self) -> None:
-        """Let go of the socket and its address; does nothing in a forked child. Safe to call twice."""
+        """Close the socket and release its address; does nothing in a forked child. Safe to call twice."""
         if not self._is_forked:
             self._release()
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: the socket is the parent's, and every ``send`` says so."""
+        """Let every ``send`` in a forked child raise, because the parent owns the socket."""
         self._is_forked = True
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class ZmqLoadSink:
 
 
 def check_load_endpoint(endpoint: Endpoint) -> None:
-    """Refuse an address that no dispatcher in another process could reach.
+    """Check that dispatchers in other processes can reach the address.
 
     Raises:
         ConfigError: it is an inproc address.
@@ -114,17 +114,17 @@ def check_load_endpoint(endpoint: Endpoint) -> None:
 
 
 def open_zmq_load_sink(endpoint: Endpoint, *, access: CurveServerKeys | None = None) -> ZmqLoadSink:
-    """Bind the PUB socket of one stream's load gauge; readers come to it, as they come to replays.
+    """Bind the PUB socket of one stream's load gauge. Readers connect to it.
 
-    The ZMQ context is private: nobody else's ``destroy()`` reaches the gauge.
+    The ZMQ context is private, so no ``destroy()`` of another component closes the gauge.
 
     Args:
-        endpoint: this stream's address; port 0 lets the system choose.
-        access: who may connect; None for everybody.
+        endpoint: this stream's address; the system chooses a port for port 0.
+        access: keys of the clients that may connect; None for any client.
 
     Raises:
         ConfigError: it is an inproc address.
-        StartError: the address is taken, or not one of this machine; nothing stays open.
+        StartError: the address is in use, or not an address of this machine; nothing stays open.
     """
     check_load_endpoint(endpoint)
     with ExitStack() as undo:
@@ -141,7 +141,7 @@ def open_zmq_load_sink(endpoint: Endpoint, *, access: CurveServerKeys | None = N
             _bind(socket, endpoint, access)
             bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
-            hint = "choose a free address of this machine, or stop the process that holds it"
+            hint = "choose a free address of this machine, or stop the process that uses it"
             raise StartError(str(endpoint), f"cannot bind the load gauge: {error.strerror}", hint) from error
         return ZmqLoadSink(socket, bound, secrets.randbits(63), undo.pop_all().close)
 
@@ -157,25 +157,25 @@ def _bind(socket: zmq.Socket[bytes], endpoint: Endpoint, access: CurveServerKeys
     socket.bind(str(endpoint))
 
 
-# A dispatcher's end of the load gauges: always the newest samples, also after it has stood still.
+# The reader returns the newest samples even after it has stalled.
 #
-# What arrives while nobody reads waits in buffers until they are full, and from then on newer samples are dropped: who
-# reads on after a stall reads the past. This reader takes everything that waits and keeps the newest. Where it has not
-# looked for longer than a heartbeat, it drops its connections, with all that waits in them, and dials anew.
+# Samples that arrive while the reader does not read fill the buffers, and further ones are dropped: after a stall the
+# buffers contain only old samples. So the reader receives all queued samples and keeps the newest. If it has not polled
+# for longer than a heartbeat, it closes its connections with everything queued in them, and connects again.
 
-_MESSAGES_A_READ = 10_000
-"""More than 100 ranks send in 5 s. Publishers that send still more are not waited for."""
+_MAX_MESSAGES_PER_READ = 10_000
+"""More than 100 ranks send in 5 s. A read does not wait for publishers that send more."""
 
 
 class _Connections(NamedTuple):
-    """What it takes to dial all ranks, once and again."""
+    """The parameters of the connections to all ranks."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     endpoints: tuple[Endpoint, ...]
     keys: CurveClientKeys | None
 
     def dial(self) -> zmq.Socket[bytes]:
-        """Give a socket that nothing has waited in."""
+        """Return a new socket that is connected to all ranks."""
         socket = self.context.socket(zmq.SUB)
         socket.linger = 0
         socket.ipv6 = any(endpoint.is_ipv6 for endpoint in self.endpoints)
@@ -189,16 +189,16 @@ class _Connections(NamedTuple):
 
 
 class ZmqLoadReader:
-    """Reads the load gauges of one engine. Made by ``open_zmq_load_reader``; used and closed on one thread.
+    """Reads the load gauges of one engine. ``open_zmq_load_reader`` creates it; one thread uses and closes it.
 
     Attributes:
         view: the newest sample of each rank.
-        received: messages read.
-        bad: messages that were no sample; each cost itself.
-        reconnects: how often the connections were made anew after a stall.
+        received: messages received.
+        bad: messages that were not samples, and were skipped.
+        reconnects: reconnections after a stall.
     """
 
-    __slots__ = ("view", "received", "bad", "reconnects", "_clock", "_connections", "_looked_s", "_socket", "_stall_s")
+    __slots__ = ("view", "received", "bad", "reconnects", "_clock", "_connections", "_polled_s", "_socket", "_stall_s")
 
     def __init__(
         self,
@@ -215,17 +215,17 @@ class ZmqLoadReader:
         self._socket = socket
         self._stall_s = stall_s
         self._clock = clock
-        self._looked_s = dialed_s  # from before the dialing: a process may be stopped right after it
+        self._polled_s = dialed_s  # from before connecting, because the process may be suspended directly after it
 
     def read(self, timeout_s: float = 0.0) -> LoadView:
-        """Take in what has arrived, waiting up to ``timeout_s`` for a first sample; returns ``view``.
+        """Receive the queued samples, wait up to ``timeout_s`` for a first one, and return ``view``.
 
-        Call it at least once per heartbeat: after a longer pause only what arrives from now on counts.
+        Call it at least once per heartbeat. After a longer pause it discards the queued samples.
         """
         deadline_s = self._clock() + timeout_s
         self._redial_after_stall(self._stall_s)
         while True:
-            # Short waits: one that took much longer than asked shows that the whole process stood still.
+            # Wait in short intervals: one that takes much longer shows that the process was suspended.
             wait_s = min(max(0.0, deadline_s - self._clock()), self._stall_s / 2)
             self._socket.poll(math.ceil(wait_s * 1000), zmq.POLLIN)
             messages = self._receive_all()
@@ -235,10 +235,10 @@ class ZmqLoadReader:
                 return self.view
 
     def _redial_after_stall(self, allowed_s: float) -> bool:
-        """Note that somebody looks; dial anew when nobody has for longer than ``allowed_s``."""
+        """Record this poll; connect again if the last one was longer ago than ``allowed_s``."""
         now = self._clock()
-        stalled = now - self._looked_s > allowed_s
-        self._looked_s = now
+        stalled = now - self._polled_s > allowed_s
+        self._polled_s = now
         if stalled:
             self.reconnects += 1
             self._socket.close(linger=0)
@@ -247,7 +247,7 @@ class ZmqLoadReader:
 
     def _receive_all(self) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
-        while len(messages) < _MESSAGES_A_READ:
+        while len(messages) < _MAX_MESSAGES_PER_READ:
             try:
                 messages.append(self._socket.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
@@ -256,18 +256,18 @@ class ZmqLoadReader:
         return messages
 
     def _update_view(self, messages: list[list[bytes]]) -> bool:
-        """Take samples into the view; True when one was new."""
-        took = False
+        """Add samples to the view; return whether one was new."""
+        is_new = False
         for frames in messages:
             try:
-                # The time of the look, not of this line: a process may be stopped between the two.
-                took |= self.view.update(_stat_in(frames), self._looked_s)
+                # The time of the poll and not of this line: the process may be suspended between the two.
+                is_new |= self.view.update(_stat_in(frames), self._polled_s)
             except DecodeError:
                 self.bad += 1
-        return took
+        return is_new
 
     def close(self) -> None:
-        """Let go of the connections. Safe to call twice."""
+        """Close the connections. Safe to call twice."""
         self._socket.close(linger=0)
         self._connections.context.term()
 
@@ -288,16 +288,16 @@ def open_zmq_load_reader(
     stall_s: float = LOAD_HEARTBEAT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> ZmqLoadReader:
-    """Dial the load gauges of all ranks of one engine; publishers may start later.
+    """Connect to the load gauges of all ranks of one engine; publishers may start later.
 
     Args:
         endpoints: one address per rank, as advertised (base port + rank), with a host that can be dialled.
-        keys: of a stream that demands them.
-        stall_s: the publishers' heartbeat: after a pause as long as this, what has waited is too old.
+        keys: for streams that authenticate clients.
+        stall_s: heartbeat of the publishers; after a longer pause the queued samples are too old.
         clock: seconds from any origin.
 
     Raises:
-        ConfigError: an address cannot be dialled, there is none, or ``stall_s`` is no time span.
+        ConfigError: an address cannot be dialled, there is none, or ``stall_s`` is not a time span.
         StartError: the system refused a socket.
     """
     addresses = tuple(Endpoint.parse(text, field="load_endpoint") for text in endpoints)

@@ -1,7 +1,4 @@
-"""Times: histograms, rates over the recent past, and how long requests wait, prefill and decode.
-
-All of it is pure and does not grow; time comes in through a clock.
-"""
+"""Histograms, rates over a recent window, and queue, prefill and decode times of requests. Memory is constant."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ __all__ = [
 
 
 class Histogram:
-    """Counts values in buckets that are fixed when it is made.
+    """Counts values in fixed buckets.
 
     Raises:
-        ConfigError: there is no bound, or they do not rise, or one is not finite.
+        ConfigError: there are no bounds, they do not increase, or one is not finite.
     """
 
     __slots__ = ("_bounds", "_counts", "_snapshot", "_total")
@@ -49,7 +46,7 @@ class Histogram:
         self._snapshot: HistogramSnapshot | None = None
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value``, ``times`` times. Below 0 counts as 0; what is not finite, or not even once, not at all."""
+        """Count ``value``, ``times`` times. A negative value counts as 0. Infinite values and NaN are ignored."""
         if times > 0 and -math.inf < value < math.inf:
             if value < 0.0:
                 value = 0.0
@@ -58,7 +55,7 @@ class Histogram:
             self._snapshot = None
 
     def snapshot(self) -> HistogramSnapshot:
-        """Return the counts of this moment; the same object as the last one while nothing new was observed."""
+        """Return the counts; the same object as last time if no value was observed since."""
         if self._snapshot is None:
             self._snapshot = HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
         return self._snapshot
@@ -67,19 +64,17 @@ class Histogram:
         return f"<Histogram: {sum(self._counts)} values in {len(self._counts)} buckets>"
 
 
-# Rates over the recent past, in memory that does not grow.
-
 _GENERATED, _INPUT, _CACHED, _PREEMPTED = range(4)
 
 
 class RollingSums:
-    """Sums of ``num_sums`` counters over the last ``window_s``, kept in ``num_buckets`` buckets of time.
+    """Sums of ``num_sums`` counters over the last ``window_s``, in ``num_buckets`` time buckets.
 
-    Pure: time comes in with ``advance``. A time before the last one counts as no time passed, so a clock that is
-    set back neither freezes the window nor empties it.
+    ``advance`` provides the time. A clock that is set back counts as no time passed, so it neither freezes nor empties
+    the window.
 
     Raises:
-        ConfigError: the window is not a positive number, or there is no bucket.
+        ConfigError: the window is not positive, or there is no bucket.
     """
 
     __slots__ = ("sums", "_bucket_end_s", "_bucket_s", "_buckets", "_index", "_last_now", "_start_s", "_window_start_s")
@@ -90,13 +85,13 @@ class RollingSums:
         self.sums = [0] * num_sums
         self._buckets = [[0] * num_sums for _ in range(num_buckets)]
         self._bucket_s = window_s / num_buckets
-        self._index = 0  # of the current bucket since the start; its place in the ring is the remainder
-        # All on the clock; what is set back with it counts no time as passed.
+        self._index = 0  # of the current bucket since the start; modulo the number of buckets, its position in the ring
+        # Times of the clock; they move back with it.
         self._start_s = self._window_start_s = self._last_now = now
         self._bucket_end_s = now + self._bucket_s
 
     def advance(self, now: float) -> list[int]:
-        """Move to ``now``: buckets that fall out of the window leave the sums. Returns the sums."""
+        """Move to ``now``, subtract the buckets that leave the window, and return the sums."""
         if now < self._last_now:
             self._set_back(self._last_now - now)
         self._last_now = now
@@ -121,14 +116,14 @@ class RollingSums:
         self._window_start_s = self._start_s + max(0, index + 1 - ring) * self._bucket_s
 
     def add(self, column: int, amount: int) -> None:
-        """Count ``amount`` in the current bucket; a negative amount counts as 0."""
+        """Add ``amount`` to the current bucket; a negative amount counts as 0."""
         if amount > 0:
             self._buckets[self._index % len(self._buckets)][column] += amount
             self.sums[column] += amount
 
     @property
     def span_s(self) -> float:
-        """Seconds that the sums cover: the window, less what the current bucket still lacks; at least one bucket."""
+        """Seconds that the sums cover: the window without the rest of the current bucket, at least one bucket."""
         covered_s = self._last_now - self._window_start_s
         return covered_s if covered_s > self._bucket_s else self._bucket_s
 
@@ -137,12 +132,12 @@ class RollingSums:
 class RateMeter:
     """Generation throughput, cache hit rate and preemptions over a rolling window: the kit's ``RateSource``.
 
-    Tokens are summed in buckets of time, so a rate moves in steps of one bucket, and an idle scheduler reads 0
-    one window after its last token. Right after the start the window is as long as the meter is old.
+    Tokens are summed in time buckets, so a rate changes in steps of one bucket, and becomes 0 one window after the last
+    token. Directly after the start the window is as long as the age of the meter.
 
     Attributes:
-        window_s: how far back the rates look.
-        num_buckets: resolution of the window, and its whole memory.
+        window_s: length of the window.
+        num_buckets: resolution of the window.
         clock: seconds from any origin.
 
     Raises:
@@ -158,20 +153,20 @@ class RateMeter:
         self._window = RollingSums(num_sums=4, window_s=self.window_s, num_buckets=self.num_buckets, now=self.clock())
 
     def observe_prefill(self, input_tokens: int, cached_tokens: int) -> None:
-        """Count a request that entered prefill: its input, and the part that a cached prefix covered."""
+        """Count a request that entered prefill: its input tokens, and the part in a cached prefix."""
         window = self._window
         window.advance(self.clock())
         window.add(_INPUT, input_tokens)
         window.add(_CACHED, min(cached_tokens, input_tokens))
 
     def observe_decode(self, tokens: int) -> None:
-        """Count tokens that a step generated, over all its requests."""
+        """Count the tokens that a step generated over all requests."""
         window = self._window
         window.advance(self.clock())
         window.add(_GENERATED, tokens)
 
     def observe_preemption(self) -> None:
-        """Count a request that lost its pages to others."""
+        """Count a request that lost its pages to other requests."""
         window = self._window
         window.advance(self.clock())
         window.add(_PREEMPTED, 1)
@@ -185,24 +180,21 @@ class RateMeter:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Cached / input tokens over the window, 0 to 1; 0 when nothing was prefilled in it."""
+        """Cached / input tokens over the window, 0 to 1; 0 without any prefill."""
         sums = self._window.advance(self.clock())
         input_tokens = sums[_INPUT]
         return sums[_CACHED] / input_tokens if input_tokens else 0.0
 
     @property
     def preemptions_per_s(self) -> float:
-        """Requests per second that lost their pages, over the window."""
+        """Preemptions per second over the window."""
         window = self._window
         preempted = window.advance(self.clock())[_PREEMPTED]
         return preempted / window.span_s if preempted else 0.0
 
 
-# How long one request was where: times that only grow, whatever happens to the request or to the clock.
-
-
 class RequestPhase(enum.IntEnum):
-    """Where a request spends its time. A retraction leads from PREFILL or DECODE back to QUEUE."""
+    """The phase of a request. A retraction leads from PREFILL or DECODE back to QUEUE."""
 
     QUEUE = 0
     PREFILL = 1
@@ -210,22 +202,22 @@ class RequestPhase(enum.IntEnum):
     FINISHED = 3
 
 
-_DECODE = int(RequestPhase.DECODE)  # a place in a list is found by an int in half the time
+_DECODE = int(RequestPhase.DECODE)  # a list index by int takes half the time of one by IntEnum
 
 
 class RequestTimeStats:
-    """The times of one request, fed by whoever moves it.
+    """The times of one request.
 
     Every moment from the first queueing to the end belongs to exactly one phase, so queue, prefill and decode times
-    add up to the end-to-end time. A phase that is entered again, after a retraction, goes on where it stopped. A
-    moment before the last one counts as no time passed: with a clock that is set back no time is negative.
+    add up to the end-to-end time. The time of a phase that is entered again after a retraction continues. A clock that
+    is set back counts as no time passed, so no time is negative.
 
     Attributes:
-        phase: where the request is.
+        phase: current phase.
         times_s: seconds spent in QUEUE, PREFILL and DECODE.
         first_queue_s: seconds in the queue before the first prefill; None before it.
         first_token_s: seconds from the first queueing to the first token; None before it.
-        num_retractions: how often it went back to the queue.
+        num_retractions: number of returns to the queue.
     """
 
     __slots__ = (
@@ -243,17 +235,17 @@ class RequestTimeStats:
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from the first queueing to the last moment that was told."""
+        """Seconds from the first queueing to the last update."""
         return sum(self.times_s)
 
     @property
     def queue_s(self) -> float:
-        """Seconds in the queue, after retractions too."""
+        """Seconds in the queue, including after retractions."""
         return self.times_s[RequestPhase.QUEUE]
 
     @property
     def prefill_s(self) -> float:
-        """Seconds in prefill, that of tokens computed before a retraction too."""
+        """Seconds in prefill, including tokens that a retraction discarded."""
         return self.times_s[RequestPhase.PREFILL]
 
     @property
@@ -262,7 +254,7 @@ class RequestTimeStats:
         return self.times_s[RequestPhase.DECODE]
 
     def advance(self, now: float) -> None:
-        """Give the time up to ``now`` to the present phase; an ended request takes none."""
+        """Add the time up to ``now`` to the current phase, unless the request has finished."""
         if self.phase is not RequestPhase.FINISHED:
             if now > self._now:
                 passed_s = now - self._now
@@ -271,7 +263,7 @@ class RequestTimeStats:
             self._now = now
 
     def move_to(self, phase: RequestPhase, now: float) -> None:
-        """Enter ``phase``. Entering the present one again changes nothing; an ended request stays ended."""
+        """Enter ``phase``. Entering the current phase, or any phase after FINISHED, changes nothing."""
         self.advance(now)
         if self.phase is RequestPhase.FINISHED or phase is self.phase:
             return
@@ -282,10 +274,10 @@ class RequestTimeStats:
         self.phase = phase
 
     def on_token(self, now: float) -> float | None:
-        """Note that tokens came now; returns the seconds since those before them, None for the first ones.
+        """Record new tokens; return the seconds since the previous ones, None for the first ones.
 
-        A request with tokens is in DECODE from here on. The wait after a retraction is part of the interval: to
-        the client it is one.
+        The request is in DECODE afterwards. The wait after a retraction is part of the interval, as it is for the
+        client.
         """
         self.move_to(RequestPhase.DECODE, now)
         interval_s, self._since_token_s = self._since_token_s, 0.0
@@ -295,9 +287,9 @@ class RequestTimeStats:
         return interval_s
 
     def add_decode_interval(self, now: float) -> float | None:
-        """Do what ``on_token`` does for a request of which nothing was told since its last token, and quickly.
+        """Do the same as ``on_token``, faster, for a request without an update since its last token.
 
-        None, and nothing done, for any other request.
+        Return None and change nothing for any other request.
         """
         if self._since_token_s or self.first_token_s is None or self.phase is not RequestPhase.DECODE:
             return None
@@ -332,7 +324,7 @@ _QUEUE_BOUNDS_S = (
 
 @dataclass(slots=True, kw_only=True)
 class LatencyHistograms:
-    """One histogram each; the bounds are SGLang's unless others are given."""
+    """The histograms of one scheduler. The default bounds are SGLang's."""
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_BOUNDS_S))
     inter_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
@@ -344,14 +336,14 @@ class LatencyHistograms:
 
 @dataclass(slots=True, kw_only=True)
 class RequestLatencyRecorder:
-    """Follows requests and books what their times say; the scheduler keeps each request's ``RequestTimeStats``.
+    """Records the times of requests in histograms. The scheduler keeps each request's ``RequestTimeStats``.
 
-    Each call costs one look at the clock and at most one addition in a histogram, except the last of a request.
-    ``on_batch_tokens`` takes a whole step: one look, and mostly one addition, since requests that decode
-    together wait equally long for their tokens.
+    Each call reads the clock once and observes at most one value, except the last call of a request.
+    ``on_batch_tokens`` records a whole step with mostly one observation, because requests that decode together have the
+    same interval between tokens.
 
     Attributes:
-        histograms: where values are counted.
+        histograms: count the values.
         clock: seconds from any origin.
     """
 
@@ -359,38 +351,38 @@ class RequestLatencyRecorder:
     clock: Callable[[], float] = time.monotonic
 
     def on_queued(self) -> RequestTimeStats:
-        """Begin a request's times: it enters the queue."""
+        """Return the times of a new request, which enters the queue."""
         return RequestTimeStats(self.clock())
 
     def on_admitted(self, times: RequestTimeStats) -> None:
-        """The request leaves the queue for prefill."""
+        """Record that the request leaves the queue for prefill."""
         is_first = times.first_queue_s is None
         times.move_to(RequestPhase.PREFILL, self.clock())
         self._record_queue_time(times, is_first)
 
     def on_retracted(self, times: RequestTimeStats) -> None:
-        """The request goes back to the queue."""
+        """Record that the request returns to the queue."""
         times.move_to(RequestPhase.QUEUE, self.clock())
 
     def on_tokens(self, times: RequestTimeStats, num_tokens: int) -> None:
-        """The request got ``num_tokens`` new tokens in one step; with speculation there are several."""
+        """Record ``num_tokens`` new tokens of one step; speculation yields several."""
         self._on_tokens(times, num_tokens, self.clock())
 
     def on_batch_tokens(self, times: Sequence[RequestTimeStats], num_tokens: Sequence[int]) -> None:
-        """Each of these requests got so many tokens in one step, all at one moment: ``on_tokens``, one by one."""
+        """Record the new tokens of all requests of one step, as ``on_tokens`` for each."""
         now = self.clock()
         observe = self.histograms.inter_token.observe
-        alike_s, num_alike = 0.0, 0  # requests in a row that got one token after the same time
+        same_s, num_same = 0.0, 0  # consecutive requests with one token after the same interval
         for each, num in zip(times, num_tokens, strict=True):
             passed_s = each.add_decode_interval(now) if num == 1 else None
             if passed_s is None:
                 self._on_tokens(each, num, now)
-            elif passed_s == alike_s:
-                num_alike += 1
+            elif passed_s == same_s:
+                num_same += 1
             else:
-                observe(alike_s, num_alike)
-                alike_s, num_alike = passed_s, 1
-        observe(alike_s, num_alike)
+                observe(same_s, num_same)
+                same_s, num_same = passed_s, 1
+        observe(same_s, num_same)
 
     def _on_tokens(self, times: RequestTimeStats, num_tokens: int, now: float) -> None:
         if num_tokens < 1 or times.phase is RequestPhase.FINISHED:
@@ -408,7 +400,7 @@ class RequestLatencyRecorder:
             self.histograms.queue.observe(times.first_queue_s)
 
     def on_finished(self, times: RequestTimeStats) -> None:
-        """The request is over: finished, aborted or failed. A second end is not counted."""
+        """Record the end of a request: finished, aborted or failed. Further calls are ignored."""
         if times.phase is RequestPhase.FINISHED:
             return
         times.move_to(RequestPhase.FINISHED, self.clock())

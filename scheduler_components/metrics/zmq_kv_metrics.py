@@ -1,4 +1,8 @@
-"""KvMetrics between processes: one msgpack map per report, pushed by schedulers, pulled by the serving process."""
+"""KvMetrics over ZMQ: schedulers push one msgpack map per report, the serving process pulls them.
+
+Source: SGLang 0.5.x, where every scheduler pushes its ``KvMetrics`` to the serving process over an ipc socket. Here the
+payload is msgpack and not pickle, and queues on both sides are bounded.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,17 @@ __all__ = [
 ]
 
 MAX_KV_METRICS_BYTES = 4096
-"""Eight numbers with their names take some 250 bytes; the rest is room for fields of later versions."""
+"""Eight numbers with their names take about 250 bytes; the rest is reserved for fields of later versions."""
 
 encode_kv_metrics = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(KvMetrics).decode
 
 
 def decode_kv_metrics(payload: bytes) -> KvMetrics:
-    """Read one report. Unknown fields are skipped, missing ones are 0.
+    """Decode one report. Unknown fields are skipped, missing ones are 0.
 
     Raises:
-        DecodeError: the payload is not such a map, is too long, or holds a negative or not finite number.
+        DecodeError: the payload is not such a map, is too long, or has a negative or infinite number.
     """
     if len(payload) > MAX_KV_METRICS_BYTES:
         raise DecodeError(f"KvMetrics of {len(payload)} bytes, at most {MAX_KV_METRICS_BYTES} are read")
@@ -51,10 +55,10 @@ def decode_kv_metrics(payload: bytes) -> KvMetrics:
 
 
 def parse_kv_metrics_endpoint(endpoint: str, *, bind: bool) -> Endpoint:
-    """Parse the address of the serving process, which is another process: it binds there, schedulers connect.
+    """Parse the address that the serving process binds and schedulers connect to.
 
     Raises:
-        ConfigError: it is no address, does not leave the process, or is a wildcard or port 0 to connect to.
+        ConfigError: it is not an address, is inproc, or is a wildcard or port 0 to connect to.
     """
     address = Endpoint.parse(endpoint, field="metrics_endpoint")
     if address.transport == "inproc":
@@ -65,24 +69,19 @@ def parse_kv_metrics_endpoint(endpoint: str, *, bind: bool) -> Endpoint:
     return address
 
 
-# KvMetrics between processes: schedulers push, the serving process pulls.
-#
-# Source: SGLang 0.5.x, where every scheduler pushes its ``KvMetrics`` to the serving process over an ipc socket. Here
-# the payload is msgpack and not pickle, and nothing on either side can grow when the other side is slow or gone.
-
 _HIGH_WATER_MARK = 64
-"""Reports that either side queues: a report replaces the one before it, so a late reader misses little."""
+"""Reports to queue on each side. A report replaces the one before it, so a late reader misses little."""
 
 _KERNEL_BUFFER_BYTES = 32 * 1024
-"""Some 100 reports. Left to itself the system lets megabytes of old reports pile up before a reader that stalls."""
+"""About 100 reports. By default, megabytes of old reports queue for a reader that stalls."""
 
 
 class ZmqKvMetricsSink:
-    """The scheduler's end. Made by ``open_zmq_kv_metrics_sink``; used and closed on one thread.
+    """The sink of a scheduler. ``open_zmq_kv_metrics_sink`` creates it; one thread uses and closes it.
 
     Attributes:
-        sent: reports handed to the socket.
-        dropped: reports that nobody took: no receiver, a full queue, or a closed sink.
+        sent: reports sent.
+        dropped: reports dropped: no receiver, a full queue, or a closed sink.
     """
 
     __slots__ = ("__weakref__", "_context", "_is_forked", "_pid", "_socket", "dropped", "sent")
@@ -98,10 +97,10 @@ class ZmqKvMetricsSink:
         register_for_fork(self)
 
     def send(self, metrics: KvMetrics) -> None:
-        """Hand on one report; never blocks.
+        """Send one report; never blocks.
 
         Raises:
-            ForkedPublisherError: this is a child of the process that opened the sink.
+            ForkedPublisherError: this process is a child of the one that opened the sink.
         """
         if self._is_forked:
             raise ForkedPublisherError(self._pid)
@@ -113,15 +112,15 @@ class ZmqKvMetricsSink:
             self.sent += 1
 
     def close(self) -> None:
-        """Let go of the socket; what is queued is forgotten, since a report is stale at once. Safe to call twice.
+        """Close the socket and discard queued reports, which are outdated. Safe to call twice.
 
-        Nothing in a forked child, which does not own it.
+        Does nothing in a forked child, which does not own the socket.
         """
         if not self._is_forked:
             self._context.destroy(linger=0)
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: the socket is the parent's, and every ``send`` says so."""
+        """Let every ``send`` in a forked child raise, because the parent owns the socket."""
         self._is_forked = True
 
     def __repr__(self) -> str:
@@ -129,12 +128,12 @@ class ZmqKvMetricsSink:
 
 
 class ZmqKvMetricsReceiver:
-    """The serving process's end. Made by ``open_zmq_kv_metrics_receiver``; used and closed on one thread.
+    """The receiver in the serving process. ``open_zmq_kv_metrics_receiver`` creates it; one thread uses and closes it.
 
     Attributes:
-        endpoint: the address that was really bound, port 0 resolved.
-        received: reports read.
-        refused: payloads that were no ``KvMetrics``; each cost itself.
+        endpoint: the bound address, with port 0 resolved.
+        received: reports received.
+        refused: payloads that were not ``KvMetrics``, and were skipped.
     """
 
     __slots__ = ("_context", "_socket", "endpoint", "received", "refused")
@@ -147,7 +146,7 @@ class ZmqKvMetricsReceiver:
         self.refused = 0
 
     def receive(self, timeout_s: float = 0.0, limit: int = 1000) -> list[KvMetrics]:
-        """Return what has arrived, oldest first: at most ``limit`` reports, waiting up to ``timeout_s`` for one.
+        """Return at most ``limit`` reports, oldest first; wait up to ``timeout_s`` for the first one.
 
         A bad payload is counted in ``refused`` and skipped.
         """
@@ -167,7 +166,7 @@ class ZmqKvMetricsReceiver:
         return reports
 
     def close(self) -> None:
-        """Let go of the socket and its address. Safe to call twice."""
+        """Close the socket and release its address. Safe to call twice."""
         self._context.destroy(linger=0)
 
     def __repr__(self) -> str:
@@ -183,11 +182,11 @@ def _report_in(frames: list[bytes]) -> KvMetrics:
 def open_zmq_kv_metrics_sink(endpoint: str) -> ZmqKvMetricsSink:
     """Connect a PUSH socket to the serving process, which may start later.
 
-    While nobody receives, nothing is queued and every report counts as dropped, so a receiver that comes back
-    reads no old ones. The ZMQ context is private: nobody else's ``destroy()`` reaches the sink.
+    Without a receiver, nothing is queued and every report counts as dropped, so a restarted receiver reads no old
+    reports. The ZMQ context is private, so no ``destroy()`` of another component closes the sink.
 
     Raises:
-        ConfigError: the endpoint is no address of another process.
+        ConfigError: the endpoint is not an address of another process.
         StartError: the system refused the socket.
     """
     address = parse_kv_metrics_endpoint(endpoint, bind=False)
@@ -206,11 +205,11 @@ def open_zmq_kv_metrics_sink(endpoint: str) -> ZmqKvMetricsSink:
 
 
 def open_zmq_kv_metrics_receiver(endpoint: str) -> ZmqKvMetricsReceiver:
-    """Bind a PULL socket for the reports of all ranks; port 0 lets the system choose.
+    """Bind a PULL socket for the reports of all ranks; the system chooses a port for port 0.
 
     Raises:
-        ConfigError: the endpoint is no address that another process can reach.
-        StartError: the address is taken, or the system refused the socket.
+        ConfigError: the endpoint is not an address that another process can reach.
+        StartError: the address is in use, or the system refused the socket.
     """
     address = parse_kv_metrics_endpoint(endpoint, bind=True)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -224,5 +223,7 @@ def open_zmq_kv_metrics_receiver(endpoint: str) -> ZmqKvMetricsReceiver:
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
-        raise StartError(str(address), str(error), "stop who holds the address, or give another") from error
+        raise StartError(
+            str(address), str(error), "stop the process that uses the address, or give another one"
+        ) from error
     return ZmqKvMetricsReceiver(context, socket, bound)

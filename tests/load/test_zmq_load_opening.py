@@ -123,7 +123,8 @@ def test_a_stall_is_a_time_span(stall_s: float) -> None:
 def test_a_forked_child_cannot_send(tmp_path: Path) -> None:
     script = """
 import os, sys
-from scheduler_components import ForkedPublisherError, LoadSnapshot
+from scheduler_components import ForkedPublisherError
+from scheduler_components.values import LoadSnapshot
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.load import open_zmq_load_sink
 

@@ -95,7 +95,8 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components import LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components.values import LoadSnapshot, SchedulerStats
+from scheduler_components import ParallelState
 from scheduler_components.metrics import open_shm_metrics_sink
 
 parallel = ParallelState()

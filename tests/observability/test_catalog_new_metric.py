@@ -21,7 +21,8 @@ from observability import MetricsBoardCollector, PrometheusSink, render_metrics
 from observability.catalog import render_markdown
 from observability.grafana.dashboard import render_dashboard
 from observability.testing import METRICS_SINK_CHECKS
-from scheduler_components import LiveStats, LoadSnapshot, MetricsEmitter, ParallelState, SchedulerCounters
+from scheduler_components import LiveStats, MetricsEmitter, ParallelState
+from scheduler_components.values import LoadSnapshot, SchedulerCounters
 from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
 
 class Load:

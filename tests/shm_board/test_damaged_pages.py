@@ -82,7 +82,8 @@ def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path)
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components import LoadSnapshot, ParallelState, SchedulerStats
+from scheduler_components.values import LoadSnapshot, SchedulerStats
+from scheduler_components import ParallelState
 from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink
 
 directory, parallel = Path(sys.argv[1]), ParallelState()

@@ -132,7 +132,8 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from scheduler_components import ForkedPublisherError, LoadSnapshot, SchedulerStats
+from scheduler_components import ForkedPublisherError
+from scheduler_components.values import LoadSnapshot, SchedulerStats
 from scheduler_components.metrics.shm_metrics_board import METRICS_CODEC
 from scheduler_components.shm_board import open_shm_page_writer
 
