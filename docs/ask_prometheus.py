@@ -1,8 +1,8 @@
-"""Asks a real Prometheus everything that dashboard and alerts ask: ``python docs/ask_prometheus.py URL``.
+"""Run all queries of dashboard and alerts on a real Prometheus: ``python docs/ask_prometheus.py URL``.
 
-Starts ``prometheus`` (from the path, or ``--prometheus FILE``) on loopback, lets it scrape the running worker at
-``URL``, and prints a table: each query, how many series it has, and one value. Ends with 1 when a metric that the
-worker exposes is not found under its name, or not with its type.
+The script starts ``prometheus`` (from the path, or ``--prometheus FILE``) on loopback, lets it scrape the worker at
+``URL``, and prints each query with its number of series and one value. The exit code is 1 when a metric of the worker
+is missing or has another type.
 """
 
 from __future__ import annotations

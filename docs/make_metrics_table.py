@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/metrics.md`` and ``docs/stream-metrics.md`` from the catalogue:
+"""Write the tables of ``docs/metrics.md`` and ``docs/stream-metrics.md`` from the catalogue:
 ``python docs/make_metrics_table.py``."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ DOCS = Path(__file__).parent
 
 
 def replace_from(first: str, page: Path, tables: str) -> None:
-    """Replace what begins with ``first``, and leave what is above it."""
+    """Replace the part of a page that begins with ``first``."""
     above, _, _ = page.read_text().partition(first)
     page.write_text(above + tables)
 

@@ -3,7 +3,7 @@
 Each of these comments starts a generated part of a page. All other text is written by hand:
 
 - ``<!-- rules: CHAPTER -->``: the table of a chapter's rules, from ``scheduler_components.testing.rules``;
-- ``<!-- index -->``: all rules, with the page that explains each;
+- ``<!-- index -->``: all rules, each with its page;
 - ``<!-- fields: EVENT -->``: an event's fields, from ``FIELD_FACTS``;
 - ``<!-- golden: FILE: NAME -->``: one golden vector, part by part.
 

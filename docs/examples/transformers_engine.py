@@ -31,10 +31,10 @@ class RecordedLedger(BlockLedger):  # the engine's table of hashed blocks
     def register_new_hash(self, block_id: int, block_hash: int) -> int | None:
         twin = super().register_new_hash(block_id, block_hash)
         if twin is None:
-            self.new_hashes.add(block_hash)  # told by ``tell_new``, which knows the tokens
+            self.new_hashes.add(block_hash)  # ``record_new`` records them with their tokens
         return twin
 
-    def tell_new(self, block_ids: Sequence[int], tokens: Sequence[int], size: int) -> None:
+    def record_new(self, block_ids: Sequence[int], tokens: Sequence[int], size: int) -> None:
         parent = None
         for index, block_hash in enumerate(map(self.block_to_hash.get, block_ids)):
             if block_hash in self.new_hashes:
@@ -65,7 +65,7 @@ def record(allocator: CacheAllocator) -> BlockTableRecorder:
 
     def mark_complete_blocks(request_id: str, tokens: list[int], num_new: int) -> None:
         complete(request_id, tokens, num_new)
-        ledger.tell_new(allocator.block_table[request_id], tokens, size)
+        ledger.record_new(allocator.block_table[request_id], tokens, size)
 
     allocator.mark_complete_blocks = mark_complete_blocks
     return ledger.recorder
@@ -120,7 +120,7 @@ class AttachedScheduler(FIFOScheduler):
         return self.allocator.num_blocks * self.page_size
 
     @property
-    def used_tokens(self) -> int:  # what no request uses is free, a cached prefix included
+    def used_tokens(self) -> int:  # a cached prefix that no request uses is free
         pool, of = self.cache.pool, self.allocator
         free = pool.num_free_sectors * of.blocks_per_sector + pool.count_free_blocks(of.index)
         return (of.num_blocks - free - len(of.ledger.cached_blocks)) * self.page_size

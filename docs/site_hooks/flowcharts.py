@@ -20,7 +20,7 @@ ALONE = re.compile(rf"^{NODE}$")
 
 CHARACTER, PADDING, HEIGHT = 7.4, 12.0, 34.0
 GAP_ACROSS = 16.0
-"""Pixels at a font of 13: width of a character, space beside a label, height of a box, space between boxes."""
+"""Pixels at a font of 13: width of a character, space next to a label, height of a box, space between boxes."""
 SWEEPS = 12
 
 

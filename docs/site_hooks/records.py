@@ -1,8 +1,8 @@
-"""Teaches the reference pages what a record is: attrs classes, structs, models and named tuples show their fields.
+"""Show the fields of attrs classes, structs, models and named tuples on the reference pages.
 
-griffe knows the constructors of dataclasses alone. This extension of it gives the other records a constructor, too, and
-then leaves out fields that have no words of their own, since the constructor shows their names, types and defaults and
-the class's ``Attributes:`` say what they mean.
+griffe knows the constructors of dataclasses only. This extension adds a constructor to the other records. It then
+removes fields without a docstring, because the constructor shows their names, types and defaults, and the
+``Attributes:`` of the class explain them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FIELDS = {"attrs.field", "msgspec.field", "pydantic.Field"}
 SHARED_ITEM = re.compile(
     r"^(?P<indent> +)(?P<names>[A-Za-z_]\w*(?:, [A-Za-z_]\w*)+):(?P<meaning> .*(?:\n(?P=indent) +.*)*)", re.MULTILINE
 )
-"""Two or more names with one meaning in a section of a docstring."""
+"""Several names with one description in a section of a docstring."""
 
 
 class Records(Extension):
-    """The extension that mkdocstrings loads, after the one for dataclasses."""
+    """The extension that mkdocstrings loads after the extension for dataclasses."""
 
     def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
-        """Bases can be looked up only when all modules of the package are read."""
+        """Complete the classes once all modules of the package have been read, because only then are bases resolved."""
         del kwargs
         found = list(_objects(pkg))
         for docstring in (each.docstring for each in found if each.docstring is not None):
@@ -54,11 +54,11 @@ class Records(Extension):
             if _is_record(cls) and ("__init__" not in cls.members or _is_model(cls)):
                 _add_constructor(cls)
         for cls in classes:
-            _leave_out_what_says_nothing(cls)
+            _remove_undocumented(cls)
 
 
 def _objects(owner: Any) -> Iterator[Any]:
-    """Everything that is defined below ``owner``."""
+    """Yield every object that is defined below ``owner``."""
     for member in owner.members.values():
         if not member.is_alias:
             yield member
@@ -70,7 +70,7 @@ def _is_record(cls: Class) -> bool:
 
 
 def _is_model(cls: Class) -> bool:
-    """Whether its constructor takes its fields, whatever the class writes there."""
+    """Return whether the constructor takes the fields even if the class defines ``__init__``."""
     return "pydantic.BaseModel" in _base_paths(cls)
 
 
@@ -98,7 +98,7 @@ def _add_constructor(cls: Class) -> None:
 
 
 def _parameters(cls: Class) -> Iterator[Parameter]:
-    """One parameter per field, as the class declares it."""
+    """Yield one parameter per field."""
     decorator = _attrs_decorator(cls)
     options = {**cls.keywords, **_arguments(decorator)}
     named_only = str(options.get("kw_only")) == "True" or _is_model(cls)
@@ -124,13 +124,13 @@ def _default(field: Attribute) -> str | Expr | None:
 
 
 def _arguments(call: Any) -> dict[str, Any]:
-    """The arguments of a call that are given by name."""
+    """Return the keyword arguments of a call."""
     arguments = call.arguments if isinstance(call, ExprCall) else []
     return {each.name: each.value for each in arguments if isinstance(each, ExprKeyword)}
 
 
 def _simplify_types(cls: Class) -> None:
-    """Show the type that a reader knows by: without the limits of ``Annotated``, without a private name for it."""
+    """Replace ``Annotated`` types and private aliases by the plain type."""
     for member in cls.members.values():
         if isinstance(member, Attribute):
             member.annotation = _simple_type(member.annotation, cls)
@@ -146,10 +146,10 @@ def _simple_type(annotation: str | Expr | None, cls: Class) -> str | Expr | None
     return annotation
 
 
-def _leave_out_what_says_nothing(cls: Class) -> None:
-    """Attributes that the constructor shows, and special methods: those without a docstring."""
+def _remove_undocumented(cls: Class) -> None:
+    """Remove attributes that the constructor shows, and special methods, if they have no docstring."""
     if cls.docstring is not None:
-        _ = cls.docstring.parsed  # looks up the types of its ``Attributes:``, and keeps them
+        _ = cls.docstring.parsed  # resolves and keeps the types of its ``Attributes:``
     for name, member in list(cls.members.items()):
         is_shown = isinstance(member, Attribute) and "property" not in member.labels and "__init__" in cls.members
         is_special = name.startswith("__") and name != "__init__"
@@ -158,7 +158,7 @@ def _leave_out_what_says_nothing(cls: Class) -> None:
 
 
 def _name_each_item(docstring: Docstring) -> None:
-    """``a, b: meaning`` becomes an entry for each name, since a table has one row per name."""
+    """Turn ``a, b: meaning`` into one entry per name, because a table has one row per name."""
     docstring.value = SHARED_ITEM.sub(_one_item_per_name, docstring.value)
 
 

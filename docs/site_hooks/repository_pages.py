@@ -1,7 +1,7 @@
-"""Puts into the site what stands in the repository outside ``docs/``, so that one relative link serves both.
+"""Add files of the repository outside ``docs/`` to the site, so that one relative link works in both.
 
-``README.md`` and its like become pages. A file or folder of code that some page links to becomes a page that shows it.
-Links are rewritten while a page is rendered; no file is copied. MkDocs loads this module as a hook.
+``README.md`` and similar files become pages. A file or folder of code that a page links to becomes a page that shows
+it. Links are rewritten while a page is rendered, and no file is copied. MkDocs loads this module as a hook.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-"""File of the repository -> page of the site, for all that the site does not show under the same name."""
+"""File of the repository -> page of the site, for pages with another name."""
 
 FENCED = re.compile(r"^(```+).*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[#)])")
@@ -36,7 +36,7 @@ SHOWN_AS_THEY_ARE = {".md", ".svg", ".png"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, and one for each file of code that a page links to."""
+    """Add these pages, and a page for each file of code that a page links to."""
     index = files.get_file_from_path("README.md")
     if index is not None:
         files.remove(index)
@@ -50,10 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let each link lead to the page of what it names in the repository."""
+    """Rewrite each link to a file of the repository into a link to its page."""
     del config, files
     if page.file.src_uri.startswith(SOURCES):
-        return markdown  # written here, with links of the site
+        return markdown  # generated above, with links of the site
     here = posixpath.dirname(page.file.src_uri)
     origin = _origin(page.file.src_uri)
 
@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _plain_pipes(text: str) -> str:
-    r"""Write ``|`` for ``\|`` in code: a forge wants it escaped in a table, Python-Markdown shows the backslash."""
+    r"""Replace ``\|`` by ``|`` in code: a forge needs the escape in a table, Python-Markdown shows it."""
     return CODE_WITH_PIPE.sub(lambda code: code[0].replace(r"\|", "|"), text)
 
 
@@ -79,19 +79,19 @@ def _outside_fences(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def _origin(page: str) -> str:
-    """Where in the repository a page of the site is written."""
+    """Return the file of the repository that a page of the site shows."""
     return next((path for path, name in PAGES.items() if name == page), DOCS + page)
 
 
 def _target(origin: str, link: str) -> str | None:
-    """The file of the repository that a link names; None for an address."""
+    """Return the file of the repository that a link names, or None for a URL."""
     if ":" in link:
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
 
 
 def _page_of(path: str) -> str:
-    """The page of the site that shows a file of the repository."""
+    """Return the page of the site that shows a file of the repository."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith(DOCS) and posixpath.splitext(path)[1] in SHOWN_AS_THEY_ARE:
@@ -104,7 +104,7 @@ def _source_page(path: str) -> str:
 
 
 def _sources(file: File) -> Iterator[str]:
-    """The files and folders that a page links to and that the site shows as code; those in a folder with it."""
+    """Yield the files and folders of code that a page links to, and the files in these folders."""
     origin = _origin(file.src_uri)
     for link in LINK.findall(FENCED.sub("", file.content_string)):
         path = _target(origin, link)
@@ -118,7 +118,7 @@ def _listed(path: str) -> list[str]:
 
 
 def _show(path: str) -> str:
-    """The page of one file, or of a folder with links to its files."""
+    """Return the page of one file, or of a folder with links to its files."""
     head = f"---\ntitle: {posixpath.basename(path)}\nsearch: {{ exclude: true }}\n---\n\n# `{path}`\n\n"
     if (ROOT / path).is_dir():
         return head + "".join(f"- [`{name}`]({posixpath.basename(path)}/{name}.md)\n" for name in _listed(path))

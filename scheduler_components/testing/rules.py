@@ -455,7 +455,7 @@ _BEYOND = (
         "a subscription is a prefix: kv@pod1 receives kv@pod10's blocks behind a proxy",
         "drop and count messages of another topic",
         verified_by="tests/observability/kv_stream/test_zmq_subscriber_proxy.py: "
-        "test_each_view_holds_its_own_pod_and_says_so",
+        "test_each_view_has_only_the_blocks_of_its_own_pod",
     ),
     _rule(
         "KVE-207",
@@ -538,7 +538,7 @@ _BEYOND = (
         "queries during a recovery see half a cache",
         "build the snapshot separately, then swap",
         verified_by="tests/observability/kv_stream/test_zmq_subscriber_snapshot.py: "
-        "test_another_thread_is_answered_between_two_messages",
+        "test_a_query_of_another_thread_is_answered_between_two_messages",
     ),
     # discovery and load
     _rule(
