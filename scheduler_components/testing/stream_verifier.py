@@ -100,7 +100,7 @@ class StreamFacts(msgspec.Struct):
         speaks_extension: whether the publisher supports this kit's extended replay requests.
         lost_live: batches that were replayed but not received live.
         chained_blocks, off_chain_blocks: blocks whose hash was compared with SGLang's page chain, and those that
-        differ.
+            differ.
         knows_history: the record begins with an empty cache.
         pool_readings, pool_blocks: compared readings of the pool, and compared blocks in total.
     """
