@@ -25,6 +25,8 @@ from observability.catalog import render_markdown
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, RadixCache
 from scheduler_components.reference.cli.commands import COMMANDS
 
+pytestmark = [pytest.mark.packaging, pytest.mark.processes]
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 PACKAGES = ("scheduler_components", "observability")

@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
 

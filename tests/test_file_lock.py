@@ -12,6 +12,8 @@ import pytest
 
 from scheduler_components.file_lock import acquire_file_lock, open_file_lock
 
+pytestmark = pytest.mark.processes
+
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "lock"

@@ -12,6 +12,8 @@ import pytest
 
 from scheduler_components.fork_hook import register_for_fork
 
+pytestmark = pytest.mark.processes
+
 
 class Owner:
     def __init__(self, notes: list[str], name: str) -> None:

@@ -79,6 +79,7 @@ def test_the_workload_covers_all_leaks() -> None:
     assert len(pages.window) == 64
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(
     ("broken", "rule", "pool", "component", "phase"),
     [

@@ -146,6 +146,7 @@ LEAKS = [
 ]
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(("broken", "rule", "action", "component", "phase"), LEAKS)
 def test_a_leak_is_found_in_its_step_and_its_cause_named(
     broken: type[RequestKvCache], rule: str, action: str, component: str, phase: str
@@ -163,6 +164,7 @@ def test_a_leak_is_found_in_its_step_and_its_cause_named(
     assert set(problem.pages) & set(culprit.pages)
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("broken", [broken for broken, *_ in LEAKS])
 def test_the_default_policy_finds_each_leak_by_the_end_of_the_work(broken: type[RequestKvCache]) -> None:
     scheduler = make_scheduler(broken, IntegrityConfig())

@@ -11,6 +11,8 @@ from observability.kv_stream import open_subscriber, static_address
 from scheduler_components import BlockRemoved, KVCacheEvent, ParallelState, RadixCache, SchedulerKvEventsPublisher
 from scheduler_components.kv_events import BatchDecoder, NullEventPublisher, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 Ask = Callable[..., list[list[bytes]]]
 
 CONFIG = msgspec.json.encode(

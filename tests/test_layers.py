@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 KIT = "scheduler_components"
 SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observability/**/*.py")])

@@ -159,6 +159,7 @@ def test_a_trace_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         sampler.stop("p")
 
 
+@pytest.mark.torch
 def test_torch_writes_a_trace_of_the_computation(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from scheduler_components.torch_profiler import TorchProfiler

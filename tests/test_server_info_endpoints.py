@@ -33,6 +33,8 @@ from scheduler_components.kv_events import (
 from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader
 from scheduler_components.values import LoadSnapshot
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 DEADLINE_S = 60.0
 CLEARED = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))
 

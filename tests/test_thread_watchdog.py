@@ -17,6 +17,8 @@ from scheduler_components.thread_watchdog import open_thread_watchdog
 from scheduler_components.values import StallReport
 from scheduler_components.watchdog import IDLE_PHASE, StallDetector, StepProgress
 
+pytestmark = pytest.mark.processes
+
 AFTER_S = 3.0
 
 

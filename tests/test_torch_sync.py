@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="needs torch: pip install scheduler-components[torch]"
-)
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.ranks,
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None, reason="needs torch: pip install scheduler-components[torch]"
+    ),
+]
 
 SCRIPT = Path(__file__).parent / "kit" / "gloo_rank.py"
 ODD_RANK = 2

@@ -19,6 +19,8 @@ from scheduler_components.values import (
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.torch
+
 
 def model_of(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)

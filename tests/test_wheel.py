@@ -43,7 +43,7 @@ print(*sorted(missing))
 """
 DEMO = ("demo", "--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2", "--requests", "4", "--speed", "4")
 
-pytestmark = pytest.mark.timeout(300)  # the package index may be slow
+pytestmark = [pytest.mark.packaging, pytest.mark.processes, pytest.mark.timeout(300)]  # the package index may be slow
 
 
 def run(*command: str | Path, cwd: Path) -> str:

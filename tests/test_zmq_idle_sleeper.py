@@ -11,6 +11,8 @@ import zmq
 
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 
+pytestmark = pytest.mark.sockets
+
 
 @pytest.fixture
 def wire() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:

@@ -12,6 +12,8 @@ from scheduler_components import DecodeError
 from scheduler_components.values import RelayedInput
 from scheduler_components.zmq_input_relay import StopRequestedError, ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
+pytestmark = pytest.mark.sockets
+
 Pair = tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]
 
 

@@ -25,6 +25,8 @@ from scheduler_components.load import TokenCountedQueue
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import LoadSnapshot, SchedulerStats
 
+pytestmark = pytest.mark.timing
+
 GROSS = 4.0
 """Caches of the processor and a neighbour's noise stay below this; one more factor of n does not."""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from statistics import median
 
+import pytest
 from msgspec.structs import replace
 
 from benchmarks.processes import LoopSpec, run_loop
 from benchmarks.publishers import KIT, KIT_WITHOUT_IDLE, OFF
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_cpu_of_publishing_is_that_of_its_calls_and_of_other_threads() -> None:

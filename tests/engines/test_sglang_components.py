@@ -26,7 +26,7 @@ from observability.kv_stream import StreamState
 from scheduler_components.cache import hash_pages
 from scheduler_components.load import open_zmq_load_reader
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 OWN = {"SGLANG_PLUGINS": "probe"}
 COMPOSED = {

@@ -8,7 +8,7 @@ pytest.importorskip("sglang", reason="`make engines` makes an environment with S
 
 from scheduler_components.testing.golden import NamespacedHashVector, namespaced_hash_vectors
 
-pytestmark = pytest.mark.filterwarnings("default")  # SGLang's own
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # SGLang's own
 
 
 @pytest.mark.parametrize("vector", namespaced_hash_vectors(), ids=str)

@@ -26,7 +26,7 @@ from observability import discover, open_subscriber
 from observability.kv_stream import StreamState
 from scheduler_components.engines.sglang import SglangPlugin
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 PLUGIN = {"SGLANG_PLUGINS": "scheduler_components,probe"}
 DEADLINE_S = 120.0

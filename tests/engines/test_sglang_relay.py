@@ -12,7 +12,7 @@ from sglang_workload import prompts, resident_blocks, run
 
 from observability.kv_stream import StreamState
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 
 def test_who_was_there_from_the_start_knows_all_and_who_came_later_says_so(

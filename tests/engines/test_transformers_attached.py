@@ -27,7 +27,7 @@ from scheduler_components.ports import KvEventSink  # noqa: E402
 from scheduler_components.testing import EventLedger, ListEventSink  # noqa: E402
 from scheduler_components.values import SchedulerStats  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # the engine's own
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "transformers_engine.py"
 PAGE = 16

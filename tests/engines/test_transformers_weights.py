@@ -26,7 +26,7 @@ from scheduler_components.values import (  # noqa: E402
     RollBackWeights,
 )
 
-pytestmark = pytest.mark.filterwarnings("default")  # the engine's own
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # the engine's own
 
 
 class Idle:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="`make engines` makes an environment with vll
 
 from vllm_in_process import Engine, prompts
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timing, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 TURNS, CALLS_PER_TURN = 6, 150
 

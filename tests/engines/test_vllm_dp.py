@@ -24,7 +24,7 @@ from vllm_in_process import ENVIRONMENT, POOL_BLOCKS, TRACE_BLOCK_TOKENS, WINDOW
 from observability.kv_stream import StreamState, Subscriber, open_subscriber
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 START_S = 600.0
 """Two minutes on two busy cores: three processes import vLLM."""

@@ -26,7 +26,7 @@ from scheduler_components.testing import PoolVerifier
 from scheduler_components.testing.pool_verifier import PoolDifference
 from scheduler_components.values import KvPoolSnapshot
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from vllm_in_process import WINDOW, Engine, prompts
 from observability import discover
 from observability.kv_stream import StreamState
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)

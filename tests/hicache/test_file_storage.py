@@ -61,6 +61,7 @@ def pages_on_disk(folder: Path) -> list[Path]:
     return sorted((folder / "pages").glob("*/*"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("where", ["anywhere", "open", "fsync", "rename"])
 def test_a_killed_writer_leaves_whole_pages_only(tmp_path: Path, where: str) -> None:
     with subprocess.Popen(
@@ -208,6 +209,7 @@ def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.processes
 def test_a_forked_child_leaves_its_parents_store_alone(tmp_path: Path) -> None:
     script = """
 import os, sys

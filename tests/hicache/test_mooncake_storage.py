@@ -39,10 +39,14 @@ def client_loads() -> bool:
     return attempt.returncode == 0
 
 
-pytestmark = pytest.mark.skipif(
-    not client_loads(),
-    reason="needs scheduler-components[mooncake] and libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1",
-)
+pytestmark = [
+    pytest.mark.sockets,
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        not client_loads(),
+        reason="needs scheduler-components[mooncake] and libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1",
+    ),
+]
 
 
 def free_ports(num_ports: int) -> list[int]:

@@ -23,6 +23,8 @@ from scheduler_components.page_operations import CopyToDevice, CopyToHost, IoEve
 from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
 
+pytestmark = pytest.mark.threads
+
 
 class StreamedCopyEvent:
     """A copy on a stream: queued, and perhaps not done."""

@@ -53,6 +53,8 @@ from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.reference.engine.rank.hicache_tiers import SimulatedKvPages
 
+pytestmark = pytest.mark.threads
+
 SHAPE = PageShape(num_layers=3, layer_page_bytes=64)
 PAGE_SIZE = 4
 Eventually = Callable[[Callable[[], object]], None]

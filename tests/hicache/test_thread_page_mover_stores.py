@@ -31,6 +31,8 @@ from scheduler_components.page_operations import (
 from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import PageBytes
 
+pytestmark = pytest.mark.threads
+
 SHAPE = PageShape(num_layers=1, layer_page_bytes=16)
 NUM_PAGES = 96
 DIGESTS = b"".join(at.to_bytes(DIGEST_BYTES, "big") for at in range(NUM_PAGES))

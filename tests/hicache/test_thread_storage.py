@@ -15,6 +15,8 @@ from scheduler_components.errors import StorageError, StorageStallError
 from scheduler_components.hicache import CheckedPageStore, MemoryPageStore, open_deadline_page_store
 from scheduler_components.hicache.storage import unframe_page
 
+pytestmark = pytest.mark.threads
+
 PAGE_BYTES = 8
 PAGES = {key: key.encode() * PAGE_BYTES for key in "ab"}
 

@@ -18,6 +18,8 @@ from scheduler_components.hicache.memory import merged_runs
 from scheduler_components.page_shape import HostLayout, PageShape
 from scheduler_components.ports import DeviceMemory
 
+pytestmark = pytest.mark.torch
+
 NUM_PAGES = 8
 SIZES = {"num_layers": 3, "num_pages": NUM_PAGES, "page_size": 4, "kv_heads": 2, "head_dim": 6}
 LAYOUTS: tuple[HostLayout, ...] = ("page_first", "layer_first")

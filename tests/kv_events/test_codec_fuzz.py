@@ -22,6 +22,8 @@ from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayRequest, ReplayVerb
 from scheduler_components.testing.golden import batch_vectors, peer_vectors
 
+pytestmark = pytest.mark.faults
+
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]
 INPUTS, SOAK_INPUTS = 100_000, 1_000_000
 VIEW_LIVES = 5_000

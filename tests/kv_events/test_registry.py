@@ -257,6 +257,7 @@ def test_zmq_is_the_kits_publisher_with_all_its_settings() -> None:
         publisher.shutdown()
 
 
+@pytest.mark.processes
 def test_finding_a_publisher_does_not_import_zmq() -> None:
     code = (
         "import sys; from scheduler_components.kv_events.registry import open_event_publisher;"

@@ -13,6 +13,8 @@ import pytest
 from scheduler_components.kv_events import thread_backstop
 from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
+pytestmark = pytest.mark.threads
+
 Eventually = Callable[..., None]
 
 

@@ -22,6 +22,8 @@ from scheduler_components.kv_events import (
 )
 from scheduler_components.kv_events.zmq_auth import read_key_pair, read_public_key
 
+pytestmark = pytest.mark.sockets
+
 
 def test_a_pair_is_written_for_its_owner_alone_and_read_back(tmp_path: Path) -> None:
     public_file, secret_file = write_key_pair(tmp_path / "new" / "keys", "router-1")

@@ -20,6 +20,8 @@ from scheduler_components.kv_events import (
 from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys, read_key_pair
 from scheduler_components.kv_events.zmq_sockets import open_peer_counter
 
+pytestmark = pytest.mark.sockets
+
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Eventually = Callable[[Callable[[], object]], None]
 BATCH = KVEventBatch(ts=1.0, events=(AllBlocksCleared(),))

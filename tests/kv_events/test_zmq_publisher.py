@@ -32,6 +32,8 @@ from scheduler_components.kv_events import (
 )
 from scheduler_components.kv_events.thread_backstop import Backstop
 
+pytestmark = pytest.mark.sockets
+
 Open = Callable[..., ZmqEventPublisher]
 Subscribe = Callable[..., zmq.Socket[bytes]]
 Ask = Callable[..., list[list[bytes]]]

@@ -21,6 +21,8 @@ from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
+pytestmark = pytest.mark.sockets
+
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]

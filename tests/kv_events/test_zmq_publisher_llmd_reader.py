@@ -15,6 +15,8 @@ from scheduler_components import KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 
+pytestmark = pytest.mark.sockets
+
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Opened = Callable[..., ZmqEventPublisher]
 TOPIC = "kv@10.0.0.7:8000@my-model"

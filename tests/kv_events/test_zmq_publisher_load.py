@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import zmq
+
+pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
 
 Start = Callable[..., Any]
 END = -1

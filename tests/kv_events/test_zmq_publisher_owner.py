@@ -20,6 +20,8 @@ from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, KVEvent
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
+pytestmark = pytest.mark.sockets
+
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
 OpenSocket = Callable[[int], zmq.Socket[bytes]]

@@ -16,6 +16,8 @@ import zmq
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher, replay, thread_backstop, zmq_publisher
 
+pytestmark = pytest.mark.sockets
+
 Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 Eventually = Callable[[Callable[[], object]], None]

@@ -11,6 +11,8 @@ import zmq
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 Eventually = Callable[[Callable[[], object]], None]

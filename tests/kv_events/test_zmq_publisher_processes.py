@@ -15,6 +15,8 @@ import zmq
 
 from scheduler_components.kv_events import write_key_pair
 
+pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
+
 Start = Callable[..., Any]
 
 

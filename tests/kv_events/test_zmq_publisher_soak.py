@@ -17,6 +17,8 @@ import zmq
 
 from observability.kv_stream import open_subscriber, static_address
 
+pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
+
 Start = Callable[..., Any]
 SECONDS = 12
 SOAK_SECONDS = int(os.environ.get("SOAK_SECONDS", "60"))

@@ -14,6 +14,8 @@ import pytest
 from scheduler_components import StartError
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 
 def test_a_path_is_locked_once_and_free_after_release(tmp_path: Path) -> None:
     path = str(tmp_path / "kv")

@@ -20,6 +20,8 @@ from scheduler_components.load.load_stat import decode_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
 from scheduler_components.values import LoadSnapshot
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 Eventually = Callable[[Callable[[], object]], None]
 
 

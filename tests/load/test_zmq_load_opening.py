@@ -18,6 +18,8 @@ from scheduler_components.kv_events import CurveClientKeys, Endpoint, write_key_
 from scheduler_components.load import open_zmq_load_reader, open_zmq_load_sink
 from scheduler_components.values import LoadSnapshot
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 Eventually = Callable[[Callable[[], object]], None]
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from scheduler_components.load.load_stat import encode_load_stat, to_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
 from scheduler_components.values import LoadSnapshot
+
+pytestmark = pytest.mark.sockets
 
 STALL_S = 0.5
 STEP_S = 0.01

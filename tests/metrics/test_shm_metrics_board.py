@@ -23,6 +23,8 @@ from scheduler_components.values import (
     TierStats,
 )
 
+pytestmark = pytest.mark.processes
+
 
 def rank_of(rank: int, size: int = 8) -> ParallelState:
     return ParallelState(dp_rank=rank, dp_size=size)

@@ -17,6 +17,8 @@ from scheduler_components.metrics.zmq_kv_metrics import (
 )
 from scheduler_components.values import KvMetrics, LoadSnapshot
 
+pytestmark = pytest.mark.sockets
+
 Eventually = Callable[[Callable[[], object]], None]
 
 

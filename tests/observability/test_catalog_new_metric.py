@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent.parent
 
 FIELD = ("    evicted_tokens_total: int = 0\n", "    evicted_tokens_total: int = 0\n    num_naps_total: int = 0\n")

@@ -23,6 +23,8 @@ from scheduler_components.testing.chain_event_generator import ChainEventGenerat
 from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, Frames
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
+pytestmark = pytest.mark.sockets
+
 Command = Callable[..., tuple[object, str, str]]
 
 QUICK = ProbeOptions(listen_s=20.0, enough_batches=30, answer_s=5.0)

@@ -31,6 +31,8 @@ from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 from scheduler_components.values import KvPoolSnapshot
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 PAGE_SIZE = 4
 OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=150, answer_s=5.0, pool_every_s=0.05)
 Change = Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]]

@@ -22,6 +22,8 @@ from scheduler_components.kv_events import Endpoint, KVEventsConfig, StreamAddre
 from scheduler_components.load import open_zmq_load_sink
 from scheduler_components.values import LoadSnapshot
 
+pytestmark = pytest.mark.sockets
+
 Serve = Callable[[dict[str, tuple[int, bytes]]], str]
 
 QUICK = DoctorOptions(timeout_s=0.5, listen_s=1.5)

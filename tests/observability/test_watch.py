@@ -18,6 +18,8 @@ from observability.watch import EventPrinter
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 STORED = BlockStored((-1, 2), 7, (901, 902, 903, 904), 2, None, "CPU", "adapter")
 REMOVED = BlockRemoved((255,))
 

@@ -13,6 +13,8 @@ import pytest
 from move import move
 from stages import GUIDE, STAGES
 
+pytestmark = pytest.mark.processes
+
 SCHEDULER = "engine/scheduler"
 IN_A_BODY = ("        events = self.cache.take_events()\n", "        events = self.cache.take_events()[:100]\n")
 NEW_METHOD = (

@@ -10,6 +10,8 @@ from shutil import copytree, ignore_patterns
 import pytest
 from stages import GUIDE, PATCHES, STAGES, record_steps
 
+pytestmark = pytest.mark.processes
+
 CACHES = ignore_patterns("__pycache__", ".*_cache")
 
 

@@ -25,7 +25,7 @@ from stages import GUIDE, STAGES
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.component_lint import RULES, ComponentChecker
 
-pytestmark = pytest.mark.usefixtures("written")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("written")]
 MAX_LINES = 300
 KV_TOKENS = 64
 

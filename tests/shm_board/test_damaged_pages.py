@@ -14,6 +14,8 @@ import pytest
 
 from scheduler_components.shm_board import DoubleBufferedPage, ReportCodec, ShmBoard, open_shm_page_writer
 
+pytestmark = pytest.mark.processes
+
 Codec = ReportCodec[Any]
 MakeReport = Callable[[int], Any]
 Damage = Callable[[Path, Codec], None]

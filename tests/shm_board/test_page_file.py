@@ -11,6 +11,8 @@ import pytest
 from scheduler_components import StartError
 from scheduler_components.shm_board import open_shm_page_file
 
+pytestmark = pytest.mark.processes
+
 NUM_BYTES = 10_000
 
 

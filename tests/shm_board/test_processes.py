@@ -17,6 +17,8 @@ from scheduler_components import StartError
 from scheduler_components.shm_board import ReportCodec, ShmBoard, open_shm_page_writer
 from scheduler_components.values import SchedulerStats
 
+pytestmark = pytest.mark.processes
+
 Codec = ReportCodec[Any]
 MakeReport = Callable[[int], Any]
 StartWriter = Callable[[int], subprocess.Popen[bytes]]

@@ -55,6 +55,7 @@ class Holder:
             self.values.update(changes)
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -229,6 +229,7 @@ class NeverAsksAgain(TruthTeller):
         pass
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("kind", [SkipsGaps, AppliesTwice, NeverAsksAgain])
 def test_broken_followers_are_found(kind: type[TruthTeller]) -> None:
     class Machine(FollowerMachine):
@@ -239,6 +240,7 @@ def test_broken_followers_are_found(kind: type[TruthTeller]) -> None:
         run_state_machine_as_test(Machine, settings=MANY)
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("machine", [MixesNames, TellsStoresAlone, EvictsOneMore])
 def test_broken_parts_are_found(machine: type[RuleBasedStateMachine]) -> None:
     with pytest.raises(AssertionError):

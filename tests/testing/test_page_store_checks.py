@@ -100,6 +100,7 @@ CASES: list[tuple[Callable[[PageStore, str], None], Callable[[], PageStore], str
 ]
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(("check", "broken", "told"), CASES)
 def test_a_broken_store_fails_with_its_trace(
     check: Callable[[PageStore, str], None], broken: Callable[[], PageStore], told: str

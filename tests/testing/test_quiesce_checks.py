@@ -132,6 +132,7 @@ def with_scheduler(broken: type) -> type[RestingReference]:
     return Broken
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(
     ("check", "broken", "words"),
     [

@@ -139,6 +139,7 @@ BROKEN: tuple[tuple[Callable[[checks.OpenRecorder], None], type[BlockTableRecord
 """Each check, a recorder that breaks its promise, and what the failure says."""
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(("check", "broken", "told"), BROKEN)
 def test_a_broken_recorder_fails_with_its_trace(
     check: Callable[[checks.OpenRecorder], None], broken: type[BlockTableRecorder], told: str
@@ -156,6 +157,7 @@ def test_every_check_has_a_broken_recorder() -> None:
 FOUND = {kind for _, kind, _ in BROKEN} - {ForgetsWho}  # the machine has one tenant
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("broken", sorted(FOUND, key=str))
 def test_the_machine_finds_a_broken_recorder(broken: type[BlockTableRecorder]) -> None:
     class Broken(RecorderMachine):

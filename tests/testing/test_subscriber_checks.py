@@ -15,6 +15,8 @@ from scheduler_components.testing import ConformanceError, EventLedger
 from scheduler_components.testing import subscriber_checks as checks
 from scheduler_components.testing.interfaces import StreamEndpoints
 
+pytestmark = pytest.mark.sockets
+
 QUICK = FollowPolicy(answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 
 
@@ -81,6 +83,7 @@ class TakesAll(Naive):
         self.apply(payload)
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(
     ("check", "broken", "told"),
     [

@@ -152,6 +152,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("check, open_receivers, complaint", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_relay_fails_with_its_trace(
     check: Callable[[checks.OpenReceivers], None], open_receivers: checks.OpenReceivers, complaint: str

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from scheduler_components.testing import ConformanceError
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
 
+pytestmark = pytest.mark.model
+
 PROMPT = (7, 90, 211, 34, 9)
 
 

@@ -13,6 +13,8 @@ from scheduler_components.testing import ConformanceError, ScriptedPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
 from scheduler_components.testing.interfaces import Frames
 
+pytestmark = pytest.mark.sockets
+
 
 def open_zmq(dialect: str, framing: str) -> ZmqEventPublisher:
     config = KVEventsConfig(bind=True, dialect=dialect, replay_framing=framing)
@@ -92,6 +94,7 @@ class LosesTheTail(ScriptedPublisher):
         return sent
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(
     ("check", "broken", "expected_text"),
     [

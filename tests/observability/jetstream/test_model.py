@@ -622,6 +622,7 @@ def the_snapshot_is_older_than_its_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogWriter, "build_snapshot", make_less)
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(("mutate", "steps"), MUTANTS)
 def test_a_broken_core_is_caught(mutate: Mutate, steps: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     if steps:

@@ -24,6 +24,8 @@ from observability.jetstream import (
 from observability.kv_stream import FollowPolicy, StreamState
 from observability.kv_stream.log_records import LogHeartbeat
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes, pytest.mark.faults]
+
 WORKER = "http://pod-1:30000"
 HERE = LogAddress(WORKER, 0, "kv@pod")
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=60.0)

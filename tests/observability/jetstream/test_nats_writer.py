@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber, open_jetstream_writer
 from observability.kv_stream import StreamState, Tier
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 
 def stored(*hashes: int) -> BlockStored:

@@ -14,6 +14,8 @@ from observability.kv_stream import NoStreamsError, discover, parse_addresses, p
 from scheduler_components import ConfigError, DecodeError, StartError, kv_events_server_info
 from scheduler_components.kv_events import ListeningStream
 
+pytestmark = pytest.mark.sockets
+
 WORKER = httpx.URL("http://worker.example:30000")
 DESCRIPTOR = {
     "publisher": "zmq",

@@ -10,6 +10,8 @@ import pytest
 from observability.kv_stream import discover
 from scheduler_components import StartError
 
+pytestmark = pytest.mark.processes
+
 BARE = """
 import sys
 sys.modules["httpx"] = None

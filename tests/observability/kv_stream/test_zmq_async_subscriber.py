@@ -21,6 +21,8 @@ from observability.kv_stream import (
 from scheduler_components import BlockStored, ConfigError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 DEADLINE_S = 60.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
 

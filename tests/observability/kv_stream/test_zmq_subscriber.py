@@ -12,6 +12,8 @@ from observability.kv_stream import BlockView, FollowPolicy, StreamState, Subscr
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, StreamAddress
 
+pytestmark = pytest.mark.sockets
+
 DEADLINE_S = 60.0
 QUICK = FollowPolicy(
     answer_timeout_s=0.3, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1, dead_after_s=DEADLINE_S

@@ -11,6 +11,8 @@ from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, StreamAddress, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 DEADLINE_S = 60.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}

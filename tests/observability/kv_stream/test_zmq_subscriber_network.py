@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
+
 Start = Callable[..., Any]
 
 

@@ -15,6 +15,8 @@ from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, KVEventsConfig, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 DEADLINE_S = 60.0
 POLICY = FollowPolicy(probe_interval_s=0.1)
 TOPICS = ("kv@pod1", "kv@pod10")

@@ -23,6 +23,8 @@ from scheduler_components.kv_events import (
     write_key_pair,
 )
 
+pytestmark = [pytest.mark.faults, pytest.mark.sockets]
+
 DEADLINE_S = 60.0
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}

@@ -22,6 +22,8 @@ from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, StreamAddress, ZmqEventPublisher
 
+pytestmark = pytest.mark.sockets
+
 DEADLINE_S = 60.0
 NUM_BLOCKS = 60_000
 PAUSE_S = 0.002

@@ -176,6 +176,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_merger_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     @settings(max_examples=500, database=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)

@@ -245,6 +245,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_relay_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     @settings(

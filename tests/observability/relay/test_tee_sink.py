@@ -35,6 +35,8 @@ from observability.relay import (
 from scheduler_components import ConfigError, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 
 @contextmanager
 def polled(relay: ZmqRelay) -> Iterator[None]:

@@ -12,6 +12,8 @@ from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_
 from observability.kv_stream import FollowPolicy, StreamState
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
+pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
+
 POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=60.0)
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 WITHOUT_NATS = """
 import sys
 sys.modules["nats"] = None

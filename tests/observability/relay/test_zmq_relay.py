@@ -46,6 +46,8 @@ from scheduler_components.kv_events import (
 )
 from scheduler_components.testing import ScriptedPublisher
 
+pytestmark = pytest.mark.sockets
+
 DEADLINE_S = 60.0
 QUICK = FollowPolicy(
     answer_timeout_s=0.3,

@@ -19,6 +19,8 @@ import pytest
 
 from observability import discover
 
+pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
+
 Start = Callable[..., Any]
 DEADLINE_S = 40.0
 ROUNDS = 3

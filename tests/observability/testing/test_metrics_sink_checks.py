@@ -98,6 +98,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize("check", METRICS_SINK_CHECKS)
 def test_a_broken_sink_fails_with_its_trace(check: Callable[[OpenMetricsSink], None]) -> None:
     broken, said = BROKEN[check.__name__]

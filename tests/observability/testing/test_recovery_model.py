@@ -396,6 +396,7 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainCursor, "_on_first_batch", believe)
 
 
+@pytest.mark.broken_variants
 @pytest.mark.parametrize(("mutate", "trace"), MUTANTS)
 def test_a_broken_core_is_caught(mutate: Mutate, trace: Steps | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if trace is not None:

@@ -11,6 +11,8 @@ import pytest
 
 from scheduler_components.reference.cli.commands import run_command
 
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
 
 def test_a_conversation_with_a_tiny_model(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

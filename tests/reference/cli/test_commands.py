@@ -18,6 +18,8 @@ from scheduler_components import __version__
 from scheduler_components.kv_events import CurveClientKeys
 from scheduler_components.reference.cli.commands import COMMANDS
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 KIT = Path(scheduler_components.__file__).parent.parent
 MISTAKES = [
     (["frobnicate"], "frobnicate"),

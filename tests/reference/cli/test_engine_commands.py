@@ -20,6 +20,8 @@ import scheduler_components
 from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.free_ports import default_kv_events
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
 TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]
 DEADLINE_S = 90

@@ -14,6 +14,8 @@ pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-componen
 from scheduler_components import ConfigError
 from scheduler_components.reference.engine.config import HiCacheConfig
 
+pytestmark = pytest.mark.processes
+
 MODULE = [sys.executable, "-m", "scheduler_components"]
 COMMAND = [*MODULE, "demo", "--hicache", "--speed", "4"]
 SMALL = ["--hicache", "--speed", "4", "--dp-size", "1", "--kv-tokens", "2048"]

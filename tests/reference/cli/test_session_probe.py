@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import pytest
 import zmq
 
 from observability.kv_stream import static_address
 from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.cli.run_report import is_zmq_listening, probe_ports
+
+pytestmark = pytest.mark.sockets
 
 HOST = "127.0.0.1"
 

@@ -10,10 +10,14 @@ import tempfile
 from array import array
 from pathlib import Path
 
+import pytest
+
 from scheduler_components.reference.cli.torch_text_verifier import verify_texts
 from scheduler_components.reference.cli.workload_driver import ChatTranscript
 from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+
+pytestmark = [pytest.mark.model, pytest.mark.processes]
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "demo"]
 DEADLINE_S = 200

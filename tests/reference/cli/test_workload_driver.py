@@ -7,11 +7,15 @@ import socket
 import struct
 from contextlib import suppress
 
+import pytest
+
 from scheduler_components.reference.cli.workload_driver import ChatDriver, ScheduleLag, TraceDriver, WorkloadCounters
 from scheduler_components.reference.device.workload import Chat, TraceRequest, Turn
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.frontend import Frontend
 from scheduler_components.reference.engine.messages import RankHeartbeat
+
+pytestmark = pytest.mark.sockets
 
 
 class FullLeader:

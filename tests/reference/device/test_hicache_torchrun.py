@@ -16,9 +16,14 @@ from collections import defaultdict
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="needs torch: pip install scheduler-components[torch]"
-)
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.ranks,
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None, reason="needs torch: pip install scheduler-components[torch]"
+    ),
+]
 
 PATIENCE_S = 90
 

@@ -20,6 +20,8 @@ from scheduler_components.reference.engine.rank.hicache_tiers import TierLayerDo
 from scheduler_components.testing import ConformanceError
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
+pytestmark = pytest.mark.model
+
 POLICY = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_threshold_pages=1)
 
 

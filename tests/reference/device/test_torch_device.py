@@ -24,6 +24,8 @@ from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.values import FinishReason
 
+pytestmark = pytest.mark.model
+
 PAGE_SIZE, NUM_PAGES = 4, 96
 
 

@@ -22,6 +22,8 @@ from scheduler_components.reference.engine.scheduler.request_kv_cache import Req
 from scheduler_components.testing import ConformanceError
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
+pytestmark = [pytest.mark.model, pytest.mark.broken_variants]
+
 _MOST_STEPS = 300  # of a wave; without a fault it takes some forty, with one it may go on for ever
 
 Break = Callable[[pytest.MonkeyPatch], None]

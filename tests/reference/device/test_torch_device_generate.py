@@ -19,6 +19,8 @@ from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.values import FinishReason
 
+pytestmark = pytest.mark.model
+
 
 @pytest.fixture
 def open_bench(paged_model: Any, judge: GreedyTextVerifier) -> Iterator[Callable[..., ModelBench]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -19,6 +20,8 @@ from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+
+pytestmark = pytest.mark.model
 
 _LONGEST = 9 * PAGE_SIZE  # positions of a request: the smallest pool holds one
 _EXAMPLES_IN = 5  # one of so many: an example computes some forty forwards

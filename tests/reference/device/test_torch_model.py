@@ -26,6 +26,8 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
+pytestmark = pytest.mark.model
+
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,

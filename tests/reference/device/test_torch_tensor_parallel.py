@@ -37,6 +37,8 @@ from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.torch_weight_updater import TorchWeightStore
 
+pytestmark = [pytest.mark.model, pytest.mark.ranks]
+
 PAGE_SIZE, NUM_PAGES = 4, 96
 
 

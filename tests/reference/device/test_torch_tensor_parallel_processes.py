@@ -27,6 +27,8 @@ from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
+pytestmark = [pytest.mark.model, pytest.mark.ranks, pytest.mark.processes]
+
 PROMPTS = [tuple(range(6, 6 + length)) for length in (17, 60, 90)]
 OTHERS = [tuple(range(first, first + 110)) for first in (100, 150, 200)]  # more than the pool holds
 NUM_NEW = 5

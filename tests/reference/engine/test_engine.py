@@ -50,6 +50,8 @@ from scheduler_components.reference.engine.messages import (
 )
 from scheduler_components.values import ReceiverStats
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
 )

@@ -19,6 +19,8 @@ from scheduler_components.reference.text.incremental_detokenizer import Incremen
 from scheduler_components.reference.text.model_tokenizer import ModelTokenizer, open_model_tokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
+pytestmark = pytest.mark.model
+
 VOCABULARY = 320
 CHAT = [ChatMessage("system", "be kind"), ChatMessage("user", "what is a page? \N{GRINNING FACE}")]
 

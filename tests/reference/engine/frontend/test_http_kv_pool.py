@@ -22,6 +22,8 @@ from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 CONFIG = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=512), speed=20.0
 )

@@ -25,6 +25,8 @@ from scheduler_components.reference.engine.frontend.http_server import bind_http
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
+pytestmark = pytest.mark.sockets
+
 
 async def hello(_: Request) -> PlainTextResponse:
     return PlainTextResponse("hello")

@@ -32,6 +32,8 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import FinishReason
 
+pytestmark = pytest.mark.torch
+
 PAGE_SIZE = 4
 CONFIG = SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=64, max_running_requests=4, chunk_tokens=16)
 PROMPTS = [[chat * 1000 + at for at in range(41)] for chat in range(3)]

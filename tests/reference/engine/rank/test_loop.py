@@ -51,6 +51,8 @@ from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta,
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
+pytestmark = pytest.mark.sockets
+
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=256)
 
 

@@ -54,6 +54,8 @@ from scheduler_components.testing import ListOutputSink
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import StopRequestedError, WaitForSocket, ZmqInputSource
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 MODEL = SimulatedModel(vocab_size=50)

@@ -24,6 +24,8 @@ from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettin
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
+pytestmark = [pytest.mark.sockets, pytest.mark.processes]
+
 CONFIG = SchedulerConfig(page_size=4, kv_tokens=1024, max_running_requests=4)
 
 

@@ -27,6 +27,8 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
 
 @pytest.fixture(scope="module")
 def spec(model_folder: Path) -> ModelSpec:

@@ -20,6 +20,8 @@ from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.engine.rank.zmq_sync import open_zmq_groups
 from scheduler_components.zmq_input_relay import StopRequestedError
 
+pytestmark = pytest.mark.sockets
+
 Work = Callable[[ParallelGroups], object]
 
 

@@ -29,6 +29,8 @@ from scheduler_components.reference.engine.frontend.frontend import GenerateReqI
 from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
 
+pytestmark = pytest.mark.processes
+
 SLOW = EngineConfig(
     dp_size=1,
     attn_cp_size=1,
