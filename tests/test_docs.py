@@ -175,6 +175,7 @@ def load_writer(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -286,6 +287,22 @@ def test_a_class_that_several_packages_export_is_described_in_one_place(site: Pa
 @pytest.mark.timeout(300)
 def test_a_pipe_in_a_table_is_shown_without_its_escape(site: Path) -> None:
     assert "none|file|mooncake" in (site / "how-to" / "hierarchical-cache.html").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_flowcharts_are_drawn_while_the_site_is_built(site: Path) -> None:
+    for page in ("index.html", "architecture.html"):
+        text = (site / page).read_text()
+        assert 'class="flowchart"' in text or "class=flowchart" in text
+        assert "flowchart LR" not in text
+
+
+def test_a_flowchart_in_other_mermaid_is_an_error() -> None:
+    hook = load_writer("site_hooks/flowcharts")
+    assert hook.draw('flowchart LR\n    a["one"] -->|label| b["two"]\n    b --> a\n').count("<rect") == 2
+    for text in ("graph LR\n    a --> b\n", "flowchart LR\n    a --> b --> c\n"):
+        with pytest.raises(hook.FlowchartError):
+            hook.draw(text)
 
 
 @pytest.mark.timeout(300)
