@@ -158,6 +158,17 @@ def bound_names(path: Path) -> Iterator[str]:
             yield node.id if isinstance(node, ast.Name) else node.attr
 
 
+def test_every_name_of_the_glossary_is_defined_in_its_file() -> None:
+    named = re.findall(r"`(\w+)` \(`([\w./]+)`\)", (ROOT / "docs" / "glossary.md").read_text())
+    assert len(named) > 60
+    wrong = []
+    for defined, place in named:
+        files = [path for path in SOURCES if place in name(path)]
+        if not any(defined in bound_names(path) for path in files):
+            wrong.append(f"{defined} is not in {place}")
+    assert wrong == []
+
+
 def test_every_name_on_the_pages_about_code_exists() -> None:
     """Names with capitals, underscores, dots or parentheses; in diagrams, names with capitals inside."""
     known = {bound for path in [*SOURCES, ROOT / "tests" / "test_layers.py"] for bound in bound_names(path)}
