@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, is_typeddict
 
 import pytest
 
@@ -229,6 +229,27 @@ def test_every_package_that_exports_names_has_a_page_of_reference() -> None:
     assert set(shown) <= set(REFERENCE)
 
 
+WITHOUT_A_PAGE = {"events", "file_lock", "fork_hook", "load_publisher", "server_info", "sync_call", "validators"}
+"""Files whose other names serve this kit only."""
+
+
+def exported_names(path: Path) -> set[str]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def test_every_component_in_a_flat_file_is_on_a_page_of_reference() -> None:
+    shown = {each for module in REFERENCE for each in importlib.import_module(module).__all__}
+    hidden = {
+        path.stem
+        for path in (ROOT / "scheduler_components").glob("[!_]*.py")
+        if exported_names(path) - shown and path.stem not in WITHOUT_A_PAGE
+    }
+    assert hidden == set()
+
+
 def page_of(site: Path, package: str) -> str:
     """The built page of a package's names."""
     return (site / "reference" / REFERENCE[package].with_suffix(".html").name).read_text()
@@ -275,7 +296,8 @@ def exported_classes(package: str) -> list[type]:
     """Return the classes that users construct: no Protocol, no enum, no error with the parameters of every error."""
     module = importlib.import_module(package)
     found = (getattr(module, name) for name in module.__all__)
-    classes = [each for each in found if isinstance(each, type) and not issubclass(each, Enum | Protocol)]
+    classes = [each for each in found if isinstance(each, type) and not is_typeddict(each)]
+    classes = [each for each in classes if not issubclass(each, Enum | Protocol)]
     return [each for each in classes if not issubclass(each, Exception) or inspect.isfunction(each.__init__)]
 
 
