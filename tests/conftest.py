@@ -16,8 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +26,7 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+from kit.waiting import wait_until
 
 # Loaded machines are slow: a deadline per example says more about the machine than about the code.
 settings.register_profile("default", deadline=None, max_examples=100, print_blob=True)
@@ -106,15 +105,7 @@ def trace_beyond_the_host(tmp_path: Path) -> Path:
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], object]], None]:
     """Wait until a condition holds; fails after thirty seconds."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 30
-        pause = threading.Event()
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never held"
-            pause.wait(0.002)
-
-    return wait
+    return wait_until
 
 
 @pytest.fixture(scope="session")

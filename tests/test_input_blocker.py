@@ -15,7 +15,7 @@ from scheduler_components.testing.fakes import ListRefusalSink, TextInputReader
 from scheduler_components.values import RejectionReason
 
 
-class Bench:
+class BlockerBench:
     """A screen, and a scheduler that takes in at once what goes on."""
 
     def __init__(self, **bounds: float | None) -> None:
@@ -42,14 +42,14 @@ class Bench:
 
 def test_messages_are_relayed_in_order_of_arrival() -> None:
     texts = ["request:a", "command:flush", "request:b", "abort:a"]
-    bench = Bench()
+    bench = BlockerBench()
     assert bench.handle(*texts) == texts
     assert bench.blocker.stats.requests_admitted == 2
     assert not bench.rejections.refused
 
 
 def test_blocked_input_holds_requests_only() -> None:
-    bench = Bench()
+    bench = BlockerBench()
     assert bench.handle("block:", "block:", "request:a", "command:update", "request:b") == ["command:update"]
     assert bench.blocker.state is BlockerState.BLOCKED
     assert bench.blocker.stats.requests_held == 2
@@ -60,13 +60,13 @@ def test_blocked_input_holds_requests_only() -> None:
 
 
 def test_a_request_beyond_the_held_ones_is_rejected() -> None:
-    bench = Bench(max_held_requests=1)
+    bench = BlockerBench(max_held_requests=1)
     assert bench.handle("block:", "request:a", "request:b") == []
     assert bench.reasons() == [("b", RejectionReason.HELD_FULL)]
 
 
 def test_draining_rejects_new_requests_and_admits_held_ones() -> None:
-    bench = Bench()
+    bench = BlockerBench()
     assert bench.handle("block:", "request:a", "drain:") == ["request:a"]
     assert bench.blocker.state is BlockerState.DRAINING
     assert bench.handle("request:b", "abort:a", "command:dump") == ["abort:a", "command:dump"]
@@ -75,13 +75,13 @@ def test_draining_rejects_new_requests_and_admits_held_ones() -> None:
 
 
 def test_a_request_that_is_too_large_is_rejected_with_its_size() -> None:
-    bench = Bench(max_request_bytes=20)
+    bench = BlockerBench(max_request_bytes=20)
     assert bench.handle("request:a:123456789!", "request:b:1234567890!") == ["request:a:123456789!"]
     assert bench.rejections.refused[0].text == "rid='b': has 21 bytes, the limit is 20; shorten the prompt"
 
 
 def test_a_request_above_the_rate_is_rejected_with_a_retry_time() -> None:
-    bench = Bench(max_requests_per_s=2.0, burst_requests=2)
+    bench = BlockerBench(max_requests_per_s=2.0, burst_requests=2)
     assert bench.handle("request:a", "request:b", "request:c", "abort:a") == ["request:a", "request:b", "abort:a"]
     (refusal,) = bench.rejections.refused
     assert (refusal.reason, refusal.retry_after_s) == (RejectionReason.TOO_MANY, 0.5)
@@ -96,12 +96,12 @@ def test_a_request_above_the_rate_is_rejected_with_a_retry_time() -> None:
 
 
 def test_a_rejected_request_does_not_count_for_the_rate() -> None:
-    bench = Bench(max_requests_per_s=1.0, burst_requests=1, max_request_bytes=12)
+    bench = BlockerBench(max_requests_per_s=1.0, burst_requests=1, max_request_bytes=12)
     assert bench.handle("request:b:0123456789", "request:a") == ["request:a"]
 
 
 def test_a_copy_in_flight_is_dropped_and_another_request_with_its_id_is_rejected() -> None:
-    bench = Bench()
+    bench = BlockerBench()
     assert bench.handle("request:a:x", "request:a:x", "request:a:y", is_broadcast=False) == ["request:a:x"]
     bench.active_ids.add("a")
     bench.blocker.on_broadcast()
@@ -114,7 +114,7 @@ def test_a_copy_in_flight_is_dropped_and_another_request_with_its_id_is_rejected
 
 
 def test_a_copy_of_an_ended_request_is_rejected_and_its_id_can_be_reused() -> None:
-    bench = Bench()
+    bench = BlockerBench()
     bench.handle("request:a:x")
     bench.active_ids.clear()
     assert bench.handle("request:a:x") == []
@@ -123,7 +123,7 @@ def test_a_copy_of_an_ended_request_is_rejected_and_its_id_can_be_reused() -> No
 
 
 def test_an_early_abort_rejects_its_request_once() -> None:
-    bench = Bench(abort_memory_s=10.0)
+    bench = BlockerBench(abort_memory_s=10.0)
     assert bench.handle("abort:a", "request:a:x") == []
     assert bench.reasons() == [("a", RejectionReason.ABORTED)]
     assert bench.handle("request:a:x") == ["request:a:x"]  # it was not served: this is another one
@@ -133,7 +133,7 @@ def test_an_early_abort_rejects_its_request_once() -> None:
 
 
 def test_the_memory_of_recent_requests_is_bounded() -> None:
-    bench = Bench(max_known_requests=1)
+    bench = BlockerBench(max_known_requests=1)
     bench.handle("request:a", "request:b")
     bench.active_ids.clear()
     assert bench.handle("request:b", "request:a") == ["request:a"]
@@ -148,20 +148,20 @@ def test_the_memory_of_recent_requests_is_bounded() -> None:
 
 def test_the_abort_of_a_long_running_request_is_relayed() -> None:
     """So long that the screen has forgotten it: the scheduler has not."""
-    bench = Bench(max_known_requests=1)
+    bench = BlockerBench(max_known_requests=1)
     bench.handle("request:a", "request:b")
     assert bench.handle("abort:a") == ["abort:a"]
 
 
 def test_a_late_abort_does_not_reject_a_later_request_with_its_id() -> None:
-    bench = Bench()
+    bench = BlockerBench()
     bench.handle("request:a:x")
     bench.active_ids.clear()  # it ended, and its client had left just before
     assert bench.handle("abort:a", "request:a:y") == ["abort:a", "request:a:y"]
 
 
 def test_a_failing_rejection_sink_is_counted() -> None:
-    bench = Bench(max_request_bytes=10)
+    bench = BlockerBench(max_request_bytes=10)
     bench.rejections.error = OSError("no way back")
     assert bench.handle("request:a:too long", "request:b") == ["request:b"]
     assert bench.blocker.failures.total == 1
@@ -198,7 +198,7 @@ TEXTS = st.lists(
 
 @given(texts=TEXTS, is_broadcast=st.booleans())
 def test_every_request_is_relayed_held_rejected_or_a_copy(texts: list[str], is_broadcast: bool) -> None:
-    bench = Bench()
+    bench = BlockerBench()
     went_on = bench.handle(*texts, is_broadcast=is_broadcast)
     stats = bench.blocker.stats
     requests = [text for text in texts if text.startswith("request")]

@@ -48,7 +48,7 @@ class Holders:
 KINDS = ("request", "session", "transfer")
 
 
-class Bench:
+class PoolBench:
     """A cache of 16 pages: r1 holds a locked prefix of three pages and two of its own, a session one, a copy one."""
 
     def __init__(self) -> None:
@@ -77,56 +77,56 @@ class Bench:
 
 
 def test_a_sound_pool_has_no_violation() -> None:
-    bench = Bench()
+    bench = PoolBench()
     assert find_pool_violations(bench.pool, None) == []
     assert bench.pool.count() == PoolCount("full", 16, 9, 0, 3, 1, 2, 1)
     assert bench.pool.count().num_missing == 0
     assert bench.pool.count().num_used == 7
 
 
-def let_go_of_own(bench: Bench) -> None:
+def let_go_of_own(bench: PoolBench) -> None:
     bench.holders.held[0] = PageHolding("r1", "request", (), bench.shared, bench.node)
 
 
-def free_what_is_held(bench: Bench) -> None:
+def free_what_is_held(bench: PoolBench) -> None:
     bench.progress.step = 6
     bench.ledger.record("freed", "full", "r1", "release", bench.own)
     bench.cache.free(bench.own)
 
 
-def put_in_the_free_list_again(bench: Bench) -> None:
+def put_in_the_free_list_again(bench: PoolBench) -> None:
     bench.cache.pool._free.append(bench.cache.pool._free[0])
 
 
-def hold_a_page_of_another(bench: Bench) -> None:
+def hold_a_page_of_another(bench: PoolBench) -> None:
     bench.holders.held.append(PageHolding("r2", "request", bench.own[:1]))
     bench.ledger.record("allocated", "full", "r2", "steal", bench.own[:1])
 
 
-def hold_a_page_twice(bench: Bench) -> None:
+def hold_a_page_twice(bench: PoolBench) -> None:
     bench.holders.held[0] = PageHolding("r1", "request", [*bench.own, bench.own[0]], bench.shared, bench.node)
 
 
-def hold_what_is_no_page(bench: Bench) -> None:
+def hold_what_is_no_page(bench: PoolBench) -> None:
     bench.holders.held[0] = PageHolding("r1", "request", [*bench.own, 99], bench.shared, bench.node)
 
 
-def use_what_is_not_cached(bench: Bench) -> None:
+def use_what_is_not_cached(bench: PoolBench) -> None:
     bench.holders.held[0] = PageHolding("r1", "request", bench.own, [*bench.shared, 15], bench.node)
 
 
-def lock_once_more(bench: Bench) -> None:
+def lock_once_more(bench: PoolBench) -> None:
     bench.cache.lock(bench.node)
     bench.ledger.record("locked", "full", "r7", "attach", bench.shared)
     for action in ("locked", "unlocked"):  # one that gave its lock back, later, is not to blame
         bench.ledger.record(action, "full", "r8", "attach", bench.shared)
 
 
-def forget_the_lock(bench: Bench) -> None:
+def forget_the_lock(bench: PoolBench) -> None:
     bench.holders.held[0] = PageHolding("r1", "request", bench.own, bench.shared, None)
 
 
-def lock_what_is_gone(bench: Bench) -> None:
+def lock_what_is_gone(bench: PoolBench) -> None:
     bench.cache.unlock(bench.node)
     bench.cache.clear()
 
@@ -147,9 +147,9 @@ def lock_what_is_gone(bench: Bench) -> None:
     ],
 )
 def test_a_broken_rule_is_found_and_named(
-    break_it: Callable[[Bench], None], rule: str, text: str, culprit: str | None
+    break_it: Callable[[PoolBench], None], rule: str, text: str, culprit: str | None
 ) -> None:
-    bench = Bench()
+    bench = PoolBench()
     break_it(bench)
     problem = bench.problems()[rule]
     assert text in str(problem)
@@ -178,7 +178,7 @@ def test_a_count_that_differs_from_the_lists_is_found(term: str) -> None:
         def tree_nodes(self) -> Iterable[object]:
             return self.pool.tree_nodes()
 
-    found = [str(each) for each in find_pool_violations(Miscounted(Bench().pool), None)]
+    found = [str(each) for each in find_pool_violations(Miscounted(PoolBench().pool), None)]
     assert f"[full] count: {term} differs from the lists by +1 pages" in found
     assert any("-1 pages are missing" in each for each in found)
 
@@ -242,7 +242,7 @@ def test_a_pool_that_raises_is_counted_and_fails_no_step() -> None:
         def count_held(self) -> HeldCount:
             raise RuntimeError("no count")
 
-    bench = Bench()
+    bench = PoolBench()
     bench.pool.requests = Broken()
     checker = PoolInvariantChecker(pools=(bench.pool,), policy=STRICT)
     checker.after_step(is_idle=True)
@@ -251,7 +251,7 @@ def test_a_pool_that_raises_is_counted_and_fails_no_step() -> None:
 
 
 def test_a_leak_triggers_a_full_check_once_and_again_when_it_grows() -> None:
-    bench = Bench()
+    bench = PoolBench()
     policy = CheckPolicy(action="count", count_every_steps=1, full_check_every_steps=1000)
     checker = PoolInvariantChecker(pools=(bench.pool,), policy=policy)
     checker.after_step(is_idle=False)
@@ -267,7 +267,7 @@ def test_a_leak_triggers_a_full_check_once_and_again_when_it_grows() -> None:
 
 
 def test_counts_are_checked_every_few_steps_and_when_idle() -> None:
-    checker = PoolInvariantChecker(pools=(Bench().pool,), policy=CheckPolicy(count_every_steps=4))
+    checker = PoolInvariantChecker(pools=(PoolBench().pool,), policy=CheckPolicy(count_every_steps=4))
     for _ in range(9):
         checker.after_step(is_idle=False)
     assert checker.stats().checks == 3

@@ -28,7 +28,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 
 
-class LateMover:
+class FlakyMover:
     """A ``PageMover`` whose copies take some steps, and fail now and then."""
 
     has_storage = False
@@ -61,7 +61,7 @@ class LateMover:
 
 
 def late_tiers(page_size: int, num_pages: int, seed: int) -> HiCacheTiers:
-    """Tiers over a ``LateMover``."""
+    """Tiers over a ``FlakyMover``."""
     rng = random.Random(seed)
     write = rng.choice(["write_through", "write_through_selective", "write_back"])
     cache = HiRadixCache(
@@ -72,7 +72,7 @@ def late_tiers(page_size: int, num_pages: int, seed: int) -> HiCacheTiers:
         policy=HiCachePolicy(write=write, load_threshold_pages=1),
         record=True,
     )
-    mover = LateMover(rng)
+    mover = FlakyMover(rng)
     stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=lambda: 0.0)
     return HiCacheTiers(stepper=stepper, mover=mover)  # type: ignore[arg-type]
 

@@ -1,15 +1,20 @@
-"""The load goes out when it is news or due, on the one rank that speaks, and never at the step's expense."""
+"""The leading rank publishes a load that changed or that is due, and a failing sink does not affect the step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError, GaugePacer, LoadPublisher, ParallelState, open_load_publisher
+from scheduler_components.testing import FakeClock
+from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import LoadSnapshot
+
+Sink: TypeAlias = ListSink[LoadSnapshot]
 
 
 @dataclass
@@ -21,48 +26,26 @@ class Load:
     def get_loads(self) -> LoadSnapshot:
         self.reads += 1
         if self.broken:
-            raise RuntimeError("no load today")
+            raise RuntimeError("no load")
         return LoadSnapshot(sequence=self.reads, timestamp=self.reads, num_running_reqs=self.running)
 
 
-@dataclass
-class Sink:
-    sent: list[int] = field(default_factory=list)
-    broken: bool = False
-    closes: int = 0
-    wants_load: bool = True
-
-    def send(self, load: LoadSnapshot) -> None:
-        if self.broken:
-            raise OSError("nobody there")
-        self.sent.append(load.num_running_reqs)
-
-    def close(self) -> None:
-        self.closes += 1
-        if self.broken:
-            raise OSError("stuck")
+def running(sink: Sink) -> list[int]:
+    return [load.num_running_reqs for load in sink.sent]
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make(parallel: ParallelState | None = None) -> tuple[LoadPublisher, Load, Sink, Clock]:
-    load, sink, clock = Load(), Sink(), Clock()
+def make(parallel: ParallelState | None = None) -> tuple[LoadPublisher, Load, Sink, FakeClock]:
+    load, sink, clock = Load(), Sink(), FakeClock(0.0)
     pacer = GaugePacer(min_interval_s=0.5, heartbeat_s=2.0)
     parallel = parallel or ParallelState()
     return LoadPublisher(parallel=parallel, load=load, sinks=(sink,), pacer=pacer, clock=clock), load, sink, clock
 
 
-def test_news_goes_out_and_repeats_wait_for_the_heartbeat() -> None:
+def test_a_changed_load_is_sent_and_an_unchanged_one_waits_for_the_heartbeat() -> None:
     publisher, load, sink, clock = make()
-    for clock.now, load.running in [(0, 1), (0.6, 1), (1.2, 2), (1.8, 2), (3.3, 2), (3.4, 9)]:
+    for clock.now_s, load.running in [(0, 1), (0.6, 1), (1.2, 2), (1.8, 2), (3.3, 2), (3.4, 9)]:
         publisher.publish_load()
-    assert sink.sent == [1, 2, 2]
+    assert running(sink) == [1, 2, 2]
     assert (publisher.pacer.unchanged, publisher.pacer.throttled) == (2, 1)
 
 
@@ -73,62 +56,63 @@ def test_while_throttled_the_load_is_not_even_read() -> None:
     assert load.reads == 1
 
 
-def test_flush_sends_what_the_throttle_held_back_and_nothing_twice() -> None:
+def test_flush_sends_a_throttled_load_once() -> None:
     publisher, load, sink, clock = make()
     publisher.publish_load()
-    load.running, clock.now = 5, 0.1
+    load.running, clock.now_s = 5, 0.1
     publisher.publish_load()
     publisher.flush()
     publisher.flush()
-    assert sink.sent == [0, 5]
+    assert running(sink) == [0, 5]
 
 
 @pytest.mark.parametrize("part", ["load", "sink"])
-def test_nothing_raises_into_the_step_and_the_news_goes_out_later(part: str) -> None:
+def test_a_failure_does_not_raise_into_the_step_and_the_load_is_sent_later(part: str) -> None:
     publisher, load, sink, clock = make()
-    broken = load if part == "load" else sink
-    broken.broken = True
+    load.broken = part == "load"
+    sink.error = OSError("gone") if part == "sink" else None
     publisher.publish_load()
-    assert sink.sent == []
+    assert running(sink) == []
     assert publisher.failures.total == 1
-    broken.broken, clock.now = False, 0.6
+    load.broken, sink.error, clock.now_s = False, None, 0.6
     publisher.publish_load()
-    assert sink.sent == [0]
+    assert running(sink) == [0]
 
 
-def test_a_sink_that_fails_does_not_keep_the_load_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_sink_does_not_keep_the_load_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
     publisher, load, sink, clock = make()
-    broken = Sink(broken=True)
+    broken = Sink()
+    broken.error = OSError("gone")
     publisher.sinks = (broken, sink)
     for load.running in range(3):
         publisher.publish_load()
-        clock.now += 0.6
-    assert sink.sent == [0, 1, 2]
+        clock.now_s += 0.6
+    assert running(sink) == [0, 1, 2]
     assert (publisher.failures.total, len(caplog.records)) == (3, 1)
-    broken.broken, load.running = False, 9
+    broken.error, load.running = None, 9
     publisher.publish_load()
-    assert (sink.sent[-1], broken.sent) == (9, [9])
+    assert (running(sink)[-1], running(broken)) == (9, [9])
 
 
 @settings(deadline=None)
 @given(st.integers(0, 15))
-def test_one_rank_of_each_cache_speaks(tp_rank: int) -> None:
+def test_one_rank_of_each_cache_publishes(tp_rank: int) -> None:
     parallel = ParallelState.from_tp_rank(tp_rank, tp_size=16, attn_dp_size=4, attn_cp_size=2)
     publisher, load, sink, _ = make(parallel)
     publisher.publish_load()
     publisher.flush()
-    assert sink.sent == [0] * parallel.owns_kv_stream
+    assert running(sink) == [0] * parallel.owns_kv_stream
     assert load.reads == 2 * parallel.owns_kv_stream
 
 
-def test_closing_twice_is_quiet_and_nothing_is_sent_after() -> None:
+def test_close_may_be_called_twice_and_nothing_is_sent_afterwards() -> None:
     publisher, _, sink, _ = make()
-    sink.broken = True
+    sink.error = OSError("stuck")
     publisher.close()
     publisher.close()
     publisher.publish_load()
     publisher.flush()
-    assert (sink.closes, publisher.failures.total) == (1, 1)
+    assert (sink.num_closed, publisher.failures.total) == (1, 1)
 
 
 @pytest.mark.parametrize("config", [None, "", '{"publisher": "zmq"}', "{}"])
@@ -140,7 +124,7 @@ def test_without_a_load_endpoint_nothing_is_opened_or_read(config: str | None) -
     assert load.reads == 0
 
 
-def test_a_sink_that_wants_no_load_costs_no_look_at_it() -> None:
+def test_the_load_is_not_read_for_a_sink_that_wants_none() -> None:
     publisher, load, sink, _ = make()
     sink.wants_load = False
     publisher.publish_load()
@@ -148,7 +132,7 @@ def test_a_sink_that_wants_no_load_costs_no_look_at_it() -> None:
     assert (load.reads, sink.sent) == (0, [])
     sink.wants_load = True
     publisher.publish_load()
-    assert (load.reads, sink.sent) == (1, [0])
+    assert (load.reads, running(sink)) == (1, [0])
 
 
 @pytest.mark.parametrize(

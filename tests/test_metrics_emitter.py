@@ -9,6 +9,7 @@ import pytest
 
 from scheduler_components import ConfigError, LiveStats, MetricsEmitter, ParallelState
 from scheduler_components.metrics_emitter import StatsSources
+from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerCounters, SchedulerStats
 
 
@@ -31,23 +32,12 @@ class Publisher:
         return PublisherStats(batches_sent=9)
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.recorded: list[SchedulerStats] = []
-        self.error: Exception | None = None
-
-    def record(self, stats: SchedulerStats) -> None:
-        if self.error is not None:
-            raise self.error
-        self.recorded.append(stats)
-
-
 def test_a_report_combines_load_and_the_parts_of_all_sources() -> None:
-    sink, parallel = Sink(), ParallelState(dp_rank=1, dp_size=2)
+    sink, parallel = ListSink[SchedulerStats](), ParallelState(dp_rank=1, dp_size=2)
     sources: StatsSources = {"counters": Requests(), "publisher": Publisher()}
     emitter = MetricsEmitter(parallel=parallel, load=Load(), sink=sink, sources=sources)
     emitter.emit()
-    assert sink.recorded == [
+    assert sink.sent == [
         SchedulerStats(
             labels=parallel.metric_labels,
             load=LoadSnapshot(sequence=1),
@@ -85,87 +75,89 @@ def sources(counters: Counters) -> StatsSources:
 
 
 def test_counters_are_read_every_32_busy_steps_and_in_every_idle_step() -> None:
-    sink, load, counters = Sink(), BusyLoad(), Counters()
+    sink, load, counters = ListSink[SchedulerStats](), BusyLoad(), Counters()
     emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, sources=sources(counters))
     for step in range(72):
         load.num_running = step % 2  # or one waits
         emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1] * 32 + [2] * 32 + [3] * 8
-    sink.recorded.clear()
+    assert [stats.publisher.batches_sent for stats in sink.sent] == [1] * 32 + [2] * 32 + [3] * 8
+    sink.sent.clear()
     emitter.load = Load()
     for _ in range(3):
         emitter.emit()
     emitter.load = load
     for _ in range(33):
         emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [4, 5] + [6] * 32 + [7] * 2
-    assert all(stats.counters.num_requests_total == stats.publisher.batches_sent for stats in sink.recorded)
+    assert [stats.publisher.batches_sent for stats in sink.sent] == [4, 5] + [6] * 32 + [7] * 2
+    assert all(stats.counters.num_requests_total == stats.publisher.batches_sent for stats in sink.sent)
 
 
 def test_refresh_counters_reads_them_for_the_next_report() -> None:
-    sink, counters = Sink(), Counters()
+    sink, counters = ListSink[SchedulerStats](), Counters()
     emitter = MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, sources=sources(counters))
     for _ in range(3):
         emitter.emit()
     emitter.refresh_counters()
     emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 1, 1, 2]
+    assert [stats.publisher.batches_sent for stats in sink.sent] == [1, 1, 1, 2]
 
 
 def test_an_interval_of_one_reads_the_counters_in_each_step() -> None:
-    sink, counters = Sink(), Counters()
+    sink, counters = ListSink[SchedulerStats](), Counters()
     emitter = MetricsEmitter(
         parallel=ParallelState(), load=BusyLoad(), sink=sink, sources={"publisher": counters}, counters_interval_steps=1
     )
     for _ in range(3):
         emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 2, 3]
+    assert [stats.publisher.batches_sent for stats in sink.sent] == [1, 2, 3]
     with pytest.raises(ConfigError, match="counters_interval_steps"):
         MetricsEmitter(parallel=ParallelState(), load=BusyLoad(), sink=sink, counters_interval_steps=0)
 
 
 def test_counters_that_could_not_be_read_are_read_in_the_next_step() -> None:
-    sink, load, counters = Sink(), BusyLoad(), Counters()
+    sink, load, counters = ListSink[SchedulerStats](), BusyLoad(), Counters()
     emitter = MetricsEmitter(parallel=ParallelState(), load=load, sink=sink, sources=sources(counters))
     emitter.emit()
     emitter.load, emitter.sources = Load(), {"publisher": BrokenSource()}  # type: ignore[typeddict-item]
     emitter.emit()
     emitter.load, emitter.sources = load, sources(counters)
     emitter.emit()
-    assert [stats.publisher.batches_sent for stats in sink.recorded] == [1, 2]
+    assert [stats.publisher.batches_sent for stats in sink.sent] == [1, 2]
 
 
 def test_sources_are_optional() -> None:
-    sink, parallel = Sink(), ParallelState()
+    sink, parallel = ListSink[SchedulerStats](), ParallelState()
     MetricsEmitter(parallel=parallel, load=Load(), sink=sink).emit()
-    assert sink.recorded == [SchedulerStats(parallel.metric_labels, LoadSnapshot(sequence=1))]
+    assert sink.sent == [SchedulerStats(parallel.metric_labels, LoadSnapshot(sequence=1))]
 
 
 def test_a_source_of_an_unknown_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="sources='totals': is no part of SchedulerStats; use one of counters, "):
-        MetricsEmitter(parallel=ParallelState(), load=Load(), sink=Sink(), sources={"totals": Requests()})  # type: ignore[typeddict-unknown-key]
+        MetricsEmitter(
+            parallel=ParallelState(), load=Load(), sink=ListSink[SchedulerStats](), sources={"totals": Requests()}
+        )  # type: ignore[typeddict-unknown-key]
 
 
 def test_a_part_is_a_copy_of_the_live_counters() -> None:
-    sink, counters = Sink(), SchedulerCounters()
+    sink, counters = ListSink[SchedulerStats](), SchedulerCounters()
     emitter = MetricsEmitter(
         parallel=ParallelState(), load=Load(), sink=sink, sources={"counters": LiveStats(counters)}
     )
     for _ in range(2):
         counters.num_requests_total += 1
         emitter.emit()
-    assert [stats.counters.num_requests_total for stats in sink.recorded] == [1, 2]
+    assert [stats.counters.num_requests_total for stats in sink.sent] == [1, 2]
 
 
 @pytest.mark.parametrize(("attn_dp_size", "attn_cp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 def test_one_rank_of_each_replica_reports(attn_dp_size: int, attn_cp_size: int) -> None:
-    sink = Sink()
+    sink = ListSink[SchedulerStats]()
     for tp_rank in range(8):
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=8, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size)
         load = Load()
         MetricsEmitter(parallel=parallel, load=load, sink=sink).emit()
         assert load.asked == int(parallel.reports_metrics)
-    assert [dict(stats.labels)["dp_rank"] for stats in sink.recorded] == [str(rank) for rank in range(attn_dp_size)]
+    assert [dict(stats.labels)["dp_rank"] for stats in sink.sent] == [str(rank) for rank in range(attn_dp_size)]
 
 
 class BrokenSource:
@@ -177,7 +169,7 @@ class BrokenSource:
 
 @pytest.mark.parametrize("broken", ["load", "counters", "publisher", "sink"])
 def test_nothing_raises_into_the_step(broken: str, caplog: pytest.LogCaptureFixture) -> None:
-    sink = Sink()
+    sink = ListSink[SchedulerStats]()
     sources: dict[str, Any] = {"counters": Requests(), "publisher": Publisher()}
     parts: dict[str, Any] = {"load": Load(), "sources": sources, "sink": sink}
     if broken == "sink":
@@ -191,15 +183,15 @@ def test_nothing_raises_into_the_step(broken: str, caplog: pytest.LogCaptureFixt
         emitter.emit()
     assert emitter.failures.total == 100
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert sink.recorded == []
+    assert sink.sent == []
 
 
 def test_a_sink_that_comes_back_is_used_again(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Sink()
+    sink = ListSink[SchedulerStats]()
     emitter = MetricsEmitter(parallel=ParallelState(), load=Load(), sink=sink)
     sink.error = ConnectionError("gone")
     emitter.emit()
     sink.error = None
     emitter.emit()
-    assert [stats.load.sequence for stats in sink.recorded] == [2]
+    assert [stats.load.sequence for stats in sink.sent] == [2]
     assert "works again" in caplog.text

@@ -14,7 +14,7 @@ from scheduler_components.values import OutputBatch, OutputDelta, TokenOutput
 
 
 @dataclass
-class Req:
+class StreamedRequest:
     rid: str
     stream_interval: int = 1
     output: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Req:
 
 
 @dataclass
-class Sink:
+class ScriptedOutputSink:
     """Takes a message or not, as a test wants; a "broken" one raises, before or after it took the message."""
 
     mode: str = "open"
@@ -100,12 +100,12 @@ steps = st.lists(
 def test_each_client_reads_its_output_and_end_exactly_once(
     intervals: list[int], history: list[tuple[str, list[tuple[int, int]]]]
 ) -> None:
-    sink = Sink()
+    sink = ScriptedOutputSink()
     streamer = OutputStreamer(sink=sink)
-    requests = [Req(str(index), interval) for index, interval in enumerate(intervals)]
+    requests = [StreamedRequest(str(index), interval) for index, interval in enumerate(intervals)]
     for mode, actions in history:
         sink.mode = mode
-        news: dict[str, Req] = {}
+        news: dict[str, StreamedRequest] = {}
         for index, action in actions:
             request = requests[index]
             if request.finish_reason is not None:
@@ -142,7 +142,7 @@ def test_each_client_reads_its_output_and_end_exactly_once(
 
 
 def test_the_first_token_is_sent_immediately_then_every_interval_then_the_remainder() -> None:
-    sink, request = Sink(), Req("a", stream_interval=4)
+    sink, request = ScriptedOutputSink(), StreamedRequest("a", stream_interval=4)
     streamer = OutputStreamer(sink=sink)
     for token in range(11):
         request.output.append(token)
@@ -154,15 +154,22 @@ def test_the_first_token_is_sent_immediately_then_every_interval_then_the_remain
 
 
 def test_a_step_sends_one_message_and_none_without_output() -> None:
-    sink = Sink()
+    sink = ScriptedOutputSink()
     streamer = OutputStreamer(sink=sink)
-    streamer.stream([Req("a", output=[1]), Req("b", output=[2, 3]), Req("c"), Req("d", finish_reason="abort")])
+    streamer.stream(
+        [
+            StreamedRequest("a", output=[1]),
+            StreamedRequest("b", output=[2, 3]),
+            StreamedRequest("c"),
+            StreamedRequest("d", finish_reason="abort"),
+        ]
+    )
     streamer.stream([])
     assert [sorted(delta.rid for delta in batch.deltas) for batch in sink.batches] == [["a", "b", "d"]]
 
 
 def test_no_output_is_read_while_the_receiver_is_slow() -> None:
-    sink, request = Sink(mode="full"), Req("a", output=[1], unreadable=True)
+    sink, request = ScriptedOutputSink(mode="full"), StreamedRequest("a", output=[1], unreadable=True)
     streamer = OutputStreamer(sink=sink)
     for _ in range(100):
         streamer.stream([request])
@@ -175,10 +182,10 @@ def test_no_output_is_read_while_the_receiver_is_slow() -> None:
 
 
 def test_without_a_receiver_ends_are_bounded_and_losses_counted() -> None:
-    sink = Sink(mode="full")
+    sink = ScriptedOutputSink(mode="full")
     streamer = OutputStreamer(sink=sink, held=FinalDeltaBuffer(max_ends=10, max_bytes=10_000))
     for number in range(50):
-        streamer.stream([Req(str(number), output=[1] * 20, finish_reason="stop")])
+        streamer.stream([StreamedRequest(str(number), output=[1] * 20, finish_reason="stop")])
     stats = streamer.stats()
     assert (stats.ends_held, stats.ends_dropped) == (10, 40)
     streamer.close()
@@ -188,9 +195,9 @@ def test_without_a_receiver_ends_are_bounded_and_losses_counted() -> None:
 
 
 def test_unreadable_output_still_sends_the_end() -> None:
-    sink = Sink()
+    sink = ScriptedOutputSink()
     streamer = OutputStreamer(sink=sink)
-    bad, good = Req("bad", output=[1], unreadable=True), Req("good", output=[2])
+    bad, good = StreamedRequest("bad", output=[1], unreadable=True), StreamedRequest("good", output=[2])
     streamer.stream([bad, good])
     bad.finish_reason = "stop"
     streamer.stream([bad])
@@ -200,20 +207,20 @@ def test_unreadable_output_still_sends_the_end() -> None:
 
 
 def test_a_reused_id_starts_at_its_first_token() -> None:
-    sink, first = Sink(), Req("a", output=[1, 2])
+    sink, first = ScriptedOutputSink(), StreamedRequest("a", output=[1, 2])
     streamer = OutputStreamer(sink=sink)
     streamer.stream([first])
     first.finish_reason = "stop"
     streamer.stream([first])
-    streamer.stream([Req("a", output=[7])])
+    streamer.stream([StreamedRequest("a", output=[7])])
     assert [batch.deltas[0].start for batch in sink.batches] == [0, 2, 0]
 
 
 def test_an_id_can_be_reused_while_its_end_waits() -> None:
-    sink = Sink(mode="full")
+    sink = ScriptedOutputSink(mode="full")
     streamer = OutputStreamer(sink=sink)
-    streamer.stream([Req("a", output=[1, 2], finish_reason="stop")])
-    streamer.stream([Req("a", output=[7])])
+    streamer.stream([StreamedRequest("a", output=[1, 2], finish_reason="stop")])
+    streamer.stream([StreamedRequest("a", output=[7])])
     sink.mode = "open"
     streamer.flush()
     deltas = [delta for batch in sink.batches for delta in batch.deltas]
@@ -225,7 +232,7 @@ def test_an_id_can_be_reused_while_its_end_waits() -> None:
 
 @pytest.mark.parametrize("mode", ["broken", "torn"])
 def test_a_failing_sink_never_raises_and_is_counted(mode: str) -> None:
-    streamer = OutputStreamer(sink=Sink(mode=mode))
-    streamer.stream([Req("a", output=[1])])
+    streamer = OutputStreamer(sink=ScriptedOutputSink(mode=mode))
+    streamer.stream([StreamedRequest("a", output=[1])])
     assert streamer.failures.total == 1
     assert streamer.has_backlog

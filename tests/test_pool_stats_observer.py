@@ -8,6 +8,7 @@ import attrs
 from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
 
 from scheduler_components.pool_stats_observer import PoolStatsObserver
+from scheduler_components.testing.fakes import ListSink
 from scheduler_components.values import PageHolding, PoolCount, PoolStats, SchedulerStats
 from scheduler_components.watchdog import IDLE_PHASE
 
@@ -72,24 +73,20 @@ def test_a_pool_without_pages_is_not_full() -> None:
 
 
 def test_a_report_has_the_usage_of_pools_and_the_findings_of_checks() -> None:
-    class LastStats:
-        def record(self, stats: SchedulerStats) -> None:
-            self.stats = stats
-
     scheduler, _ = hybrid_scheduler(config=SMALL)
-    scheduler.metrics.sink = sink = LastStats()
+    scheduler.metrics.sink = sink = ListSink[SchedulerStats]()
     scheduler.submit(request(1, 9, 3))
     scheduler.step()
     scheduler.metrics.emit()
-    pools = sink.stats.pools
+    pools = sink.sent[-1].pools
     assert pools is not None
     assert pools.kv_used_tokens == 8, "the first chunk"
     assert pools.full_token_usage == 8 / 64
     for _ in scheduler.drain():
         pass
     scheduler.metrics.emit()
-    assert sink.stats.integrity == checker_of(scheduler).stats()
-    assert sink.stats.integrity.checks >= scheduler.num_steps
+    assert sink.sent[-1].integrity == checker_of(scheduler).stats()
+    assert sink.sent[-1].integrity.checks >= scheduler.num_steps
 
 
 def test_the_watchdog_sees_an_idle_scheduler_between_steps() -> None:

@@ -55,7 +55,7 @@ class OwnEars:
         pass
 
 
-class Rank:
+class ReceivingRank:
     """A scheduler whose whole state is what it has admitted, and in which step."""
 
     def __init__(self, relay: Tape | Playback | OwnEars, interval: int, most: int) -> None:
@@ -88,11 +88,11 @@ STEPS = st.lists(
 @given(steps=STEPS, interval=st.integers(1, 4), most=st.integers(1, 4))
 def test_all_ranks_admit_one_sequence(steps: list[tuple[list[str], ForwardMode]], interval: int, most: int) -> None:
     tape = Tape()
-    leader = Rank(tape, interval, most)
+    leader = ReceivingRank(tape, interval, most)
     for number, (arrivals, mode) in enumerate(steps):
         leader.step(number, arrivals, mode)
     for _ in range(2):
-        follower = Rank(Playback(tape), interval, most)
+        follower = ReceivingRank(Playback(tape), interval, most)
         for number, (_, mode) in enumerate(steps):
             follower.step(number, [], mode)
         assert follower.admitted == leader.admitted
@@ -107,11 +107,11 @@ def test_ranks_that_read_their_own_socket_diverge_and_are_found_at_the_next_rela
 ) -> None:
     """The other rank hears the same messages, one of the lots a step later."""
     tape = Tape()
-    leader = Rank(tape, 1, 256)
+    leader = ReceivingRank(tape, 1, 256)
     steps = [*steps, ([], ForwardMode.DECODE), ([], ForwardMode.DECODE)]
     for number, (arrivals, mode) in enumerate(steps):
         leader.step(number, arrivals, mode)
-    other = Rank(OwnEars(tape), 1, 256)
+    other = ReceivingRank(OwnEars(tape), 1, 256)
     heard: list[list[str]] = [arrivals for arrivals, _ in steps]
     late = min(late, len(steps) - 3)
     heard[late], heard[late + 1] = [], heard[late] + heard[late + 1]
@@ -125,10 +125,10 @@ def test_ranks_that_read_their_own_socket_diverge_and_are_found_at_the_next_rela
 
 def test_a_rank_that_skips_different_steps_is_found() -> None:
     tape = Tape()
-    leader = Rank(tape, 1, 256)
+    leader = ReceivingRank(tape, 1, 256)
     for number in range(2):
         leader.step(number, [], ForwardMode.DECODE)
-    other = Rank(Playback(tape), 2, 256)
+    other = ReceivingRank(Playback(tape), 2, 256)
     other.step(0, [], ForwardMode.DECODE)
     with pytest.raises(
         LockstepError, match=r"step 1: a rank has state 00000000 at step 1 .* its leader has 00000000 at"
@@ -137,7 +137,7 @@ def test_a_rank_that_skips_different_steps_is_found() -> None:
 
 
 def test_an_idle_leading_rank_wakes_no_rank_for_a_rejected_message() -> None:
-    rank = Rank(Tape(), 1, 256)
+    rank = ReceivingRank(Tape(), 1, 256)
     rank.source.frames += [b"noise", b"drain:", b"request:a"]
     assert not rank.intake.poll()
     assert (rank.intake.stats.messages_unreadable, rank.intake.stats.requests_refused) == (1, 1)
@@ -147,7 +147,7 @@ def test_an_idle_leading_rank_wakes_no_rank_for_a_rejected_message() -> None:
 
 
 def test_waiting_messages_stay_in_the_source() -> None:
-    rank = Rank(Tape(), 1, 2)
+    rank = ReceivingRank(Tape(), 1, 2)
     rank.source.frames += [b"request:%d" % number for number in range(7)]
     for _ in range(3):
         assert rank.intake.poll()
@@ -159,11 +159,11 @@ def test_waiting_messages_stay_in_the_source() -> None:
 )
 def test_a_caller_without_a_digest_is_found_by_its_input(heard: list[bytes]) -> None:
     tape = Tape()
-    leader = Rank(tape, 1, 256)
+    leader = ReceivingRank(tape, 1, 256)
     leader.source.frames.append(b"command:command:")
     for step in range(2):
         leader.intake.receive(step, 0, ForwardMode.DECODE)
-    other = Rank(OwnEars(tape), 1, 256)
+    other = ReceivingRank(OwnEars(tape), 1, 256)
     other.source.frames += heard
     other.intake.receive(0, 0, ForwardMode.DECODE)
     with pytest.raises(LockstepError, match="after input"):
@@ -171,7 +171,7 @@ def test_a_caller_without_a_digest_is_found_by_its_input(heard: list[bytes]) -> 
 
 
 def test_an_id_can_be_reused_when_the_scheduler_releases_it() -> None:
-    rank = Rank(Tape(), 1, 256)
+    rank = ReceivingRank(Tape(), 1, 256)
     rank.source.frames += [b"request:a:1", b"request:a:2"]  # the second while the first is on its way
     assert rank.intake.receive(0, 0, ForwardMode.DECODE) == ["request:a:1"]
     rank.source.frames.append(b"request:a:3")

@@ -107,7 +107,7 @@ class RecordingStreamer(OutputStreamer):
 
 
 @dataclass
-class Bench:
+class ResultBench:
     """A processor among fakes."""
 
     pages: Pages = field(default_factory=Pages)
@@ -136,12 +136,12 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
+def bench() -> ResultBench:
     """A bench of the test's own."""
-    return Bench()
+    return ResultBench()
 
 
 @pytest.fixture
-def make_bench() -> type[Bench]:
+def make_bench() -> type[ResultBench]:
     """Makes as many as are asked for."""
-    return Bench
+    return ResultBench

@@ -67,7 +67,7 @@ TestBlockTable.settings = TestCrampedTable.settings = settings(max_examples=60, 
 # Sequences of calls, and their events.
 
 
-def stored(event: KVCacheEvent) -> BlockStored:
+def as_stored(event: KVCacheEvent) -> BlockStored:
     assert isinstance(event, BlockStored)
     return event
 
@@ -81,14 +81,14 @@ def test_blocks_of_one_chain_become_one_event_over_several_calls() -> None:
     recorder.remove((2,))
     chain, branch, removed = recorder.take_events()
     assert chain == BlockStored((1, 2, 3), None, (11, 12, 13), 1, None)
-    assert stored(branch).parent_block_hash == 1
+    assert as_stored(branch).parent_block_hash == 1
     assert removed == BlockRemoved((9, 3, 2))
 
 
 def test_a_very_long_run_becomes_several_events() -> None:
     recorder, many = BlockTableRecorder(1), MAX_EVENT_TOKENS + 1
     recorder.store(range(1, many + 1), [5] * many)
-    first, second = (stored(event) for event in recorder.take_events())
+    first, second = (as_stored(event) for event in recorder.take_events())
     assert (len(first.block_hashes), second.block_hashes, second.parent_block_hash) == (many - 1, (many,), many - 1)
     recorder.remove(range(1, many + 1))
     assert [len(event.block_hashes) for event in recorder.take_events()] == [many - 1, 1]  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def test_events_are_split_by_namespace_and_carry_it() -> None:
     tenant = PrefixNamespace(lora_id=1, lora_name="a", cache_salt="s", extra_key="v", session_id="x")
     recorder.store((1, 2), (11, 12), namespace=tenant, extra_keys=[None, ["image", 3]])
     recorder.store((3,), (13,), 2)
-    named, plain = (stored(event) for event in recorder.take_events())
+    named, plain = (as_stored(event) for event in recorder.take_events())
     assert (named.lora_id, named.lora_name, named.cache_salt, named.session_id) == (1, "a", "s", "x")
     assert named.extra_keys == (("v",), ("v", "image", 3))
     assert (plain.block_hashes, plain.extra_keys, plain.cache_salt) == ((3,), None, None)

@@ -50,7 +50,7 @@ class Idle:
         """There is none."""
 
 
-class Rank:
+class QuiescableRank:
     """One rank of one, over a real model."""
 
     def __init__(self, model: Any) -> None:
@@ -85,7 +85,7 @@ def test_a_model_generates_by_its_old_weights_until_the_update_is_ended(tiny_lla
         LoadWeights(name, tensor.contiguous().view(torch.uint8).numpy().tobytes())
         for name, tensor in new.state_dict().items()
     ]
-    rank = Rank(model)
+    rank = QuiescableRank(model)
     for last in (RollBackWeights(), CheckWeights()):
         for order in (BeginWeightUpdate("trained"), *parts):
             assert not rank.order(order).problem

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.waiting import wait_until
 
 pytest.importorskip("vllm", reason="`make engines` makes an environment with vllm")
 
@@ -122,10 +123,7 @@ def follow(server: VllmServer) -> Subscriber:
 
 
 def poll_until(subscriber: Subscriber, condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, subscriber.stats()
-        subscriber.poll(0.05)
+    wait_until(condition, poll=lambda: subscriber.poll(0.05), describe=subscriber.stats, deadline_s=60)
 
 
 def test_each_rank_has_a_stream_and_a_late_joiner_has_the_whole_of_both(server: VllmServer) -> None:

@@ -60,7 +60,7 @@ def test_zero_copy_stores_pass_the_checks(
     check(store, "key ")
 
 
-class Rank:
+class StoringMover:
     """The mover of one rank over a store, and its events."""
 
     def __init__(
@@ -108,16 +108,16 @@ class Rank:
         )
 
 
-MakeRank = Callable[..., Rank]
+MakeRank = Callable[..., StoringMover]
 
 
 @pytest.fixture
 def make_rank(eventually: Eventually) -> Iterator[MakeRank]:
     """``make_rank(store, has_checksums=..., deadline_s=30)``; all are closed after the test."""
-    made: list[Rank] = []
+    made: list[StoringMover] = []
 
-    def make(store: ZeroCopyPageStore, **options: Any) -> Rank:
-        made.append(Rank(store, eventually, **options))
+    def make(store: ZeroCopyPageStore, **options: Any) -> StoringMover:
+        made.append(StoringMover(store, eventually, **options))
         return made[-1]
 
     yield make

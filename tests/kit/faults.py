@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kit.waiting import wait_until
 from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
 
 DEADLINE_S = 40.0
@@ -160,10 +160,8 @@ class Watched:
         return self.subscriber.stats()[0].state
 
     def poll_until(self, condition: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, self.subscriber.stats()
-            self.subscriber.poll(0.02)
+        stats = self.subscriber.stats
+        wait_until(condition, poll=lambda: self.subscriber.poll(0.02), describe=stats, deadline_s=DEADLINE_S)
 
     def converge(self, blocks: set[int]) -> None:
         """Poll until the view is live and right; it may be wrong before, but then it must not say live for good."""

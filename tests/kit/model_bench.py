@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from scheduler_components import CacheIntegrityError, EventBatch, ParallelState
+from kit.ledger_sink import LedgerSink
+from scheduler_components import CacheIntegrityError, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.cache.block_hash import DIGEST_BYTES
@@ -50,7 +51,6 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers, TierLayerDoneCounter
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.testing import EventLedger, ListEventSink
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
 from scheduler_components.values import FinishReason, TierStats
 
@@ -77,19 +77,8 @@ PROMPTS = tuple(
 """Eighteen prompts of 14 to 29 tokens over three beginnings."""
 
 
-class StreamView(ListEventSink):
-    """The blocks per tier that a subscriber knows of; every event must keep the rules of the wire."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ledger = EventLedger(block_size=PAGE_SIZE)
-
-    def publish(self, events: EventBatch) -> None:
-        assert self.ledger.apply_all(events.events) == []
-
-
 @dataclass(slots=True, kw_only=True)
-class LateMover:
+class LastMomentMover:
     """A ``PageMover`` on the scheduler's own thread that does everything at the last moment that it may.
 
     From the step in which a copy begins until the one in which it is said to have ended, its target holds rubbish: a
@@ -188,10 +177,10 @@ class LateMover:
 
 @dataclass(slots=True, kw_only=True)
 class LateFence:
-    """A ``LayerDoneCounter`` over a ``LateMover``."""
+    """A ``LayerDoneCounter`` over a ``LastMomentMover``."""
 
     stepper: HiCacheStepper
-    mover: LateMover
+    mover: LastMomentMover
 
     def start_batch(self) -> None:
         self.stepper.submit()
@@ -204,7 +193,7 @@ class LateFence:
 class BenchTiers(HiCacheTiers):
     """Tiers over either mover."""
 
-    mover: LateMover | ThreadPageMover  # type: ignore[assignment]
+    mover: LastMomentMover | ThreadPageMover  # type: ignore[assignment]
 
     @property
     def layer_counter(self) -> LayerDoneCounter:
@@ -229,7 +218,7 @@ class Tiers:
 
     host_pages: int = 24
     store: PageStore | None = None
-    make_mover: Callable[..., LateMover | ThreadPageMover] = LateMover
+    make_mover: Callable[..., LastMomentMover | ThreadPageMover] = LastMomentMover
     policy: HiCachePolicy = field(
         default_factory=lambda: HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)
     )
@@ -294,7 +283,7 @@ class ModelBench:
             dtype=torch.float32,
             device="cpu",
         )
-        self.view = StreamView()
+        self.view = LedgerSink(PAGE_SIZE)
         self.requests: list[Request] = []
         self.num_chunks = 0
         self.ties: dict[tuple[str, int], NearTie] = {}  # tokens that the arithmetic cannot tell apart

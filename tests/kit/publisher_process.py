@@ -15,7 +15,7 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 
-def stored(block_hash: int, size_bytes: int) -> KVEventBatch:
+def sized_batch(block_hash: int, size_bytes: int) -> KVEventBatch:
     """One block whose batch takes about ``size_bytes`` on the wire."""
     tokens = tuple(range(2**31, 2**31 + max(1, size_bytes // 5)))
     return KVEventBatch(ts=1.0, events=(BlockStored((block_hash,), None, tokens, len(tokens), None),))
@@ -29,7 +29,7 @@ def tick_for_a_second(publisher: ZmqEventPublisher, first: int, count: int, stan
     """Store ``count`` blocks, each with the removal of the one ``standing`` before it, in even steps."""
     pause, began_s = threading.Event(), time.monotonic()
     for block_hash in range(first, first + count):
-        new = stored(block_hash, 200)
+        new = sized_batch(block_hash, 200)
         gone = (BlockRemoved((block_hash - standing,)),) if block_hash >= standing else ()
         publisher.publish(KVEventBatch(ts=time.time(), events=(*new.events, *gone)))
         due_in_s = began_s + (block_hash - first) / count - time.monotonic()
@@ -52,7 +52,7 @@ def main() -> None:
         if verb == "publish":
             first, stop, size_bytes = numbers
             for block_hash in range(first, stop):
-                publisher.publish(stored(block_hash, size_bytes))
+                publisher.publish(sized_batch(block_hash, size_bytes))
                 if block_hash % 4 == 0:
                     publisher.idle()
         elif verb == "remove":

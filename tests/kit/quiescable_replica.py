@@ -37,7 +37,7 @@ class Given(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Engine:
+class QuiescableEngine:
     """One rank's work, cache, weights and memory, all four ports at once. Requests run for three steps each."""
 
     facts: OwnFacts = field(default_factory=OwnFacts)
@@ -113,7 +113,7 @@ class Replica:
     """Four ranks in lockstep. ``local_slot`` is the one that ranks do not agree on: each uses its own value."""
 
     def __init__(self, local_slot: str = "") -> None:
-        self.engines = {rank: Engine() for rank in RANKS}
+        self.engines = {rank: QuiescableEngine() for rank in RANKS}
         self.ranks = {
             rank: QuiesceController(work=engine, cache=engine, weights=engine, memory=engine)
             for rank, engine in self.engines.items()

@@ -10,6 +10,7 @@ import zmq
 
 from scheduler_components import KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, KVEventsConfig, ZmqEventPublisher
+from scheduler_components.kv_events.thread_backstop import Backstop
 
 RECEIVE_MS = 30_000
 LAST_PROBE = -1.0
@@ -22,6 +23,16 @@ LOOPBACK: dict[str, object] = {
 
 Socket = zmq.Socket[bytes]
 OpenSocket = Callable[[int], Socket]
+
+
+class SleepingBackstop(Backstop):
+    """A backstop without a thread: the test polls."""
+
+    def start(self) -> None:
+        pass
+
+    def watch(self) -> bool:
+        return True
 
 
 @pytest.fixture

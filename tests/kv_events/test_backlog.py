@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.events import stored
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from scheduler_components import AllBlocksCleared, BlockRemoved, EventBatch
 from scheduler_components.kv_events.backlog import (
     MAX_WAIT_S,
     MAX_WAITING,
@@ -90,16 +91,12 @@ class EngineStored(msgspec.Struct, array_like=True, tag="BlockStored"):
     token_ids: list[int]
 
 
-def stored(num_tokens: int) -> BlockStored:
-    return BlockStored((1,), None, tuple(range(num_tokens)), max(num_tokens, 1), None)
-
-
 @pytest.mark.parametrize(
     ("dearer", "cheaper"),
     [
-        ((stored(8_192),), (stored(16),)),
-        ((stored(16),) * 64, (stored(16),)),
-        ((BlockRemoved((1,)), stored(8_192)), (BlockRemoved((1,)), BlockRemoved((1,)))),
+        ((stored(1, block_size=8_192),), (stored(1, block_size=16),)),
+        ((stored(1, block_size=16),) * 64, (stored(1, block_size=16),)),
+        ((BlockRemoved((1,)), stored(1, block_size=8_192)), (BlockRemoved((1,)), BlockRemoved((1,)))),
         ((AllBlocksCleared(),), ()),
         ([EngineStored([1], [1] * 8_192)], [EngineStored([1], [1] * 16)]),
         ((msgspec.Raw(b"\x90"),) * 2, (msgspec.Raw(b"\x90"),)),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kit.events import batch, stored
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
@@ -102,13 +103,9 @@ def test_no_bytes_raise_anything_but_a_decode_error(payload: bytes) -> None:
 ENCODER = BatchEncoder()
 
 
-def stored(block_hash: int) -> KVEventBatch:
-    return KVEventBatch(1.0, (BlockStored((block_hash,), None, (7,), 1, None),))
-
-
 def add(stream: EventStream, count: int) -> None:
     for _ in range(count):
-        stream.append(ENCODER.encode(stored(stream.next_sequence + 1), 0))
+        stream.append(ENCODER.encode(batch(stored(stream.next_sequence + 1)), 0))
         stream.fold_oldest()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from kit.events import numbered_batch
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -41,10 +42,6 @@ Connected = Callable[..., int]
 Eventually = Callable[[Callable[[], object]], None]
 
 
-def batch(number: int) -> KVEventBatch:
-    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
-
-
 def number_of(message: list[bytes]) -> int:
     event = BatchDecoder().decode(message[-1]).events[0]
     assert isinstance(event, BlockRemoved)
@@ -55,7 +52,7 @@ def test_live_message_is_topic_sequence_payload(opened: Open, subscribe: Subscri
     publisher = opened(attn_dp_rank=0, topic="kv@model")
     subscriber = subscribe(publisher.endpoint, b"kv@")
     probes = connected(publisher.publish, subscriber)
-    publisher.publish(batch(7))
+    publisher.publish(numbered_batch(7))
     topic, sequence, payload = subscriber.recv_multipart()
     assert (topic, int.from_bytes(sequence, "big"), len(sequence)) == (b"kv@model", probes, 8)
     assert msgspec.msgpack.decode(payload) == [1.0, [["BlockRemoved", [7]]], 0]
@@ -70,7 +67,7 @@ def test_rank_offsets_both_ports_and_is_stamped(
     )
     assert publisher.endpoint == f"tcp://127.0.0.1:{base + 2}"
     assert publisher.replay_endpoint == f"tcp://127.0.0.1:{base + 5}"
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     stored = ask_replay(publisher.replay_endpoint, bytes(8))
     assert BatchDecoder().decode(stored[0][-1]).attn_dp_rank == 2
 
@@ -81,7 +78,7 @@ def test_all_batches_arrive_in_order(opened: Open, subscribe: Subscribe, connect
     subscriber = subscribe(publisher.endpoint)
     probes = connected(publisher.publish, subscriber)
     for number in range(500):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
         if hook and number % 3 == 0:
             publisher.idle()
     messages = [subscriber.recv_multipart() for _ in range(500)]
@@ -96,7 +93,7 @@ def test_the_tail_is_sent_when_the_scheduler_stops_calling(
     subscriber = subscribe(publisher.endpoint)
     connected(publisher.publish, subscriber)
     publisher.idle()
-    publisher.publish(batch(42))
+    publisher.publish(numbered_batch(42))
     assert number_of(subscriber.recv_multipart()) == 42
 
 
@@ -108,7 +105,7 @@ def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
     connected(publisher.publish, subscriber)
     pending = []
     for number in range(500):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
         pending.append(publisher.stats().batches_pending)
     assert pending[0] == 0  # for a scheduler that publishes once per step and never idles, nothing waits
     assert max(pending) < 8
@@ -119,7 +116,7 @@ def test_a_burst_goes_out_in_groups_and_its_tail_on_its_own(
 def test_a_burst_is_sent_before_it_overflows(opened: Open, max_queue_size: int) -> None:
     publisher = opened(max_queue_size=max_queue_size)
     for number in range(50):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     assert publisher.close(10.0).batches_handed_over == 50
     assert publisher.stats().batches_collapsed == 0
 
@@ -127,7 +124,7 @@ def test_a_burst_is_sent_before_it_overflows(opened: Open, max_queue_size: int) 
 def test_a_late_joiner_catches_up_by_replay(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     for number in range(300):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     messages = ask_replay(publisher.replay_endpoint, (100).to_bytes(8, "big"))
     assert [number_of(message) for message in messages[:-1]] == list(range(100, 300))
     assert messages[-1] == [b"", publisher.END_SEQ, b""]
@@ -140,7 +137,7 @@ def test_a_req_socket_is_answered_too(opened: Open, ask_replay: Ask) -> None:
 
 def test_topic_framing(opened: Open, ask_replay: Ask) -> None:
     publisher = opened(replay_framing="topic", topic="t")
-    publisher.publish(batch(5))
+    publisher.publish(numbered_batch(5))
     stored, end = ask_replay(publisher.replay_endpoint, bytes(8))
     assert stored[:3] == [b"", b"t", bytes(8)]
     assert end == [b"", b"", publisher.END_SEQ, b""]
@@ -149,7 +146,7 @@ def test_topic_framing(opened: Open, ask_replay: Ask) -> None:
 @pytest.mark.parametrize("request_bytes", [b"", b"\x00" * 7, b"\x00" * 37, b"\xff" * 8])
 def test_any_odd_request_gets_the_end_marker(opened: Open, ask_replay: Ask, request_bytes: bytes) -> None:
     publisher = opened()
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert ask_replay(publisher.replay_endpoint, request_bytes) == [[b"", publisher.END_SEQ, b""]]
 
 
@@ -177,7 +174,7 @@ def test_a_slow_client_gets_a_complete_long_replay(
 def test_replay_goes_on_while_the_scheduler_ticks(opened: Open, ask_replay: Ask) -> None:
     publisher = opened()
     for number in range(200):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     answered = threading.Event()
     answers: list[list[list[bytes]]] = []
 
@@ -189,7 +186,7 @@ def test_replay_goes_on_while_the_scheduler_ticks(opened: Open, ask_replay: Ask)
     thread.start()
     ticks = 0
     while not answered.wait(0.0005) and ticks < 20_000:
-        publisher.publish(batch(ticks))
+        publisher.publish(numbered_batch(ticks))
         publisher.idle()
         ticks += 1
     thread.join()
@@ -215,7 +212,7 @@ def test_an_invalid_event_takes_no_number_and_costs_no_valid_event(opened: Open,
 
 def test_no_replay_endpoint_keeps_nothing(opened: Open) -> None:
     publisher = opened(replay_endpoint=None, send_mode="inline")
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     stats = publisher.stats()
     assert publisher.replay_endpoint is None
     assert (stats.batches_sent, stats.batches_buffered, stats.bytes_buffered) == (1, 0, 0)
@@ -224,7 +221,7 @@ def test_no_replay_endpoint_keeps_nothing(opened: Open) -> None:
 def test_counters_count_every_outcome(opened: Open, ask_replay: Ask, eventually: Eventually) -> None:
     publisher = opened(buffer_steps=3)
     for number in range(5):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     ask_replay(publisher.replay_endpoint, bytes(8))
     ask_replay(publisher.replay_endpoint, b"odd")
     eventually(lambda: publisher.stats().replays_served == 2)
@@ -236,7 +233,7 @@ def test_counters_count_every_outcome(opened: Open, ask_replay: Ask, eventually:
 
 def test_seq_base_clock_starts_high_and_clears_first(opened: Open, ask_replay: Ask) -> None:
     publisher = opened(seq_base="clock")
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     cleared, stored, _ = ask_replay(publisher.replay_endpoint, bytes(8))
     assert BatchDecoder().decode(cleared[-1]).events == (AllBlocksCleared(),)
     assert int.from_bytes(stored[-2], "big") == int.from_bytes(cleared[-2], "big") + 1 > 1_700_000_000_000
@@ -250,7 +247,7 @@ def test_an_epoch_after_the_clock_is_set_back_starts_above_the_earlier_one(
     highest = 0
     for run in range(3):
         publisher = opened(attn_dp_rank=1, seq_base="clock", seq_floor_file=floor, send_mode="inline")
-        publisher.publish(batch(run))
+        publisher.publish(numbered_batch(run))
         first = publisher.stats().last_sequence - 1
         assert first > highest
         highest = publisher.stats().last_sequence
@@ -274,14 +271,14 @@ def test_shutdown_sends_pending_batches_and_releases_resources(
     connected(publisher.publish, subscriber)
     sent_before = publisher.stats().batches_sent
     publisher.idle()
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     report = publisher.close(5.0)
     assert number_of(subscriber.recv_multipart()) == 1
     assert (report.batches_handed_over, report.batches_dropped) == (sent_before + 1, 0)
     assert publisher.close(5.0) == report
     publisher.shutdown()
     with pytest.raises(PublisherClosedError):
-        publisher.publish(batch(2))
+        publisher.publish(numbered_batch(2))
     # The port is free again.
     opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-events-backstop-1"]
@@ -291,7 +288,7 @@ def test_shutdown_answers_an_open_replay_with_its_end(
     opened: Open, open_socket: Callable[[int], zmq.Socket[bytes]]
 ) -> None:
     publisher = opened()
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     client = open_socket(zmq.DEALER)
     client.connect(publisher.replay_endpoint or "")
     client.send_multipart([b"", bytes(8)])
@@ -311,10 +308,10 @@ def test_sglangs_seven_parameters_go_before_the_config(
         reader.connect(publisher.endpoint)
         try:
             while not reader.poll(5):
-                publisher.publish(batch(1))
+                publisher.publish(numbered_batch(1))
             assert reader.recv_multipart()[0] == topic
             for _ in range(20):
-                publisher.publish(batch(1))
+                publisher.publish(numbered_batch(1))
             eventually(lambda publisher=publisher: publisher.stats().batches_buffered == 7)
         finally:
             publisher.shutdown()
@@ -448,7 +445,7 @@ def test_an_open_replay_is_an_open_bind(opened: Open, caplog: pytest.LogCaptureF
 def test_destroying_another_context_does_not_affect_the_stream(opened: Open, read_replay: ReadReplay) -> None:
     publisher = opened()
     zmq.Context.instance().destroy(linger=0)
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
 
 
@@ -456,10 +453,10 @@ def test_a_shared_context_that_is_destroyed_costs_counted_batches_and_no_step(op
     shared: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     addresses = {"endpoint": "inproc://kv", "replay_endpoint": "inproc://replay"}
     publisher = opened(**addresses, context=shared, send_mode="inline")
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     shared.destroy(linger=0)
     for number in range(3):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
         publisher.idle()
     assert (publisher.stats().batches_sent, publisher.stats().batches_dropped) == (1, 3)
     assert publisher.close(5.0).batches_dropped == 3
@@ -476,12 +473,12 @@ def test_a_dead_backstop_is_noticed_by_the_next_publish(
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(backstop.ident), ctypes.py_object(RuntimeError))
     while backstop.is_alive():
         publisher.idle()
-        publisher.publish(batch(0))  # wakes the thread
+        publisher.publish(numbered_batch(0))  # wakes the thread
     publisher.idle()
     last = publisher.stats().last_sequence
     while int.from_bytes(subscriber.recv_multipart()[1], "big") != last:
         pass
-    publisher.publish(batch(7))  # only publish() can send it now
+    publisher.publish(numbered_batch(7))  # only publish() can send it now
     assert BatchDecoder().decode(subscriber.recv_multipart()[2]).events == (BlockRemoved((7,)),)
     assert publisher.stats().batches_pending == 0
 
@@ -499,7 +496,7 @@ def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeyp
     for _ in range(3):
         publisher.idle()
     assert not wakes
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     publisher.idle()
     assert wakes  # the next batch may wait, so the thread must poll
 
@@ -507,7 +504,7 @@ def test_a_scheduler_that_only_idles_keeps_no_thread_awake(opened: Open, monkeyp
 def test_lag_is_the_age_of_the_oldest_waiting_batch(opened: Open) -> None:
     publisher = opened(replay_endpoint=None, send_mode="inline")
     assert publisher.stats().lag_s == 0
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     publisher.idle()
     assert publisher.stats().lag_s == 0
 
@@ -552,15 +549,15 @@ def test_a_forked_child_cannot_publish_and_its_parent_does_not_notice(
     may_defer: bool, opened: Open, read_replay: ReadReplay
 ) -> None:
     publisher = opened()
-    publisher.publish(batch(0))
+    publisher.publish(numbered_batch(0))
     publisher.idle()
-    publisher.publish(batch(1))  # perhaps pending at the fork: the child must not send it, too
+    publisher.publish(numbered_batch(1))  # perhaps pending at the fork: the child must not send it, too
     if may_defer:
         publisher.idle()
     child = os.fork()
     if child == 0:
         said = []
-        for call in (lambda: publisher.publish(batch(9)), publisher.idle):
+        for call in (lambda: publisher.publish(numbered_batch(9)), publisher.idle):
             try:
                 call()
             except ForkedPublisherError as error:
@@ -569,12 +566,12 @@ def test_a_forked_child_cannot_publish_and_its_parent_does_not_notice(
         publisher.shutdown()
         os._exit(0 if said == [True, True] else 1)
     assert os.waitpid(child, 0)[1] == 0
-    publisher.publish(batch(2))
+    publisher.publish(numbered_batch(2))
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((n,)) for n in range(3)]
 
 
 def test_a_close_without_any_time_still_closes(opened: Open) -> None:
     publisher = opened()
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert publisher.close(0.0).batches_handed_over == 1
     opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)

@@ -15,31 +15,19 @@ from typing import Any
 
 import pytest
 import zmq
+from kit.events import numbered_batch
+from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, PublisherClosedError
 from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
-from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
+from scheduler_components.kv_events.thread_backstop import DrainResult
 
 pytestmark = pytest.mark.sockets
 
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
-
-
-def batch(number: int) -> KVEventBatch:
-    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
-
-
-class SleepingBackstop(Backstop):
-    """A backstop without a thread: the test polls."""
-
-    def start(self) -> None:
-        pass
-
-    def watch(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -64,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_starved_thread_leaves_few_batches_waiting(opened: Open, max_queue_size: int) -> None:
     publisher = opened(max_queue_size=max_queue_size)
     for number in range(100):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
         assert publisher.stats().batches_pending < min(MAX_WAITING, max_queue_size)
     report = publisher.close(10.0)
     assert (report.batches_handed_over, report.batches_dropped, publisher.stats().batches_collapsed) == (100, 0, 0)
@@ -73,11 +61,11 @@ def test_a_starved_thread_leaves_few_batches_waiting(opened: Open, max_queue_siz
 @pytest.mark.usefixtures("sleeping")
 def test_old_or_expensive_batches_are_sent_by_publish(opened: Open, clock: list[float]) -> None:
     publisher = opened()
-    publisher.publish(batch(0))
+    publisher.publish(numbered_batch(0))
     assert publisher.stats().batches_pending == 1
     clock[0] += 0.0041
     assert publisher.stats().lag_s == pytest.approx(0.0041)
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert publisher.stats().batches_pending == 0
     publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, tuple(range(30_000)), 30_000, None),)))
     assert publisher.stats().batches_pending == 0
@@ -86,19 +74,19 @@ def test_old_or_expensive_batches_are_sent_by_publish(opened: Open, clock: list[
 @pytest.mark.usefixtures("sleeping")
 def test_a_late_thread_leaves_the_sockets_to_publish(opened: Open, clock: list[float]) -> None:
     publisher = opened()
-    publisher.publish(batch(0))
+    publisher.publish(numbered_batch(0))
     clock[0] += 0.0005
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
     assert publisher.stats().batches_pending == 2
     clock[0] += 0.02  # a loop of long steps: the next call cannot be predicted
-    publisher.publish(batch(2))
+    publisher.publish(numbered_batch(2))
     clock[0] += 0.02
-    publisher.publish(batch(3))
+    publisher.publish(numbered_batch(3))
     assert publisher.stats().batches_pending == 0
     assert publisher.drain_for_scheduler(late_s=0.0) is not DrainResult.DRAINING  # it is on time again
     clock[0] += 0.02
-    publisher.publish(batch(4))
+    publisher.publish(numbered_batch(4))
     assert publisher.stats().batches_pending == 1
     clock[0] += 0.02  # the scheduler stops calling, but a late thread cannot know it yet
     assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
@@ -118,12 +106,12 @@ def test_a_thread_that_lost_the_gil_in_the_middle_is_not_counted_on(
         clock[0] += 0.01
         return drain(edge, *args)
 
-    publisher.publish(batch(0))
+    publisher.publish(numbered_batch(0))
     with monkeypatch.context() as patched:
         patched.setattr(zmq_publisher.ZmqStreamSockets, "drain", starve)
         publisher.drain_for_scheduler(0.0)
     clock[0] += 0.02
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert publisher.stats().batches_pending == 0
 
 
@@ -133,7 +121,7 @@ def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
 ) -> None:
     publisher = opened()
     count_peers = zmq_publisher.ZmqStreamSockets.drain
-    late = [batch(number) for number in range(20)]
+    late = [numbered_batch(number) for number in range(20)]
 
     def drain_late(edge: Any, *args: Any) -> bool:
         """Publish more than may wait just before the thread releases the sockets, when publish() cannot send."""
@@ -142,7 +130,7 @@ def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
             publisher.publish(late.pop())
         return unfinished
 
-    publisher.publish(batch(20))
+    publisher.publish(numbered_batch(20))
     monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", drain_late)
     assert publisher.drain_for_scheduler(0.0) is DrainResult.SHARING  # so the thread polls again immediately
     assert publisher.stats().batches_pending == 20
@@ -165,7 +153,7 @@ def test_waiting_batches_are_sent_when_the_scheduler_stops_calling(
 ) -> None:
     publisher = opened()
     for number in range(count):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     eventually(lambda: publisher.stats().batches_sent == count)
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in range(count)]
 
@@ -190,7 +178,7 @@ def test_thread_and_scheduler_never_own_the_sockets_together(
     pause = threading.Event()
     count = 0
     while len(seen) < 2 or count < 500:  # until both have sent something
-        publisher.publish(batch(count))
+        publisher.publish(numbered_batch(count))
         if count % 50 == 0:
             pause.wait(0.002)
         count += 1
@@ -203,9 +191,9 @@ def test_publish_sends_by_itself_when_the_thread_has_died(opened: Open, eventual
     (backstop,) = (each for each in threading.enumerate() if each.name == "kv-events-backstop-0")
     assert backstop.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(backstop.ident), ctypes.py_object(RuntimeError))
-    publisher.publish(batch(0))  # wakes the thread, which dies
+    publisher.publish(numbered_batch(0))  # wakes the thread, which dies
     eventually(lambda: not backstop.is_alive())
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert publisher.stats().batches_pending == 0
     assert publisher.close(10.0).batches_handed_over == 2
 
@@ -214,10 +202,10 @@ def test_publish_sends_by_itself_when_the_thread_has_died(opened: Open, eventual
 def test_close_sends_waiting_batches(opened: Open) -> None:
     publisher = opened()
     for number in range(3):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     assert publisher.close(0.0).batches_handed_over == 3
     with pytest.raises(PublisherClosedError):
-        publisher.publish(batch(3))
+        publisher.publish(numbered_batch(3))
 
 
 def test_a_client_is_answered_while_batches_are_left_to_the_thread(
@@ -225,14 +213,14 @@ def test_a_client_is_answered_while_batches_are_left_to_the_thread(
 ) -> None:
     publisher = opened()
     for number in range(1_000):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     client = open_socket(zmq.DEALER)
     client.connect(publisher.replay_endpoint or "")
     client.send_multipart([b"", bytes(8)])
     numbers, pause = [0], threading.Event()
     count = 1_000
     while numbers[-1] != -1:
-        publisher.publish(batch(count))
+        publisher.publish(numbered_batch(count))
         count += 1
         pause.wait(0.0002)
         while client.poll(0):
@@ -248,17 +236,17 @@ def test_a_batch_that_close_overtook_is_refused_also_when_the_thread_has_not_end
     check_usable = publisher._check_usable
     monkeypatch.setattr(publisher, "_check_usable", lambda: (check_usable(), publisher.close(60.0)))
     with pytest.raises(PublisherClosedError):
-        publisher.publish(batch(1))
+        publisher.publish(numbered_batch(1))
     assert publisher.stats().batches_pending == 0
 
 
 @pytest.mark.usefixtures("sleeping")
 def test_a_scheduler_that_calls_idle_again_keeps_the_sockets(opened: Open, clock: list[float]) -> None:
     publisher = opened()
-    publisher.publish(batch(0))
+    publisher.publish(numbered_batch(0))
     publisher.idle()
     clock[0] += 0.001
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert publisher.drain_for_scheduler(0.0) is DrainResult.DRAINING
     assert publisher.stats().batches_pending == 1
     publisher.idle()
@@ -278,7 +266,7 @@ def test_a_batch_that_the_thread_encodes_just_now_is_pending(
 
     publisher = opened()
     monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
-    publisher.publish(batch(0))
+    publisher.publish(numbered_batch(0))
     assert encodes.wait(30.0)
     stats = publisher.stats()
     go_on.set()

@@ -15,8 +15,10 @@ from typing import ClassVar
 
 import pytest
 import zmq
+from kit.events import numbered_batch
+from kit.sockets import SleepingBackstop
 
-from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, KVEventBatch, PublisherClosedError
+from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
 
@@ -30,10 +32,6 @@ Connected = Callable[..., int]
 
 
 LISTENING = KVEventsConfig(bind=True)
-
-
-def batch(number: int) -> KVEventBatch:
-    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
 
 
 def open_files() -> set[Path]:
@@ -58,16 +56,6 @@ def interrupted(number: int, handler: Callable[[], object]) -> EventBatch:
     return EventBatch(1.0, Interrupting((BlockRemoved((number,)), BlockRemoved((number,)))))
 
 
-class SleepingBackstop(Backstop):
-    """A backstop without a thread: the test polls."""
-
-    def start(self) -> None:
-        pass
-
-    def watch(self) -> bool:
-        return True
-
-
 # A publish() between the last check of the pending batches and the release finds the sockets owned.
 
 
@@ -77,7 +65,7 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
     publisher = opened(send_mode="inline" if looks == "publish" else "background")
-    late = [batch(1), batch(2)]
+    late = [numbered_batch(1), numbered_batch(2)]
     serve_slice = zmq_publisher.ZmqReplayServer.serve_slice
 
     def serve_late(server: zmq_publisher.ZmqReplayServer, now_s: float, *, is_waiting: bool = False) -> bool:
@@ -93,7 +81,7 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
     elif looks == "idle":
         publisher.idle()
     else:
-        publisher.publish(batch(0))
+        publisher.publish(numbered_batch(0))
     assert publisher.stats().batches_pending == 0
     assert publisher.stats().batches_sent >= 1
 
@@ -129,7 +117,7 @@ def test_a_signal_handler_closes_inside_a_drain_without_waiting_for_itself(
     monkeypatch.setattr(ZmqEventPublisher, "_close_edge", never_wait)
     found: list[object] = []
     if call == "idle":
-        publisher.publish(batch(0))
+        publisher.publish(numbered_batch(0))
         publisher.idle()
         publisher.publish(interrupted(1, lambda: close_from_a_signal(publisher, found)))  # waits for the next idle()
         publisher.idle()
@@ -143,7 +131,7 @@ def test_a_signal_handler_closes_inside_a_drain_without_waiting_for_itself(
     assert open_files() < before
     opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
     with pytest.raises(PublisherClosedError):
-        publisher.publish(batch(2))
+        publisher.publish(numbered_batch(2))
 
 
 class LeaveError(Exception):
@@ -176,13 +164,13 @@ def test_a_message_that_a_handler_tore_is_never_continued(
         send(*frame)
         sent.append(frame)
         if len(sent) == 2:
-            live.pending.append(batch(2))
+            live.pending.append(numbered_batch(2))
             publisher.close(60.0)
             raise LeaveError
 
     monkeypatch.setattr(live, "_send", torn)
     with pytest.raises(LeaveError):
-        publisher.publish(batch(1))
+        publisher.publish(numbered_batch(1))
     assert publisher.close(60.0).batches_dropped == 1
     assert not subscriber.poll(100)  # the partial message was discarded
 
@@ -196,7 +184,7 @@ def test_a_batch_that_close_overtook_is_refused_and_not_lost_in_silence(
         publisher, "_check_usable", lambda: (ZmqEventPublisher._check_usable(publisher), publisher.close(60.0))
     )
     with pytest.raises(PublisherClosedError):
-        publisher.publish(batch(1))
+        publisher.publish(numbered_batch(1))
     assert publisher.stats().batches_pending == 0
 
 
@@ -215,9 +203,9 @@ def test_publishers_that_are_dropped_without_shutdown_leave_nothing(
     files, threads = open_files(), threads_of_publishers()
     for number in range(20):
         publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=LISTENING)
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
         publisher.idle()
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
         if in_a_cycle:
             publisher.itself = publisher  # type: ignore[attr-defined]
         del publisher

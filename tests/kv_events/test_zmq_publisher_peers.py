@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from kit.events import numbered_batch
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher, replay, thread_backstop, zmq_publisher
@@ -24,16 +25,12 @@ Eventually = Callable[[Callable[[], object]], None]
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 
 
-def batch(number: int) -> KVEventBatch:
-    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
-
-
 def test_a_client_that_only_sends_requests_does_not_prevent_answers(
     opened: Open, open_socket: OpenSocket, read_replay: ReadReplay
 ) -> None:
     publisher = opened()
     for number in range(500):
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     greedy = open_socket(zmq.DEALER)
     greedy.connect(publisher.replay_endpoint or "")
     stopping = threading.Event()
@@ -87,7 +84,7 @@ def test_noise_on_both_ports_does_not_affect_readers(opened: Open, read_replay: 
         with raw_connection(publisher.endpoint if number % 2 else publisher.replay_endpoint) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 10 == 0 else draw.randbytes(3_000))
-        publisher.publish(batch(number))
+        publisher.publish(numbered_batch(number))
     assert len(read_replay(publisher.replay_endpoint)) == 200
 
 
@@ -103,7 +100,7 @@ def test_hostile_requests_get_an_end_marker_or_nothing(
     opened: Open, open_socket: OpenSocket, read_replay: ReadReplay, eventually: Eventually
 ) -> None:
     publisher = opened()
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     draw = random.Random(5)
     client = open_socket(zmq.DEALER)
     client.connect(publisher.replay_endpoint or "")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
+from kit.events import numbered_batch
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, ZmqEventPublisher
@@ -17,10 +18,6 @@ Open = Callable[..., ZmqEventPublisher]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 Eventually = Callable[[Callable[[], object]], None]
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
-
-
-def batch(number: int) -> KVEventBatch:
-    return KVEventBatch(ts=1.0, events=(BlockRemoved((number,)),))
 
 
 class Junk:
@@ -49,7 +46,7 @@ def test_junk_is_refused_by_count_and_the_stream_goes_on(
     publisher.publish(junk)
     publisher.idle()
     publisher.publish(junk)
-    publisher.publish(batch(1))
+    publisher.publish(numbered_batch(1))
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
     stats = publisher.stats()
     assert (stats.events_refused, stats.batches_sent, stats.last_sequence) == (2, 1, 0)
@@ -67,7 +64,7 @@ def test_an_event_that_readers_refuse_is_not_folded(opened: Open, read_replay: R
     publisher = opened(buffer_steps=1)
     publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, (7,), 1, None, medium=medium),)))  # type: ignore[arg-type]
     publisher.publish(KVEventBatch(1.0, (BlockStored((2,), None, (7,), 1, None),)))
-    publisher.publish(batch(3))
+    publisher.publish(numbered_batch(3))
     stored = read_replay(publisher.replay_endpoint)
     assert stored[-2:] == [BlockStored((2,), None, (7,), 1, None), BlockRemoved((3,))]
 
@@ -111,8 +108,8 @@ def test_a_harmful_event_takes_no_number(
     publisher = opened(dialect=dialect, buffer_steps=1)
     publisher.publish(KVEventBatch(1.0, (BlockStored((5,), None, (7,), 1, None), harmful, BlockRemoved((6,)))))
     publisher.publish(KVEventBatch(1.0, (harmful,)))
-    publisher.publish(batch(7))
-    publisher.publish(batch(8))
+    publisher.publish(numbered_batch(7))
+    publisher.publish(numbered_batch(8))
     folded = [AllBlocksCleared(), BlockStored((5,), None, (7,), 1, None)]
     assert read_replay(publisher.replay_endpoint) == [*folded, BlockRemoved((8,))]
     stats = publisher.stats()
@@ -138,7 +135,7 @@ def test_an_event_whose_parts_readers_refuse_is_refused_once(
 ) -> None:
     publisher = opened()
     publisher.publish(KVEventBatch(1.0, (BlockRemoved((5,)), giant, BlockRemoved((6,)))))
-    publisher.publish(batch(7))
+    publisher.publish(numbered_batch(7))
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((number,)) for number in (5, 6, 7)]
     assert publisher.stats().events_refused == 1
     assert "readers take" in caplog.text or "share" in caplog.text

@@ -18,19 +18,12 @@ from scheduler_components.kv_events import Endpoint
 from scheduler_components.load import ZmqLoadSink, open_zmq_load_reader, open_zmq_load_sink
 from scheduler_components.load.load_stat import decode_load_stat
 from scheduler_components.load.zmq_load import ZmqLoadReader
+from scheduler_components.testing import FakeClock
 from scheduler_components.values import LoadSnapshot
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 Eventually = Callable[[Callable[[], object]], None]
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -42,12 +35,12 @@ def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ZmqLoadSink
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock(0.0)
 
 
 @pytest.fixture
-def reader(sink: ZmqLoadSink, clock: Clock) -> Iterator[ZmqLoadReader]:
+def reader(sink: ZmqLoadSink, clock: FakeClock) -> Iterator[ZmqLoadReader]:
     reader = open_zmq_load_reader([sink.endpoint], clock=clock)
     yield reader
     reader.close()
@@ -98,13 +91,13 @@ def test_of_all_that_waits_the_newest_is_read(sink: ZmqLoadSink, reader: ZmqLoad
 
 
 def test_after_a_stall_no_sample_from_the_stall_is_read(
-    sink: ZmqLoadSink, reader: ZmqLoadReader, clock: Clock, eventually: Eventually
+    sink: ZmqLoadSink, reader: ZmqLoadReader, clock: FakeClock, eventually: Eventually
 ) -> None:
     connect(sink, reader, eventually)
     for _ in range(5_000):  # far more than fits on the way
         sink.send(LoadSnapshot(num_running_reqs=7))
     before_stall, last_of_stall = newest(reader), sink.sent - 1
-    clock.now += 30.0
+    clock.now_s += 30.0
     read: list[int] = []
 
     def first_after_stall() -> bool:
@@ -207,7 +200,7 @@ def test_bad_messages_cost_themselves(tmp_path: Path, eventually: Eventually) ->
     context.destroy(linger=0)
 
 
-def test_a_restarted_publisher_is_followed_at_once(tmp_path: Path, eventually: Eventually, clock: Clock) -> None:
+def test_a_restarted_publisher_is_followed_at_once(tmp_path: Path, eventually: Eventually, clock: FakeClock) -> None:
     endpoint = Endpoint.parse(f"ipc://{tmp_path}/load")
     first = open_zmq_load_sink(endpoint)
     reader = open_zmq_load_reader([str(endpoint)], clock=clock)

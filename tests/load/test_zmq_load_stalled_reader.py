@@ -27,7 +27,7 @@ KEPT = 40
 class Line:
     """A connection: what was sent since it was dialled, and not yet read."""
 
-    world: World
+    world: StalledConnection
     waiting: deque[bytes] = field(default_factory=deque)
 
     def poll(self, timeout_ms: int, flags: int) -> int:
@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass
-class World:
+class StalledConnection:
     """A publisher that sends at each step, a clock, and one stop of this process before the step ``stop_at``."""
 
     stop_at: int
@@ -90,7 +90,7 @@ class World:
 )
 @example(stop_at=2, stop_s=1.5, timeout_s=0.0)  # between the first dialing and the first look
 def test_no_sample_is_older_than_a_stall_when_it_is_taken(stop_at: int, stop_s: float, timeout_s: float) -> None:
-    world = World(stop_at, stop_s)
+    world = StalledConnection(stop_at, stop_s)
     connections: Any = world
     dialed_s = world.clock()
     reader = ZmqLoadReader(connections, world.dial(), dialed_s=dialed_s, stall_s=STALL_S, clock=world.clock)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler_components.metrics import RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.metrics.request_times import Histogram, RequestPhase
+from scheduler_components.testing import FakeClock
 
 clock_readings = st.floats(-1e9, 1e9)
 TOKENS = 4
@@ -52,13 +53,6 @@ def test_each_phase_goes_on_where_a_retraction_stopped_it() -> None:
     assert (times.first_queue_s, times.first_token_s, times.num_retractions) == (2.0, 3.0, 1)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 latency_actions = st.lists(st.tuples(st.sampled_from("aartttte"), st.floats(-2, 5), st.integers(-1, 4)), max_size=40)
 
 
@@ -67,13 +61,13 @@ latency_actions = st.lists(st.tuples(st.sampled_from("aartttte"), st.floats(-2, 
 def test_histograms_count_each_request_once_and_each_token_after_the_first_step(
     steps: list[tuple[str, float, int]],
 ) -> None:
-    clock = Clock()
+    clock = FakeClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     times = latencies.on_queued()
     token_steps: list[int] = []
     is_admitted = is_ended = False
     for action, step_s, num_tokens in steps:
-        clock.now += step_s
+        clock.now_s += step_s
         if action == "a":
             latencies.on_admitted(times)
         elif action == "r":
@@ -113,12 +107,12 @@ steps_of_many = st.lists(
 @example([("t", 0.5, [0, 1], 1), (".", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
 @example([("t", 0.5, [0, 1], 1), ("e", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
 def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str, float, list[int], int]]) -> None:
-    clock = Clock()
+    clock = FakeClock(0.0)
     together, one_by_one = RequestLatencyRecorder(clock=clock), RequestLatencyRecorder(clock=clock)
     ours = [together.on_queued() for _ in range(5)]
     theirs = [one_by_one.on_queued() for _ in range(5)]
     for action, step_s, chosen, num_tokens in steps:
-        clock.now += step_s
+        clock.now_s += step_s
         if action == "t":
             counts = [num_tokens if place % 2 else 1 for place in range(len(chosen))]
             together.on_batch_tokens([ours[each] for each in chosen], counts)
@@ -128,7 +122,7 @@ def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str
         if action == ".":  # somebody looked, and nothing happened
             for times in (ours, theirs):
                 for each in chosen:
-                    times[each].advance(clock.now)
+                    times[each].advance(clock.now_s)
             continue
         for latencies, times in ((together, ours), (one_by_one, theirs)):
             tell = {"a": latencies.on_admitted, "r": latencies.on_retracted, "e": latencies.on_finished}[action]
@@ -141,7 +135,7 @@ def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str
 
 
 def test_requests_that_waited_alike_are_one_addition() -> None:
-    clock = Clock()
+    clock = FakeClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     observed: list[tuple[float, int]] = []
 
@@ -151,16 +145,16 @@ def test_requests_that_waited_alike_are_one_addition() -> None:
 
     latencies.histograms.inter_token = Noted([1.0])
     batch = [latencies.on_queued() for _ in range(64)]
-    for clock.now in (1.0, 1.5, 2.5):
+    for clock.now_s in (1.0, 1.5, 2.5):
         latencies.on_batch_tokens(batch, [1] * 64)
     assert [(value, times) for value, times in observed if times] == [(0.5, 64), (1.0, 64)]
 
 
 def test_tokens_that_come_together_share_their_interval() -> None:
-    clock = Clock()
+    clock = FakeClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     times = latencies.on_queued()
-    for clock.now, num_tokens in ((1.0, 1), (1.2, 4)):
+    for clock.now_s, num_tokens in ((1.0, 1), (1.2, 4)):
         latencies.on_tokens(times, num_tokens)
     inter_token = latencies.stats().inter_token
     assert inter_token.counts[inter_token.bounds.index(0.06)] == 4

@@ -15,6 +15,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from kit.waiting import wait_until
 
 from observability.kv_stream import StreamState
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
@@ -161,10 +162,10 @@ def wait_for_whole() -> Callable[..., None]:
     """Poll until a reader is LIVE with exactly the published blocks; fail after half a minute."""
 
     def wait(reader: Any, feeder: LogFeeder, rank: int = 0) -> None:
-        deadline = time.monotonic() + 30
-        while not (reader.stats()[rank].state is StreamState.LIVE and reader.blocks(rank) == feeder.held):
-            reader.poll(0.05)
-            assert time.monotonic() < deadline, reader.stats()[rank]
+        def is_whole() -> bool:
+            return reader.stats()[rank].state is StreamState.LIVE and reader.blocks(rank) == feeder.held
+
+        wait_until(is_whole, poll=lambda: reader.poll(0.05), describe=lambda: reader.stats()[rank])
 
     return wait
 
@@ -174,9 +175,6 @@ def poll_until() -> Callable[..., None]:
     """Poll a reader until a condition holds; fail after half a minute."""
 
     def wait(reader: Any, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            reader.poll(0.05)
-            assert time.monotonic() < deadline, reader.stats()
+        wait_until(condition, poll=lambda: reader.poll(0.05), describe=reader.stats)
 
     return wait

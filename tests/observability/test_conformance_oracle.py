@@ -38,7 +38,7 @@ OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=150, answer_s=5.0, pool_eve
 Change = Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]]
 
 
-class Engine:
+class ConformingWorker:
     """A cache that requests fill and empty on a thread of its own, its stream, and ``/kv_pool`` as any engine may have.
 
     Args:
@@ -138,11 +138,11 @@ class _Changed:
 
 
 @pytest.fixture
-def open_engine() -> Iterator[Callable[..., Engine]]:
-    opened: list[Engine] = []
+def open_engine() -> Iterator[Callable[..., ConformingWorker]]:
+    opened: list[ConformingWorker] = []
 
-    def open_one(*args: Change, **options: object) -> Engine:
-        opened.append(Engine(*args, **options))
+    def open_one(*args: Change, **options: object) -> ConformingWorker:
+        opened.append(ConformingWorker(*args, **options))
         return opened[-1]
 
     yield open_one
@@ -150,7 +150,9 @@ def open_engine() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def check_worker(engine: Engine, options: ProbeOptions = OPTIONS) -> tuple[int, str, dict[str, dict[str, object]]]:
+def check_worker(
+    engine: ConformingWorker, options: ProbeOptions = OPTIONS
+) -> tuple[int, str, dict[str, dict[str, object]]]:
     """Exit code, the report as text, and its rules by name."""
     report = check_conformance(
         engine.sink.endpoint, options, replay_endpoint=engine.sink.replay_endpoint, block_size=PAGE_SIZE,
@@ -162,7 +164,7 @@ def check_worker(engine: Engine, options: ProbeOptions = OPTIONS) -> tuple[int, 
 
 @pytest.mark.parametrize("options", [{}, {"buffer_steps": 5}, {"seq_base": "clock"}], ids=str)
 def test_an_engine_that_tells_all_is_equal_to_its_pool_at_every_reading(
-    open_engine: Callable[..., Engine], options: dict[str, object]
+    open_engine: Callable[..., ConformingWorker], options: dict[str, object]
 ) -> None:
     code, text, rules = check_worker(open_engine(**options))
     assert code == 0, text
@@ -189,7 +191,7 @@ class Forgets:
 
 @pytest.mark.parametrize(("kind", "rule"), [(BlockRemoved, "pool-extra"), (BlockStored, "pool-missing")])
 def test_an_engine_that_forgets_is_named_with_its_batch(
-    open_engine: Callable[..., Engine], kind: type[KVCacheEvent], rule: str
+    open_engine: Callable[..., ConformingWorker], kind: type[KVCacheEvent], rule: str
 ) -> None:
     forgets = Forgets(kind)
     code, text, rules = check_worker(open_engine(forgets))
@@ -203,7 +205,7 @@ def test_an_engine_that_forgets_is_named_with_its_batch(
 
 
 def test_an_oracle_that_does_not_know_where_the_stream_stands_is_read_while_it_stands_still(
-    open_engine: Callable[..., Engine],
+    open_engine: Callable[..., ConformingWorker],
 ) -> None:
     engine = open_engine(Forgets(BlockRemoved, after=0), says_where=False)
     while not engine.sink.stats().batches_sent > 60:
@@ -217,7 +219,7 @@ def test_an_oracle_that_does_not_know_where_the_stream_stands_is_read_while_it_s
 
 
 def test_the_command_says_it_by_its_exit_code(
-    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    open_engine: Callable[..., ConformingWorker], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = open_engine(Forgets(BlockStored))
     arguments = [engine.sink.endpoint, "--replay-endpoint", engine.sink.replay_endpoint or "", "--batches", "100"]

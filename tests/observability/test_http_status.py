@@ -31,7 +31,7 @@ from scheduler_components.values import (
 NOW = 1_700_000_000.0
 
 
-class Engine:
+class StatusEngine:
     def __init__(self, *loads: LoadSnapshot) -> None:
         self.loads = loads
         self.problem: str | None = None
@@ -66,12 +66,12 @@ def whole_load() -> LoadSnapshot:
 
 def ask(
     path: str,
-    engine: Engine | None = None,
+    engine: StatusEngine | None = None,
     method: str = "GET",
     registry: CollectorRegistry | None = None,
     **headers: str,
 ) -> httpx.Response:
-    routes = status_routes(engine or Engine(), registry=registry or CollectorRegistry(), clock=lambda: NOW)
+    routes = status_routes(engine or StatusEngine(), registry=registry or CollectorRegistry(), clock=lambda: NOW)
 
     async def request() -> httpx.Response:
         transport = httpx.ASGITransport(Starlette(routes=routes), raise_app_exceptions=False)
@@ -115,7 +115,7 @@ STREAMS = {
 }
 
 
-class Described(Engine):
+class Described(StatusEngine):
     info: Mapping[str, Any] = {"served_model_name": "tiny", "kv_events": STREAMS}
 
     def server_info(self) -> Mapping[str, Any]:
@@ -172,7 +172,7 @@ class Tags(HTMLParser):
 
 
 def test_health_follows_the_engine() -> None:
-    engine = Engine()
+    engine = StatusEngine()
     assert ask("/health", engine).status_code == 200
     engine.problem = "rank 3 has said nothing for 12 s"
     answer = ask("/health", engine)
@@ -192,7 +192,7 @@ def test_loads_have_the_core_of_each_rank_in_order_and_their_sum() -> None:
         0, num_running_reqs=2, num_waiting_reqs=1, num_total_tokens=300, token_usage=0.5, gen_throughput=10.0
     )
     second = make_load(1, num_running_reqs=4, num_total_tokens=100, token_usage=0.25, gen_throughput=30.0)
-    answer = ask("/v1/loads", Engine(second, first)).json()
+    answer = ask("/v1/loads", StatusEngine(second, first)).json()
     assert answer["dp_rank_count"] == 2
     assert answer["timestamp"] == "2023-11-14T22:13:20+00:00"
     assert [load["dp_rank"] for load in answer["loads"]] == [0, 1]
@@ -242,17 +242,17 @@ SECTIONS = {"queues", "disaggregation", "lora", "speculative", "memory"}
     ],
 )
 def test_include_chooses_sections(query: str, sections: set[str]) -> None:
-    [load] = ask(f"/v1/loads{query}", Engine(whole_load())).json()["loads"]
+    [load] = ask(f"/v1/loads{query}", StatusEngine(whole_load())).json()["loads"]
     assert SECTIONS & load.keys() == sections
 
 
 def test_sections_that_an_engine_has_not_are_left_out() -> None:
-    [load] = ask("/v1/loads?include=all", Engine(make_load(0))).json()["loads"]
+    [load] = ask("/v1/loads?include=all", StatusEngine(make_load(0))).json()["loads"]
     assert SECTIONS & load.keys() == set()
 
 
 def test_one_rank_can_be_asked_for() -> None:
-    engine = Engine(make_load(0), make_load(1))
+    engine = StatusEngine(make_load(0), make_load(1))
     assert [load["dp_rank"] for load in ask("/v1/loads?dp_rank=1", engine).json()["loads"]] == [1]
 
 
@@ -274,7 +274,7 @@ def test_no_report_yet_is_an_empty_answer() -> None:
     ],
 )
 def test_a_bad_query_gets_400_and_what_is_valid(query: str, param: str, said: str) -> None:
-    answer = ask(f"/v1/loads?{query}", Engine(make_load(0)))
+    answer = ask(f"/v1/loads?{query}", StatusEngine(make_load(0)))
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["code"], error["type"]) == (param, 400, "invalid_request_error")
@@ -297,7 +297,7 @@ def test_metrics_are_those_of_the_injected_registry() -> None:
 
 @pytest.mark.parametrize("path", ["/", "/health", "/server_info", "/v1/models", "/v1/loads"])
 def test_an_engine_that_raises_shows_no_traceback(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Engine):
+    class Broken(StatusEngine):
         def health_problem(self) -> str | None:
             raise RuntimeError("secret detail")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from kit.events import stored
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.cache import hash_pages
@@ -11,10 +12,6 @@ from scheduler_components.testing import EventLedger
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 from scheduler_components.testing.rules import RULES
 from scheduler_components.testing.strategies import cache_histories, events, invalid_histories
-
-
-def stored(*hashes: int, parent: int | None = None, medium: str | None = None) -> BlockStored:
-    return BlockStored(hashes, parent, hashes, 1, None, medium)
 
 
 @settings(deadline=None)

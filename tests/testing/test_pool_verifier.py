@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.events import stored
 from kit.reference_scheduler import ReferenceScheduler
 
 from scheduler_components import (
@@ -28,10 +29,6 @@ from scheduler_components.testing.pool_verifier import PoolDifference
 from scheduler_components.values import KvPoolSnapshot
 
 GPU, CPU = medium_group(None), medium_group("CPU")
-
-
-def stored(*hashes: int, medium: str | None = None) -> BlockStored:
-    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None, medium)
 
 
 def reading(sequence: int | None, *hashes: int, place: MediumGroup = GPU) -> KvPoolSnapshot:

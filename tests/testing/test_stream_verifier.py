@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.events import payload
 
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.events import medium_group
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.codec import DIALECTS
@@ -24,10 +25,6 @@ EXPECTED = AdvertisedStream(rank=0, topic=b"kv", block_size=1)
 
 def stored(block_hash: int, parent: int | None = None, token: int = 7, **fields: object) -> BlockStored:
     return BlockStored((block_hash,), parent, (token,), 1, None, **fields)  # type: ignore[arg-type]
-
-
-def payload(*events: KVCacheEvent, ts: float = 1.0, rank: int = 0) -> bytes:
-    return BatchEncoder().encode(KVEventBatch(ts, events), rank)
 
 
 def raw(*events: object, ts: object = 1.0, rank: object = 0) -> bytes:

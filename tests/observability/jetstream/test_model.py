@@ -82,7 +82,7 @@ class ModelWriter:
 
     limits = LIMITS
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: LogModel, number: int) -> None:
         self.world, self.number = world, number
         self.num_epochs = 0
         self.core = LogWriter(
@@ -175,7 +175,7 @@ def run_to_end(slices: Any) -> tuple[Snapshot, int]:
 class ModelReader:
     """A follower, its view and its open requests. Implements ``LogChannel``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: LogModel) -> None:
         self.world = world
         self.view = BlockView()
         self.follower = LogFollower(
@@ -251,7 +251,7 @@ class ModelReader:
             assert self.blocks == truth, f"live at {self.cursor.last_seq} and wrong"
 
 
-class World:
+class LogModel:
     """One log, its writers (the last is the current one), and two readers."""
 
     def __init__(self) -> None:
@@ -444,7 +444,7 @@ JOINED = (SNAPSHOT, ("heartbeat", 0), ("answer", 0, "none"), ("answer", 0, "none
 @given(steps=STEPS)
 @settings(max_examples=5 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_wrong_view_is_live_and_every_view_converges(steps: list[tuple[Any, ...]]) -> None:
-    World().run(steps)
+    LogModel().run(steps)
 
 
 @pytest.mark.soak
@@ -456,7 +456,7 @@ def test_no_wrong_view_is_live_and_every_view_converges(steps: list[tuple[Any, .
     joins=True,
 )
 def test_a_silent_writer_ends_live_and_is_cleared(steps: list[tuple[Any, ...]], joins: bool) -> None:
-    world = World()
+    world = LogModel()
     if joins:
         for name, *args in JOINED:
             getattr(world, name)(*args)
@@ -626,7 +626,7 @@ def the_snapshot_is_older_than_its_number(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("mutate", "steps"), MUTANTS)
 def test_a_broken_core_is_caught(mutate: Mutate, steps: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     if steps:
-        World().run(steps)
+        LogModel().run(steps)
     mutate(monkeypatch)
 
     @given(steps=STEPS)
@@ -635,7 +635,7 @@ def test_a_broken_core_is_caught(mutate: Mutate, steps: list[tuple[Any, ...]], m
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
     )  # fmt: skip
     def holds(steps: list[tuple[Any, ...]]) -> None:
-        World().run(steps)
+        LogModel().run(steps)
 
     with pytest.raises((AssertionError, LookupError)):
-        World().run(steps) if steps else holds()
+        LogModel().run(steps) if steps else holds()

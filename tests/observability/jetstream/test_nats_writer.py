@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit.events import stored
 
 from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber, open_jetstream_writer
 from observability.kv_stream import StreamState, Tier
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
-
-
-def stored(*hashes: int) -> BlockStored:
-    return BlockStored(hashes, None, tuple(range(4 * len(hashes))), 4, None)
 
 
 def test_a_reader_has_the_blocks_of_the_publisher(nats_server: Any) -> None:

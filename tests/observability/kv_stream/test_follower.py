@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.events import stored
 
 from observability.kv_stream import (
     BatchApplier,
@@ -59,7 +60,7 @@ class Diary(NullStreamListener):
         self.states.append(new)
 
 
-class Bench:
+class FollowerBench:
     """A follower of rank 3 with a fake channel, a recording listener and its own view."""
 
     def __init__(self, *, has_replay: bool = True) -> None:
@@ -90,19 +91,15 @@ def payload(*events: KVCacheEvent, rank: int = 3) -> bytes:
     return BatchEncoder("array").encode(KVEventBatch(ts=100.0, events=events), rank)
 
 
-def stored(block_hash: int, medium: str | None = None) -> BlockStored:
-    return BlockStored((block_hash,), None, (1, 2), 2, None, medium)
-
-
-def plain_bench() -> Bench:
+def plain_bench() -> FollowerBench:
     """Return a bench whose publisher has shown that it lacks the extension."""
-    bench = Bench()
+    bench = FollowerBench()
     bench.follower.on_connected(0.0)
     assert bench.follower.on_replay_marker(1, b"", 0.0)
     return bench
 
 
-def live_bench() -> Bench:
+def live_bench() -> FollowerBench:
     bench = plain_bench()
     bench.follower.on_replay_batch(2, 0, payload(stored(5)), 0.0)
     assert bench.follower.on_replay_marker(2, b"", 0.0)
@@ -137,7 +134,7 @@ def test_only_silence_within_an_answer_times_out() -> None:
 
 
 def test_pauses_between_unanswered_requests_grow() -> None:
-    bench = Bench()
+    bench = FollowerBench()
     bench.follower.on_connected(0.0)
     # Each request times out after 5 s. After the first one, for the extension, the pauses are 1, 2, 4, ... s.
     for count, moment_s in enumerate((0.0, 5.0, 11.0, 18.0, 27.0), start=1):
@@ -178,7 +175,7 @@ def test_a_probe_finds_lost_last_batches() -> None:
 
 
 def test_an_absent_publisher_is_dead_and_may_connect_later() -> None:
-    bench = Bench()
+    bench = FollowerBench()
     bench.at(14.9)
     assert bench.state is StreamState.CONNECTING
     bench.at(15.0)
@@ -199,7 +196,7 @@ def test_a_lost_connection_keeps_the_view_until_dead() -> None:
 
 
 def test_a_lost_connection_cancels_the_request() -> None:
-    bench = Bench()
+    bench = FollowerBench()
     bench.follower.on_connected(0.0)
     assert bench.channel.is_open
     bench.follower.on_disconnected(1.0)

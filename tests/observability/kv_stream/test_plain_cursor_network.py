@@ -65,7 +65,7 @@ class Publisher:
         return [*((seq, payload) for seq, payload in kept if seq >= start), END]
 
 
-class World:
+class PlainNetworkModel:
     """Publisher, network and one cursor with its view."""
 
     def __init__(self, *, window: int, has_replay: bool, patience: int = 3) -> None:
@@ -210,7 +210,7 @@ STEPS = st.one_of(
 )
 
 
-def run(world: World, steps: list[tuple]) -> None:
+def run(world: PlainNetworkModel, steps: list[tuple]) -> None:
     world.publish([0, 1, 2])
     world.connect()
     world.serve(3, "none")
@@ -225,7 +225,7 @@ def run(world: World, steps: list[tuple]) -> None:
 def test_no_wrong_view_is_live_and_the_cursor_settles(
     window: int, has_replay: bool, patience: int, steps: list[tuple]
 ) -> None:
-    world = World(window=window, has_replay=has_replay, patience=patience)
+    world = PlainNetworkModel(window=window, has_replay=has_replay, patience=patience)
     run(world, steps)
     world.recover()
     world.probe()
@@ -237,7 +237,7 @@ def test_no_wrong_view_is_live_and_the_cursor_settles(
 @settings(max_examples=600, deadline=None)
 def test_converges_when_the_publisher_has_its_history(steps: list[tuple], last: list[int]) -> None:
     """With all history in the replay buffer, the view converges after the faults and one probe."""
-    world = World(window=1_000, has_replay=True)
+    world = PlainNetworkModel(window=1_000, has_replay=True)
     run(world, steps)
     world.publish(last)
     world.live.clear()  # the last batches are lost on the live channel

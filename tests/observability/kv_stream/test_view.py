@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.events import stored
 
 from observability.kv_stream import BlockView, Tier
 from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES
@@ -99,10 +100,6 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
 @pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
 def test_known_media_map_to_three_tiers(medium: str | None, tier: Tier | None) -> None:
     assert medium_tier(medium) is tier
-
-
-def stored(*hashes: int, medium: str | None = None) -> BlockStored:
-    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None, medium)
 
 
 def test_harmless_events_are_counted() -> None:

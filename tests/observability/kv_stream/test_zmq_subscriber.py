@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from kit.events import stored
+from kit.waiting import wait_until
 
 from observability.kv_stream import BlockView, FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
-from scheduler_components import AllBlocksCleared, BlockStored, ConfigError, KVCacheEvent, KVEventBatch
+from scheduler_components import AllBlocksCleared, ConfigError, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, StreamAddress
 
 pytestmark = pytest.mark.sockets
@@ -68,16 +70,12 @@ class PlainPublisher:
         self.context.destroy(linger=0)
 
 
-def stored(*hashes: int) -> BlockStored:
-    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None)
-
-
 def poll_until(sub: Subscriber, publisher: PlainPublisher, condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, sub.stats()
+    def serve_and_poll() -> None:
         publisher.serve()
         sub.poll(0.005)
+
+    wait_until(condition, poll=serve_and_poll, describe=sub.stats, deadline_s=DEADLINE_S)
 
 
 def state(sub: Subscriber) -> StreamState:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import zmq
+from kit.events import stored
+from kit.waiting import wait_until
 
 from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, open_subscriber, static_address
 from scheduler_components import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
@@ -62,7 +64,7 @@ class LiveProxy:
         self.context.destroy(linger=0)
 
 
-class Bench:
+class RecoveryBench:
     """A publisher, the proxy, and a subscriber that reads live batches through it and replays directly."""
 
     def __init__(self, stack: ExitStack, **options: object) -> None:
@@ -96,13 +98,13 @@ class Bench:
         return self.sub.stats()[0]
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, self.stats
+        def poll() -> None:
             self.proxy.pump()
             self.sub.poll(0.005)
             wrong = self.stats.state is StreamState.LIVE and self.is_current and self.sub.blocks(0) != self.held
             assert not wrong, self.stats
+
+        wait_until(condition, poll=poll, describe=lambda: self.stats, deadline_s=DEADLINE_S)
 
     @property
     def is_current(self) -> bool:
@@ -123,16 +125,12 @@ class Bench:
             self.until_converged()
 
 
-def stored(*hashes: int) -> BlockStored:
-    return BlockStored(hashes, None, tuple(range(len(hashes))), 1, None)
-
-
 def is_dropped(frames: Frames) -> Frames | None:
     return None
 
 
 def test_a_probe_finds_a_dropped_last_clear(stack: ExitStack) -> None:
-    bench = Bench(stack)
+    bench = RecoveryBench(stack)
     bench.publish(*(stored(block) for block in range(100)))
     bench.until_heard()
     bench.proxy.harm = is_dropped
@@ -143,7 +141,7 @@ def test_a_probe_finds_a_dropped_last_clear(stack: ExitStack) -> None:
 
 
 def test_batches_dropped_by_a_proxy_are_recovered(stack: ExitStack) -> None:
-    bench = Bench(stack)
+    bench = RecoveryBench(stack)
     bench.until_heard()
     num_seen = 0
 
@@ -163,7 +161,7 @@ def test_batches_dropped_by_a_proxy_are_recovered(stack: ExitStack) -> None:
 
 
 def test_the_digest_exposes_a_changed_payload(stack: ExitStack) -> None:
-    bench = Bench(stack)
+    bench = RecoveryBench(stack)
     bench.until_heard()
     bench.publish(stored(50))
     junk = [b"\xc1", b"", b"\x93\xcb", bytes(40)]
@@ -177,7 +175,7 @@ def test_the_digest_exposes_a_changed_payload(stack: ExitStack) -> None:
 @pytest.mark.parametrize("second_life", [1, 50, 300])
 @pytest.mark.parametrize("seq_base", ["zero", "clock"])
 def test_a_restart_behind_a_proxy_leaves_no_stale_block(stack: ExitStack, seq_base: str, second_life: int) -> None:
-    bench = Bench(stack, seq_base=seq_base)
+    bench = RecoveryBench(stack, seq_base=seq_base)
     bench.publish(*(stored(block) for block in range(100)))
     bench.until_heard()
     bench.restart()
@@ -188,14 +186,14 @@ def test_a_restart_behind_a_proxy_leaves_no_stale_block(stack: ExitStack, seq_ba
 
 
 def test_blocks_before_the_replay_buffer_are_recovered(stack: ExitStack) -> None:
-    bench = Bench(stack, buffer_steps=100)
+    bench = RecoveryBench(stack, buffer_steps=100)
     bench.publish(*(stored(block) for block in range(1_000)))
     bench.until_converged()
     assert bench.sub.blocks(0) == set(range(1_000))
 
 
 def test_a_large_snapshot_comes_in_chunks(stack: ExitStack) -> None:
-    bench = Bench(stack, buffer_steps=1)
+    bench = RecoveryBench(stack, buffer_steps=1)
     for first in range(0, 40_000, 100):
         bench.publish(stored(*range(first, first + 100)))
     bench.until_converged()
@@ -204,7 +202,7 @@ def test_a_large_snapshot_comes_in_chunks(stack: ExitStack) -> None:
 
 
 def test_a_reconnect_fetches_only_missing_batches(stack: ExitStack) -> None:
-    bench = Bench(stack)
+    bench = RecoveryBench(stack)
     bench.publish(*(stored(block) for block in range(500)))
     bench.until_heard()
     before, endpoint = bench.stats.recovered, bench.proxy.endpoint

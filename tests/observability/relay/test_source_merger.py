@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kit.events import removed_run, stored_run
 
 from observability.kv_stream import BlockView, StreamState, Tier
 from observability.relay import source_merger
@@ -15,15 +16,6 @@ from observability.relay.source_merger import SourceMerger, least_trusted_state
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 State = set[tuple[str, int]]
-
-
-def stored(first: int, count: int, medium: str | None = None) -> BlockStored:
-    hashes = tuple(range(first, first + count))
-    return BlockStored(hashes, first - 1 if first else None, hashes, 1, None, medium)
-
-
-def removed(first: int, count: int, medium: str | None = None) -> BlockRemoved:
-    return BlockRemoved(tuple(range(first, first + count)), medium)
 
 
 class ModelSource:
@@ -43,7 +35,7 @@ class ModelSource:
             into.clear()
 
 
-class World:
+class MergeModel:
     """Sources, the merger, and a reader of its events."""
 
     def __init__(self, num_sources: int) -> None:
@@ -62,10 +54,10 @@ class World:
         self.take(self.merger.on_batch_applied(key, (event,)))
 
     def store(self, index: int, first: int, count: int, on_host: bool) -> None:
-        self.apply(index, stored(first, count, "CPU" if on_host else None))
+        self.apply(index, stored_run(first, count, "CPU" if on_host else None))
 
     def remove(self, index: int, first: int, count: int, on_host: bool) -> None:
-        self.apply(index, removed(first, count, "CPU" if on_host else None))
+        self.apply(index, removed_run(first, count, "CPU" if on_host else None))
 
     def clear(self, index: int) -> None:
         self.apply(index, AllBlocksCleared())
@@ -126,7 +118,7 @@ STEPS = st.lists(
 @settings(max_examples=3 * settings().max_examples)
 @given(steps=STEPS, num_sources=st.integers(1, 3))
 def test_the_stream_is_the_union_of_its_sources(steps: list[tuple], num_sources: int) -> None:
-    World(num_sources).run(steps)
+    MergeModel(num_sources).run(steps)
 
 
 # --- broken variants: each is caught by the property ---
@@ -182,7 +174,7 @@ def test_a_broken_merger_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatc
     @settings(max_examples=500, database=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
     @given(steps=STEPS, num_sources=st.integers(1, 3))
     def search(steps: list[tuple], num_sources: int) -> None:
-        World(num_sources).run(steps)
+        MergeModel(num_sources).run(steps)
 
     broken(monkeypatch)
     with pytest.raises(AssertionError):
@@ -194,21 +186,21 @@ def test_a_broken_merger_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatc
 
 def test_a_worker_with_one_source_sees_its_events_unchanged() -> None:
     merger = SourceMerger([0])
-    events = (stored(0, 3), removed(2, 1), removed(77, 1), AllBlocksCleared(), stored(0, 1))
+    events = (stored_run(0, 3), removed_run(2, 1), removed_run(77, 1), AllBlocksCleared(), stored_run(0, 1))
     assert merger.on_batch_applied(0, events) is events
 
 
 def test_a_clear_of_one_source_removes_only_its_blocks() -> None:
     merger = SourceMerger([0, 1])
-    merger.on_batch_applied(0, (stored(0, 4),))
-    merger.on_batch_applied(1, (stored(0, 2), stored(0, 4, "CPU")))
+    merger.on_batch_applied(0, (stored_run(0, 4),))
+    merger.on_batch_applied(1, (stored_run(0, 2), stored_run(0, 4, "CPU")))
     assert merger.on_batch_applied(0, (AllBlocksCleared(),)) == (BlockRemoved((2, 3)),)
     assert merger.on_view_cleared(1) == (AllBlocksCleared(),)
 
 
 def test_group_owner_and_worker_distinguish_blocks() -> None:
     sites = [{}, {"group_idx": 1}, {"locality": "REMOTE"}, {"ownership": "shared"}, {"medium": "CPU", "group_idx": 1}]
-    events = tuple(msgspec.structs.replace(stored(0, 1), **location) for location in sites)
+    events = tuple(msgspec.structs.replace(stored_run(0, 1), **location) for location in sites)
     merger = SourceMerger([0, 1])
     assert merger.on_batch_applied(0, events) == events
     merger.on_batch_applied(1, events[:1])
@@ -218,9 +210,9 @@ def test_group_owner_and_worker_distinguish_blocks() -> None:
 
 def test_a_block_repeated_by_a_snapshot_is_not_published_again() -> None:
     merger = SourceMerger([0])
-    merger.on_batch_applied(0, (stored(0, 3),))
+    merger.on_batch_applied(0, (stored_run(0, 3),))
     merger.on_snapshot_begin(0)
-    assert merger.on_batch_applied(0, (stored(0, 2), stored(3, 1))) == (stored(3, 1),)
+    assert merger.on_batch_applied(0, (stored_run(0, 2), stored_run(3, 1))) == (stored_run(3, 1),)
     assert merger.on_snapshot_end(0, was_used=True) == (BlockRemoved((2,)),)
 
 

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from kit.events import stored_run
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import RelayCollector
@@ -36,7 +37,7 @@ from observability.relay import (
     zmq_relay,
 )
 from observability.relay.passthrough import PassthroughDecoder, RawStored
-from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch, StartError
+from scheduler_components import AllBlocksCleared, BlockRemoved, ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import (
     CurveClientKeys,
     DecodedBatch,
@@ -65,13 +66,7 @@ OFFLOADED = {
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 
-def stored(first: int, count: int, medium: str | None = None) -> BlockStored:
-    hashes = tuple(range(first, first + count))
-    tokens = tuple(range(4 * count))
-    return BlockStored(hashes, first - 1 if first else None, tokens, 4, None, medium)
-
-
-class Bench:
+class RelayBench:
     """A relay, its sources and its reader, all polled by one thread."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -117,75 +112,77 @@ def source(publisher: ScriptedPublisher | ZmqEventPublisher, rank: int = 0) -> s
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench() -> Iterator[RelayBench]:
     with ExitStack() as stack:
-        yield Bench(stack)
+        yield RelayBench(stack)
 
 
 @pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
 @pytest.mark.parametrize("framing", ["seed", "topic"])
-def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(bench: Bench, dialect: str, framing: str) -> None:
+def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(
+    bench: RelayBench, dialect: str, framing: str
+) -> None:
     publisher = bench.publisher(dialect=dialect, framing=framing)
-    publisher.publish_events(stored(0, 3))
+    publisher.publish_events(stored_run(0, 3, block_size=4))
     bench.open(source(publisher), dialect="array" if dialect == "map" else "map", replay_framing="topic", topic="t")
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
-    publisher.publish_events(stored(3, 2), BlockRemoved((0,)))
+    publisher.publish_events(stored_run(3, 2, block_size=4), BlockRemoved((0,)))
     bench.until(lambda: reader.blocks(0) == {1, 2, 3, 4} and bench.state() is StreamState.LIVE)
     bench.until(lambda: reader.stats()[0].is_extended)
     assert bench.status.server_info()["kv_events"]["block_size"] == 4
 
 
-def test_unknown_history_is_partial_until_a_clear(bench: Bench) -> None:
+def test_unknown_history_is_partial_until_a_clear(bench: RelayBench) -> None:
     publisher = bench.publisher()
     for number in range(5):
-        publisher.publish_events(stored(10 * number, 1))
+        publisher.publish_events(stored_run(10 * number, 1))
     publisher.window = 2
     bench.open(source(publisher))
     bench.until(lambda: "partial" in (bench.status.health_problem() or ""))
     reader = bench.read()
     bench.until(lambda: reader.blocks(0) == {30, 40} and bench.state() is StreamState.PARTIAL)
     assert "partial" in bench.status.server_info()["kv_events_warning"]
-    publisher.publish_events(AllBlocksCleared(), stored(7, 1))
+    publisher.publish_events(AllBlocksCleared(), stored_run(7, 1))
     bench.until(lambda: reader.blocks(0) == {7} and bench.state() is StreamState.LIVE)
     assert bench.status.health_problem() is None
 
 
-def test_a_restart_of_the_engine_continues_the_relays_numbers(bench: Bench) -> None:
+def test_a_restart_of_the_engine_continues_the_relays_numbers(bench: RelayBench) -> None:
     publisher = bench.publisher()
-    publisher.publish_events(stored(0, 3))
-    publisher.publish_events(stored(3, 3))
+    publisher.publish_events(stored_run(0, 3))
+    publisher.publish_events(stored_run(3, 3))
     bench.open(source(publisher))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
     bench.until(lambda: reader.blocks(0) == set(range(6)))
     before = reader.stats()[0].last_seq
     publisher.restart()
-    publisher.publish_events(stored(100, 2))
+    publisher.publish_events(stored_run(100, 2))
     bench.until(lambda: reader.blocks(0) == {100, 101} and bench.state() is StreamState.LIVE)
     stats = reader.stats()[0]
     assert (stats.last_seq > before, stats.gaps) == (True, 0)
 
 
-def test_a_relayed_snapshot_has_the_current_time(bench: Bench) -> None:
+def test_a_relayed_snapshot_has_the_current_time(bench: RelayBench) -> None:
     engine = ZmqEventPublisher(0, buffer_steps=1, config=KVEventsConfig(**LOOPBACK))
     bench.stack.callback(engine.shutdown)
-    engine.publish(KVEventBatch(0.0, (stored(0, 1),)))
+    engine.publish(KVEventBatch(0.0, (stored_run(0, 1),)))
     bench.open(source(engine))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
     bench.until(lambda: bench.state() is StreamState.LIVE)
-    engine.publish(KVEventBatch(0.0, (stored(1, 1),)))
+    engine.publish(KVEventBatch(0.0, (stored_run(1, 1),)))
     bench.until(lambda: reader.blocks(0) == {0, 1} and reader.stats()[0].lag_s is not None)
     lag_s = reader.stats()[0].lag_s
     assert lag_s is not None
     assert abs(lag_s) < time.time() / 2
 
 
-def test_two_sources_become_one_stream_and_clear_separately(bench: Bench) -> None:
+def test_two_sources_become_one_stream_and_clear_separately(bench: RelayBench) -> None:
     engine, tier = bench.publisher(), bench.publisher()
-    engine.publish_events(stored(0, 3))
-    tier.publish_events(stored(0, 5, "CPU"))
+    engine.publish_events(stored_run(0, 3))
+    tier.publish_events(stored_run(0, 5, "CPU"))
     bench.open(source(engine), source(tier))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
@@ -193,9 +190,9 @@ def test_two_sources_become_one_stream_and_clear_separately(bench: Bench) -> Non
     engine.publish_events(AllBlocksCleared())
     bench.until(lambda: not reader.blocks(0))
     assert reader.blocks(0, Tier.HOST) == set(range(5))
-    engine.publish_events(stored(7, 1))
+    engine.publish_events(stored_run(7, 1))
     tier.restart()
-    tier.publish_events(stored(9, 1, "CPU"))
+    tier.publish_events(stored_run(9, 1, "CPU"))
     bench.until(lambda: reader.blocks(0, Tier.HOST) == {9} and bench.state() is StreamState.LIVE)
     assert reader.blocks(0) == {7}
     tier.ends_answers = tier.answers = False  # nothing proves the source any more
@@ -203,10 +200,10 @@ def test_two_sources_become_one_stream_and_clear_separately(bench: Bench) -> Non
     assert bench.relay.stream_stats()[0].num_sources == 2
 
 
-def test_ranks_are_relayed_separately(bench: Bench) -> None:
+def test_ranks_are_relayed_separately(bench: RelayBench) -> None:
     first, second = bench.publisher(), bench.publisher()
-    first.publish_events(stored(0, 1))
-    second.publish_events(stored(50, 2))
+    first.publish_events(stored_run(0, 1))
+    second.publish_events(stored_run(50, 2))
     bench.open(source(first), source(second, rank=1))
     bench.until(lambda: bench.status.health_problem() is None)
     reader = bench.read()
@@ -215,12 +212,12 @@ def test_ranks_are_relayed_separately(bench: Bench) -> None:
 
 
 def test_an_unreachable_source_is_named_and_the_others_are_relayed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: RelayBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_relay, "_SEARCH_INTERVAL_S", 0.05)
     publisher, late = bench.publisher(), bench.publisher()
-    publisher.publish_events(stored(0, 3))
-    late.publish_events(stored(5, 1))
+    publisher.publish_events(stored_run(0, 3))
+    late.publish_events(stored_run(5, 1))
     where: list[object] = []
 
     def discover(url: str, *, timeout_s: float) -> object:
@@ -240,11 +237,11 @@ def test_an_unreachable_source_is_named_and_the_others_are_relayed(
     assert bench.said[1:] == ["http://127.0.0.1:1 is found"]
 
 
-def test_a_worker_is_found_at_its_new_addresses(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_found_at_its_new_addresses(bench: RelayBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_relay, "_SEARCH_INTERVAL_S", 0.05)
     first = ScriptedPublisher.open()
     bench.publishers.append(first)
-    first.publish_events(stored(0, 3))
+    first.publish_events(stored_run(0, 3))
     where = [first]
     monkeypatch.setattr(
         "observability.relay.source.discover",
@@ -257,12 +254,12 @@ def test_a_worker_is_found_at_its_new_addresses(bench: Bench, monkeypatch: pytes
     first.shutdown()
     bench.until(lambda: bench.state() is StreamState.PARTIAL)
     second = bench.publisher()
-    second.publish_events(stored(1, 1))
+    second.publish_events(stored_run(1, 1))
     where[0] = second
     bench.until(lambda: reader.blocks(0) == {1} and bench.state() is StreamState.LIVE)
 
 
-def test_a_tier_without_tokens_sets_no_block_size(bench: Bench) -> None:
+def test_a_tier_without_tokens_sets_no_block_size(bench: RelayBench) -> None:
     publisher = bench.publisher(dialect="native")
     publisher.publish_events(msgspec.Raw(msgspec.msgpack.encode(OFFLOADED)))  # type: ignore[arg-type]
     bench.open(source(publisher))
@@ -272,7 +269,7 @@ def test_a_tier_without_tokens_sets_no_block_size(bench: Bench) -> None:
     assert bench.status.server_info()["kv_events"]["block_size"] is None
 
 
-class Told(NullStreamListener):
+class RecordingListener(NullStreamListener):
     """Records the bytes of stored events."""
 
     def __init__(self) -> None:
@@ -283,7 +280,7 @@ class Told(NullStreamListener):
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-def test_unknown_fields_are_forwarded_as_received_bytes(bench: Bench, form: str) -> None:
+def test_unknown_fields_are_forwarded_as_received_bytes(bench: RelayBench, form: str) -> None:
     """Live, and to a late reader by a snapshot that has a part of the first event."""
     publisher = bench.publisher(dialect="native")
     rows = [
@@ -311,7 +308,7 @@ def test_unknown_fields_are_forwarded_as_received_bytes(bench: Bench, form: str)
             bench.until(lambda: live.poll(0))
             heard.append(live.recv_multipart()[-1])
     assert heard == list(publisher.sent.values())[1:]
-    late = Told()
+    late = RecordingListener()
     reader = open_subscriber(addresses, policy=QUICK, listener=late, new_decoder=PassthroughDecoder)
     bench.readers.append(bench.stack.enter_context(reader))
     bench.until(lambda: bench.state() is StreamState.LIVE and len(reader.blocks(0)) == 15)
@@ -322,7 +319,7 @@ def test_unknown_fields_are_forwarded_as_received_bytes(bench: Bench, form: str)
     assert [len(each) for each in tomorrow] == [2, 1, 2, 2, 2, 2, 2, 2]  # one block of the second event is removed
 
 
-def test_both_sides_may_require_keys(bench: Bench, tmp_path: Path) -> None:
+def test_both_sides_may_require_keys(bench: RelayBench, tmp_path: Path) -> None:
     public, secret = write_key_pair(tmp_path / "own", "engine")
     client, client_secret = write_key_pair(tmp_path / "clients", "client")
     auth = {"auth": "required", "secret_key_file": str(secret), "client_keys_dir": str(client.parent)}
@@ -334,15 +331,15 @@ def test_both_sides_may_require_keys(bench: Bench, tmp_path: Path) -> None:
     bench.until(lambda: bench.state() is StreamState.LIVE and reader.stats()[0].is_extended)
 
 
-def test_a_taken_port_is_an_error_at_the_start(bench: Bench) -> None:
+def test_a_taken_port_is_an_error_at_the_start(bench: RelayBench) -> None:
     publisher = bench.publisher()
     with pytest.raises(StartError, match=re.escape(publisher.endpoint)):
         bench.open(source(publisher), endpoint=publisher.endpoint)
 
 
-def test_metrics_cover_followed_and_published_streams(bench: Bench) -> None:
+def test_metrics_cover_followed_and_published_streams(bench: RelayBench) -> None:
     publisher = bench.publisher()
-    publisher.publish_events(stored(0, 3))
+    publisher.publish_events(stored_run(0, 3))
     text = source(publisher)
     bench.open(text)
     bench.until(lambda: bench.status.health_problem() is None)

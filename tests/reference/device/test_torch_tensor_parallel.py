@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.model, pytest.mark.ranks]
 PAGE_SIZE, NUM_PAGES = 4, 96
 
 
-class Rank:
+class ModelRank:
     """One rank: its part of the model, its pool, its scheduler."""
 
     def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
@@ -106,7 +106,7 @@ def test_parts_give_the_tokens_of_the_whole(
     folder = make_model_folder(num_attention_heads=heads, num_key_value_heads=kv_heads)
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     spec = inspect_model(folder)
-    served = each_rank(size, lambda ranks: Rank(spec, ranks).serve(prompts_of_families(size)))
+    served = each_rank(size, lambda ranks: ModelRank(spec, ranks).serve(prompts_of_families(size)))
     for request in served[0]:
         judge.expect(request.input_ids, request.output_ids, num_tokens=8)
     for others in served[1:]:
@@ -117,7 +117,7 @@ def test_each_rank_has_its_part_of_weights_and_pages(model_folder: Path, each_ra
     spec = inspect_model(model_folder)
     assert spec.max_tp_size == 2
     whole = load_model(spec)
-    made = each_rank(2, lambda ranks: Rank(spec, ranks))
+    made = each_rank(2, lambda ranks: ModelRank(spec, ranks))
     for rank in made:
         assert rank.pool.keys[0].shape == (NUM_PAGES, PAGE_SIZE, 1, 16)
         for name, tensor in whole.state_dict().items():
@@ -161,7 +161,7 @@ def test_each_rank_takes_its_part_of_new_weights(
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32))
 
     def updated(ranks: TensorParallelGroup) -> tuple[int, list[Request]]:
-        rank = Rank(spec, ranks)
+        rank = ModelRank(spec, ranks)
         weights = TorchWeightStore(model=rank.model, parts=rank.parts)
         weights.begin("v2")
         for name, tensor in other.state_dict().items():

@@ -45,7 +45,7 @@ class InstantDevice:
         return DeviceOutput(tuple(MODEL.next_token(work.request.rid, work.end) for work in self.batch.works))
 
 
-class ListPublisher(EventPublisher):
+class JournalingPublisher(EventPublisher):
     """Keeps batches; notes what happens around it."""
 
     def __init__(self, journal: list[str]) -> None:
@@ -67,7 +67,7 @@ class ListPublisher(EventPublisher):
         return [event for batch in self.batches for event in batch.events]
 
 
-class ListSink:
+class StatsSink:
     """Keeps statistics and KvMetrics."""
 
     wants_metrics = True
@@ -87,14 +87,14 @@ class ListSink:
         self.closed = True
 
 
-class Bench:
+class SchedulerBench:
     """A scheduler among fakes."""
 
     def __init__(self, parallel: ParallelState | None = None, **sizes: int | float) -> None:
         self.journal: list[str] = []
         self.device = InstantDevice(self.journal)
-        self.publisher = ListPublisher(self.journal)
-        self.sink = ListSink()
+        self.publisher = JournalingPublisher(self.journal)
+        self.sink = StatsSink()
         self.outputs = ListOutputSink()
         self.scheduler = Scheduler.compose(
             SchedulerConfig(**{"page_size": 4, "kv_tokens": 64, **sizes}),
@@ -124,6 +124,6 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench() -> Callable[..., Bench]:
+def make_bench() -> Callable[..., SchedulerBench]:
     """``make_bench(parallel=None, **sizes)``: by default pages of 4 tokens and a pool of 16."""
-    return Bench
+    return SchedulerBench

@@ -48,7 +48,7 @@ async def generate(engine: Engine, rid: str, max_new_tokens: int = 6) -> list[in
         return [token async for delta in stream for token in delta.output.token_ids]
 
 
-class Bench:
+class EngineBench:
     """An engine, a client of its routes, and a reader of its streams."""
 
     def __init__(self, engine: Engine, client: httpx.AsyncClient, reader: object) -> None:
@@ -56,7 +56,7 @@ class Bench:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, engine: Engine) -> AsyncIterator[Bench]:
+    async def open(cls, engine: Engine) -> AsyncIterator[EngineBench]:
         app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
         addresses = parse_addresses(
             dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
@@ -101,7 +101,7 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
     none = [frozenset()] * 2
 
     async def scenario(engine: Engine) -> None:
-        async with Bench.open(engine) as bench:
+        async with EngineBench.open(engine) as bench:
             old = await bench.generate_on_all("r")
             plain = await bench.routed_blocks()
             assert all(plain)

@@ -90,14 +90,7 @@ class Device:
         return DeviceOutput(tuple(work.end for work in self.batch.works))
 
 
-class LastStats:
-    """A ``MetricsSink`` that keeps the newest statistics."""
-
-    def record(self, stats: SchedulerStats) -> None:
-        self.newest = stats
-
-
-class Wires:
+class ReplicaSockets:
     """Sockets of one replica in one process."""
 
     def __init__(self) -> None:
@@ -126,22 +119,22 @@ class Wires:
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
-    opened = Wires()
+def sockets() -> Iterator[ReplicaSockets]:
+    opened = ReplicaSockets()
     yield opened
     opened.close()
 
 
-class Rank:
+class ExecutorRank:
     """One rank's executor and what it reports."""
 
-    def __init__(self, wires: Wires, tp_rank: int, last_batch: int, *, output_room: int = 0) -> None:
-        self.stop_signal = wires.stop_signal()
-        push, self._reports = wires.pair()
-        outputs, self.outputs = wires.pair(output_room)
+    def __init__(self, sockets: ReplicaSockets, tp_rank: int, last_batch: int, *, output_room: int = 0) -> None:
+        self.stop_signal = sockets.stop_signal()
+        push, self._reports = sockets.pair()
+        outputs, self.outputs = sockets.pair(output_room)
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=2)
         reports = ZmqReportSender(socket=push)
-        self.stats = LastStats()
+        self.stats: ListSink[SchedulerStats] = ListSink()
         sinks = SchedulerSinks(metrics=self.stats)
         if parallel.leads_replica:
             sinks.outputs = ZmqOutputSink(socket=outputs)
@@ -187,10 +180,15 @@ def submit(rid: str, num_tokens: int = 10, max_new_tokens: int = 3, ticket: int 
 
 
 def lead(
-    wires: Wires, rank: Rank, commands: list[RankCommand], followers: list[zmq.Socket[bytes]], *, recv_interval: int = 1
+    sockets: ReplicaSockets,
+    rank: ExecutorRank,
+    commands: list[RankCommand],
+    followers: list[zmq.Socket[bytes]],
+    *,
+    recv_interval: int = 1,
 ) -> None:
     """Run a leader over ``commands``, all of which it receives before its first step."""
-    push, pull = wires.pair()
+    push, pull = sockets.pair()
     for command in commands:
         push.send(encode(command))
     assert pull.poll(1000)
@@ -210,7 +208,7 @@ def lead(
     ).run()
 
 
-def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> None:
+def follow(rank: ExecutorRank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> None:
     """Run a follower of the leader at the other end of ``steps``."""
     receiver = RequestReceiver(
         rank=str(rank.worker.parallel),
@@ -222,10 +220,12 @@ def follow(rank: Rank, steps: zmq.Socket[bytes], *, recv_interval: int = 1) -> N
 
 
 @pytest.mark.parametrize("recv_interval", [1, 2])
-def test_leader_and_follower_take_the_same_steps_and_only_the_leader_reports(wires: Wires, recv_interval: int) -> None:
-    leader, follower = Rank(wires, 0, last_batch=3), Rank(wires, 1, last_batch=3)
-    steps_out, steps_in = wires.pair()
-    lead(wires, leader, [submit("a"), submit("b")], [steps_out], recv_interval=recv_interval)
+def test_leader_and_follower_take_the_same_steps_and_only_the_leader_reports(
+    sockets: ReplicaSockets, recv_interval: int
+) -> None:
+    leader, follower = ExecutorRank(sockets, 0, last_batch=3), ExecutorRank(sockets, 1, last_batch=3)
+    steps_out, steps_in = sockets.pair()
+    lead(sockets, leader, [submit("a"), submit("b")], [steps_out], recv_interval=recv_interval)
     follow(follower, steps_in, recv_interval=recv_interval)
     assert leader.worker.scheduler.state_digest == follower.worker.scheduler.state_digest
     outputs = leader.deltas()
@@ -236,18 +236,18 @@ def test_leader_and_follower_take_the_same_steps_and_only_the_leader_reports(wir
     assert follower.reports(LoadReport) == []
 
 
-def test_a_follower_with_another_state_stops_before_it_steps(wires: Wires) -> None:
-    rank = Rank(wires, 1, last_batch=1)
-    steps_out, steps_in = wires.pair()
+def test_a_follower_with_another_state_stops_before_it_steps(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 1, last_batch=1)
+    steps_out, steps_in = sockets.pair()
     steps_out.send(msgspec.msgpack.encode(RelayedInput(1, 0xBAD, 0)))
     with pytest.raises(LockstepError, match=r"step 1: dp0/pp0/tp1.*00000bad"):
         follow(rank, steps_in)
     assert rank.worker.scheduler.num_steps == 0
 
 
-def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) -> None:
+def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(sockets: ReplicaSockets) -> None:
     for tp_rank, num_refusals in ((0, 1), (1, 0)):
-        rank = Rank(wires, tp_rank, last_batch=1)
+        rank = ExecutorRank(sockets, tp_rank, last_batch=1)
         rank.worker.execute(1, (submit("long", num_tokens=300), submit("fits")))
         refusals = rank.reports(RequestRefused)
         assert len(refusals) == num_refusals
@@ -255,8 +255,8 @@ def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(wires: Wires) 
         assert len(rank.worker.scheduler.queues) == 1
 
 
-def test_an_abort_is_streamed_and_one_of_an_unknown_request_is_ignored(wires: Wires) -> None:
-    rank = Rank(wires, 0, last_batch=9)
+def test_an_abort_is_streamed_and_one_of_an_unknown_request_is_ignored(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=9)
     rank.worker.execute(1, (submit("a"),))
     rank.deltas()
     rank.worker.execute(2, (AbortRequest("a"), AbortRequest("never seen")))
@@ -264,8 +264,8 @@ def test_an_abort_is_streamed_and_one_of_an_unknown_request_is_ignored(wires: Wi
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
-def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_rank: int) -> None:
-    rank = Rank(wires, tp_rank, last_batch=9)
+def test_every_rank_dumps_the_cache_as_it_is_after_the_step(sockets: ReplicaSockets, tp_rank: int) -> None:
+    rank = ExecutorRank(sockets, tp_rank, last_batch=9)
     rank.worker.execute(1, (submit("a"), DumpCache(5)))
     (dump,) = rank.reports(CacheDump)
     assert (dump.dump_id, dump.rank, dump.step) == (5, tp_rank, 1)
@@ -274,24 +274,24 @@ def test_every_rank_dumps_the_cache_as_it_is_after_the_step(wires: Wires, tp_ran
     assert dump.digest == rank.worker.scheduler.state_digest
 
 
-def test_an_idle_leader_has_reported_that_it_is_idle(wires: Wires) -> None:
-    rank = Rank(wires, 0, last_batch=3)
-    lead(wires, rank, [submit("a", ticket=7)], [])
+def test_an_idle_leader_has_reported_that_it_is_idle(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=3)
+    lead(sockets, rank, [submit("a", ticket=7)], [])
     newest = [rank.reports(LoadReport)[-1].load, rank.load.sent[-1]]
     assert [load.num_running_reqs for load in newest] == [0, 0]
     assert [load.dispatched_watermarks for load in newest] == [((FRONTEND_DISPATCHER, 7),)] * 2
 
 
-def test_the_statistics_of_an_idle_leader_have_the_newest_counters_of_outputs(wires: Wires) -> None:
-    rank = Rank(wires, 0, last_batch=3)
-    lead(wires, rank, [submit("a")], [])
-    assert rank.stats.newest.outputs == rank.worker.scheduler.output.stats()
-    assert rank.stats.newest.outputs.tokens_sent == 3
+def test_the_statistics_of_an_idle_leader_have_the_newest_counters_of_outputs(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=3)
+    lead(sockets, rank, [submit("a")], [])
+    assert rank.stats.sent[-1].outputs == rank.worker.scheduler.output.stats()
+    assert rank.stats.sent[-1].outputs.tokens_sent == 3
 
 
-def test_an_idle_leader_sends_outputs_again_that_were_not_accepted(wires: Wires) -> None:
-    rank = Rank(wires, 0, last_batch=1000, output_room=1)
-    leading = threading.Thread(target=lead, args=(wires, rank, [submit("a", max_new_tokens=50)], []))
+def test_an_idle_leader_sends_outputs_again_that_were_not_accepted(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=1000, output_room=1)
+    leading = threading.Thread(target=lead, args=(sockets, rank, [submit("a", max_new_tokens=50)], []))
     leading.start()
     tokens: list[int] = []
     ended = False
@@ -305,12 +305,12 @@ def test_an_idle_leader_sends_outputs_again_that_were_not_accepted(wires: Wires)
     assert tokens == list(range(10, 60))
 
 
-def test_a_leader_that_waits_for_a_follower_sends_heartbeats_and_stops_on_the_signal(wires: Wires) -> None:
+def test_a_leader_that_waits_for_a_follower_sends_heartbeats_and_stops_on_the_signal(sockets: ReplicaSockets) -> None:
     """The follower is silent; were its leader silent too, the wrong one might be named."""
-    rank = Rank(wires, 0, last_batch=1000)
+    rank = ExecutorRank(sockets, 0, last_batch=1000)
     rank.heartbeat.clock = map(float, count()).__next__  # so that it speaks whenever it may
-    steps_out, _ = wires.pair(high_water_mark=1)  # two fit in the pipe, and no reader takes them
-    leading = threading.Thread(target=lead, args=(wires, rank, [submit("a", max_new_tokens=50)], [steps_out]))
+    steps_out, _ = sockets.pair(high_water_mark=1)  # two fit in the pipe, and no reader takes them
+    leading = threading.Thread(target=lead, args=(sockets, rank, [submit("a", max_new_tokens=50)], [steps_out]))
     leading.start()
     try:
         for _ in range(6):  # three before steps; the last one cannot be relayed
@@ -321,38 +321,38 @@ def test_a_leader_that_waits_for_a_follower_sends_heartbeats_and_stops_on_the_si
     assert rank.worker.scheduler.num_steps == 2
 
 
-def test_a_long_wait_returns_for_each_heartbeat(wires: Wires) -> None:
+def test_a_long_wait_returns_for_each_heartbeat(sockets: ReplicaSockets) -> None:
     """As in an agreement, which waits for a silent rank for a minute."""
-    rank = Rank(wires, 1, last_batch=1)
+    rank = ExecutorRank(sockets, 1, last_batch=1)
     rank.heartbeat.clock = map(float, count()).__next__
-    _, silent = wires.pair()
+    _, silent = sockets.pair()
     assert all(rank.heartbeat.wait(silent, zmq.POLLIN, timeout_ms) for timeout_ms in (600_000, None))
     assert len(rank.reports(RankHeartbeat)) == 2
     rank.stop_signal.give()
     assert not rank.heartbeat.wait(silent, zmq.POLLIN, 600_000)
 
 
-def test_statistics_are_written_before_the_replica_reports_idle(wires: Wires) -> None:
+def test_statistics_are_written_before_the_replica_reports_idle(sockets: ReplicaSockets) -> None:
     """A client that waits until the engine is idle then reads the final statistics."""
-    rank = Rank(wires, 0, last_batch=3)
+    rank = ExecutorRank(sockets, 0, last_batch=3)
     loads: list[tuple[int, int]] = []
 
     class Frontend(ListSink):
         def send(self, load: LoadSnapshot) -> None:
-            loads.append((load.num_running_reqs, rank.stats.newest.load.num_running_reqs))
+            loads.append((load.num_running_reqs, rank.stats.sent[-1].load.num_running_reqs))
 
     rank.load_publisher.sinks = (Frontend(),)
     rank.load_publisher.pacer = GaugePacer(min_interval_s=0.0)
-    lead(wires, rank, [submit("a")], [])
+    lead(sockets, rank, [submit("a")], [])
     assert (1, 1) in loads
     assert loads[-1] == (0, 0)
     assert all(written == running for running, written in loads)
-    assert rank.stats.newest.counters.generation_tokens_total == 3
+    assert rank.stats.sent[-1].counters.generation_tokens_total == 3
 
 
-def test_load_reports_of_a_busy_replica_are_throttled(wires: Wires) -> None:
-    rank = Rank(wires, 0, last_batch=200)
-    lead(wires, rank, [submit("a", max_new_tokens=200)], [])
+def test_load_reports_of_a_busy_replica_are_throttled(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=200)
+    lead(sockets, rank, [submit("a", max_new_tokens=200)], [])
     pacer = rank.load_publisher.pacer
     assert len(rank.reports(LoadReport)) == pacer.sent
     assert pacer.sent + pacer.throttled + pacer.unchanged >= 200

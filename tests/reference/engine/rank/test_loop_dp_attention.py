@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.waiting import wait_until
 
 from scheduler_components import ConfigError, LoadPublisher, ParallelState
 from scheduler_components.agreement import ParallelGroups
@@ -61,17 +61,10 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 MODEL = SimulatedModel(vocab_size=50)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline_s, pause = time.monotonic() + 30, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition never held"
-        pause.wait(0.001)
-
-
 # --- the bell ---
 
 
-class Wires:
+class RankSockets:
     """Sockets of ranks in one process, all closed in the end."""
 
     def __init__(self, folder: Path) -> None:
@@ -111,27 +104,27 @@ def _wait(socket: zmq.Socket[bytes], event: int, timeout_ms: int | None) -> bool
 
 
 @contextmanager
-def open_wires() -> Iterator[Wires]:
+def open_sockets() -> Iterator[RankSockets]:
     with tempfile.TemporaryDirectory(prefix="sc-") as folder:  # short: a socket's path has at most 107 bytes
-        wires = Wires(Path(folder))
+        sockets = RankSockets(Path(folder))
         try:
-            yield wires
+            yield sockets
         finally:
-            wires.close()
+            sockets.close()
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
-    with open_wires() as opened:
+def sockets() -> Iterator[RankSockets]:
+    with open_sockets() as opened:
         yield opened
 
 
-def open_hubs(wires: Wires, size: int, timeout_s: float = 30.0) -> list[ZmqSyncHub]:
-    return [wires.hub(rank, RankGroups(rank=rank, tp=range(size)), timeout_s=timeout_s) for rank in range(size)]
+def open_hubs(sockets: RankSockets, size: int, timeout_s: float = 30.0) -> list[ZmqSyncHub]:
+    return [sockets.hub(rank, RankGroups(rank=rank, tp=range(size)), timeout_s=timeout_s) for rank in range(size)]
 
 
-def test_a_peer_is_waiting_from_its_first_vector_until_the_collective_ends(wires: Wires) -> None:
-    hubs = open_hubs(wires, 2)
+def test_a_peer_is_waiting_from_its_first_vector_until_the_collective_ends(sockets: RankSockets) -> None:
+    hubs = open_hubs(sockets, 2)
     all_groups = [hub.parallel_groups(((0, 1),)) for hub in hubs]
     assert not any(hub.is_peer_waiting for hub in hubs)
     with ThreadPoolExecutor(1) as threads:
@@ -143,17 +136,17 @@ def test_a_peer_is_waiting_from_its_first_vector_until_the_collective_ends(wires
     assert not any(hub.is_peer_waiting for hub in hubs)
 
 
-def test_an_early_vector_of_the_next_step_wakes_the_leader(wires: Wires) -> None:
+def test_an_early_vector_of_the_next_step_wakes_the_leader(sockets: RankSockets) -> None:
     """Rank 2 receives a vector of step 2 from rank 0 while it waits for rank 1 in step 1. No socket wakes it again."""
-    hubs = open_hubs(wires, 3)
+    hubs = open_hubs(sockets, 3)
     all_groups = [hub.parallel_groups(((0, 1, 2),)) for hub in hubs]
-    late, waiting = wires.pipe("late")
+    late, waiting = sockets.pipe("late")
     direct, hubs[1].peers[2] = hubs[1].peers[2], late
     with ThreadPoolExecutor(3) as threads:
         first = [threads.submit(groups.all_reduce_min, "step", rank, step=1) for rank, groups in enumerate(all_groups)]
         assert first[0].result() == first[1].result() == 0
         again = threads.submit(all_groups[0].all_reduce_min, "step", 7, step=2)
-        until(lambda: len(hubs[2]._vectors) == 2)  # the vectors of both steps have arrived
+        wait_until(lambda: len(hubs[2]._vectors) == 2)  # the vectors of both steps have arrived
         direct.send(waiting.recv())
         assert first[2].result() == 0
         assert hubs[2].is_peer_waiting
@@ -163,8 +156,8 @@ def test_an_early_vector_of_the_next_step_wakes_the_leader(wires: Wires) -> None
     assert not any(hub.is_peer_waiting for hub in hubs)
 
 
-def test_a_missing_replica_is_named_by_all_others(wires: Wires) -> None:
-    hubs = open_hubs(wires, 3, timeout_s=1.0)
+def test_a_missing_replica_is_named_by_all_others(sockets: RankSockets) -> None:
+    hubs = open_hubs(sockets, 3, timeout_s=1.0)
     syncs = [
         DpBatchSync(groups=hub.parallel_groups(((0, 1, 2),)), replica=rank, num_replicas=3)
         for rank, hub in enumerate(hubs)
@@ -189,14 +182,14 @@ def test_a_missing_replica_is_named_by_all_others(wires: Wires) -> None:
 class Replica:
     """One replica of one rank: its leader's loop on a thread."""
 
-    def __init__(self, wires: Wires, rank: int, size: int) -> None:
+    def __init__(self, sockets: RankSockets, rank: int, size: int) -> None:
         parallel = ParallelState.from_tp_rank(rank, tp_size=size, attn_dp_size=size)
         self._stop_reader, self._stop_writer = os.pipe()
-        self.commands, pull = wires.pipe(f"commands-{rank}")
-        reports = ZmqReportSender(socket=wires.pipe(f"reports-{rank}")[0])
+        self.commands, pull = sockets.pipe(f"commands-{rank}")
+        reports = ZmqReportSender(socket=sockets.pipe(f"reports-{rank}")[0])
         alive, stop = RankHeartbeat(str(parallel), rank), StopPipe(self._stop_reader)
         heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=stop)
-        hub = wires.hub(rank, dp_rank_groups(parallel), heartbeat.wait)
+        hub = sockets.hub(rank, dp_rank_groups(parallel), heartbeat.wait)
         reduce_groups = dp_rank_groups(parallel).reduce_groups
         self.dp = DpBatchSync(groups=hub.parallel_groups(reduce_groups), replica=rank, num_replicas=size)
         self.outputs, state, profiles = ListOutputSink(), QuiesceState(), ProfilerManager()
@@ -256,15 +249,15 @@ class Arrival(NamedTuple):
 
 def serve(arrivals: list[Arrival], size: int) -> list[Replica]:
     """Send each request to its replica and return the replicas after their end."""
-    with open_wires() as wires:
-        replicas = [Replica(wires, rank, size) for rank in range(size)]
+    with open_sockets() as sockets:
+        replicas = [Replica(sockets, rank, size) for rank in range(size)]
         try:
             for number, arrival in enumerate(arrivals):
                 replicas[arrival.replica].submit(str(number), arrival.num_prompt, arrival.num_new)
                 if arrival.is_waited_for or number == len(arrivals) - 1:
-                    until(lambda: sum(each.num_ended for each in replicas) == number + 1)  # noqa: B023
-            until(lambda: not any(each.dp.last.any_work for each in replicas))
-            until(lambda: len({each.dp.groups.num_calls for each in replicas}) == 1)
+                    wait_until(lambda: sum(each.num_ended for each in replicas) == number + 1)  # noqa: B023
+            wait_until(lambda: not any(each.dp.last.any_work for each in replicas))
+            wait_until(lambda: len({each.dp.groups.num_calls for each in replicas}) == 1)
         finally:
             for each in replicas:
                 each.request_stop()

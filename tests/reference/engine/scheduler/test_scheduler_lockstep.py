@@ -12,8 +12,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import EventBatch, ParallelState
-from scheduler_components.kv_events import EventPublisher
+from scheduler_components import ParallelState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -24,6 +23,7 @@ from scheduler_components.reference.engine.scheduler.scheduler import (
     SchedulerSinks,
     StepResult,
 )
+from scheduler_components.testing.fakes import ListEventSink
 from scheduler_components.values import BatchingStats, LoadSnapshot, SchedulerStats
 
 MODEL = SimulatedModel(vocab_size=4)
@@ -48,27 +48,13 @@ calls = st.one_of(
 workloads = st.lists(st.lists(calls, max_size=4), min_size=1, max_size=20)
 
 
-class ListPublisher(EventPublisher):
-    """Keeps batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[EventBatch] = []
-
-    def publish(self, events: EventBatch) -> None:
-        self.batches.append(events)
-
-    def shutdown(self) -> None:
-        pass
-
-
 @dataclass
-class Rank:
+class SchedulerRank:
     """One scheduler process, in this process: its own clocks, its own device."""
 
     parallel: ParallelState
     kv_pages: int = 9
-    publisher: ListPublisher = field(default_factory=ListPublisher)
+    publisher: ListEventSink = field(default_factory=ListEventSink)
 
     def __post_init__(self) -> None:
         ticks = itertools.count(1000 * self.parallel.tp_rank, 0.01 * (1 + self.parallel.tp_rank))
@@ -112,7 +98,7 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
         ParallelState.from_tp_rank(rank, tp_size=2 * cp_size * tp_size, attn_dp_size=2, attn_cp_size=cp_size)
         for rank in range(2 * cp_size * tp_size)
     ]
-    replica = [Rank(parallel) for parallel in world if parallel.attn_dp_rank == 1]
+    replica = [SchedulerRank(parallel) for parallel in world if parallel.attn_dp_rank == 1]
     steps = iter(workload)
     while (step_calls := next(steps, None)) is not None or replica[0].scheduler.has_work:
         results = [rank.step(step_calls or []) for rank in replica]
@@ -125,7 +111,7 @@ def test_ranks_of_a_replica_stay_equal(workload: list[list[Call]], sizes: tuple[
     assert {batch.attn_dp_rank for rank in speakers for batch in rank.publisher.batches} <= {1}
 
 
-def counters(rank: Rank) -> SchedulerStats:
+def counters(rank: SchedulerRank) -> SchedulerStats:
     """Return all statistics except times, rates and forecasts, which depend on each rank's clock."""
     sources = rank.scheduler.metrics.sources
     return SchedulerStats(
@@ -140,7 +126,7 @@ def counters(rank: Rank) -> SchedulerStats:
 
 
 def digests(workload: list[list[Call]], kv_pages: int = 9) -> list[int]:
-    rank = Rank(ParallelState.trivial(), kv_pages)
+    rank = SchedulerRank(ParallelState.trivial(), kv_pages)
     return [rank.step(step_calls).digest for step_calls in workload]
 
 
@@ -167,12 +153,12 @@ def test_the_digest_shows_a_pool_of_another_size_in_the_first_step() -> None:
 
 def test_the_digest_shows_a_call_before_the_next_step() -> None:
     """Also where the next batch is the same with and without it: a request that waits changes no batch."""
-    plain, submits, aborts = (Rank(ParallelState.trivial()) for _ in range(3))
+    plain, submits, aborts = (SchedulerRank(ParallelState.trivial()) for _ in range(3))
     for rank in (plain, submits, aborts):
         rank.step([Submit((0, 1, 2), 4)])
     submits.call(Submit((1,), 1))
     aborts.call(Abort(0))
     assert len({rank.scheduler.state_digest for rank in (plain, submits, aborts)}) == 3
     plain.call(Abort(99))  # an unknown id changes nothing
-    again = Rank(ParallelState.trivial())
+    again = SchedulerRank(ParallelState.trivial())
     assert again.step([Submit((0, 1, 2), 4)]).digest == plain.scheduler.state_digest

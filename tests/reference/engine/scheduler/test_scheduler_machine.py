@@ -11,8 +11,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kit.ledger_sink import LedgerSink
 
-from scheduler_components import BlockRemoved, EventBatch, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
@@ -23,7 +24,7 @@ from scheduler_components.reference.engine.rank.control_port import make_quiesce
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
-from scheduler_components.testing import EventLedger, ListEventSink, ListOutputSink
+from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
@@ -42,24 +43,6 @@ from scheduler_components.values import (
 
 EOS = 3
 MODEL = SimulatedModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share
-
-
-class StreamView(ListEventSink):
-    """The blocks that a subscriber knows of; every event must keep the rules of the wire."""
-
-    def __init__(self, page_size: int) -> None:
-        super().__init__()
-        self.ledger = EventLedger(block_size=page_size)
-        self.num_removed = 0
-
-    @property
-    def blocks(self) -> set[int]:
-        return self.ledger.hashes()
-
-    def publish(self, events: EventBatch) -> None:
-        assert events.events, "an empty batch was published"
-        assert self.ledger.apply_all(events.events) == []
-        self.num_removed += sum(len(each.block_hashes) for each in events.events if isinstance(each, BlockRemoved))
 
 
 def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:
@@ -129,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_new_token_ratio=ratios[1],
             tokens=TokenSpec(eos_token_ids=(EOS,)),
         )
-        self.view = StreamView(page_size)
+        self.view = LedgerSink(page_size)
         self.outputs = ListOutputSink()
         self.scheduler = Scheduler.compose(
             self.config,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from scheduler_components.testing.fakes import ListSink
+
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
 from scheduler_components import ParallelState
@@ -33,11 +35,6 @@ CONFIG = SchedulerConfig(page_size=4, kv_tokens=64)
 SHAPE = PageShape(num_layers=1, layer_page_bytes=8)
 
 
-class LastStats:
-    def record(self, stats: SchedulerStats) -> None:
-        self.stats = stats
-
-
 @pytest.fixture
 def tiers() -> Iterator[HiCacheTiers]:
     """A device of 16 pages, a host of 64, one rank."""
@@ -53,7 +50,7 @@ def tiers() -> Iterator[HiCacheTiers]:
 
 def test_each_step_reports_the_tiers_of_cached_prompts(tiers: HiCacheTiers) -> None:
     """Three prompts of 40 tokens over a device of 64: when the first is repeated, only the host has all of it."""
-    sink, outputs = LastStats(), ListOutputSink()
+    sink, outputs = ListSink[SchedulerStats](), ListOutputSink()
     scheduler = Scheduler.compose(
         CONFIG,
         ParallelState.trivial(),
@@ -65,7 +62,7 @@ def test_each_step_reports_the_tiers_of_cached_prompts(tiers: HiCacheTiers) -> N
         scheduler.submit(Request(rid, range(first, first + 41), SamplingLimits(max_new_tokens=1)))
         for _ in scheduler.drain():
             pass
-    tier_stats = sink.stats.tiers
+    tier_stats = sink.sent[-1].tiers
     assert tier_stats == tiers.stats()
     assert tier_stats is not None
     assert (tier_stats.prompt_tokens, tier_stats.device_hit_tokens + tier_stats.host_hit_tokens) == (4 * 41, 40)
