@@ -213,10 +213,13 @@ class OutputStreamer:
     def _read(self, request: StreamedRequest) -> OutputDelta | None:
         """Build the delta of a request; None if its output cannot be read. The next token of a running one retries."""
         start = self._num_sent.get(request.rid, 0)
-        with self.failures.guard(_READING):
+        try:
             output = request.output_since(start)
-            return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
-        return None
+        except Exception as error:  # noqa: BLE001 - counted; a guard per request costs 5 us of a step of 64 requests
+            self.failures.failed(_READING, error)
+            return None
+        self.failures.succeeded(_READING)
+        return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
 
     def _end_without_tokens(self, request: StreamedRequest) -> OutputDelta:
         """Build an end without the last tokens, so that the client does not wait forever."""
