@@ -200,7 +200,7 @@ class PlainCursor:
             return self._send()
         self._run = _Run(adopting=True)
         self._change_state(StreamState.PARTIAL)
-        return (Clear("there is no replay channel: earlier batches are unknown"),)
+        return (Clear("nothing is replayed: earlier batches are unknown"),)
 
     def _on_disconnected(self) -> tuple[Instruction, ...]:
         if self._state is not StreamState.DEAD:

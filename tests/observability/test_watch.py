@@ -122,7 +122,7 @@ def test_without_history_it_is_not_said_that_there_is_no_replay_channel(publishe
     out = io.StringIO()
     options = WatchOptions(topic="kv", replay_endpoint=publisher.replay_endpoint)
     watch_streams(publisher.endpoint, out, options, should_stop=lambda: "is partial" in out.getvalue())
-    assert "what was published before is unknown" in out.getvalue()
+    assert "earlier batches are unknown" in out.getvalue()
     assert "no replay" not in out.getvalue()
 
 
