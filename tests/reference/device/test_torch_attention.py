@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from kit.model_bench import PROMPTS, BenchTiers, LateMover, ModelBench, Tiers, open_threads
+from kit.model_bench import PROMPTS, BenchTiers, LastMomentMover, ModelBench, Tiers, open_threads
 
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, ThreadPageMover
 from scheduler_components.page_operations import CopyToDevice, Instruction, IoEvent, LoadBackDone
@@ -26,8 +26,8 @@ POLICY = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_thres
 
 
 @dataclass(slots=True, kw_only=True)
-class LastMomentMover(LateMover):
-    """A ``LateMover`` and the ``LayerDoneCounter`` over it.
+class LastMomentMover(LastMomentMover):
+    """A ``LastMomentMover`` and the ``LayerDoneCounter`` over it.
 
     Attributes:
         arriving: the layers that are still to come, of each load.
@@ -43,7 +43,7 @@ class LastMomentMover(LateMover):
         for load in loads:
             self.spoil(load.device_pages)
             self.arriving[load.op] = self.host.copy_to_device_by_layer(load.host_pages, self.device, load.device_pages)
-        LateMover.submit(self, [each for each in instructions if each not in loads])
+        LastMomentMover.submit(self, [each for each in instructions if each not in loads])
 
     def poll(self) -> list[IoEvent]:
         events: list[IoEvent] = []
@@ -51,7 +51,7 @@ class LastMomentMover(LateMover):
             assert sum(1 for _ in layers) in (0, len(self.device.keys)), "a forward has waited for some layers alone"
             events.append(LoadBackDone(op, True))
         self.arriving.clear()
-        return [*events, *LateMover.poll(self)]
+        return [*events, *LastMomentMover.poll(self)]
 
     def begin(self) -> None:
         assert self.tiers is not None

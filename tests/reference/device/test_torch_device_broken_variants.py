@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kit.model_bench import PROMPTS, LateMover, ModelBench, Tiers
+from kit.model_bench import PROMPTS, LastMomentMover, ModelBench, Tiers
 
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, TorchDeviceMemory
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone
@@ -95,18 +95,18 @@ def leave_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def overwrite_under_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied to the host may be evicted, and its pages written to, before the copy has ended."""
-    submit = LateMover.submit
+    submit = LastMomentMover.submit
 
-    def submit_and_spoil(self: LateMover, instructions: Any) -> None:
+    def submit_and_spoil(self: LastMomentMover, instructions: Any) -> None:
         submit(self, instructions)
         for instruction in instructions:
             if isinstance(instruction, CopyToHost):
                 self.spoil(instruction.device_pages[-1:])
 
-    monkeypatch.setattr(LateMover, "submit", submit_and_spoil)
+    monkeypatch.setattr(LastMomentMover, "submit", submit_and_spoil)
 
 
-class WrongPages(LateMover):
+class WrongPages(LastMomentMover):
     """Loads each page to the place of the next one."""
 
     def carry_out(self, instruction: Instruction) -> list[IoEvent]:
@@ -116,7 +116,7 @@ class WrongPages(LateMover):
         return super().carry_out(instruction)
 
 
-class EarlyEnd(LateMover):
+class EarlyEnd(LastMomentMover):
     """Says of copies to the device that they have ended, and carries them out some steps later."""
 
     def __init__(self, **parts: Any) -> None:
@@ -132,7 +132,7 @@ class EarlyEnd(LateMover):
         return early + [event for event in super().poll() if not isinstance(event, LoadBackDone)]
 
 
-class NoWait(LateMover):
+class NoWait(LastMomentMover):
     """Lets the forward begin a layer of which the pages are still to come."""
 
     def bring_layer(self) -> None:
@@ -144,7 +144,7 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_history(
-    paged_model: Any, judge: GreedyTextVerifier, *, make_mover: Any = LateMover, load: Any = "whole"
+    paged_model: Any, judge: GreedyTextVerifier, *, make_mover: Any = LastMomentMover, load: Any = "whole"
 ) -> None:
     policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1, load=load)
     tiers = Tiers(host_pages=40, store=MemoryPageStore(1 << 24), make_mover=make_mover, policy=policy)
@@ -158,14 +158,14 @@ def run_history(
 
 
 FAULTS: dict[str, tuple[Break, Any]] = {
-    "a page freed early": (free_too_early, LateMover),
-    "a lock forgotten": (forget_a_lock, LateMover),
-    "a chunk off by one": (skip_a_position, LateMover),
+    "a page freed early": (free_too_early, LastMomentMover),
+    "a lock forgotten": (forget_a_lock, LastMomentMover),
+    "a chunk off by one": (skip_a_position, LastMomentMover),
     "a wrong page after load-back": (nothing, WrongPages),
     "read before its copy ended": (nothing, EarlyEnd),
     "a layer read before it came": (nothing, NoWait),
-    "told before its copy ended": (leave_a_layer, LateMover),
-    "written before its copy ended": (overwrite_under_a_copy, LateMover),
+    "told before its copy ended": (leave_a_layer, LastMomentMover),
+    "written before its copy ended": (overwrite_under_a_copy, LastMomentMover),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.model_bench import PAGE_SIZE, PROMPTS, SYSTEMS, LateMover, ModelBench, Tiers, open_threads
+from kit.model_bench import PAGE_SIZE, PROMPTS, SYSTEMS, LastMomentMover, ModelBench, Tiers, open_threads
 
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore, open_file_page_store
 from scheduler_components.reference.device.sampling import SamplingParams
@@ -137,7 +137,7 @@ def test_pages_come_back_from_the_host(open_bench: Callable[..., ModelBench]) ->
     assert stats.pages_loaded > 40
 
 
-@pytest.mark.parametrize("make_mover", [LateMover, open_threads])
+@pytest.mark.parametrize("make_mover", [LastMomentMover, open_threads])
 def test_a_forward_waits_for_the_layers_of_pages_that_come(
     open_bench: Callable[..., ModelBench], make_mover: Any
 ) -> None:
@@ -161,7 +161,7 @@ def test_pages_come_back_from_storage(open_bench: Callable[..., ModelBench]) -> 
     assert stats.pages_prefetched > 10
 
 
-@pytest.mark.parametrize("make_mover", [LateMover, open_threads])
+@pytest.mark.parametrize("make_mover", [LastMomentMover, open_threads])
 def test_pages_come_back_from_files_after_a_restart(
     open_bench: Callable[..., ModelBench], tmp_path: Path, make_mover: Any
 ) -> None:

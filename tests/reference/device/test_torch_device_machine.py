@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from kit.model_bench import PAGE_SIZE, PROMPTS, LateMover, ModelBench, Tiers
+from kit.model_bench import PAGE_SIZE, PROMPTS, LastMomentMover, ModelBench, Tiers
 from transformers import PreTrainedModel
 
 from scheduler_components import CacheIntegrityError
@@ -77,7 +77,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        make_mover = partial(LateMover, late_steps=self.next_delay)
+        make_mover = partial(LastMomentMover, late_steps=self.next_delay)
         tiers = Tiers(host_pages=self.host_pages, store=self.store, policy=self.policy, make_mover=make_mover)
         self.bench = ModelBench(self.model, self.judge, tiers=tiers if self.host_pages else None, **self.sizes)
 
