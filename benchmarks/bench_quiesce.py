@@ -17,7 +17,7 @@ from scheduler_components.quiesce import QuiesceState, QuiesceStepper
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import FlushCache, PauseGeneration, PauseMode

@@ -26,6 +26,7 @@ __all__ = [
     "SyncDivergenceError",
     "SyncTimeoutError",
     "TierDivergenceError",
+    "first_line",
 ]
 
 _MAX_SHOWN_CHARACTERS = 200
@@ -267,3 +268,11 @@ class LoadBackError(ComponentError):
         self.op = op
         self.problem = problem
         super().__init__(f"load {op}: {problem}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's error without its last punctuation, to quote it in a sentence.
+
+    An error without text is quoted by the name of its type.
+    """
+    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")

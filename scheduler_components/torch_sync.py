@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError, first_line
 from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups
 from scheduler_components.sync_call import SYNC_CALL_INTS, describe_calls, pack_call, unpack_call
 from scheduler_components.values import SyncCall
@@ -44,7 +44,7 @@ class RollCall:
         missing = tuple(rank for rank in self.ranks if rank not in present)
         if not missing and len({(found.number, found.step, found.operation) for found in present.values()}) > 1:
             return SyncDivergenceError(call.number, describe_calls(present.values()))
-        return SyncTimeoutError(call.operation, call.step, missing, self.timeout_s, str(cause).partition("\n")[0])
+        return SyncTimeoutError(call.operation, call.step, missing, self.timeout_s, first_line(cause))
 
     def _answers(self, call: SyncCall) -> dict[int, SyncCall]:
         """Send this rank's call to all peers and return the calls of the ranks that answer."""
@@ -162,7 +162,7 @@ def open_torch_groups(
         return {name: _open_groups(rank, world, timeout_s) for name in names}
     except RuntimeError as error:
         raise StartError(
-            "gloo groups", str(error).partition("\n")[0], "start every rank of the world with the same arguments"
+            "gloo groups", first_line(error), "start every rank of the world with the same arguments"
         ) from error
 
 

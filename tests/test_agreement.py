@@ -20,7 +20,7 @@ from scheduler_components.errors import (
 from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups, world_rank_groups
 from scheduler_components.sync_call import SYNC_CALL_INTS, pack_call, unpack_call
 from scheduler_components.testing.in_process_groups import InProcessGroups
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components.thread_sync import ThreadSyncHub
 from scheduler_components.values import SyncCall
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStep, PrefillDelayer, PrefillIntent, dp_rank_groups
 from scheduler_components.errors import SettingsDivergenceError, SyncDivergenceError
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components.thread_sync import ThreadSyncHub
 
 tokens = st.integers(0, 2**40)
 shapes = st.builds(BatchShape, tokens, tokens, tokens, st.booleans())

@@ -82,13 +82,11 @@ class AttachedScheduler(FIFOScheduler):
         self.allocator = self.cache.cache_allocators[FULL_ATTENTION]
         self.kv_events = SchedulerKvEventsPublisher(parallel=parallel, source=record(self.allocator), sink=sink)
         self.load = LoadInquirer(parallel=parallel, queues=self, pool=self)
-        self.metrics = MetricsEmitter(
-            parallel=parallel, load=self.load, sink=metrics, sources={"publisher": self.kv_events}
-        )
+        sources = {"publisher": self.kv_events}
+        self.metrics = MetricsEmitter(parallel=parallel, load=self.load, sink=metrics, sources=sources)
 
-    def clear_cancelled_requests(
-        self,
-    ) -> list[RequestState]:  # the loop's first call in each turn, with work or without
+    # The loop calls this first in each turn, with work or without.
+    def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled = super().clear_cancelled_requests()
         self.kv_events.publish_kv_events()
         self.metrics.emit()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scheduler_components.errors import ConfigError
+from scheduler_components.errors import ConfigError, first_line
 from scheduler_components.hicache.memory import merged_runs
 from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
@@ -76,9 +76,8 @@ class TorchDeviceMemory:
         try:
             pools = [torch.zeros(*sizes.values(), dtype=dtype, device=device) for _ in range(2 * num_layers)]
         except RuntimeError as error:  # out of memory, on every device
-            first_line = str(error).partition("\n")[0]
             raise ConfigError(
-                "num_pages", num_pages, f"cannot be allocated ({first_line})", "give fewer tokens"
+                "num_pages", num_pages, f"cannot be allocated ({first_line(error)})", "give fewer tokens"
             ) from error
         return cls(keys=tuple(pools[:num_layers]), values=tuple(pools[num_layers:]))
 
@@ -126,9 +125,8 @@ class TorchDeviceMemory:
                 num_pages * self.shape.page_bytes, dtype=torch.uint8, pin_memory=self._stream is not None
             )
         except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
             raise ConfigError(
-                "host_tokens", num_pages * self.page_size, f"cannot be allocated ({first_line})", "give fewer"
+                "host_tokens", num_pages * self.page_size, f"cannot be allocated ({first_line(error)})", "give fewer"
             ) from error
         return pinned.numpy()
 

@@ -11,8 +11,9 @@ __all__ = ["SyncGroup"]
 
 
 class SyncGroup(Protocol):
-    """Ranks that exchange vectors of integers: `torch_sync.TorchSyncGroup`. Called by `ParallelGroups`.
+    """Ranks that exchange vectors of integers. Called by `ParallelGroups`.
 
+    `torch_sync.TorchSyncGroup` connects processes, `thread_sync.ThreadSyncGroup` connects threads.
     Every member makes the same calls in the same order.
     """
 

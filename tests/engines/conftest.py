@@ -1,7 +1,7 @@
-"""What the tests inside real engines share. `make engines` makes an environment per engine and runs them there.
+"""Fixtures of the tests inside real engines. `make engines` makes an environment per engine and runs the tests there.
 
-A test file begins with ``pytest.importorskip("vllm", reason=...)``, so that it is skipped where its engine is not
-installed, and has the name of its engine in its own: by this, `make engines` knows which environment runs it.
+A test file begins with ``pytest.importorskip("vllm", reason=...)`` and is skipped where its engine is not installed.
+The file's name contains the name of its engine, from which `make engines` chooses the environment.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from observability import discover
 from observability.kv_stream import NoStreamsError, NullStreamListener, StreamState, open_subscriber
 from scheduler_components.kv_events import StreamAddress
 
-sys.path.append(str(Path(__file__).parent))  # for what the tests of one engine share
+sys.path.append(str(Path(__file__).parent))  # modules that the tests of one engine share
 
 if find_spec("sglang") and not find_spec("torchvision"):
-    # Before any test imports SGLang, and for the processes that it starts.
+    # Set before any test imports SGLang. The processes that it starts inherit the variable.
     STAND_INS = str(Path(__file__).parent / "stand_ins")
     sys.path.insert(0, STAND_INS)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_INS, os.environ.get("PYTHONPATH")]))
@@ -39,7 +39,7 @@ if find_spec("sglang") and not find_spec("torchvision"):
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Llama as engines load it: config, weights and a tokenizer of one word per token.
+    """Make a directory with a random Llama: config, weights and a tokenizer of one word per token.
 
     2 layers, hidden size 64, 4 heads of 32, 2 KV heads, 1,000 tokens (``w0`` to ``w999``; 0 begins, 1 ends, 2 pads),
     context 2,048, float32. The weights are the same in every run.
@@ -56,7 +56,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's attention on CPUs takes
+        head_dim=32,  # the smallest size that vLLM's attention supports on CPUs
         max_position_embeddings=2_048,
         bos_token_id=0,
         eos_token_id=1,
@@ -76,7 +76,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm_events() -> Iterator[Any]:
-    """``vllm.distributed.kv_events``, or its double where vLLM is not installed; other modules of it likewise."""
+    """Import ``vllm.distributed.kv_events``. Where vLLM is not installed, its modules are the doubles."""
     if find_spec("vllm"):
         yield import_module("vllm.distributed.kv_events")
         return
@@ -89,7 +89,7 @@ def vllm_events() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One vLLM for all tests: it takes some 40 seconds to start. See ``vllm_in_process``."""
+    """Start one vLLM for all tests, because a start takes about 40 seconds. See ``vllm_in_process``."""
     from vllm_in_process import start_engine
 
     started = start_engine(tiny_llama, tmp_path_factory.mktemp("s"))
@@ -101,7 +101,7 @@ def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class RelayReader(NullStreamListener):
-    """Follows one stream of a relay, and keeps every state that it was in."""
+    """A reader of one stream of a relay that records every state of the stream."""
 
     def __init__(self, url: str) -> None:
         self.states: list[StreamState] = []
@@ -113,7 +113,7 @@ class RelayReader(NullStreamListener):
         while True:
             try:
                 return discover(url)[0]
-            except NoStreamsError:  # the relay has not found its source yet
+            except NoStreamsError:  # the relay has not found its source
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
 
@@ -124,8 +124,8 @@ class RelayReader(NullStreamListener):
     def blocks(self) -> set[int]:
         return self.subscriber.blocks(0)
 
-    def comes_to(self, condition: Callable[[StreamState, set[int]], bool]) -> bool:
-        """Wait until its state and blocks are such."""
+    def reaches(self, condition: Callable[[StreamState, set[int]], bool]) -> bool:
+        """Wait until the stream's state and blocks satisfy the condition."""
         deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s:
             if condition(self.subscriber.positions()[0].state, self.blocks):
@@ -133,14 +133,14 @@ class RelayReader(NullStreamListener):
             self.subscriber.poll(0.05)
         return False
 
-    def is_whole(self, blocks: set[int]) -> bool:
-        """Wait until it is live, and has these blocks."""
-        return self.comes_to(lambda state, held: state is StreamState.LIVE and held == blocks)
+    def becomes_live_with(self, blocks: set[int]) -> bool:
+        """Wait until the stream is live with exactly these blocks."""
+        return self.reaches(lambda state, held: state is StreamState.LIVE and held == blocks)
 
 
 @pytest.fixture
 def read_relay() -> Iterator[Callable[[str], RelayReader]]:
-    """Follow the relay at a URL."""
+    """Return a function that follows the relay at a URL."""
     with contextlib.ExitStack() as stack:
 
         def start(url: str) -> RelayReader:
@@ -155,16 +155,16 @@ def read_relay() -> Iterator[Callable[[str], RelayReader]]:
 
 PROBES = Path(__file__).parent / "probes"
 START_S = 600.0
-"""A quiet machine needs 15 s; a busy one has needed 300."""
+"""A start took 15 s on a quiet machine and 300 s on a busy one."""
 
 
 class SglangServer:
-    """One `sglang.launch_server` with the tiny model on the CPU, its streams and a probe in its schedulers.
+    """One `sglang.launch_server` with the tiny model on the CPU and a probe in its schedulers.
 
     Attributes:
-        url: where it serves.
-        events_port: base port of its streams; their replay is at ``events_port + 10``, its load at ``events_port + 5``.
-        log: what it wrote so far.
+        url: URL of the server.
+        events_port: base port of its streams. Replay is at ``events_port + 10``, load at ``events_port + 5``.
+        log: its output so far.
     """
 
     def __init__(self, model: Path, folder: Path, ports: int, *, args: tuple[str, ...], **process: Any) -> None:
@@ -183,7 +183,7 @@ class SglangServer:
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
             *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--skip-server-warmup"),
-            "--sleep-on-idle",  # else each server that waits for its test keeps a core
+            "--sleep-on-idle",  # otherwise an idle server occupies a core
             *("--mem-fraction-static", "0.3", "--max-total-tokens", "2048", "--page-size", "16", "--enable-metrics"),
             *("--host", "127.0.0.1", "--port", str(ports), "--random-seed", "7"),
             *("--load-publish-endpoint", f"tcp://0.0.0.0:{self.events_port + 5}"),
@@ -196,7 +196,7 @@ class SglangServer:
         )
         path = os.pathsep.join([str(folder), str(PROBES), os.environ["PYTHONPATH"]])
         own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "SGLANG_PROBE": str(folder), "SGLANG_PLUGINS": "probe"}
-        own["TMPDIR"] = str(folder)  # a server that is killed leaves its metrics there
+        own["TMPDIR"] = str(folder)  # a killed server leaves its metrics there
         with self._log.open("wb") as log:
             process["env"] = os.environ | own | process["env"]
             self._process = subprocess.Popen(
@@ -221,7 +221,7 @@ class SglangServer:
             return answer.read()
 
     def generate(self, input_ids: list, max_new_tokens: int = 8, **options: object) -> list:
-        """Greedy tokens of each prompt, all sent at once."""
+        """Send all prompts in one request; return the greedy tokens of each."""
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         body = json.dumps({"input_ids": input_ids, "sampling_params": sampling, **options}).encode()
         request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
@@ -235,7 +235,7 @@ class SglangServer:
         urllib.request.urlopen(request, timeout=60).close()
 
     def ask(self, prompts: list) -> dict:
-        """What the probe says of each (dp rank, tp rank), once all schedulers have nothing to do."""
+        """Return the probe's answer of each (dp rank, tp rank) after all schedulers are idle."""
         self._questions += 1
         name = f"q{self._questions}"
         (self._folder / f"{name}.unfinished").write_text(json.dumps(prompts))
@@ -256,15 +256,15 @@ class SglangServer:
 def sglang_servers(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, die_with_us: Callable[[], object] | None
 ) -> Iterator[Callable[..., SglangServer]]:
-    """Start servers: ``sglang_servers(*arguments, **environment)``. All of them are stopped after the module.
+    """Return a function that starts a server: ``sglang_servers(*arguments, **environment)``.
 
-    Call it on the tests' own thread: a server dies with the thread that started it.
+    All servers stop after the module. Call it on the tests' thread: a server ends with the thread that started it.
     """
     with contextlib.ExitStack() as stack:
 
         def start(*args: str, **env: str) -> SglangServer:
             folder = tmp_path_factory.mktemp("sglang")
-            # SGLang's own processes end with the one that is started here.
+            # The processes that SGLang starts end with this one.
             server = SglangServer(tiny_llama, folder, _free_block(20), args=args, env=env, preexec_fn=die_with_us)
             stack.callback(server.stop)
             server.wait_until_up()
@@ -275,12 +275,12 @@ def sglang_servers(
 
 @pytest.fixture(scope="session")
 def free_block() -> Callable[[int], int]:
-    """Find neighbouring free ports; returns the lowest."""
+    """Return a function that finds consecutive free ports and returns the lowest."""
     return _free_block
 
 
 def _free_block(count: int) -> int:
-    """The first of so many neighbouring ports that are free just now, below those that the system gives away."""
+    """Return the first of ``count`` consecutive free ports, below the range of ephemeral ports."""
     while True:
         port = random.randrange(20_000, 32_000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

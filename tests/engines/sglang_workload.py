@@ -1,4 +1,4 @@
-"""A workload for an SGLang server of the tests, and what its tree holds after it."""
+"""A workload for an SGLang server of the tests, and the content of its tree after the workload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGE = 16
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Prompts of 2 to 6 pages; every third one goes on where an earlier one ended its first pages."""
+    """Return prompts of 2 to 6 pages. Every third one shares the first two pages of an earlier one."""
     rng = random.Random(seed)
     made: list[list[int]] = []
     for at in range(count):
@@ -20,12 +20,12 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def run(server, asked: list[list[int]]) -> list[list[int]]:
-    """Serve them one by one, each a step of its own; returns each prompt with its answer."""
+    """Serve the prompts one after the other; return each prompt with its answer."""
     return [[*prompt, *server.generate([prompt])[0]] for prompt in asked]
 
 
 def resident_blocks(server, texts: list[list[int]], dp_rank: int = 0) -> set[int]:
-    """The hashes of all pages that SGLang's tree holds, which are all of these texts."""
+    """Return the hashes of all pages of SGLang's tree. All of them belong to ``texts``."""
     answer = server.ask(texts)[dp_rank, 0]
     found = zip(texts, answer["prompts"], strict=True)
     blocks = {block for text, tokens in found for block in hash_pages(text[:tokens], PAGE)}

@@ -1,7 +1,7 @@
-"""Inside a real SGLang: this kit's components in its scheduler, beside a server that runs with its own.
+"""Inside a real SGLang: a server with this kit's components in its scheduler, compared with an unchanged server.
 
-The probe keeps what each server's cache recorded and what its scheduler sent. In the scheduler with this kit's
-components, it asks SGLang's own load inquirer too, in every step.
+The probe records the events of each server's cache and the messages of its scheduler. In the scheduler with this kit's
+components, it also calls SGLang's own load inquirer in every step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def texts(count: int, seed: int, most: int = 96) -> list[list[int]]:
 
 
 def serve(server) -> list:
-    """Prompts one by one, so that two servers take the same steps: chunked ones, salted ones, a flush, evictions."""
+    """Serve prompts one after the other, so that two servers take the same steps.
+
+    The workload has chunked prompts, salted prompts, a flush and evictions.
+    """
     answers = [server.generate([text])[0] for text in texts(20, seed=1, most=300)]
     answers += [server.generate([text], cache_salt="tenant", session_id="chat")[0] for text in texts(6, seed=1)]
     server.post("/flush_cache")
@@ -61,45 +64,45 @@ class Served:
     server: object
     answers: list
     inside: dict
-    """What the probe of the first rank says."""
+    """The answer of the probe in the first rank."""
 
 
 @pytest.fixture(scope="module")
 def both(sglang_servers: Callable) -> Iterator[tuple[Served, Served]]:
-    """SGLang as it is, and with the components, after the same requests."""
+    """Serve the same requests with SGLang's own components and with this kit's."""
     servers = [sglang_servers(*SMALL, **env) for env in (OWN, COMPOSED)]
     served = [(server, serve(server)) for server in servers]
     yield tuple(Served(server, answers, server.ask([])[0, 0]) for server, answers in served)
 
 
-def test_the_components_are_in_their_places(both: tuple[Served, Served]) -> None:
+def test_the_plugin_replaces_sglangs_components(both: tuple[Served, Served]) -> None:
     own, composed = both
     assert [part.rpartition(".")[2] for part in composed.inside["parts"]] == OURS
     assert not any(part.startswith("scheduler_components") for part in own.inside["parts"])
 
 
-def test_requests_get_the_same_tokens(both: tuple[Served, Served]) -> None:
+def test_both_servers_return_the_same_tokens(both: tuple[Served, Served]) -> None:
     own, composed = both
     assert own.answers == composed.answers
 
 
-def test_the_cache_records_the_same_events(both: tuple[Served, Served]) -> None:
+def test_both_caches_record_the_same_events(both: tuple[Served, Served]) -> None:
     own, composed = both
     assert len(own.inside["events"]) > 100
     assert own.inside["events"] == composed.inside["events"]
 
 
-def test_kv_metrics_are_the_same(both: tuple[Served, Served]) -> None:
+def test_both_servers_send_the_same_kv_metrics(both: tuple[Served, Served]) -> None:
     own, composed = both
     assert len(own.inside["kv_metrics"]) > 40
     assert own.inside["kv_metrics"] == composed.inside["kv_metrics"]
 
 
 MEASURED = {"timestamp", "gen_throughput", "total_prefill_busy_us", "decode_moments", "memory"}
-"""Times, and memory that SGLang finds by what the machine has left. Within one server they are compared too."""
+"""Fields that differ between runs: times, and the memory that the machine has left."""
 
 
-def test_load_routes_say_the_same(both: tuple[Served, Served]) -> None:
+def test_both_load_routes_return_the_same_load(both: tuple[Served, Served]) -> None:
     loads = [json.loads(one.server.get("/v1/loads"))["loads"][0] for one in both]
     assert loads[0].keys() == loads[1].keys() > MEASURED
     assert [loads[0][name] for name in loads[0].keys() - MEASURED] == [
@@ -107,7 +110,7 @@ def test_load_routes_say_the_same(both: tuple[Served, Served]) -> None:
     ]
 
 
-def test_the_load_gauge_says_the_same(both: tuple[Served, Served]) -> None:
+def test_both_load_streams_publish_the_same_load(both: tuple[Served, Served]) -> None:
     stats = []
     for one in both:
         with closing(open_zmq_load_reader([f"tcp://127.0.0.1:{one.server.events_port + 5}"])) as reader:
@@ -117,12 +120,12 @@ def test_the_load_gauge_says_the_same(both: tuple[Served, Served]) -> None:
             [sample] = reader.view.samples.values()
             assert reader.bad == 0
             stats.append(asdict(sample.stat))
-    fields = list(stats[0])[:10]  # SGLang's; this kit's own follow
+    fields = list(stats[0])[:10]  # SGLang's fields come first, then this kit's
     for name in (*fields[:9], "total_prefill_uncached_tokens"):
         assert stats[0][name] == stats[1][name], name
 
 
-def test_the_description_for_readers_is_the_same(both: tuple[Served, Served]) -> None:
+def test_both_servers_describe_their_streams_alike(both: tuple[Served, Served]) -> None:
     described = []
     for one in both:
         events = json.loads(one.server.get("/server_info"))["kv_events"]
@@ -132,7 +135,7 @@ def test_the_description_for_readers_is_the_same(both: tuple[Served, Served]) ->
     assert "load_endpoint_port_base" in described[0]
 
 
-def test_metrics_are_the_same_but_for_times(both: tuple[Served, Served]) -> None:
+def test_both_servers_export_the_same_metrics_except_times(both: tuple[Served, Served]) -> None:
     pages = []
     for one in both:
         samples = {}
@@ -141,7 +144,7 @@ def test_metrics_are_the_same_but_for_times(both: tuple[Served, Served]) -> None
                 labels = {name: value for name, value in sample.labels.items() if name != "pid"}
                 samples[sample.name, tuple(sorted(labels.items()))] = sample.value
         pages.append(samples)
-    # The routes are asked by this test as often as it needs.
+    # The number of HTTP requests depends on this test.
     left_out = ("seconds", "latency", "throughput", "time", "memory", "_created", "http_", "fwd_occupancy")
     own, composed = (
         {key: value for key, value in page.items() if not any(word in key[0] for word in left_out)} for page in pages
@@ -150,8 +153,8 @@ def test_metrics_are_the_same_but_for_times(both: tuple[Served, Served]) -> None
     assert own == composed
 
 
-def test_every_load_report_is_equal_to_sglangs_own(both: tuple[Served, Served], record_property: Callable) -> None:
-    """1,100 requests wait at once; some are aborted."""
+def test_every_load_report_equals_sglangs_own(both: tuple[Served, Served], record_property: Callable) -> None:
+    """1,100 requests wait at the same time. Some are aborted."""
     server = both[1].server
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(server.generate, texts(1_100, seed=3), max_new_tokens=2)
@@ -165,11 +168,11 @@ def test_every_load_report_is_equal_to_sglangs_own(both: tuple[Served, Served], 
     assert inside["different"] == []
     assert inside["reports"] > 500
     assert inside["most_waiting"] > 1_000
-    record_property("costs_us", json.dumps(inside["costs_us"]))  # shown by --junit-xml; a test asserts no time
+    record_property("costs_us", json.dumps(inside["costs_us"]))  # for --junit-xml; no test asserts a time
 
 
-def told_while_another_decodes(server) -> None:
-    """A short answer's blocks are told in its last step. SGLang would wait for its next line in the log."""
+def check_events_are_published_while_another_request_decodes(server) -> None:
+    """A request's blocks are published in its last step. SGLang itself publishes at its next log line."""
     short, long = texts(2, seed=7)
     with open_subscriber(discover(server.url)) as subscriber, ThreadPoolExecutor(1) as pool:
         decoding = pool.submit(server.generate, [long], max_new_tokens=200)
@@ -183,8 +186,8 @@ def told_while_another_decodes(server) -> None:
         decoding.result()
 
 
-def test_two_ranks_speak_as_one(sglang_servers: Callable) -> None:
-    """TP 2, with a policy that matches what waits, and with retractions."""
+def test_tp_ranks_report_equal_loads_and_publish_one_stream(sglang_servers: Callable) -> None:
+    """The server has TP 2, a policy that matches waiting requests, and retractions."""
     server = sglang_servers(
         *("--tp-size", "2", "--schedule-policy", "lpm", "--decode-log-interval", "1000000", *SMALL),
         **COMPOSED,
@@ -192,7 +195,7 @@ def test_two_ranks_speak_as_one(sglang_servers: Callable) -> None:
         SGLANG_TEST_RETRACT="1",
     )
     answered = [[*text, *server.generate([text])[0]] for text in texts(25, seed=5)]
-    told_while_another_decodes(server)
+    check_events_are_published_while_another_request_decodes(server)
     server.generate(texts(80, seed=6), max_new_tokens=8)
     inside = server.ask(answered)
     assert [rank["different"] for rank in inside.values()] == [[], []]

@@ -1,4 +1,4 @@
-"""What stands between this kit and SGLang, without SGLang: counted queues, the parallel state, settings."""
+"""The adapters of SGLang without SGLang: counted queues, the parallel state, settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scheduler:
 
 
 def as_sglang_counts(waiting: list, rate: float | None) -> tuple[int, int, int]:
-    """SGLang's own loops (0.5.23, ``load_inquirer.py``)."""
+    """Count as the loops of SGLang do (0.5.23, ``load_inquirer.py``)."""
     uncached = 0
     for request in waiting:
         if rate is None:
@@ -55,7 +55,7 @@ ACTIONS = (
     *("append", "extend", "iadd", "insert", "pop", "pop_at", "remove", "clear", "delete"),
     *("sort", "reverse", "swap", "slice", "rebind"),
 )
-# What SGLang's scheduler and policies do to the queue, by name.
+# The operations of SGLang's scheduler and policies on the queue.
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(ACTIONS),
@@ -99,12 +99,12 @@ def apply(scheduler: Scheduler, what: str, new: list[Request], at: int) -> None:
         queue.remove(queue[place])
     elif queue and what == "delete":
         del queue[place]
-    elif queue and what == "swap":  # random.shuffle has one request in two places for a moment
+    elif queue and what == "swap":  # during random.shuffle one request is in two places
         random.Random(at).shuffle(queue)
 
 
 @given(steps=STEPS)
-def test_a_counted_queue_counts_as_sglang_does_whatever_happens_to_it(steps: list) -> None:
+def test_a_counted_queue_counts_as_sglang_does_after_any_operations(steps: list) -> None:
     miss = Rate()
     scheduler = Scheduler(miss)
     for what, new, at, rate, is_asked in steps:
@@ -119,14 +119,14 @@ def test_a_counted_queue_counts_as_sglang_does_whatever_happens_to_it(steps: lis
     assert scheduler.waiting_queue.totals() == as_sglang_counts(scheduler.waiting_queue, miss.miss_rate)
 
 
-class CountsLooks(Request):
-    """A request that says how often somebody looked at its length."""
+class CountsReads(Request):
+    """A request that counts the reads of its length."""
 
-    looks = 0
+    num_reads = 0
 
     @property
     def seqlen(self) -> int:
-        type(self).looks += 1
+        type(self).num_reads += 1
         return 8
 
     @seqlen.setter
@@ -134,24 +134,24 @@ class CountsLooks(Request):
 
 
 @pytest.mark.parametrize("rate", [None, 0.5])
-def test_reports_look_at_no_request_that_did_not_change(rate: float | None) -> None:
+def test_a_report_reads_only_new_requests(rate: float | None) -> None:
     miss = Rate(rate)
     scheduler = Scheduler(miss)
     for _ in range(1_000):
-        scheduler.waiting_queue.append(CountsLooks(8))
+        scheduler.waiting_queue.append(CountsReads(8))
     scheduler.waiting_queue.totals()
-    CountsLooks.looks = 0
+    CountsReads.num_reads = 0
     for _ in range(10):
-        scheduler.waiting_queue.append(CountsLooks(8))
+        scheduler.waiting_queue.append(CountsReads(8))
         scheduler.waiting_queue.pop(0)
         admitted = set(scheduler.waiting_queue[:5])
         scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request not in admitted]
         scheduler.waiting_queue.sort(key=id)
         scheduler.waiting_queue.totals()
-    assert CountsLooks.looks == 10
+    assert CountsReads.num_reads == 10
 
 
-def test_a_request_that_is_queued_twice_is_counted_twice_and_breaks_nothing() -> None:
+def test_a_request_that_is_queued_twice_is_counted_twice() -> None:
     queue, request = CountedWaitingQueue([], Rate()), Request(5)
     queue.totals()
     for _ in range(2):
@@ -165,8 +165,7 @@ def test_a_request_that_is_queued_twice_is_counted_twice_and_breaks_nothing() ->
     assert queue.totals() == (0, 0, 0)
 
 
-def test_queues_are_read_late() -> None:
-    """The scheduler rebinds its batch, and its chunked request comes and goes."""
+def test_the_queue_source_reads_attributes_that_the_scheduler_rebinds() -> None:
     policy = SimpleNamespace(waiting_queue_prefix_matched=lambda queue: not queue)
     owner = SimpleNamespace(
         waiting_queue=[],
@@ -185,7 +184,7 @@ def test_queues_are_read_late() -> None:
 
 @dataclass
 class ParallelContext:
-    """Eight ranks: two attention-DP replicas of four attention-TP ranks."""
+    """SGLang's context of eight ranks: two attention-DP replicas of four attention-TP ranks."""
 
     tp_rank: int = 5
     tp_size: int = 8
@@ -215,12 +214,12 @@ def test_the_parallel_state_is_a_copy_of_the_context() -> None:
     assert (parallel.owns_kv_stream, parallel.kv_stream_index, parallel.kv_stream_count) == (False, 1, 2)
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_an_inconsistent_parallel_context_raises_a_config_error() -> None:
     with pytest.raises(ConfigError, match="attn_tp_rank"):
         read_parallel_state(ParallelContext(attn_tp_rank=4))
 
 
-# The plugin, with eight lines for each module of SGLang that it asks for.
+# The plugin, over small doubles of the modules of SGLang that it imports.
 
 
 class TheirConfig(BaseModel):
@@ -264,7 +263,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
 
 @contextmanager
 def closing_stream(publisher: SglangEventPublisher) -> Iterator[dict[str, object] | None]:
-    """What it says of itself; closed afterwards."""
+    """Yield the publisher's description of itself and close it afterwards."""
     try:
         yield publisher.describe_local_source(64)
     finally:
@@ -280,7 +279,7 @@ ZMQ = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "bind": true}'
 OURS = "SCHEDULER_COMPONENTS_KV_EVENTS"
 
 
-def test_it_acts_only_when_it_is_named(hooks: Hooks) -> None:
+def test_the_plugin_registers_hooks_only_if_sglang_plugins_names_it(hooks: Hooks) -> None:
     load_plugin({})
     load_plugin({"SGLANG_PLUGINS": "scheduler_components_of_others"})
     assert hooks.targets == {}
@@ -290,7 +289,7 @@ def test_it_acts_only_when_it_is_named(hooks: Hooks) -> None:
     assert {"init_kv_events_publisher", "init_load_publisher", "init_load_inquirer"} < hooks.targets.keys()
 
 
-def test_zmq_is_ours_and_all_else_stays_sglangs(hooks: Hooks) -> None:
+def test_only_the_zmq_publisher_is_replaced(hooks: Hooks) -> None:
     load_plugin(NAMED)
     create = hooks.targets["create"]
     for config in ("", "no JSON", "[]", '{"publisher": "null"}', '{"publisher": "mine"}', '{"hwm": "many"}'):
@@ -312,7 +311,7 @@ def test_zmq_is_ours_and_all_else_stays_sglangs(hooks: Hooks) -> None:
         (ZMQ, '{"endpoint": "tcp://*:1"}', "give it in the engine's own --kv-events-config"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_and_sglangs_own_publisher(
+def test_an_invalid_setting_logs_one_sentence_and_keeps_sglangs_publisher(
     hooks: Hooks, caplog: pytest.LogCaptureFixture, config: str, environ: str, sentence: str
 ) -> None:
     load_plugin(NAMED | {OURS: environ})
@@ -333,7 +332,7 @@ def test_a_wrong_setting_is_one_sentence_and_sglangs_own_publisher(
         '{"auth": "required", "secret_key_file": "/nowhere/key", "client_keys_dir": "/nowhere"}',
     ],
 )
-def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
+def test_invalid_settings_that_require_keys_disable_publishing(
     hooks: Hooks, caplog: pytest.LogCaptureFixture, environ: str
 ) -> None:
     load_plugin(NAMED | {OURS: environ})
@@ -344,7 +343,7 @@ def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
 
 
 @pytest.mark.parametrize(
-    ("bound", "told"),
+    ("bound", "described"),
     [
         ("tcp://0.0.0.0:5557", "tcp://127.0.0.1:5557"),
         ("tcp://[::]:5557", "tcp://[::1]:5557"),
@@ -354,11 +353,11 @@ def test_a_stream_that_cannot_be_closed_to_strangers_is_none(
         ("inproc://events", None),
     ],
 )
-def test_a_process_of_this_machine_is_told_what_it_can_dial(bound: str, told: str | None) -> None:
+def test_the_described_endpoint_is_reachable_from_this_machine(bound: str, described: str | None) -> None:
     stream = SimpleNamespace(endpoint=bound, replay_endpoint=None)
     listening = SglangEventPublisher(dp_rank=0, topic="kv", binds=True, stream=stream)
-    expected = {"dp_rank": 0, "endpoint": told, "topic": "kv", "block_size": 64}
-    assert listening.describe_local_source(64) == (expected if told else None)
+    expected = {"dp_rank": 0, "endpoint": described, "topic": "kv", "block_size": 64}
+    assert listening.describe_local_source(64) == (expected if described else None)
     dialing = SglangEventPublisher(dp_rank=0, topic="kv", binds=False, stream=stream)
     assert dialing.describe_local_source(64) is None
 
@@ -375,7 +374,7 @@ def test_a_process_of_this_machine_is_told_what_it_can_dial(bound: str, told: st
         ("inproc://events", True),
     ],
 )
-def test_addresses_bind_where_sglangs_do(hooks: Hooks, endpoint: str, binds: bool) -> None:
+def test_an_address_is_bound_where_sglang_binds_it(hooks: Hooks, endpoint: str, binds: bool) -> None:
     plugin = SglangPlugin(environ={})
     config = TheirConfig(publisher="zmq", endpoint=endpoint, hwm=0, max_queue_size=-1)
     settings = plugin.publisher_settings(config.model_dump_json())
@@ -384,11 +383,11 @@ def test_addresses_bind_where_sglangs_do(hooks: Hooks, endpoint: str, binds: boo
     assert (settings.endpoint, settings.replay_framing) == (endpoint, "topic")
 
 
-# The components over a scheduler of a few lines.
+# The components over a small scheduler.
 
 
 class Shapes:
-    """``load_snapshot``: the structs are dictionaries and tuples here."""
+    """The double of ``load_snapshot``. Its structs are dictionaries and tuples."""
 
     LoadSnapshot = DisaggregationMetrics = dict
     MemoryMetrics = SpeculativeMetrics = LoRAMetrics = QueueMetrics = staticmethod(lambda *values: values)
@@ -399,7 +398,7 @@ class Batch:
 
 
 class TinyScheduler:
-    """What the adapters read of SGLang's scheduler: three requests wait, one is half prefilled."""
+    """The attributes of SGLang's scheduler that the adapters read. Three requests wait, one is half prefilled."""
 
     max_total_num_tokens, page_size, max_running_requests, kv_shard_widening = 1_000, 16, 8, 2
     is_hybrid_swa = is_hybrid_ssm = enable_hisparse = enable_hierarchical_cache = False
@@ -438,7 +437,7 @@ class TinyScheduler:
 
 @pytest.fixture
 def parts(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> SglangComponents:
-    """The hooks in an engine of two data-parallel replicas; this rank is the second."""
+    """Make the hooks in the second of two data-parallel replicas."""
     observability = SimpleNamespace(kv_events_config=ZMQ, load_publish_endpoint=None)
     context = SimpleNamespace(
         get_parallel=lambda: ParallelContext(
@@ -457,13 +456,13 @@ def parts(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> SglangComponents:
 
 
 def nothing(scheduler: object) -> None:
-    """SGLang's method, whose component the hook replaces."""
+    """The method of SGLang whose component the hook replaces."""
 
 
 @pytest.fixture
 def composed(parts: SglangComponents) -> Iterator[TinyScheduler]:
     class Composed(TinyScheduler):
-        """A class of its own, since an attribute of it is replaced."""
+        """A separate class, because the hook replaces an attribute of the class."""
 
     scheduler = Composed()
     parts.init_kv_events_publisher(nothing, scheduler)
@@ -473,16 +472,19 @@ def composed(parts: SglangComponents) -> Iterator[TinyScheduler]:
     scheduler.kv_events_publisher.component.shutdown()
 
 
-def test_a_report_has_each_field_as_sglang_counts_it(composed: TinyScheduler) -> None:
+def test_a_report_has_every_field_with_sglangs_value(composed: TinyScheduler) -> None:
     report = composed.load_inquirer.get_loads()
     assert report.pop("timestamp") > 0
     assert report == {
         "dp_rank": 1,
         "num_running_reqs": 2,
         "num_waiting_reqs": 3,
-        "num_waiting_uncached_tokens": 5 + 10 + 15 + 64,  # each rounded down; then the rest of the chunked request
+        "num_waiting_uncached_tokens": 5
+        + 10
+        + 15
+        + 64,  # each rounded down, plus the remaining tokens of the chunked request
         "num_used_tokens": 250,
-        "num_total_tokens": 250 + 62,  # without the rest of the chunked request
+        "num_total_tokens": 250 + 62,  # without the remaining tokens of the chunked request
         "num_active_tokens": 250 + 62,
         "max_total_num_tokens": 2_000,
         "max_running_requests": 8,
@@ -505,7 +507,7 @@ def test_a_report_has_each_field_as_sglang_counts_it(composed: TinyScheduler) ->
     assert composed.load_inquirer._get_num_pending_tokens() == 62
 
 
-def test_a_new_match_reaches_the_report(composed: TinyScheduler, parts: SglangComponents) -> None:
+def test_a_new_prefix_match_changes_the_report(composed: TinyScheduler, parts: SglangComponents) -> None:
     composed.policy = SimpleNamespace(waiting_queue_prefix_matched=lambda queue: True)
     composed.chunked_req = None
     assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 6 + 21 + 31
@@ -514,12 +516,12 @@ def test_a_new_match_reaches_the_report(composed: TinyScheduler, parts: SglangCo
     assert composed.load_inquirer.get_num_waiting_uncached_tokens() == 6 + 5 + 31
 
 
-def test_a_bound_list_is_a_counted_one(composed: TinyScheduler) -> None:
+def test_assigning_a_list_to_the_waiting_queue_keeps_it_counted(composed: TinyScheduler) -> None:
     composed.waiting_queue = composed.waiting_queue[:1]
     assert composed.waiting_queue.totals() == (1, 10, 5)
 
 
-def test_events_go_out_after_each_step(composed: TinyScheduler, parts: SglangComponents) -> None:
+def test_events_are_published_after_each_step(composed: TinyScheduler, parts: SglangComponents) -> None:
     taken = []
     composed.kv_events_publisher.component.source = SimpleNamespace(take_events=lambda: taken.append(1) or [])
     parts.after_step(None, composed, "batch", "result")
@@ -529,7 +531,7 @@ def test_events_go_out_after_each_step(composed: TinyScheduler, parts: SglangCom
     assert source["dp_rank"] == 1
 
 
-def test_a_forced_report_goes_out_at_once(composed: TinyScheduler) -> None:
+def test_a_forced_report_is_published_immediately(composed: TinyScheduler) -> None:
     sent: list[object] = []
     sink = SimpleNamespace(wants_load=True, send=sent.append, close=lambda: None)
     publisher = composed.load_publisher
@@ -538,7 +540,7 @@ def test_a_forced_report_goes_out_at_once(composed: TinyScheduler) -> None:
     publisher.publish_load_stat(None, force=True, snapshot=object())
     composed.running_batch = SimpleNamespace(reqs=[])
     publisher.publish_load_stat(None)
-    assert len(sent) == 1  # the second came too soon
+    assert len(sent) == 1  # the second was too early
     publisher.publish_load_stat(None, force=True)
     assert [load.num_running_reqs for load in sent] == [2, 0]
     publisher.close()
@@ -546,7 +548,7 @@ def test_a_forced_report_goes_out_at_once(composed: TinyScheduler) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disaggregation_mode", "enable_hierarchical_cache"])
-def test_queues_that_change_unseen_keep_sglangs_own_inquirer(
+def test_unsupported_queues_keep_sglangs_own_inquirer(
     parts: SglangComponents, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     scheduler, called = TinyScheduler(), []
@@ -560,7 +562,7 @@ def test_queues_that_change_unseen_keep_sglangs_own_inquirer(
     assert [record.levelname for record in caplog.records if "remain" in record.message] == ["WARNING"]
 
 
-def test_a_rank_without_a_stream_opens_none(parts: SglangComponents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_stream_opens_no_publisher(parts: SglangComponents, monkeypatch: pytest.MonkeyPatch) -> None:
     context = sys.modules["sglang.srt.runtime_context"]
     monkeypatch.setattr(context, "get_parallel", ParallelContext)
     scheduler = TinyScheduler()
@@ -571,7 +573,7 @@ def test_a_rank_without_a_stream_opens_none(parts: SglangComponents, monkeypatch
     events.emit_kv_metrics()
 
 
-def test_a_parallel_state_that_does_not_fit_leaves_everything_as_it_is(
+def test_an_inconsistent_parallel_context_keeps_sglangs_components(
     parts: SglangComponents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     context = sys.modules["sglang.srt.runtime_context"]

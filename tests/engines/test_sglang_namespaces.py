@@ -1,4 +1,4 @@
-"""SGLang's own functions give the golden hashes of namespaces that the specification shows."""
+"""SGLang's functions compute the golden namespaced hashes of the specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # SGLa
 
 
 @pytest.mark.parametrize("vector", namespaced_hash_vectors(), ids=str)
-def test_sglang_puts_hashes_into_namespaces_as_the_golden_ones(vector: NamespacedHashVector) -> None:
+def test_sglang_computes_the_golden_namespaced_hashes(vector: NamespacedHashVector) -> None:
     from sglang.srt.disaggregation.kv_events import kv_event_namespace_seed, namespaced_block_hash
 
     seed = kv_event_namespace_seed(extra_key=vector.extra_key, cache_salt=vector.cache_salt)

@@ -1,6 +1,6 @@
-"""Inside a real SGLang: the plugin's publisher in the place of its own.
+"""Inside a real SGLang: the plugin's publisher replaces SGLang's own.
 
-The probe asks SGLang's radix tree which prefixes stand. The hashes of their pages are what a reader must have.
+The probe reads the cached prefixes of SGLang's radix tree. A reader must hold the hashes of their pages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PLUGIN = {"SGLANG_PLUGINS": "scheduler_components,probe"}
 DEADLINE_S = 120.0
 
 
-def joined(server, expected: dict[int, set[int]]) -> None:
-    """A reader that joins now becomes live, and holds what is expected of each rank."""
+def check_late_joiner(server, expected: dict[int, set[int]]) -> None:
+    """Check that a new reader becomes live with the expected blocks of each rank."""
     with open_subscriber(discover(server.url)) as subscriber:
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
@@ -51,17 +51,17 @@ def joined(server, expected: dict[int, set[int]]) -> None:
     [((), 1), (("--tp-size", "2"), 1), (("--dp-size", "2", "--load-balance-method", "round_robin"), 2)],
     ids=["one rank", "TP 2", "DP 2"],
 )
-def test_a_late_joiner_is_whole_although_the_window_has_passed(
+def test_a_late_joiner_gets_all_blocks_beyond_the_replay_buffer(
     sglang_servers: Callable, arguments: tuple[str, ...], ranks: int
 ) -> None:
     server = sglang_servers(*arguments, **PLUGIN, SGLANG_CPU_OMP_THREADS_BIND="0|1" if arguments else "")
     texts = run(server, prompts(60 * ranks, seed=1))
     expected = {rank: resident_blocks(server, texts, rank) for rank in range(ranks)}
     assert all(len(blocks) > 80 for blocks in expected.values())
-    joined(server, expected)
+    check_late_joiner(server, expected)
 
 
-def test_without_the_plugin_the_same_joiner_stays_partial(sglang_servers: Callable) -> None:
+def test_without_the_plugin_a_late_joiner_stays_partial(sglang_servers: Callable) -> None:
     server = sglang_servers(SGLANG_PLUGINS="probe")
     expected = resident_blocks(server, run(server, prompts(60, seed=1)))
     with open_subscriber(discover(server.url)) as subscriber:
@@ -72,7 +72,7 @@ def test_without_the_plugin_the_same_joiner_stays_partial(sglang_servers: Callab
         assert subscriber.blocks(0) < expected
 
 
-# Byte for byte, with SGLang's own structs and publisher.
+# The wire, byte by byte, compared with SGLang's own structs and publisher.
 
 HASHES = st.integers(-(2**63), 2**63 - 1)
 MEDIA = st.one_of(st.none(), st.sampled_from(list(sglang_events.StorageMedium)), st.sampled_from(["GPU", "CPU_PINNED"]))
@@ -103,7 +103,7 @@ BATCHES = st.lists(
 
 
 class Wire:
-    """A publisher as its readers see it. Numbers are counted from the first batch after ``settle``."""
+    """The frames of a publisher as its readers receive them. Numbers count from the first batch after ``settle``."""
 
     def __init__(self, publisher: object, context: zmq.Context) -> None:
         self._publisher, self.source = publisher, publisher.describe_local_source(16)
@@ -114,20 +114,20 @@ class Wire:
         self._next = 0
 
     def settle(self) -> None:
-        """Publish until the reader hears it: a subscription takes its time."""
+        """Publish until the reader receives a batch, because a subscription needs time to arrive."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not self._live.poll(50):
             assert time.monotonic() < deadline_s
             self._publish(sglang_events.KVEventBatch(ts=0.0, events=[sglang_events.AllBlocksCleared()]))
-        while self._hear()[1] != self._next - 1:
+        while self._receive()[1] != self._next - 1:
             pass
 
     def published(self, batches: list) -> list:
-        """Live frames of these batches, then what a reader gets that asks for the second of them and all later ones."""
+        """Publish batches; return their live frames, and the replay from the second batch on."""
         first = self._next
         for batch in batches:
             self._publish(copy.deepcopy(batch))
-        live = [(topic, number - first, payload) for topic, number, payload in (self._hear() for _ in batches)]
+        live = [(topic, number - first, payload) for topic, number, payload in (self._receive() for _ in batches)]
         self._replay.send_multipart([b"", (first + 1).to_bytes(8, "big")])
         answers = []
         while not answers or answers[-1][-2] != sglang_events.ZmqEventPublisher.END_SEQ:
@@ -140,7 +140,7 @@ class Wire:
         self._publisher.publish(batch)
         self._next += 1
 
-    def _hear(self) -> tuple[bytes, int, bytes]:
+    def _receive(self) -> tuple[bytes, int, bytes]:
         assert self._live.poll(DEADLINE_S * 1_000)
         topic, number, payload = self._live.recv_multipart()
         assert len(number) == 8
@@ -149,7 +149,7 @@ class Wire:
 
 @pytest.fixture(scope="module")
 def wires(free_block: Callable) -> Iterator[tuple[Wire, Wire]]:
-    """SGLang's publisher and the plugin's, with the same settings."""
+    """Open SGLang's publisher and the plugin's with the same settings."""
     made = []
     with zmq.Context() as context, ExitStack() as stack:
         for open_publisher in (
@@ -173,7 +173,7 @@ def wires(free_block: Callable) -> Iterator[tuple[Wire, Wire]]:
         yield tuple(made)
 
 
-# A failing example is found in the wire's own time; to shrink it would take minutes.
+# Without shrinking, which would take minutes over real sockets.
 @settings(
     deadline=None,
     max_examples=100,
@@ -181,12 +181,12 @@ def wires(free_block: Callable) -> Iterator[tuple[Wire, Wire]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batches=BATCHES)
-def test_frames_and_replays_are_those_of_sglangs_own_publisher(wires: tuple[Wire, Wire], batches: list) -> None:
+def test_frames_and_replays_equal_those_of_sglangs_own_publisher(wires: tuple[Wire, Wire], batches: list) -> None:
     theirs, ours = wires
     assert theirs.published(batches) == ours.published(batches)
 
 
-def test_both_describe_themselves_alike(wires: tuple[Wire, Wire]) -> None:
+def test_both_publishers_describe_their_source_alike(wires: tuple[Wire, Wire]) -> None:
     theirs, ours = wires
     assert theirs.source.keys() == ours.source.keys()
     for name in ("dp_rank", "topic", "block_size"):

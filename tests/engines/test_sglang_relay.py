@@ -1,4 +1,4 @@
-"""A relay in front of an SGLang without the plugin: it knows what it heard, and says so where that is not all."""
+"""A relay of an SGLang without the plugin: complete if it was there from the start, otherwise marked partial."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from observability.kv_stream import StreamState
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 
-def test_who_was_there_from_the_start_knows_all_and_who_came_later_says_so(
+def test_an_early_relay_is_complete_and_a_late_relay_is_partial(
     sglang_servers: Callable, start_relay: Callable, read_relay: Callable
 ) -> None:
-    """The window of SGLang's publisher has passed by the time that the second relay joins."""
+    """The second relay starts after SGLang's replay buffer has dropped the first batches."""
     server = sglang_servers(SGLANG_PLUGINS="probe")
     early = start_relay(server.url)
     first = read_relay(early.url)
     texts = run(server, prompts(60, seed=1))
     expected = resident_blocks(server, texts)
     assert len(expected) > 80
-    assert first.is_whole(expected)
-    assert read_relay(early.url).is_whole(expected)
+    assert first.becomes_live_with(expected)
+    assert read_relay(early.url).becomes_live_with(expected)
 
-    passed = start_relay(server.url)
-    partial = read_relay(passed.url)
-    assert partial.comes_to(lambda state, _: state is StreamState.PARTIAL)
+    late = start_relay(server.url)
+    partial = read_relay(late.url)
+    assert partial.reaches(lambda state, _: state is StreamState.PARTIAL)
     before = expected
     texts += run(server, prompts(5, seed=2))
     expected = resident_blocks(server, texts)
-    assert first.is_whole(expected)
-    assert read_relay(early.url).is_whole(expected)
+    assert first.becomes_live_with(expected)
+    assert read_relay(early.url).becomes_live_with(expected)
     newest = expected - before
     assert newest
-    assert partial.comes_to(lambda state, held: state is StreamState.PARTIAL and newest <= held < expected)
+    assert partial.reaches(lambda state, held: state is StreamState.PARTIAL and newest <= held < expected)
     assert StreamState.LIVE not in partial.states
-    assert "partial" in passed.get("/health")["problem"]
+    assert "partial" in late.get("/health")["problem"]
     assert early.get("/health") == {"status": "ok"}

@@ -1,5 +1,8 @@
-"""`docs/examples/transformers_engine.py` inside real continuous batching: at every turn of the engine's loop its events
-and its load report are what the engine's own tables say, and the engine computes what it computes without them."""
+"""`docs/examples/transformers_engine.py` inside real continuous batching.
+
+At every turn of the engine's loop its events and its load report agree with the engine's own tables. The engine
+computes the same tokens with and without them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ NEW_TOKENS = 24
 
 
 def hash_of(prefix: Sequence[int]) -> int:
-    """The engine's hash of the last block of a prefix."""
+    """Return the engine's hash of the last block of a prefix."""
     parent = None
     for start in range(0, len(prefix), PAGE):
         parent = blocks.compute_block_hash(parent, list(prefix[start : start + PAGE]))
@@ -44,20 +47,20 @@ def hash_of(prefix: Sequence[int]) -> int:
 
 @dataclass
 class Checkpoints:
-    """A metrics sink, called once per turn right after the events: compares what was told with the engine's tables."""
+    """A metrics sink that compares the published events and load with the engine's tables after every turn."""
 
     scheduler: Any = None
     sink: ListEventSink | None = None
     on_turn: Callable[[int], None] = lambda turn: None
     view: BlockView = field(default_factory=BlockView)
-    judge: EventLedger = field(default_factory=lambda: EventLedger(block_size=PAGE))
+    ledger: EventLedger = field(default_factory=lambda: EventLedger(block_size=PAGE))
     problems: list[object] = field(default_factory=list)
     turns: int = 0
     most_waiting: int = 0
     blocks_seen: set[int] = field(default_factory=set)
 
     def found(self) -> list[object]:
-        """Every difference, and what the kit kept out of the engine's step."""
+        """Return every difference, and the failures that the components counted instead of raising them."""
         components = (self.scheduler.metrics, self.scheduler.kv_events)
         return [*self.problems, *(each for part in components for each in part.failures.counts.items())]
 
@@ -68,17 +71,17 @@ class Checkpoints:
         new, self.blocks_seen = table - self.blocks_seen, self.blocks_seen | table
         if self.sink is not None:
             events, self.sink.batches[:] = self.sink.events, []
-            self.problems += self.judge.apply_all(events)
+            self.problems += self.ledger.apply_all(events)
             self.view.apply(0, events)
             if self.view.blocks(0) != table:
                 self.problems.append((self.turns, self.view.blocks(0) ^ table))
-            # What was told of a block is what its hash was made from: all tokens up to its end.
-            self.problems += [(self.turns, each) for each in new if hash_of(self.judge.prefix(each)) != each]
+            # The published tokens of a block are those of its hash: all tokens up to its end.
+            self.problems += [(self.turns, each) for each in new if hash_of(self.ledger.prefix(each)) != each]
         used_blocks = {block for held in allocator.block_table.values() for block in held}
         truth = (len(self.scheduler.active_requests), len(self.scheduler.waiting_requests), len(used_blocks) * PAGE)
-        told = (load.num_running_reqs, load.num_waiting_reqs, load.num_used_tokens)
-        if told != truth:
-            self.problems.append((self.turns, told, truth))
+        reported = (load.num_running_reqs, load.num_waiting_reqs, load.num_used_tokens)
+        if reported != truth:
+            self.problems.append((self.turns, reported, truth))
         self.most_waiting = max(self.most_waiting, load.num_waiting_reqs)
         self.on_turn(self.turns)
 
@@ -93,7 +96,7 @@ def model(tiny_llama: Path) -> Any:
 
 @pytest.fixture
 def attach() -> Iterator[Attach]:
-    """The example's ``attach``, with checkpoints as its metrics sink."""
+    """Return the example's ``attach`` with checkpoints as its metrics sink."""
     example = runpy.run_path(str(EXAMPLE))
 
     def attach_with(sink: KvEventSink, checkpoints: Checkpoints) -> None:
@@ -120,7 +123,7 @@ def run(
     before_start: Callable[[Any], None] = lambda manager: None,
     cancelled: Sequence[str] = (),
 ) -> dict[str, list[int]]:
-    """Compute prompts that are queued before the engine starts; the tokens of each request that was not cancelled."""
+    """Compute prompts that are queued before the engine starts; return the tokens of the requests not cancelled."""
     manager = model.init_continuous_batching(
         generation_config=transformers.GenerationConfig(
             max_new_tokens=NEW_TOKENS, do_sample=copies > 1, num_return_sequences=copies, eos_token_id=-1
@@ -148,7 +151,7 @@ def run(
 
 
 def prompts_of(seed: int, count: int = 12) -> list[list[int]]:
-    """Prompts over three shared prefixes; some are equal, some end on a block's border."""
+    """Return prompts over three shared prefixes. Some are equal, some end at the end of a block."""
     choose = random.Random(seed)
     prefixes = [[choose.randrange(3, 1_000) for _ in range(choose.choice((32, 48, 80)))] for _ in range(3)]
     prompts = [
@@ -159,45 +162,45 @@ def prompts_of(seed: int, count: int = 12) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_view_and_load_are_the_engines_tables_at_every_turn_and_the_tokens_are_its_own(
+def test_view_and_load_equal_the_engines_tables_and_the_tokens_do_not_change(
     model: Any, attach: Attach, seed: int
 ) -> None:
     sink = ListEventSink()
     checkpoints = Checkpoints(sink=sink)
     attach(sink, checkpoints)
     prompts = prompts_of(seed)
-    told = run(model, prompts, scheduler_type="attached")
+    outputs = run(model, prompts, scheduler_type="attached")
     assert checkpoints.found() == []
     assert checkpoints.turns > NEW_TOKENS and checkpoints.most_waiting > 0
-    assert told == run(model, prompts, scheduler_type="fifo")
+    assert outputs == run(model, prompts, scheduler_type="fifo")
 
 
 def test_a_pool_under_pressure_evicts_and_resets_requests(model: Any, attach: Attach) -> None:
-    """Both ways by which blocks leave: what is cached goes all at once, and a starved request gives up its own."""
+    """Blocks are removed in both ways: all cached blocks together, and the blocks of a request that is reset."""
     sink = ListEventSink()
     checkpoints = Checkpoints(sink=sink)
     attach(sink, checkpoints)
     prompts = prompts_of(7, count=24)
-    told = run(model, prompts, scheduler_type="attached", num_blocks=14)
+    outputs = run(model, prompts, scheduler_type="attached", num_blocks=14)
     assert checkpoints.found() == []
-    assert len(checkpoints.blocks_seen) > 2 * 14  # the pool was filled several times over
+    assert len(checkpoints.blocks_seen) > 2 * 14  # the pool was filled more than twice
     assert checkpoints.scheduler.allocator.ledger.recorder.num_unreachable_blocks == 0
-    assert told == run(model, prompts, scheduler_type="fifo", num_blocks=14)
+    assert outputs == run(model, prompts, scheduler_type="fifo", num_blocks=14)
 
 
-def test_forks_share_blocks_and_part(model: Any, attach: Attach) -> None:
+def test_forked_requests_share_their_prompt_blocks(model: Any, attach: Attach) -> None:
     sink = ListEventSink()
     checkpoints = Checkpoints(sink=sink)
     attach(sink, checkpoints)
     prompts = prompts_of(3, count=4)
-    told = run(model, prompts, scheduler_type="attached", copies=3)
+    outputs = run(model, prompts, scheduler_type="attached", copies=3)
     assert checkpoints.found() == []
-    assert len(told) == 3 * len(prompts) and len({tuple(tokens) for tokens in told.values()}) > len(prompts)
-    assert told == run(model, prompts, scheduler_type="fifo", copies=3)
+    assert len(outputs) == 3 * len(prompts) and len({tuple(tokens) for tokens in outputs.values()}) > len(prompts)
+    assert outputs == run(model, prompts, scheduler_type="fifo", copies=3)
 
 
-def test_cancelled_requests_leave_their_whole_blocks_to_the_cache(model: Any, attach: Attach) -> None:
-    """One is cancelled while it runs, one while it waits."""
+def test_full_blocks_of_cancelled_requests_stay_cached(model: Any, attach: Attach) -> None:
+    """One request is cancelled while it runs, one while it waits."""
     sink = ListEventSink()
     checkpoints = Checkpoints(sink=sink)
     attach(sink, checkpoints)
@@ -216,17 +219,15 @@ def test_cancelled_requests_leave_their_whole_blocks_to_the_cache(model: Any, at
 
         checkpoints.on_turn = on_turn
 
-    told = run(model, prompts, scheduler_type="attached", cancelled=cancelled, before_start=cancel_at_turn_4)
+    outputs = run(model, prompts, scheduler_type="attached", cancelled=cancelled, before_start=cancel_at_turn_4)
     assert checkpoints.found() == []
     assert states == [(True, False), (False, True)]
     alone = run(model, prompts, scheduler_type="fifo")
-    assert told == {name: tokens for name, tokens in alone.items() if name not in cancelled}
+    assert outputs == {name: tokens for name, tokens in alone.items() if name not in cancelled}
 
 
-def test_a_late_reader_has_the_whole_table_though_the_window_has_passed(
-    model: Any, attach: Attach, tmp_path: Path
-) -> None:
-    """Real sockets, a window of four batches; then a second engine whose table replaces the first one's."""
+def test_a_late_reader_gets_all_blocks_beyond_the_replay_buffer(model: Any, attach: Attach, tmp_path: Path) -> None:
+    """The sockets are real, and the replay buffer has four batches. The table of a second engine replaces the first."""
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(publisher="zmq", endpoint=events, replay_endpoint=replay, buffer_steps=4)
     sink = open_event_publisher(config, parallel=ParallelState.trivial())

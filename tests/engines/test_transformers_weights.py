@@ -1,4 +1,4 @@
-"""New weights for a real model: what it generates changes when the update is ended, and not before."""
+"""A weight update of a real model: the generated tokens change when the update ends, and not before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # the 
 
 
 class Idle:
-    """Nothing runs, nothing is cached; notes for which version the cache was emptied."""
+    """The requests and the cache of an idle scheduler. Records the version for which the cache was cleared."""
 
     num_running = num_waiting = num_operations = 0
 
@@ -47,25 +47,25 @@ class Idle:
         self.cleared_for = weight_version
 
     def clear_storage_index(self) -> None:
-        """There is none."""
+        pass
 
 
 class QuiescableRank:
-    """One rank of one, over a real model."""
+    """The only rank of an engine, over a real model."""
 
     def __init__(self, model: Any) -> None:
         self.idle, self.num_steps = Idle(), 0
         self.quiesce = QuiesceController(work=self.idle, cache=self.idle, weights=TorchWeightStore(model=model))
         self.sync = InProcessGroups({0: []})
 
-    def order(self, order: ControlRequest) -> ControlReply:
-        self.quiesce.enqueue(1, order, now_s=0.0)
-        answer = None
-        while answer is None:
+    def execute(self, request: ControlRequest) -> ControlReply:
+        self.quiesce.enqueue(1, request, now_s=0.0)
+        reply = None
+        while reply is None:
             self.num_steps += 1
             proposal = self.quiesce.propose(self.num_steps, rank=0, now_s=0.0)
-            answer = self.quiesce.apply(self.num_steps, self.sync.reduce({0: proposal})[0])
-        return answer
+            reply = self.quiesce.apply(self.num_steps, self.sync.reduce({0: proposal})[0])
+        return reply
 
 
 def generated(model: Any) -> list[int]:
@@ -75,7 +75,7 @@ def generated(model: Any) -> list[int]:
     return ids[0].tolist()  # type: ignore[no-any-return]
 
 
-def test_a_model_generates_by_its_old_weights_until_the_update_is_ended(tiny_llama: Path) -> None:
+def test_a_model_uses_its_old_weights_until_the_update_ends(tiny_llama: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     torch.manual_seed(8)
     new = transformers.LlamaForCausalLM(model.config).to(torch.bfloat16)
@@ -87,10 +87,10 @@ def test_a_model_generates_by_its_old_weights_until_the_update_is_ended(tiny_lla
     ]
     rank = QuiescableRank(model)
     for last in (RollBackWeights(), CheckWeights()):
-        for order in (BeginWeightUpdate("trained"), *parts):
-            assert not rank.order(order).problem
-        answer = rank.order(last)
-        assert (answer.problem, generated(model)) == ("", old_tokens)
-    assert not rank.order(EndWeightUpdate(answer.checksum)).problem
+        for request in (BeginWeightUpdate("trained"), *parts):
+            assert not rank.execute(request).problem
+        reply = rank.execute(last)
+        assert (reply.problem, generated(model)) == ("", old_tokens)
+    assert not rank.execute(EndWeightUpdate(reply.checksum)).problem
     assert generated(model) == new_tokens
     assert rank.idle.cleared_for == rank.quiesce.state.weight_version == "trained"

@@ -1,7 +1,7 @@
-"""What `publish()` costs vLLM's step, by its own publisher and by the plugin's: paired, in one engine, by turns.
+"""Compare the cost of `publish()` in vLLM's step between its own publisher and the plugin's, in turns in one engine.
 
-Nothing asserts a time. The figures are printed: `make engines ENGINES=vllm TEST_ARGS='-k cost -s'`. Wall time is what a
-step waits, with whatever else runs on the machine; processor time of the step's thread is what the call itself costs.
+No test asserts a time. `make engines ENGINES=vllm TEST_ARGS='-k cost -s'` prints the figures. Wall time includes other
+load of the machine. The processor time of the step's thread is the cost of the call itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def percentiles(values: list[float]) -> str:
     return f"p50 {p50:7.1f}  p99 {p99:7.1f}  mean {sum(ordered) / len(ordered):7.1f}"
 
 
-def test_what_publish_costs_the_step(engine: Engine) -> None:
+def test_the_cost_of_publish_is_measured_for_both_publishers(engine: Engine) -> None:
     opened = {"vLLM's own": engine.open_vllms_own, "scheduler-components": engine.open}
     turns: dict[str, list[Timed]] = {name: [] for name in opened}
     asked = prompts(seed=21)

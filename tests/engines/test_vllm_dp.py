@@ -1,4 +1,4 @@
-"""The plugin in a vLLM server of two data-parallel engines, each a process with a stream of its own."""
+"""The plugin in a vLLM server of two data-parallel engines. Each engine is a process with its own stream."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from scheduler_components.kv_events import Endpoint, StreamAddress
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
 START_S = 600.0
-"""Two minutes on two busy cores: three processes import vLLM."""
+"""A start takes two minutes on two busy cores, because three processes import vLLM."""
 
 RANKS = (0, 1)
 
 
 class VllmServer:
-    """One API server with two engines; their streams are at ``events_port`` and above, replay ten higher."""
+    """One API server with two engines. Their streams are at ``ports + 1`` and above, replay ten higher."""
 
     def __init__(self, model: Path, folder: Path, ports: int, **process: Any) -> None:
         self.url, self.model, self._log = f"http://127.0.0.1:{ports}", str(model), folder / "log"
@@ -87,7 +87,7 @@ class VllmServer:
         urllib.request.urlopen(request, timeout=300).close()
 
     def stop(self) -> None:
-        """With its engines, which are in its group."""
+        """Kill the server and its engines, which are in its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -109,15 +109,15 @@ def server(
 
 
 def follow(server: VllmServer) -> Subscriber:
-    """At the addresses that vLLM itself tells."""
+    """Follow the streams at the addresses that vLLM itself reports."""
     sources: dict[str, Any] = json.loads(server.get("/kv_event_sources"))
     addresses = [
         StreamAddress(
             rank=int(rank),
-            events=Endpoint.parse(told["endpoint"].replace("*", "127.0.0.1")),
-            replay=Endpoint.parse(told["replay_endpoint"].replace("*", "127.0.0.1")),
+            events=Endpoint.parse(source["endpoint"].replace("*", "127.0.0.1")),
+            replay=Endpoint.parse(source["replay_endpoint"].replace("*", "127.0.0.1")),
         )
-        for rank, told in sources.items()
+        for rank, source in sources.items()
     ]
     return open_subscriber(addresses)
 
@@ -126,7 +126,7 @@ def poll_until(subscriber: Subscriber, condition: Callable[[], object]) -> None:
     wait_until(condition, poll=lambda: subscriber.poll(0.05), describe=subscriber.stats, deadline_s=60)
 
 
-def test_each_rank_has_a_stream_and_a_late_joiner_has_the_whole_of_both(server: VllmServer) -> None:
+def test_a_late_joiner_gets_all_blocks_of_both_ranks(server: VllmServer) -> None:
     chance = random.Random(31)
     with follow(server) as early:
         poll_until(early, lambda: {each.state for each in early.positions().values()} == {StreamState.LIVE})
@@ -138,14 +138,14 @@ def test_each_rank_has_a_stream_and_a_late_joiner_has_the_whole_of_both(server: 
             poll_until(late, lambda: all(_agree(late, early, rank) for rank in RANKS))
             stats = late.stats()
         numbers = {rank: each.last_seq for rank, each in early.stats().items()}
-    assert numbers[0] > numbers[1] > WINDOW  # a window has passed on both, and each took its own requests
+    assert numbers[0] > numbers[1] > WINDOW  # more than a replay buffer on both ranks; rank 0 got more requests
     for rank in RANKS:
         assert (stats[rank].snapshots, stats[rank].rank_mismatches, stats[rank].decode_errors) == (1, 0, 0)
         assert stats[rank].blocks_held > POOL_BLOCKS // 2
 
 
 def _agree(late: Subscriber, early: Subscriber, rank: int) -> bool:
-    """Both are live and at the same batch, with the same blocks; the last ones may still be on their way to either."""
+    """Return whether both are live at the same batch with the same blocks. The last batches may still be in flight."""
     early.poll(0.0)
     at, other = late.positions()[rank], early.positions()[rank]
     are_live = at.state is other.state is StreamState.LIVE

@@ -1,4 +1,4 @@
-"""The plugin inside a whole vLLM on a CPU: what its pool holds is what every reader knows, late ones included."""
+"""The plugin inside a whole vLLM on a CPU: every reader holds the blocks of the pool, also a late joiner."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.
 
 @pytest.fixture(autouse=True)
 def unhooked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``once_per_block`` changes in vLLM's pool is put back after each test."""
+    """Restore the method of vLLM's pool that ``once_per_block`` replaces."""
     pool = type(engine.scheduler.kv_cache_manager.block_pool)
     monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
 
 
 def follow(publisher: VllmEventPublisher, **options: Any) -> Subscriber:
-    told = publisher.get_publisher_config()
-    replay = Endpoint.parse(told.replay_endpoint)
-    return open_subscriber([StreamAddress(rank=0, events=Endpoint.parse(told.endpoint), replay=replay)], **options)
+    config = publisher.get_publisher_config()
+    replay = Endpoint.parse(config.replay_endpoint)
+    return open_subscriber([StreamAddress(rank=0, events=Endpoint.parse(config.endpoint), replay=replay)], **options)
 
 
-def is_whole(subscriber: Subscriber, engine: Engine) -> bool:
-    """Wait until all that was published has come; then: is it live, and all that the pool holds?"""
+def becomes_live_with_pool(subscriber: Subscriber, engine: Engine) -> bool:
+    """Wait until the subscriber is live and holds exactly the blocks of the pool."""
     pool, deadline_s = engine.pool(), time.monotonic() + 20
     while time.monotonic() < deadline_s:
         if subscriber.positions()[0].state is StreamState.LIVE and subscriber.blocks(0) == pool:
@@ -52,25 +52,25 @@ def is_whole(subscriber: Subscriber, engine: Engine) -> bool:
     return False
 
 
-def test_a_late_joiner_has_the_whole_pool_although_the_window_has_passed(engine: Engine) -> None:
-    """Then it stays equal, also while the pool evicts."""
+def test_a_late_joiner_gets_the_whole_pool_beyond_the_replay_buffer(engine: Engine) -> None:
+    """It stays equal while the pool evicts."""
     publisher = engine.scheduler.kv_event_publisher
-    assert type(publisher) is VllmEventPublisher, "vLLM's own loader has not put the plugin in"
+    assert type(publisher) is VllmEventPublisher, "vLLM has not loaded the plugin"
     asked = prompts(seed=1)
     while publisher.publisher.stats().batches_sent < 75:
         engine.generate([next(asked)])
     assert len(engine.pool()) > 40
     with follow(publisher) as late:
-        assert is_whole(late, engine)
+        assert becomes_live_with_pool(late, engine)
         for _ in range(20):
             engine.generate([next(asked) for _ in range(4)])
-            assert is_whole(late, engine)
+            assert becomes_live_with_pool(late, engine)
         stats = late.stats()[0]
     assert stats.blocks_removed > 100
     assert (stats.snapshots, stats.gaps, stats.decode_errors) == (1, 0, 0)
 
 
-def test_tokens_are_those_of_an_engine_with_its_own_publisher(engine: Engine) -> None:
+def test_tokens_do_not_depend_on_the_publisher(engine: Engine) -> None:
     asked = list(itertools.islice(prompts(seed=2), 8))
     engine.publish_by(engine.open())
     ours = engine.generate(asked)
@@ -78,17 +78,17 @@ def test_tokens_are_those_of_an_engine_with_its_own_publisher(engine: Engine) ->
     assert engine.generate(asked) == ours
 
 
-class JudgedReader(NullStreamListener):
-    """A subscriber whose batches a judge holds against the pool; a ``HeldBlocksSource`` too."""
+class VerifiedReader(NullStreamListener):
+    """A subscriber whose batches a ``PoolVerifier`` compares with the pool."""
 
     def __init__(self, engine: Engine, publisher: Any) -> None:
         self.engine = engine
-        self.judge = PoolVerifier()
+        self.verifier = PoolVerifier()
         self.counts: Counter[int] = Counter()
         self.subscriber = follow(publisher, listener=self)
 
     def on_batch_applied(self, rank: int, seq: int, batch: Any, *, replayed: bool) -> None:
-        self.judge.apply(seq, batch.events)
+        self.verifier.apply(seq, batch.events)
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self.counts.update(event.block_hashes)
@@ -101,32 +101,34 @@ class JudgedReader(NullStreamListener):
         return {("GPU", 0): self.engine.pool()}
 
     def compare(self) -> list[PoolDifference]:
-        """What the stream says wrongly after all that was published."""
+        """Return the differences between pool and stream after the last published batch."""
         stream = self.engine.scheduler.kv_event_publisher.publisher
         deadline_s = time.monotonic() + 20
         while stream.stats().batches_pending and time.monotonic() < deadline_s:
             self.subscriber.poll(0.01)
         last = stream.stats().last_sequence
         assert self.subscriber.wait_until(0, last, timeout_s=20)
-        return self.judge.compare(KvPoolSnapshot(self.held_blocks(), sequence=self.subscriber.positions()[0].last_seq))
+        return self.verifier.compare(
+            KvPoolSnapshot(self.held_blocks(), sequence=self.subscriber.positions()[0].last_seq)
+        )
 
     @property
     def counted(self) -> set[int]:
-        """What a reader holds that counts stores and removals."""
+        """The blocks of a reader that counts stores and removals."""
         return {block_hash for block_hash, count in self.counts.items() if count > 0}
 
 
 @pytest.mark.parametrize("report", ["incremental", "full"])
 @pytest.mark.parametrize("once_per_block", [False, True])
-def test_a_block_of_several_copies_stands_until_the_last_is_gone(
+def test_a_block_of_several_copies_is_removed_with_its_last_copy(
     engine: Engine, once_per_block: bool, report: str
 ) -> None:
-    """Identical block-aligned prompts side by side, under eviction. Without the switch it is as vLLM tells it."""
+    """Identical block-aligned prompts run together under eviction. Without the switch vLLM reports every copy."""
     publisher = engine.open({"once_per_block": once_per_block})
     engine.publish_by(publisher)
     chance = random.Random(3)
     few = [[chance.randrange(1_000) for _ in range(TRACE_BLOCK_TOKENS * chance.randrange(1, 6))] for _ in range(8)]
-    reader = JudgedReader(engine, publisher)
+    reader = VerifiedReader(engine, publisher)
     differences, miscounted = [], 0
     with reader.subscriber:
         assert reader.compare() == []
@@ -136,7 +138,7 @@ def test_a_block_of_several_copies_stands_until_the_last_is_gone(
             engine.generate([*same, chance.choice(few), other], max_tokens=3, report=report)
             differences += reader.compare()
             miscounted += reader.counted != engine.pool()
-    assert reader.judge.num_compared > 500
+    assert reader.verifier.num_compared > 500
     if once_per_block:
         assert differences == []
         assert miscounted == 0
@@ -145,7 +147,7 @@ def test_a_block_of_several_copies_stands_until_the_last_is_gone(
         assert (miscounted > 0) is (report == "full")
 
 
-def test_a_bad_event_costs_itself_and_the_engine_goes_on(engine: Engine) -> None:
+def test_an_invalid_event_is_dropped_alone(engine: Engine) -> None:
     from vllm.distributed.kv_events import BlockStored as TheirStored
 
     publisher = engine.open()
@@ -159,72 +161,72 @@ def test_a_bad_event_costs_itself_and_the_engine_goes_on(engine: Engine) -> None
         for each in (poison, "no event at all", None):
             engine.scheduler.kv_cache_manager.block_pool.kv_event_queue.append(each)
             engine.generate([next(asked)])
-            assert is_whole(reader, engine)
+            assert becomes_live_with_pool(reader, engine)
         stats = reader.stats()[0]
     assert publisher.publisher.stats().events_refused == 3
     assert (stats.decode_errors, stats.gaps) == (0, 0)
 
 
-def test_readers_that_never_read_block_nothing(engine: Engine) -> None:
-    """One on the live stream, one that asks for a replay and takes none of it."""
+def test_readers_that_never_read_do_not_block_the_engine(engine: Engine) -> None:
+    """One reader is on the live stream. The other requests a replay and does not receive it."""
     publisher = engine.open(buffer_steps=1_000)
     engine.publish_by(publisher)
     asked = prompts(seed=5)
-    told = publisher.get_publisher_config()
+    config = publisher.get_publisher_config()
     with zmq.Context() as context:
         stuck, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         for each in (stuck, asking):
             each.set(zmq.RCVHWM, 1)
             each.linger = 0
         stuck.subscribe(b"")
-        stuck.connect(told.endpoint)
-        asking.connect(told.replay_endpoint)
+        stuck.connect(config.endpoint)
+        asking.connect(config.replay_endpoint)
         with follow(publisher) as reader:
             for _ in range(20):
                 asking.send_multipart([b"", bytes(8)])
                 engine.generate([next(asked), next(asked)])
-            assert is_whole(reader, engine)
+            assert becomes_live_with_pool(reader, engine)
         stuck.close()
         asking.close()
     assert publisher.publisher.stats().batches_dropped == 0
 
 
 def test_a_burst_beyond_the_limit_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own publisher would wait for room in its queue. Here what waits becomes one batch."""
+    """vLLM's own publisher would wait for room in its queue. The plugin joins the waiting batches."""
     publisher = engine.open(max_queue_size=2)
     engine.publish_by(publisher)
     asked = prompts(seed=6)
     batches: list[Any] = []
-    engine.scheduler.kv_event_publisher = Kept(batches)
+    engine.scheduler.kv_event_publisher = BatchRecorder(batches)
     while len(batches) < 40:
         engine.generate([next(asked)])
     engine.scheduler.kv_event_publisher = publisher
-    encode, encodes, go_on = BatchEncoder.encode_with_changes, threading.Event(), threading.Event()
+    encode, is_encoding, may_continue = BatchEncoder.encode_with_changes, threading.Event(), threading.Event()
 
     def stuck(*args: Any) -> Any:
-        encodes.set()
-        assert go_on.wait(30.0)
+        is_encoding.set()
+        assert may_continue.wait(30.0)
         return encode(*args)
 
     monkeypatch.setattr(BatchEncoder, "encode_with_changes", stuck)
     with follow(publisher) as reader:
         first = threading.Thread(target=publisher.publish, args=(batches[0],))
         first.start()
-        assert encodes.wait(30.0)
+        assert is_encoding.wait(30.0)
         for batch in batches[1:]:
-            publisher.publish(batch)  # none waits for the one before
-        go_on.set()
+            publisher.publish(batch)  # no call waits for an earlier batch
+        may_continue.set()
         first.join()
-        assert is_whole(reader, engine)
+        assert becomes_live_with_pool(reader, engine)
         stats = publisher.publisher.stats()
         assert (stats.batches_collapsed, stats.batches_sent) == (len(batches) - 1, 2)
         engine.generate([next(asked)])
-        assert is_whole(reader, engine)
+        assert becomes_live_with_pool(reader, engine)
         assert reader.stats()[0].gaps == 0
 
 
-class Kept:
-    """A publisher that only keeps."""
+class BatchRecorder:
+    """A publisher that records its batches."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -241,16 +243,16 @@ def batch_of_one() -> Any:
     return KVEventBatch(ts=0.0, events=[AllBlocksCleared()])
 
 
-def test_a_forked_child_cannot_publish_and_the_engine_does_not_notice(engine: Engine) -> None:
+def test_a_forked_child_cannot_publish_and_does_not_disturb_its_parent(engine: Engine) -> None:
     publisher = engine.open()
     engine.publish_by(publisher)
     asked = prompts(seed=7)
     with follow(publisher) as reader:
         engine.generate([next(asked)])
-        assert is_whole(reader, engine)
+        assert becomes_live_with_pool(reader, engine)
         batch = batch_of_one()
         child = os.fork()
-        if child == 0:  # which must not go on with the tests, whatever happens
+        if child == 0:  # the child must not continue with the tests
             status = 1
             try:
                 publisher.publish(batch)
@@ -261,11 +263,11 @@ def test_a_forked_child_cannot_publish_and_the_engine_does_not_notice(engine: En
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
         engine.generate([next(asked)])
-        assert is_whole(reader, engine)
+        assert becomes_live_with_pool(reader, engine)
         assert reader.stats()[0].restarts == 0
 
 
-def test_the_tail_arrives_and_a_closed_publisher_raises_as_vllms_own(engine: Engine) -> None:
+def test_a_shutdown_sends_the_last_batches_and_a_later_publish_raises(engine: Engine) -> None:
     publisher = engine.open()
     engine.publish_by(publisher)
     with follow(publisher) as reader:

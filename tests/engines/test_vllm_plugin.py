@@ -41,9 +41,9 @@ def vllm(vllm_events: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's factory, in which an engine of other tests may have put the plugin already.
+    """Return vLLM's factory without the plugin, which the engine of other tests may have registered.
 
-    Its table, and what ``once_per_block`` changes in vLLM's pool, are put back after each test.
+    Restores its table, and the method of vLLM's pool that ``once_per_block`` replaces, after each test.
     """
     pool = import_module("vllm.v1.core.block_pool").BlockPool
     monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
@@ -56,7 +56,7 @@ def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def create(vllm: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Open a publisher as vLLM's scheduler does; it is shut down at the end."""
+    """Return a function that opens a publisher as vLLM's scheduler does. All publishers are shut down at the end."""
     opened = []
 
     def open_one(rank: int = 0, **settings: Any) -> Any:
@@ -71,7 +71,7 @@ def create(vllm: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         each.shutdown()
 
 
-# --- when it acts ---
+# --- when the plugin acts ---
 
 
 @pytest.mark.parametrize(
@@ -87,22 +87,22 @@ def create(vllm: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         (variable(seq_base="clock"), True),
     ],
 )
-def test_it_acts_when_it_is_asked_to(
+def test_the_plugin_acts_if_an_environment_variable_names_or_configures_it(
     vllm: Any, create: Callable[..., Any], environ: dict[str, str], acts: bool
 ) -> None:
     register(environ)
     assert (type(create()) is VllmEventPublisher) is acts
 
 
-def test_unasked_it_imports_nothing_of_vllm() -> None:
-    """vLLM loads every plugin that is installed, in each of its processes."""
+def test_an_inactive_plugin_imports_nothing_of_vllm() -> None:
+    """vLLM loads every installed plugin in each of its processes."""
     script = "import sys\nfrom scheduler_components.engines.vllm import register\nregister({})\n"
     script += "print(*[name for name in sys.modules if name.split('.')[0] in ('vllm', 'torch')])"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
 
 
-def test_a_second_load_changes_nothing_but_the_settings(vllm: Any, factory: Any, create: Callable[..., Any]) -> None:
+def test_a_second_load_changes_only_the_settings(vllm: Any, factory: Any, create: Callable[..., Any]) -> None:
     first = factory._registry["zmq"]
     register(ASKED)
     register(ASKED)
@@ -112,54 +112,57 @@ def test_a_second_load_changes_nothing_but_the_settings(vllm: Any, factory: Any,
     assert create().publisher.stats().last_sequence > 1_000_000  # the clock's microseconds
 
 
-def test_the_entry_point_is_vllms_and_leads_to_the_plugin() -> None:
+def test_the_entry_point_of_vllms_group_loads_the_plugin() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'[project.entry-points."vllm.general_plugins"]\n{PLUGIN_NAME} = "scheduler_components.engines.vllm:' in text
-    offer = EntryPoint(PLUGIN_NAME, "scheduler_components.engines.vllm:register", "vllm.general_plugins")
-    assert offer.load() is register
+    entry_point = EntryPoint(PLUGIN_NAME, "scheduler_components.engines.vllm:register", "vllm.general_plugins")
+    assert entry_point.load() is register
 
 
-def test_the_publisher_is_one_of_vllms(vllm: Any, create: Callable[..., Any]) -> None:
+def test_the_publisher_is_a_subclass_of_vllms(vllm: Any, create: Callable[..., Any]) -> None:
     register(ASKED)
     assert isinstance(create(), vllm.EventPublisher)
 
 
-# --- addresses, as vLLM has them ---
+# --- addresses ---
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_ranks_are_offset_as_vllm_does(
+def test_ports_are_offset_by_rank_as_in_vllm(
     vllm: Any, create: Callable[..., Any], free_ports: Callable[[int], int], rank: int
 ) -> None:
     base = free_ports(12)
     register(ASKED)
     settings = {"endpoint": f"tcp://*:{base}", "replay_endpoint": f"tcp://127.0.0.1:{base + 6}", "topic": "kv"}
     publisher = create(rank, **settings)
-    told = publisher.get_publisher_config()
-    assert type(told) is vllm.KVEventsConfig
-    assert (told.endpoint, told.replay_endpoint) == (f"tcp://*:{base + rank}", f"tcp://127.0.0.1:{base + 6 + rank}")
-    assert (told.topic, told.enable_kv_cache_events, told.publisher) == ("kv", True, "zmq")
+    config = publisher.get_publisher_config()
+    assert type(config) is vllm.KVEventsConfig
+    assert (config.endpoint, config.replay_endpoint) == (f"tcp://*:{base + rank}", f"tcp://127.0.0.1:{base + 6 + rank}")
+    assert (config.topic, config.enable_kv_cache_events, config.publisher) == ("kv", True, "zmq")
     assert publisher.publisher.endpoint == f"tcp://0.0.0.0:{base + rank}"
-    assert publisher.publisher.replay_endpoint == told.replay_endpoint
+    assert publisher.publisher.replay_endpoint == config.replay_endpoint
 
 
-def test_port_0_is_a_port_of_this_nodes_address_and_is_told(vllm: Any, create: Callable[..., Any]) -> None:
+def test_port_0_binds_a_free_port_of_this_node_and_reports_it(vllm: Any, create: Callable[..., Any]) -> None:
     register(ASKED)
     publisher = create(2, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
-    told = publisher.get_publisher_config()
+    config = publisher.get_publisher_config()
     here = import_module("vllm.utils.network_utils").get_ip()
-    for address in (told.endpoint, told.replay_endpoint):
+    for address in (config.endpoint, config.replay_endpoint):
         host, _, port = address.rpartition(":")
         assert host == f"tcp://{here}"
         assert int(port) > 0
-    assert (told.endpoint, told.replay_endpoint) == (publisher.publisher.endpoint, publisher.publisher.replay_endpoint)
+    assert (config.endpoint, config.replay_endpoint) == (
+        publisher.publisher.endpoint,
+        publisher.publisher.replay_endpoint,
+    )
 
 
-def test_a_node_without_an_address_is_told_so(
+def test_a_node_without_an_address_logs_a_hint(
     vllm: Any, create: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
-    register(variable(auth="none"))  # so that nothing is opened instead
+    register(variable(auth="none"))  # so that vLLM's own publisher does not replace it
     assert type(create(endpoint="tcp://*:0")) is vllm.NullEventPublisher
     assert "set VLLM_HOST_IP" in caplog.text
 
@@ -168,12 +171,12 @@ def test_a_node_without_an_address_is_told_so(
     ("endpoint", "bind", "at"),
     [
         ("tcp://127.0.0.1:{}", None, "tcp://127.0.0.1:{}"),
-        ("tcp://0.0.0.0:{}", None, "tcp://127.0.0.1:{}"),  # vLLM dials it, which leads to this machine
+        ("tcp://0.0.0.0:{}", None, "tcp://127.0.0.1:{}"),  # vLLM connects to it, which reaches this machine
         ("tcp://0.0.0.0:{}", True, "tcp://0.0.0.0:{}"),
         ("tcp://[::1]:{}", None, "tcp://[::1]:{}"),
     ],
 )
-def test_what_vllm_dials_is_dialled(
+def test_an_address_that_vllm_connects_is_connected(
     create: Callable[..., Any], free_ports: Callable[[int], int], endpoint: str, bind: bool | None, at: str
 ) -> None:
     port = free_ports(1)
@@ -183,19 +186,19 @@ def test_what_vllm_dials_is_dialled(
     assert publisher.get_publisher_config().endpoint == endpoint.format(port)
 
 
-def test_limits_of_zero_are_none_as_in_vllm(create: Callable[..., Any]) -> None:
+def test_a_limit_of_zero_means_no_limit_as_in_vllm(create: Callable[..., Any]) -> None:
     register(ASKED)
     assert type(create(hwm=0, max_queue_size=0)) is VllmEventPublisher
 
 
-def test_an_address_in_use_stops_the_start_as_vllms_own_does(create: Callable[..., Any]) -> None:
+def test_an_address_in_use_raises_a_start_error(create: Callable[..., Any]) -> None:
     register(ASKED)
     create()
     with pytest.raises(StartError, match="another publisher is bound there"):
         create()
 
 
-# --- what is wrong is said, and the engine goes on ---
+# --- invalid settings ---
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_an_address_in_use_stops_the_start_as_vllms_own_does(create: Callable[..
         ('{"topic": "x"}', "give it in the engine's own --kv-events-config"),
     ],
 )
-def test_a_wrong_variable_leaves_vllms_own_publisher(
+def test_an_invalid_variable_keeps_vllms_own_publisher(
     vllm: Any, factory: Any, create: Callable[..., Any], caplog: pytest.LogCaptureFixture, text: str, words: str
 ) -> None:
     own = factory._registry["zmq"]
@@ -219,7 +222,7 @@ def test_a_wrong_variable_leaves_vllms_own_publisher(
 
 
 @pytest.mark.parametrize("text", ['{"auth": "required"', '{"auth": "required"}', '{"secret_key_file": 7}'])
-def test_a_wrong_variable_that_asks_for_keys_opens_nothing(
+def test_an_invalid_variable_that_requires_keys_opens_no_publisher(
     vllm: Any, create: Callable[..., Any], caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     register({KV_EVENTS_VARIABLE: text})
@@ -229,7 +232,7 @@ def test_a_wrong_variable_that_asks_for_keys_opens_nothing(
     assert "because the settings require keys" in caplog.text
 
 
-def test_missing_key_files_open_nothing(
+def test_missing_key_files_open_no_publisher(
     vllm: Any, create: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     register(variable(auth="required", secret_key_file=str(tmp_path / "none"), client_keys_dir=str(tmp_path)))
@@ -245,7 +248,7 @@ def test_missing_key_files_open_nothing(
         ({"replay_endpoint": "inproc://r", "buffer_steps": 0}, "keeps no batches for the replay endpoint"),
     ],
 )
-def test_settings_of_vllms_that_do_not_fit_leave_its_own_publisher(
+def test_unsupported_settings_of_vllm_keep_its_own_publisher(
     vllm: Any, factory: Any, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], words: str
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -257,7 +260,7 @@ def test_settings_of_vllms_that_do_not_fit_leave_its_own_publisher(
     assert [(each["data_parallel_rank"], each["endpoint"]) for each in asked] == [(1, config.endpoint)]
 
 
-def test_a_setting_of_a_later_vllm_counts_where_it_says_something(
+def test_an_unknown_setting_with_a_value_keeps_vllms_own_publisher(
     vllm: Any, factory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     factory._registry["zmq"] = lambda **given: vllm.NullEventPublisher()
@@ -267,14 +270,14 @@ def test_a_setting_of_a_later_vllm_counts_where_it_says_something(
     assert "compression='zstd': is a setting of vLLM that scheduler-components does not know" in caplog.text
 
 
-def test_keys_reach_the_stream(create: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_stream_with_keys_opens(create: Callable[..., Any], tmp_path: Path) -> None:
     _, secret = write_key_pair(tmp_path / "engine", "engine")
     write_key_pair(tmp_path / "clients", "router")
     register(variable(auth="required", secret_key_file=str(secret), client_keys_dir=str(tmp_path / "clients")))
     assert type(create()) is VllmEventPublisher
 
 
-def test_a_vllm_that_cannot_tell_once_per_block_keeps_its_own_publisher(
+def test_a_vllm_without_support_for_once_per_block_keeps_its_own_publisher(
     vllm: Any,
     factory: Any,
     create: Callable[..., Any],
@@ -288,14 +291,14 @@ def test_a_vllm_that_cannot_tell_once_per_block_keeps_its_own_publisher(
     assert type(create()) is vllm.NullEventPublisher
     assert "once_per_block=True: does not support this version of vLLM" in caplog.text
     register(variable())
-    assert type(create()) is VllmEventPublisher  # the address was let go
+    assert type(create()) is VllmEventPublisher  # the address is free again
 
 
-# --- what is on the wire ---
+# --- the wire ---
 
 
 def every_field(vllm: Any) -> list[Any]:
-    """Batches with every field that this vLLM has, hashes of both kinds and all media."""
+    """Return batches with every field of this vLLM, hashes of both kinds and all media."""
     fields = vllm.BlockStored.__struct_fields__
     plain = {
         "block_hashes": [2**64 - 1, 5],
@@ -330,39 +333,39 @@ def every_field(vllm: Any) -> list[Any]:
 
 
 def frames_of(vllm: Any, publisher: Any, batches: list[Any]) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """All frames of ``batches``, live and by a plain replay with its end; both read until they are there."""
-    told = publisher.get_publisher_config()
+    """Return the frames of ``batches``: the live frames, and those of a plain replay with its end."""
+    config = publisher.get_publisher_config()
     with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.DEALER) as asking:
         live.linger = asking.linger = 0
-        live.subscribe(told.topic.encode())
-        live.connect(told.endpoint)
-        asking.connect(told.replay_endpoint)
+        live.subscribe(config.topic.encode())
+        live.connect(config.endpoint)
+        asking.connect(config.replay_endpoint)
         num_before = 0
-        while not live.poll(20):  # nobody tells when a subscription has arrived
+        while not live.poll(20):  # a publisher does not report when a subscription arrives
             assert num_before < 500
             publisher.publish(vllm.KVEventBatch(ts=0.0, events=[vllm.AllBlocksCleared()]))
             num_before += 1
         for batch in batches:
             publisher.publish(msgspec.structs.replace(batch))
-        heard: list[list[bytes]] = []
-        while not heard or int.from_bytes(heard[-1][1], "big") < num_before + len(batches) - 1:
-            assert live.poll(10_000), f"{len(heard)} frames of {len(batches)}"
-            heard.append(live.recv_multipart())
+        received: list[list[bytes]] = []
+        while not received or int.from_bytes(received[-1][1], "big") < num_before + len(batches) - 1:
+            assert live.poll(10_000), f"{len(received)} frames of {len(batches)}"
+            received.append(live.recv_multipart())
         asking.send_multipart([b"", num_before.to_bytes(8, "big")])
         replayed: list[list[bytes]] = []
         while len(replayed) <= len(batches):
             assert asking.poll(10_000), f"{len(replayed)} frames of {len(batches)} and the end"
             replayed.append(asking.recv_multipart())
     numbers = range(num_before, num_before + len(batches))
-    live_frames = [frames for frames in heard if int.from_bytes(frames[1], "big") in numbers]
+    live_frames = [frames for frames in received if int.from_bytes(frames[1], "big") in numbers]
     assert [int.from_bytes(frames[1], "big") for frames in live_frames] == [*numbers]
     assert [frames[2:3] for frames in replayed[:-1]] == [frames[1:2] for frames in live_frames]
     without_numbers = [[topic, payload] for topic, _, payload in live_frames]
     return without_numbers, [[*frames[:2], *frames[3:]] for frames in replayed[:-1]] + replayed[-1:]
 
 
-def test_live_frames_and_plain_replay_are_those_of_vllms_own(vllm: Any, create: Callable[..., Any]) -> None:
-    """Where vLLM is installed its own publisher sends the same batches."""
+def test_live_frames_and_plain_replay_equal_those_of_vllm(vllm: Any, create: Callable[..., Any]) -> None:
+    """Where vLLM is installed, its own publisher sends the same batches."""
     batches, rank = every_field(vllm), 3
     encode = msgspec.msgpack.Encoder().encode
     payloads = [encode(msgspec.structs.replace(batch, data_parallel_rank=rank)) for batch in batches]
@@ -375,19 +378,19 @@ def test_live_frames_and_plain_replay_are_those_of_vllms_own(vllm: Any, create: 
     assert frames_of(vllm, create(rank, **settings), batches) == expected
 
 
-def test_what_is_no_event_costs_itself_and_raises_nothing(vllm: Any, create: Callable[..., Any]) -> None:
-    """vLLM's own publisher loses the whole batch, and its number."""
+def test_an_invalid_event_is_dropped_alone(vllm: Any, create: Callable[..., Any]) -> None:
+    """vLLM's own publisher loses the whole batch and its sequence number."""
     good = every_field(vllm)[0].events
     poison = [None, "text", vllm.BlockStored([1], None, [-1], 1, None, "GPU", None), vllm.BlockRemoved(["x"], "GPU")]
     for variable_given in (variable(), variable(once_per_block=True)):
         register(variable_given)
         publisher = create(endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
-        heard, _ = frames_of(vllm, publisher, [vllm.KVEventBatch(ts=1.0, events=[*poison, *good])])
-        assert heard == [[b"", msgspec.msgpack.encode((1.0, good, 0))]]
+        live, _ = frames_of(vllm, publisher, [vllm.KVEventBatch(ts=1.0, events=[*poison, *good])])
+        assert live == [[b"", msgspec.msgpack.encode((1.0, good, 0))]]
         assert publisher.publisher.stats().events_refused == len(poison)
 
 
-def test_a_closed_publisher_raises_what_vllms_own_raises(vllm: Any, create: Callable[..., Any]) -> None:
+def test_a_closed_publisher_raises_runtime_error_as_vllms_own_does(vllm: Any, create: Callable[..., Any]) -> None:
     register(ASKED)
     publisher = create()
     publisher.shutdown()

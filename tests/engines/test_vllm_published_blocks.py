@@ -1,6 +1,6 @@
-"""``once_per_block``: whatever vLLM's pool does, readers that keep a set and readers that count hold what it holds.
+"""``once_per_block``: readers that keep a set and readers that count always hold the blocks of vLLM's pool.
 
-Over vLLM's own block pool where vLLM is installed, and over a double of it elsewhere.
+The tests use vLLM's own block pool where vLLM is installed, and a double elsewhere.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SIZE = 4
 
 @pytest.fixture(autouse=True)
 def unhooked(vllm_events: Any) -> Iterator[None]:
-    """The pool is put back after each test."""
+    """Restore the method of the pool after each test."""
     pool = import_module("vllm.v1.core.block_pool").BlockPool
-    tell = pool._emit_block_removed_events
+    original = pool._emit_block_removed_events
     yield
-    pool._emit_block_removed_events = tell
+    pool._emit_block_removed_events = original
 
 
 def request_of(words: Iterable[int]) -> Any:
-    """What the pool reads of a request: one word of the prompt stands for a block of tokens."""
+    """Return the attributes of a request that the pool reads. One word of the prompt is one block of tokens."""
     hashes, tokens, above = [], [], b""
     for word in words:
         tokens += [word] * SIZE
@@ -46,7 +46,7 @@ def request_of(words: Iterable[int]) -> Any:
 
 
 class SetReader:
-    """Keeps a set of hashes: this kit's view, gateways."""
+    """A reader that keeps a set of hashes, as this kit's view and gateways do."""
 
     def __init__(self) -> None:
         self.held: set[Any] = set()
@@ -62,7 +62,7 @@ class SetReader:
 
 
 class CountingReader:
-    """Counts stores and removals of each hash: Dynamo, llm-d."""
+    """A reader that counts stores and removals of each hash, as Dynamo and llm-d do."""
 
     def __init__(self) -> None:
         self.counts: Counter[Any] = Counter()
@@ -81,28 +81,28 @@ class CountingReader:
             self.counts.clear()
 
 
-class AllTold:
-    """Tells everything, as vLLM does."""
+class UnfilteredBlocks:
+    """A filter that keeps every event, as vLLM does."""
 
     def drop_published(self, batch: Any) -> Any:
         return batch
 
 
 class Pool:
-    """vLLM's block pool, the requests that hold blocks of it, and who reads its events."""
+    """vLLM's block pool, the requests that hold its blocks, and readers of its events."""
 
-    def __init__(self, told: Any = None) -> None:
+    def __init__(self, published: Any = None) -> None:
         self.vllm: Any = import_module("vllm.v1.core.block_pool").BlockPool(
             num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE, enable_kv_cache_events=True
         )
         self.batch_of = import_module("vllm.distributed.kv_events").KVEventBatch
-        self.told: Any = PublishedBlocks() if told is None else told
+        self.published: Any = PublishedBlocks() if published is None else published
         self.running: list[list[Any]] = []
         self.readers = (SetReader(), CountingReader())
         self.events: list[Any] = []
 
     def compute(self, words: Iterable[int], *, reads_cache: bool = True, reports: bool = False) -> bool:
-        """A request is admitted; False when the pool has no room."""
+        """Admit a request; return False if the pool has no room."""
         request = request_of(words)
         hits: list[Any] = []
         while reads_cache and len(hits) < len(request.block_hashes):
@@ -131,8 +131,8 @@ class Pool:
         return {utils.maybe_convert_block_hash(utils.get_block_hash(key)) for key in cached}
 
     def publish(self) -> None:
-        """A step ends."""
-        batch = self.told.drop_published(self.batch_of(ts=0.0, events=self.vllm.take_events()))
+        """Publish the events of a step."""
+        batch = self.published.drop_published(self.batch_of(ts=0.0, events=self.vllm.take_events()))
         for event in batch.events if batch is not None else ():
             if type(event).__name__ == "BlockStored":
                 assert len(event.token_ids) == SIZE * len(event.block_hashes)
@@ -145,7 +145,7 @@ class Pool:
         held = self.held()
         for reader in self.readers:
             assert reader.held == held, type(reader).__name__
-        assert len(self.told) == len(held)
+        assert len(self.published) == len(held)
 
 
 def test_whatever_the_pool_does_both_kinds_of_readers_hold_what_it_holds(vllm_events: Any) -> None:
@@ -190,9 +190,9 @@ def test_whatever_the_pool_does_both_kinds_of_readers_hold_what_it_holds(vllm_ev
     run_state_machine_as_test(PoolMachine, settings=settings(max_examples=200, stateful_step_count=30))
 
 
-def test_without_it_a_block_is_lost_with_its_first_copy(vllm_events: Any) -> None:
-    """What vLLM 0.32 tells."""
-    pool = Pool(AllTold())
+def test_without_the_switch_a_set_reader_loses_a_block_with_its_first_copy(vllm_events: Any) -> None:
+    """These are the events of vLLM 0.32."""
+    pool = Pool(UnfilteredBlocks())
     pool.compute([1, 2], reads_cache=False)
     pool.compute([1, 2], reads_cache=False)
     pool.vllm.evict_blocks({pool.running[0][0].block_id})
@@ -201,9 +201,9 @@ def test_without_it_a_block_is_lost_with_its_first_copy(vllm_events: Any) -> Non
     assert [len(reader.held) for reader in pool.readers] == [1, 2]
 
 
-def test_reports_of_blocks_that_are_there_fool_who_counts_events(vllm_events: Any) -> None:
-    """So the counting is left to the pool."""
-    pool = Pool(AllTold())
+def test_repeated_stores_of_cached_blocks_mislead_a_counting_reader(vllm_events: Any) -> None:
+    """This is why the pool counts the copies."""
+    pool = Pool(UnfilteredBlocks())
     pool.compute([1, 2])
     pool.compute([1, 2], reports=True)
     pool.vllm.evict_blocks({block.block_id for block in pool.running[0]})
@@ -212,7 +212,7 @@ def test_reports_of_blocks_that_are_there_fool_who_counts_events(vllm_events: An
     assert [len(reader.held) for reader in pool.readers] == [0, 2]
 
 
-def test_of_a_prompt_that_is_there_in_part_the_new_parts_are_told(vllm_events: Any) -> None:
+def test_only_the_new_blocks_of_a_partly_cached_prompt_are_published(vllm_events: Any) -> None:
     patch_removed_events_to_last_copy()
     pool = Pool()
     pool.compute([1, 2], reads_cache=False)
@@ -224,7 +224,7 @@ def test_of_a_prompt_that_is_there_in_part_the_new_parts_are_told(vllm_events: A
     assert second.parent_block_hash == first.block_hashes[1]
     assert list(second.token_ids) == [3] * SIZE + [4] * SIZE
     assert second.group_idx == first.group_idx == 0
-    assert pool.told.num_repeated == 2
+    assert pool.published.num_repeated == 2
 
 
 def stored(events: Any, hashes: Any, **changes: Any) -> Any:
@@ -240,61 +240,63 @@ def stored(events: Any, hashes: Any, **changes: Any) -> Any:
     return events.BlockStored(block_hashes=hashes, **(standard | changes))
 
 
-def summarize_event(events: Any, told: PublishedBlocks, *each: Any) -> list[Any]:
-    batch = told.drop_published(events.KVEventBatch(ts=1.0, events=list(each), data_parallel_rank=3))
+def drop_published(events: Any, published: PublishedBlocks, *each: Any) -> list[Any]:
+    batch = published.drop_published(events.KVEventBatch(ts=1.0, events=list(each), data_parallel_rank=3))
     if batch is None:
         return []
     assert (batch.ts, batch.data_parallel_rank) == (1.0, 3)
     return batch.events
 
 
-def test_a_hole_in_the_middle_gives_two_events_with_their_own_lists(vllm_events: Any) -> None:
-    told = PublishedBlocks()
-    summarize_event(vllm_events, told, stored(vllm_events, [2]))
+def test_an_event_with_a_published_block_in_the_middle_is_split_in_two(vllm_events: Any) -> None:
+    published = PublishedBlocks()
+    drop_published(vllm_events, published, stored(vllm_events, [2]))
     keys = [("a",), None, ("c",), ("d",)]
     whole = stored(vllm_events, [1, 2, 3, 4], token_ids=list(range(16)), extra_keys=keys, session_id="s")
-    left, right = summarize_event(vllm_events, told, whole)
+    left, right = drop_published(vllm_events, published, whole)
     assert (left.block_hashes, left.parent_block_hash, left.token_ids) == ([1], None, [0, 1, 2, 3])
     assert (right.block_hashes, right.parent_block_hash, right.token_ids) == ([3, 4], 2, list(range(8, 16)))
     assert (left.extra_keys, right.extra_keys) == (keys[:1], keys[2:])
     assert left.session_id == right.session_id == "s"
 
 
-def test_groups_are_apart_and_other_media_pass(vllm_events: Any) -> None:
-    told = PublishedBlocks()
+def test_groups_are_separate_and_other_media_are_not_filtered(vllm_events: Any) -> None:
+    published = PublishedBlocks()
     first = stored(vllm_events, [1])
-    assert summarize_event(vllm_events, told, first) == [first]
+    assert drop_published(vllm_events, published, first) == [first]
     others = [stored(vllm_events, [1], group_idx=1), *[stored(vllm_events, [1], medium="CPU")] * 2]
-    assert summarize_event(vllm_events, told, *others) == others
-    assert summarize_event(vllm_events, told, first) == []
+    assert drop_published(vllm_events, published, *others) == others
+    assert drop_published(vllm_events, published, first) == []
     removed = vllm_events.BlockRemoved(block_hashes=[1], medium="GPU", group_idx=1)
-    assert summarize_event(vllm_events, told, removed, first, others[0]) == [removed, others[0]]
+    assert drop_published(vllm_events, published, removed, first, others[0]) == [removed, others[0]]
     cleared = vllm_events.AllBlocksCleared()
-    assert summarize_event(vllm_events, told, cleared, first) == [cleared, first]
+    assert drop_published(vllm_events, published, cleared, first) == [cleared, first]
 
 
-def test_an_event_whose_tokens_cannot_be_divided_is_told_whole(vllm_events: Any) -> None:
-    """vLLM leaves blocks out of groups with a window, and not their tokens."""
-    told = PublishedBlocks()
+def test_an_event_whose_tokens_do_not_match_its_blocks_is_published_whole(vllm_events: Any) -> None:
+    """vLLM omits blocks of groups with a sliding window, but not their tokens."""
+    published = PublishedBlocks()
     masked = stored(vllm_events, [1, 2], token_ids=[0] * SIZE * 5)
-    assert summarize_event(vllm_events, told, stored(vllm_events, [1])) != []
-    assert summarize_event(vllm_events, told, masked) == [masked]
-    assert summarize_event(vllm_events, told, masked) == []
+    assert drop_published(vllm_events, published, stored(vllm_events, [1])) != []
+    assert drop_published(vllm_events, published, masked) == [masked]
+    assert drop_published(vllm_events, published, masked) == []
 
 
-def test_what_is_no_event_passes_for_the_encoder_to_refuse(vllm_events: Any) -> None:
-    told = PublishedBlocks()
+def test_an_invalid_event_is_left_to_the_encoder(vllm_events: Any) -> None:
+    published = PublishedBlocks()
     odd = [None, "text", stored(vllm_events, None, token_ids=[]), stored(vllm_events, [[1]]), vllm_events.KVEventBatch]
     first = stored(vllm_events, [1])
-    assert summarize_event(vllm_events, told, *odd, first, first) == [*odd, first]
+    assert drop_published(vllm_events, published, *odd, first, first) == [*odd, first]
 
 
-def test_a_vllm_without_the_place_is_named(vllm_events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_the_patched_method_raises_a_config_error(
+    vllm_events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patch_removed_events_to_last_copy()
     pool = import_module("vllm.v1.core.block_pool").BlockPool
-    hooked = pool._emit_block_removed_events
+    patched = pool._emit_block_removed_events
     patch_removed_events_to_last_copy()
-    assert pool._emit_block_removed_events is hooked
+    assert pool._emit_block_removed_events is patched
     monkeypatch.delattr(pool, "_emit_block_removed_events")
     with pytest.raises(ConfigError, match="does not support this version of vLLM"):
         patch_removed_events_to_last_copy()

@@ -1,7 +1,7 @@
-"""A relay in front of vLLM's own publisher: it knows what it heard, and says so where that is not all.
+"""A relay of vLLM's own publisher: complete if it was there from the start, otherwise marked partial.
 
-The prompts have no twins side by side: of several copies of one block, vLLM's own stream tells the removal of one as
-that of all, and no relay can know better.
+No two equal prompts run at the same time. vLLM's stream reports the removal of one copy of a block like the removal of
+all copies, so a relay cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.
 
 
 @pytest.fixture(autouse=True)
-def put_back(engine: Engine) -> Iterator[None]:
-    """Other tests find the plugin's publisher."""
+def plugin_publisher(engine: Engine) -> Iterator[None]:
+    """Restore the plugin's publisher for other tests."""
     yield
     engine.publish_by(engine.open())
 
 
 def publish_by_vllms_own(engine: Engine, name: str) -> str:
-    """Let vLLM's publisher take the events from here on; returns its endpoints, as a relay is given them."""
+    """Publish with vLLM's own publisher from now on; return its endpoints in the form of a relay's option."""
     address = f"ipc://{engine.folder}/{name}"
     publisher = engine.open_vllms_own(endpoint=address, replay_endpoint=f"{address}r")
     assert type(publisher).__module__ == "vllm.distributed.kv_events"
@@ -37,20 +37,20 @@ def publish_by_vllms_own(engine: Engine, name: str) -> str:
     return f"{address},{address}r"
 
 
-def test_a_reader_that_joins_the_relay_late_has_the_whole_pool(
+def test_a_late_reader_of_an_early_relay_gets_the_whole_pool(
     engine: Engine, start_relay: Callable, read_relay: Callable
 ) -> None:
-    """The window of vLLM's publisher has passed several times by then. Then it stays equal, while the pool evicts."""
+    """The batches exceed the replay buffer of vLLM's publisher. The reader stays equal while the pool evicts."""
     relay = start_relay(publish_by_vllms_own(engine, "early"))
     first = read_relay(relay.url)
     asked = prompts(seed=11)
     for _ in range(4 * WINDOW):
         engine.generate([next(asked)])
     assert len(engine.pool()) > 40
-    assert first.is_whole(engine.pool())
+    assert first.becomes_live_with(engine.pool())
     late = read_relay(relay.url)
     for _ in range(20):
-        assert late.is_whole(engine.pool())
+        assert late.becomes_live_with(engine.pool())
         for _ in range(4):
             engine.generate([next(asked)])
     stats = late.subscriber.stats()[0]
@@ -59,9 +59,7 @@ def test_a_reader_that_joins_the_relay_late_has_the_whole_pool(
     assert relay.get("/health") == {"status": "ok"}
 
 
-def test_a_relay_that_joins_after_the_window_never_says_that_it_knows_all(
-    engine: Engine, start_relay: Callable, read_relay: Callable
-) -> None:
+def test_a_relay_that_starts_late_is_never_live(engine: Engine, start_relay: Callable, read_relay: Callable) -> None:
     source = publish_by_vllms_own(engine, "passed")
     asked = prompts(seed=12)
     for _ in range(4 * WINDOW):
@@ -74,17 +72,17 @@ def test_a_relay_that_joins_after_the_window_never_says_that_it_knows_all(
             engine.generate([next(asked)])
         pool, newest = engine.pool(), engine.pool() - before
         assert newest
-        assert reader.comes_to(
+        assert reader.reaches(
             lambda state, held, pool=pool, newest=newest: state is StreamState.PARTIAL and newest <= held <= pool
         )
     assert StreamState.LIVE not in reader.states
     assert "partial" in relay.get("/health")["problem"]
 
 
-def test_the_relays_live_batches_are_vllms_own_bytes(
+def test_a_relay_forwards_the_payloads_of_vllm_unchanged(
     engine: Engine, start_relay: Callable, read_relay: Callable
 ) -> None:
-    """Whatever fields vLLM's version has; the relay's clear of the start is heard by nobody here."""
+    """This holds for all fields of the installed vLLM. The relay's initial clear precedes the subscription."""
     source = publish_by_vllms_own(engine, "bytes")
     relay = start_relay(source)
     reader = read_relay(relay.url)
@@ -99,9 +97,11 @@ def test_the_relays_live_batches_are_vllms_own_bytes(
             engine.generate([next(asked)])
         for _ in range(WINDOW):
             engine.generate([next(asked) for _ in range(2)])
-        assert reader.is_whole(engine.pool())
-        told, passed_on = ([socket.recv_multipart()[-1] for _ in range(WINDOW)] for socket in (direct, relayed))
-    both = [payload for payload in told if payload in passed_on]  # one of the two was connected first
+        assert reader.becomes_live_with(engine.pool())
+        direct_payloads, relayed_payloads = (
+            [socket.recv_multipart()[-1] for _ in range(WINDOW)] for socket in (direct, relayed)
+        )
+    both = [payload for payload in direct_payloads if payload in relayed_payloads]  # one of the two was connected first
     assert len(both) > WINDOW // 2
-    first = passed_on.index(both[0])
-    assert passed_on[first : first + len(both)] == both
+    first = relayed_payloads.index(both[0])
+    assert relayed_payloads[first : first + len(both)] == both

@@ -1,4 +1,4 @@
-"""A whole vLLM in this process, on a CPU, as the tests drive it."""
+"""A whole vLLM in the process of the tests, on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACE_BLOCK_TOKENS, POOL_BLOCKS, WINDOW = 32, 64, 20
 
 @dataclass
 class Engine:
-    """A vLLM in this process, its scheduler, and streams that take its events in turn."""
+    """A vLLM in this process. Tests replace the publisher of its events."""
 
     llm: Any
     folder: Path
@@ -41,7 +41,7 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def pool(self) -> set[int]:
-        """The blocks that the pool can reuse now, by the wire's hash."""
+        """Return the wire hashes of the blocks that the pool can reuse now."""
         from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
         cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
@@ -63,7 +63,7 @@ class Engine:
         return [list(each.outputs[0].token_ids) for each in self.llm.generate(asked, params, use_tqdm=False)]
 
     def open(self, variable: dict[str, Any] | None = None, **changes: Any) -> VllmEventPublisher:
-        """A further stream of the plugin's, opened as vLLM's scheduler opens one."""
+        """Open another stream of the plugin as vLLM's scheduler does."""
         from vllm.distributed.kv_events import EventPublisherFactory
 
         register({KV_EVENTS_VARIABLE: json.dumps(variable or {})})
@@ -77,7 +77,7 @@ class Engine:
         return ZmqEventPublisher(0, **settings)
 
     def settings(self, **changes: Any) -> Any:
-        """vLLM's own configuration of a stream with addresses of its own."""
+        """Return vLLM's configuration of a stream with new addresses."""
         from vllm.config import KVEventsConfig
 
         self.num_streams += 1
@@ -86,7 +86,7 @@ class Engine:
         return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **(standard | changes))
 
     def publish_by(self, publisher: Any) -> None:
-        """Empty the cache, with a pool that tells what vLLM's tells, and let ``publisher`` take events from here on."""
+        """Empty the cache, and publish with ``publisher`` from now on."""
         self.scheduler.kv_event_publisher.shutdown()
         self.scheduler.kv_event_publisher = publisher
         assert self.llm.reset_prefix_cache()
@@ -94,7 +94,7 @@ class Engine:
 
 
 def start_engine(model: Path, folder: Path) -> Engine:
-    """Start it as an operator does who wants the plugin: by its environment, which is as before afterwards."""
+    """Start vLLM with the plugin, enabled by environment variables that are restored afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -116,7 +116,7 @@ def start_engine(model: Path, folder: Path) -> Engine:
 
 
 def prompts(seed: int) -> Iterator[list[int]]:
-    """Prompts of one to eight blocks; every third goes on where an earlier one stands."""
+    """Yield prompts of up to eight blocks. About every third one extends a prefix of an earlier one."""
     chance = random.Random(seed)
     before: list[list[int]] = [[]]
     while True:

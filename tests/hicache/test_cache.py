@@ -14,7 +14,7 @@ from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, MemoryPageStore
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components.thread_sync import ThreadSyncHub
 
 PAGE_SIZE = 2
 

@@ -43,8 +43,8 @@ class ReferenceScheduler:
 
     def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
         return tuple(
-            self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
-            for work in batch.works
+            self.model.forward(chunk.request.token_ids[: chunk.end], chunk.request.pages, chunk.start)
+            for chunk in batch.chunks
         )
 
     @property

@@ -244,7 +244,7 @@ def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(
 
     class Tiered(Reference):
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-            return tuple(next_token(work.request.token_ids[: work.end]) for work in batch.works)
+            return tuple(next_token(chunk.request.token_ids[: chunk.end]) for chunk in batch.chunks)
 
     POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, tiers=open_host_tier()))
     forgets = ForgetsOne(BlockStored, TIER_MEDIUM[Tier.HOST])

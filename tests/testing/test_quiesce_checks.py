@@ -14,7 +14,7 @@ from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
 from scheduler_components.reference.device.weights import SimulatedWeights
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.scheduler.batcher import Batcher
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
@@ -61,7 +61,7 @@ def test_it_passes_with_a_host_tier(
 ) -> None:
     class Tiered(RestingReference):  # the model that reads KV by page cannot stand behind a tier that moves pages
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
-            return tuple(next_token(work.request.token_ids[: work.end]) for work in batch.works)
+            return tuple(next_token(chunk.request.token_ids[: chunk.end]) for chunk in batch.chunks)
 
     check(lambda events, outputs: Tiered(events, outputs, open_host_tier()), WORKLOAD[:4])
 

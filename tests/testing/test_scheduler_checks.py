@@ -235,8 +235,8 @@ class SharesBeforeItComputes(ReferenceScheduler):
     def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
         # Latest first: a request reads a page before an earlier request of this batch writes it.
         results = [
-            self.model.forward(work.request.token_ids[: work.end], work.request.pages, work.start)
-            for work in reversed(batch.works)
+            self.model.forward(chunk.request.token_ids[: chunk.end], chunk.request.pages, chunk.start)
+            for chunk in reversed(batch.chunks)
         ]
         return tuple(reversed(results))
 

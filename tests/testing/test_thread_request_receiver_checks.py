@@ -16,7 +16,7 @@ from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.testing import RECEIVER_CHECKS, ConformanceError
 from scheduler_components.testing import thread_request_receiver_checks as checks
 from scheduler_components.testing.fakes import ListInputSource, TextInputReader
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components.thread_sync import ThreadSyncHub
 from scheduler_components.values import RelayedInput
 
 WAIT_S = 10.0

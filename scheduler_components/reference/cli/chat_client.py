@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from scheduler_components import ComponentError
+from scheduler_components.reference.cli.server_sent_events import event_data
 from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.values import CachedTokens
@@ -166,16 +167,11 @@ class ChatSession:
 
 
 async def _events_of(response: httpx.Response) -> AsyncIterator[_Event]:
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            return
-        if data:
-            event = _decode(data)
-            if event.error is not None:
-                raise ChatRequestError(event.error.message)
-            yield event
-    raise ChatRequestError("the stream ended without [DONE]")
+    async for data in event_data(response):
+        event = _decode(data)
+        if event.error is not None:
+            raise ChatRequestError(event.error.message)
+        yield event
 
 
 def _message_in(body: bytes) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -20,6 +19,7 @@ from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.page_shape import HostLayout
 from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
 from scheduler_components.reference.cli.session import SessionConfig, run_session
+from scheduler_components.reference.cli.sigterm import cancel_on_sigterm
 from scheduler_components.reference.device.model_spec import ModelDtype, ModelSpec, TokenSpec
 from scheduler_components.reference.device.workload import WorkloadConfig
 from scheduler_components.reference.engine.config import (
@@ -434,8 +434,5 @@ def _run(config: SessionConfig, *, as_json: bool) -> int:
 
 
 async def _until_terminated(config: SessionConfig, screen: RunReporter) -> bool:
-    """Let SIGTERM cancel this task, as Ctrl-C does by ``asyncio.run``."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    cancel_on_sigterm()
     return await run_session(config, screen)

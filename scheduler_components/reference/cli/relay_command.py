@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from observability.relay import (
 from scheduler_components import ConfigError, StartError
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.run_reporter import print_lines
+from scheduler_components.reference.cli.sigterm import cancel_on_sigterm
 from scheduler_components.reference.engine.config import DEFAULT_HOST
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 
@@ -117,9 +117,7 @@ async def _relay(
     listen: tuple[str, int],
     block_size: int | None,
 ) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    cancel_on_sigterm()
     sinks: RelaySinkFactory = published if writer is None else TeeSinkFactory(others=published, writer=writer)
     with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_print_error) as opened:
         registry = CollectorRegistry()

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from scheduler_components import ConfigError
+from scheduler_components.reference.cli.server_sent_events import event_data
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.workload import Chat, TraceRequest, prompt_tokens
 from scheduler_components.reference.engine.frontend.errors import (
@@ -244,13 +245,8 @@ async def _answers(response: httpx.Response) -> AsyncIterator[_Answer]:
     if not response.headers["content-type"].startswith("text/event-stream"):
         yield _decode_answer(await response.aread())
         return
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            return
-        if data:
-            yield _decode_answer(data)
-    raise _UnexpectedAnswerError("the stream ended without [DONE]")
+    async for data in event_data(response):
+        yield _decode_answer(data)
 
 
 @dataclass(slots=True, kw_only=True)

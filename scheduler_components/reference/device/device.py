@@ -89,14 +89,14 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
     """The decodes and prefill chunks of one forward pass, mixed, in order of arrival.
 
     Attributes:
-        works: at most one entry per request.
+        chunks: at most one entry per request.
         num_prefill_tokens, num_decode_tokens: computed positions, by kind.
         num_context_tokens: positions whose KV is read, the sum of all ``end``.
         num_admitted, num_retracted: requests that got and lost their pages while the batch was built.
         replicas: under DP attention, the shapes of all replicas' batches, including this one; otherwise empty.
     """
 
-    works: tuple[ScheduledChunk[RequestT_co], ...] = ()
+    chunks: tuple[ScheduledChunk[RequestT_co], ...] = ()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_context_tokens: int = 0
@@ -107,7 +107,7 @@ class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
     @property
     def has_work(self) -> bool:
         """Whether the device runs this step, because this or another replica computes something."""
-        return bool(self.works) or any(shape.num_tokens for shape in self.replicas)
+        return bool(self.chunks) or any(shape.num_tokens for shape in self.replicas)
 
 
 class DeviceOutput(msgspec.Struct, frozen=True):
@@ -263,11 +263,11 @@ class SimulatedDevice:
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)
-        next_token, works = self.model.next_token, self._batch.works
-        token_ids = tuple(next_token(work.request.rid, work.end) for work in works)
+        next_token, chunks = self.model.next_token, self._batch.chunks
+        token_ids = tuple(next_token(chunk.request.rid, chunk.end) for chunk in chunks)
         logprobs = {
-            place: TokenLogprobs(0.0, ((token_ids[place], 0.0),) if work.request.sampling.logprobs else ())
-            for place, work in enumerate(works)
-            if work.request.sampling.logprobs is not None
+            place: TokenLogprobs(0.0, ((token_ids[place], 0.0),) if chunk.request.sampling.logprobs else ())
+            for place, chunk in enumerate(chunks)
+            if chunk.request.sampling.logprobs is not None
         }
         return DeviceOutput(token_ids, logprobs=logprobs)

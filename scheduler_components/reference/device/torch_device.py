@@ -23,8 +23,8 @@ class _Span:
 
     __slots__ = ("end", "pages", "start")
 
-    def __init__(self, work: ScheduledChunk[DeviceRequest]) -> None:
-        self.start, self.end, self.pages = work.start, work.end, work.request.pages
+    def __init__(self, chunk: ScheduledChunk[DeviceRequest]) -> None:
+        self.start, self.end, self.pages = chunk.start, chunk.end, chunk.request.pages
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -46,14 +46,14 @@ class _Forward:
     """One batch on the device.
 
     Attributes:
-        works: the chunks in the order of their rows.
+        chunks: the chunks in the order of their rows.
         places: index of each chunk in the scheduler's batch.
         paged: the packed batch for attention.
         first_rows: first row of each chunk, then the number of rows.
-        logits: logits of each chunk's last row; ``[works, vocabulary]``.
+        logits: logits of each chunk's last row; ``[chunks, vocabulary]``.
     """
 
-    works: Sequence[ScheduledChunk[DeviceRequest]]
+    chunks: Sequence[ScheduledChunk[DeviceRequest]]
     places: Sequence[int]
     paged: PagedBatch
     first_rows: Sequence[int]
@@ -89,7 +89,7 @@ class TorchDevice:
     def launch(self, batch: ScheduledBatch[DeviceRequest]) -> None:
         self._batch, self._forward = batch, None
         self.layer_counter.start_batch()
-        if batch.works and self.model.device.type != "cpu":
+        if batch.chunks and self.model.device.type != "cpu":
             self._forward = self._compute(batch)
 
     def wait(self) -> DeviceOutput:
@@ -98,26 +98,26 @@ class TorchDevice:
         Raises:
             RuntimeError: torch failed, for example because memory ran out.
         """
-        if not self._batch.works:
+        if not self._batch.chunks:
             return DeviceOutput()
         return _output(self._forward or self._compute(self._batch))
 
     @torch.inference_mode()
     def _compute(self, batch: ScheduledBatch[DeviceRequest]) -> _Forward:
-        works = batch.works
-        decodes = [place for place, work in enumerate(works) if work.num_tokens == 1]
-        prefills = [place for place, work in enumerate(works) if work.num_tokens > 1]
+        chunks = batch.chunks
+        decodes = [place for place, chunk in enumerate(chunks) if chunk.num_tokens == 1]
+        prefills = [place for place, chunk in enumerate(chunks) if chunk.num_tokens > 1]
         paged, order = pack_batch(
-            self.pool, [_Span(works[place]) for place in decodes], [_Span(works[place]) for place in prefills]
+            self.pool, [_Span(chunks[place]) for place in decodes], [_Span(chunks[place]) for place in prefills]
         )
         places = [decodes[each] for each in order] + prefills
-        laid_out = [works[place] for place in places]
+        laid_out = [chunks[place] for place in places]
         first_rows = [0]
         tokens: list[int] = []
         positions: list[int] = []
-        for work in laid_out:
-            tokens += work.request.token_ids[work.start : work.end]
-            positions += range(work.start, work.end)
+        for chunk in laid_out:
+            tokens += chunk.request.token_ids[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
             first_rows.append(len(tokens))
         device = self.model.device
         last_rows = torch.tensor(first_rows[1:], device=device) - 1
@@ -128,20 +128,20 @@ class TorchDevice:
             logits_to_keep=last_rows,
             paged=_LayerWaitingAttention(paged=paged, layer_counter=self.layer_counter),
         ).logits[0]
-        return _Forward(works=laid_out, places=places, paged=paged, first_rows=first_rows, logits=logits)
+        return _Forward(chunks=laid_out, places=places, paged=paged, first_rows=first_rows, logits=logits)
 
 
 @torch.inference_mode()
 def _output(forward: _Forward) -> DeviceOutput:
-    draws = [SamplingDraw(work.request.sampling, work.request.rid, work.end) for work in forward.works]
+    draws = [SamplingDraw(chunk.request.sampling, chunk.request.rid, chunk.end) for chunk in forward.chunks]
     tokens, broken = choose_tokens(forward.logits, draws)
     for row in broken:
         forward.paged.zero_rows(forward.first_rows[row], forward.first_rows[row + 1])
     token_ids = [0] * len(tokens)
     logprobs = {}
-    for row, (place, work) in enumerate(zip(forward.places, forward.works, strict=True)):
+    for row, (place, chunk) in enumerate(zip(forward.places, forward.chunks, strict=True)):
         token_ids[place] = tokens[row]
-        num_top = work.request.sampling.logprobs
-        if num_top is not None and row not in broken and work.end == len(work.request.token_ids):
+        num_top = chunk.request.sampling.logprobs
+        if num_top is not None and row not in broken and chunk.end == len(chunk.request.token_ids):
             logprobs[place] = token_logprobs(forward.logits[row], tokens[row], num_top)
     return DeviceOutput(tuple(token_ids), {forward.places[row]: _NO_NUMBERS for row in broken}, logprobs)

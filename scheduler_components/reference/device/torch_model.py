@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from scheduler_components import ConfigError
+from scheduler_components.errors import first_line
 from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpec
 from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, pack_batch, register_paged_attention
 from scheduler_components.reference.device.torch_tensor_parallel import (
@@ -102,7 +103,7 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
                 output_loading_info=True,
             )
         except Exception as error:
-            raise _refusal(place, f"cannot be loaded ({_first_line(error)})", _WHAT_LOADS) from error
+            raise _refusal(place, f"cannot be loaded ({first_line(error)})", _WHAT_LOADS) from error
     model, report = loaded  # the annotation of from_pretrained omits the report
     lacking = sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"])))
     if lacking:
@@ -112,7 +113,7 @@ def load_model(spec: ModelSpec) -> PreTrainedModel:
         served: PreTrainedModel = model.to(spec.device).eval().requires_grad_(False)
     except RuntimeError as error:
         raise ConfigError(
-            "device", spec.device, f"has no room ({_first_line(error)})", "give a smaller model"
+            "device", spec.device, f"has no room ({first_line(error)})", "give a smaller model"
         ) from error
     _compare_with_own_attention(place, served, spec)
     return served
@@ -169,11 +170,6 @@ def _refusal(place: Path, problem: str, hint: str) -> ConfigError:
     return ConfigError("model", str(place), problem, hint)
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of a library's error as part of a sentence."""
-    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars and the warnings about what this module checks itself.
@@ -227,7 +223,7 @@ def _indexed(place: Path) -> list[str]:
     try:
         return sorted(set(json.loads((place / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _refusal(place, f"has an index that cannot be read ({_first_line(error)})", "copy it again") from error
+        raise _refusal(place, f"has an index that cannot be read ({first_line(error)})", "copy it again") from error
 
 
 def _check_safetensors(place: Path, name: str) -> None:
@@ -238,7 +234,7 @@ def _check_safetensors(place: Path, name: str) -> None:
         with safe_open(place / name, framework="pt"):
             pass
     except (OSError, SafetensorError) as error:
-        raise _refusal(place, f"has a broken {name} ({_first_line(error)})", "copy it again") from error
+        raise _refusal(place, f"has a broken {name} ({first_line(error)})", "copy it again") from error
 
 
 def _source(place: Path) -> dict[str, str]:
@@ -252,7 +248,7 @@ def _config(place: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(**_source(place), local_files_only=True)
     except Exception as error:
-        raise _refusal(place, f"is no model that transformers knows ({_first_line(error)})", _WHAT_LOADS) from error
+        raise _refusal(place, f"is no model that transformers knows ({first_line(error)})", _WHAT_LOADS) from error
     return config
 
 
@@ -267,7 +263,7 @@ def _without_weights(place: Path, config: PretrainedConfig) -> PreTrainedModel:
     except KeyError as error:  # of a class that has a table of its own attentions
         raise _refusal(place, "computes attention without transformers' interface for it", _SERVABLE) from error
     except Exception as error:
-        problem = f"is no decoder that transformers makes ({_first_line(error)})"
+        problem = f"is no decoder that transformers makes ({first_line(error)})"
         raise _refusal(place, problem, "serve a causal language model") from error
     decoder: PreTrainedModel = model.eval()
     return decoder
@@ -302,7 +298,7 @@ def _probe(place: Path, model: PreTrainedModel, config: PretrainedConfig) -> KvS
     except ConfigError as error:
         raise _refusal(place, f"cannot be paged: {error.value} {error.problem}", _SERVABLE) from error
     except Exception as error:
-        raise _refusal(place, f"cannot be paged ({_first_line(error)})", _SERVABLE) from error
+        raise _refusal(place, f"cannot be paged ({first_line(error)})", _SERVABLE) from error
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
@@ -336,7 +332,7 @@ def _eos_token_ids(place: Path, config: PretrainedConfig) -> tuple[int, ...]:
         try:
             found = GenerationConfig.from_pretrained(place, local_files_only=True).eos_token_id
         except (OSError, ValueError) as error:
-            problem = f"has a generation_config.json that cannot be read ({_first_line(error)})"
+            problem = f"has a generation_config.json that cannot be read ({first_line(error)})"
             raise _refusal(place, problem, "repair it or delete it") from error
     if found is None:
         return ()

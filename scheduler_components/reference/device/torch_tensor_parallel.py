@@ -28,6 +28,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from scheduler_components import ConfigError, StartError
+from scheduler_components.errors import first_line
 from scheduler_components.reference.device.model_spec import KvShape
 from scheduler_components.torch_weight_updater import TensorShards
 
@@ -152,8 +153,9 @@ def open_tensor_parallel_group(
         store.set_timeout(timeout)
         group = _nccl(store, rank, size, timeout) if on_cuda else _gloo(store, rank, size, timeout)
     except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        raise StartError(f"rank {rank} of {size} of the model", first_line, "see why the others ended") from error
+        raise StartError(
+            f"rank {rank} of {size} of the model", first_line(error), "see why the others ended"
+        ) from error
     return TorchTensorParallelGroup(rank=rank, size=size, group=group)
 
 

@@ -21,7 +21,7 @@ from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
-from scheduler_components.testing.thread_ranks import ThreadSyncHub
+from scheduler_components.thread_sync import ThreadSyncHub
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import OutputBatch
 

@@ -42,6 +42,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_hash_array,
 )
 from scheduler_components.reference.engine.rank_processes import RankExit, RankProcess, open_ranks
+from scheduler_components.reference.engine.zmq_sockets import bind_pull, connect_push
 from scheduler_components.shm_board import ShmBoard
 from scheduler_components.values import ClearStorageIndex, KvPoolSnapshot, SchedulerStats
 
@@ -239,10 +240,11 @@ async def open_engine(
         opened.callback(incoming.destroy, linger=0)
         opened.callback(outgoing.destroy, linger=0)
         # No high-water mark, because a rank must never block on a report. Open requests bound the number of reports.
-        reports = _bind_pull(incoming, paths.reports, high_water_mark=0)
-        outputs = _bind_pull(incoming, paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+        reports = bind_pull(incoming, paths.reports, high_water_mark=0)
+        outputs = bind_pull(incoming, paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
         frontend = Frontend(
-            leaders=[_connect_leader(outgoing, paths, replica) for replica in range(config.dp_size)],
+            # The frontend must never block on a rank. Open requests bound the queue.
+            leaders=[connect_push(outgoing, paths.commands(replica)) for replica in range(config.dp_size)],
             dispatcher=LoadDispatcher(
                 replicas=[ReplicaLoad() for _ in range(config.dp_size)], affinity_tokens=affinity_tokens
             ),
@@ -314,21 +316,3 @@ async def _tick(frontend: Frontend) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_INTERVAL_S)
         frontend.tick()
-
-
-def _bind_pull(context: zmq.asyncio.Context, address: str, *, high_water_mark: int) -> zmq.asyncio.Socket:
-    socket = context.socket(zmq.PULL)
-    socket.rcvhwm = high_water_mark
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        hint = "set TMPDIR to a short path to a writable directory"
-        raise StartError(address, str(error), hint) from error
-    return socket
-
-
-def _connect_leader(context: zmq.Context[zmq.Socket[bytes]], paths: EnginePaths, replica: int) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PUSH)
-    socket.sndhwm = 0  # the frontend must never block on a rank; open requests bound the queue
-    socket.connect(paths.commands(replica))
-    return socket

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scheduler_components import ConfigError
+from scheduler_components.errors import first_line
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 
 __all__ = ["ModelTokenizer", "open_model_tokenizer"]
@@ -48,7 +49,7 @@ class ModelTokenizer:
         try:
             text = self.templates.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
-            problem = f"do not fit the model's chat template ({_first_line(error)})"
+            problem = f"do not fit the model's chat template ({first_line(error)})"
             raise ConfigError("messages", [each.role for each in messages], problem, "send other messages") from error
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids  # the template adds them
         return ids
@@ -77,7 +78,7 @@ def open_model_tokenizer(path: str | Path, *, vocab_size: int, context_tokens: i
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **file)
     except Exception as error:
-        problem = f"has no tokenizer that can be read ({_first_line(error)})"
+        problem = f"has no tokenizer that can be read ({first_line(error)})"
         raise ConfigError("model", str(place), problem, "put its tokenizer.json next to the weights") from error
     if not isinstance(loaded, PreTrainedTokenizerFast):
         problem = f"has a tokenizer of the kind {type(loaded).__name__}"
@@ -86,7 +87,3 @@ def open_model_tokenizer(path: str | Path, *, vocab_size: int, context_tokens: i
     tokenizer.no_truncation()  # some tokenizers are configured to truncate silently
     tokenizer.no_padding()
     return ModelTokenizer(tokenizer=tokenizer, templates=loaded, vocab_size=vocab_size, context_tokens=context_tokens)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".:;")

@@ -1,8 +1,8 @@
-"""A plugin of the tests: says from inside SGLang's scheduler process what its cache holds and what its parts said.
+"""A plugin for tests that reports the cache and the messages of SGLang's scheduler from inside its process.
 
-A question is a file in the folder that ``SGLANG_PROBE`` names; each rank answers when its scheduler has nothing to do.
-Where this kit's components stand in SGLang's scheduler, SGLang's own load inquirer is kept beside them, over the same
-queues, and both are asked in each step.
+A question is a file in the directory that ``SGLANG_PROBE`` names. Each rank answers when its scheduler is idle. If this
+kit's components are active, the probe keeps SGLang's own load inquirer over the same queues and compares both in each
+step.
 """
 
 import json
@@ -67,7 +67,7 @@ def compare_loads(scheduler, *_, **__):
 
 
 def costs_us(**calls):
-    """Median CPU time of one call each, taken in turns."""
+    """Return the median CPU time of one call of each function, measured in turns."""
     taken = {name: [] for name in calls}
     for _ in range(30):
         for name, call in calls.items():
@@ -84,17 +84,19 @@ def answer(_, scheduler):
             continue
         answered.add(question)
         parallel = get_parallel()
-        tell(f"{question.stem}.{parallel.dp_rank or 0}.{parallel.tp_rank}", resident(scheduler, question) | seen)
+        write_answer(
+            f"{question.stem}.{parallel.dp_rank or 0}.{parallel.tp_rank}", resident(scheduler, question) | seen
+        )
 
 
-def tell(name, what):
+def write_answer(name, content):
     unfinished = FOLDER / f"{name}.unfinished"
-    unfinished.write_text(json.dumps(what))
+    unfinished.write_text(json.dumps(content))
     unfinished.rename(FOLDER / f"{name}.answer")
 
 
 def resident(scheduler, question):
-    """How many tokens of each prompt are cached, how many tokens altogether, and which classes the parts have."""
+    """Return the cached tokens of each prompt, the number of all cached tokens, and the modules of the components."""
     core = scheduler.tree_cache.tree_core
     prompts = json.loads(question.read_text())
     found = [core.match_full_device_prefix(RadixKey(array("q", prompt)))[0] for prompt in prompts]

@@ -39,12 +39,12 @@ class FakeTime:
         self.now_s += duration_s
 
 
-def a_batch(works: list[tuple[str, int]], num_prefill: int = 0, num_decode: int = 0) -> ScheduledBatch:
+def a_batch(chunks: list[tuple[str, int]], num_prefill: int = 0, num_decode: int = 0) -> ScheduledBatch:
     return ScheduledBatch(
-        works=tuple(ScheduledChunk(Request(rid, [0]), end - 1, end, False) for rid, end in works),
+        chunks=tuple(ScheduledChunk(Request(rid, [0]), end - 1, end, False) for rid, end in chunks),
         num_prefill_tokens=num_prefill,
         num_decode_tokens=num_decode,
-        num_context_tokens=sum(end for _, end in works),
+        num_context_tokens=sum(end for _, end in chunks),
     )
 
 
@@ -115,7 +115,7 @@ def test_more_tokens_never_cost_less(one: int, more: int) -> None:
 
 @checked
 @given(st.lists(st.tuples(rids, positions), max_size=6), st.integers(0, 3))
-def test_a_token_depends_on_seed_request_and_position_alone(works: list[tuple[str, int]], seed: int) -> None:
+def test_a_token_depends_on_seed_request_and_position_alone(chunks: list[tuple[str, int]], seed: int) -> None:
     model = SimulatedModel(seed=seed)
 
     def tokens(batch_works: list[tuple[str, int]]) -> list[int]:
@@ -124,9 +124,9 @@ def test_a_token_depends_on_seed_request_and_position_alone(works: list[tuple[st
         device.launch(a_batch(batch_works))
         return list(device.wait().token_ids)
 
-    alone = [tokens([work])[0] for work in works]
-    assert tokens(works) == alone
-    assert alone == [model.next_token(rid, position) for rid, position in works]
+    alone = [tokens([chunk])[0] for chunk in chunks]
+    assert tokens(chunks) == alone
+    assert alone == [model.next_token(rid, position) for rid, position in chunks]
 
 
 @checked

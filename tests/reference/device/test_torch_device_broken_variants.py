@@ -74,11 +74,11 @@ def skip_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = TorchDevice.launch
 
     def launch_late(self: TorchDevice, batch: ScheduledBatch[Any]) -> None:
-        works = [
-            msgspec.structs.replace(work, start=work.start + 1) if work.start and work.num_tokens > 1 else work
-            for work in batch.works
+        chunks = [
+            msgspec.structs.replace(chunk, start=chunk.start + 1) if chunk.start and chunk.num_tokens > 1 else chunk
+            for chunk in batch.chunks
         ]
-        launch(self, msgspec.structs.replace(batch, works=tuple(works)))
+        launch(self, msgspec.structs.replace(batch, chunks=tuple(chunks)))
 
     monkeypatch.setattr(TorchDevice, "launch", launch_late)
 

@@ -42,7 +42,7 @@ class InstantDevice:
             raise answer
         if answer is not None:
             return answer if isinstance(answer, DeviceOutput) else DeviceOutput(answer)
-        return DeviceOutput(tuple(MODEL.next_token(work.request.rid, work.end) for work in self.batch.works))
+        return DeviceOutput(tuple(MODEL.next_token(chunk.request.rid, chunk.end) for chunk in self.batch.chunks))
 
 
 class JournalingPublisher(EventPublisher):

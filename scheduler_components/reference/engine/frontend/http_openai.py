@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -71,21 +71,6 @@ def requested_replica(headers: Headers, in_body: int | None) -> int | None:
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(RANK_HEADER, text, "is not a rank", "give a number from 0, or leave the header out")
     return int(text)
-
-
-class _Writer(Protocol):
-    """Formats the choices of one route: ``_CompletionWriter`` or ``_ChatWriter``."""
-
-    response_object: str
-    event_object: str
-
-    def event_choice(self, index: int, update: TextDelta) -> dict[str, Any]:
-        """Format new text of output ``index`` as the choice of an event."""
-        ...
-
-    def response_choice(self, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Join all event choices of an output into the choice of a single response."""
-        ...
 
 
 class _CompletionWriter:
@@ -159,7 +144,7 @@ class _Job:
     params: GenerationParams
     prompts: Sequence[Sequence[int]]
     num_choices: int
-    writer: _Writer
+    writer: _CompletionWriter | _ChatWriter
     stream: bool
     usage: UsageOptions
     rid: str | None
@@ -171,7 +156,7 @@ class _Job:
         params: GenerationParams,
         headers: Headers,
         prompts: Sequence[Sequence[int]],
-        writer: _Writer,
+        writer: _CompletionWriter | _ChatWriter,
     ) -> _Job:
         return cls(
             params=msgspec.structs.replace(params, replica=requested_replica(headers, params.replica)),
@@ -275,24 +260,7 @@ def _check_number(num_prompts: int, num_choices: int) -> None:
         raise ConfigError("n", num_choices, f"times {num_prompts} prompts are too many outputs", hint)
 
 
-class _Endpoint(Protocol):
-    """An endpoint of this module. The two differ in how they make a job of a body."""
-
-    @property
-    def text(self) -> TextFrontend: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def body_timeout_s(self) -> float: ...
-
-    async def job(self, body: bytes, headers: Headers) -> _Job:
-        """Decode and tokenize a body. Raises BadBodyError and ConfigError for an invalid one."""
-        ...
-
-
-async def _respond(endpoint: _Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+async def _respond(endpoint: CompletionEndpoint | ChatEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     try:
         body = await read_body(request, endpoint.body_timeout_s)

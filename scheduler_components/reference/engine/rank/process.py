@@ -29,7 +29,6 @@ from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.engine.config import RankConfig
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, RankHeartbeat, RankReady
 from scheduler_components.reference.engine.rank.compute import RankCompute, open_rank_device
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.frontend_sinks import (
     FrontendLoadSink,
     FrontendRefusalSink,
@@ -39,10 +38,12 @@ from scheduler_components.reference.engine.rank.frontend_sinks import (
 )
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
+from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, ProfiledDevice, RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_components.reference.engine.zmq_sockets import bind_pull, connect_push
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.thread_stack_sampler import StackSampler
 from scheduler_components.thread_watchdog import open_thread_watchdog
@@ -86,7 +87,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         opened.callback(compute.close)
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
-        reports = ZmqReportSender(socket=_connect_push(context, config.paths.reports))
+        reports = ZmqReportSender(socket=connect_push(context, config.paths.reports))
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
         heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=stop)
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
@@ -103,7 +104,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         opened.callback(metrics.close)
         sinks = SchedulerSinks(events=events, metrics=metrics)
         if parallel.leads_replica:
-            outputs = _connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+            outputs = connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
             sinks.outputs = ZmqOutputSink(socket=outputs)
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
@@ -153,7 +154,7 @@ def _open_watchdog(
     after_s = config.engine.scheduler.integrity.stall_timeout_s(config.engine.relative_speed)
     if not after_s:
         return
-    sink = FrontendStallSink(reports=ZmqReportSender(socket=_connect_push(context, config.paths.reports)), alive=alive)
+    sink = FrontendStallSink(reports=ZmqReportSender(socket=connect_push(context, config.paths.reports)), alive=alive)
     watchdog = open_thread_watchdog(
         scheduler.integrity.progress, rank=alive.rank, after_s=after_s, sink=sink, stack_dump_file=sys.stderr
     )
@@ -243,13 +244,13 @@ def _open_loop(
     parallel, scheduler, paths = worker.parallel, worker.scheduler, config.paths
     skipper = RecvSkipper(recv_interval=config.engine.scheduler.recv_interval)
     if not parallel.leads_replica:
-        steps = _bind_pull(context, paths.steps(parallel.world_rank))
+        steps = bind_pull(context, paths.steps(parallel.world_rank), high_water_mark=_MAX_STEPS_AHEAD)
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
         receiver = RequestReceiver(rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper)
         return Follower(worker=worker, receiver=receiver, heartbeat=heartbeat)
     others = config.engine.follower_ranks(parallel.kv_stream_index)
-    followers = [_connect_push(context, paths.steps(rank), high_water_mark=_MAX_STEPS_AHEAD) for rank in others]
-    commands = _bind_pull(context, paths.commands(parallel.kv_stream_index))
+    followers = [connect_push(context, paths.steps(rank), high_water_mark=_MAX_STEPS_AHEAD) for rank in others]
+    commands = bind_pull(context, paths.commands(parallel.kv_stream_index), high_water_mark=_MAX_STEPS_AHEAD)
     refusals = FrontendRefusalSink(reports=worker.reports, work=scheduler.request_metrics.work)
     return Leader(
         worker=worker,
@@ -271,21 +272,6 @@ def _open_loop(
         load_publisher=load_publisher,
         peers=peers,
     )
-
-
-def _bind_pull(context: _Context, address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PULL)
-    socket.rcvhwm = _MAX_STEPS_AHEAD
-    socket.bind(address)
-    return socket
-
-
-def _connect_push(context: _Context, address: str, *, high_water_mark: int = 0) -> zmq.Socket[bytes]:
-    """Connect a PUSH socket, whose peer may bind later. With a high-water mark of 0 sending never blocks."""
-    socket = context.socket(zmq.PUSH)
-    socket.sndhwm = high_water_mark
-    socket.connect(address)
-    return socket
 
 
 def _ready(rank: int, events: EventPublisher, load_publisher: LoadPublisher) -> RankReady:

@@ -43,14 +43,14 @@ class AdmissionBudget:
 
     def observe_prefill(self, batch: ScheduledBatch[Request], busy_s: float) -> None:
         """Record how long a batch with prefills took, for the length of later chunks."""
-        pairs = sum(work.end**2 - work.start**2 for work in batch.works if work.is_prefill)
+        pairs = sum(chunk.end**2 - chunk.start**2 for chunk in batch.chunks if chunk.is_prefill)
         self.chunk_sizer.fit.observe(batch.num_prefill_tokens, pairs, busy_s)
 
     def on_first_tokens(self, batch: ScheduledBatch[Request]) -> None:
         """Record the requests of a batch that have received their first token."""
-        for work in batch.works:
-            if work.is_prefill and work.request.num_output_tokens == 1:
-                self.forecast.on_first_token(work.request.rid)
+        for chunk in batch.chunks:
+            if chunk.is_prefill and chunk.request.num_output_tokens == 1:
+                self.forecast.on_first_token(chunk.request.rid)
 
     def on_finished(self, request: Request) -> None:
         """Record the end of a request, which may have come with its first token."""

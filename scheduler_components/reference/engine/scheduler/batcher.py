@@ -198,23 +198,23 @@ class Batcher:
         return batch if self.budget.dp.num_replicas == 1 else self._exchange_shapes(batch)
 
     def _local_batch(self) -> ScheduledBatch[Request]:
-        works: list[ScheduledChunk[Request]] = []
+        chunks: list[ScheduledChunk[Request]] = []
         ratio = self.budget.new_token_ratio
         if not self.queues.running:
             ratio.reset()
-        num_retracted = self._continue_running(works)
+        num_retracted = self._continue_running(chunks)
         # After a retraction no request is admitted: the head of the queue is the request just retracted.
-        num_admitted = 0 if num_retracted or not self.budget.can_admit else self._admit_waiting(works)
+        num_admitted = 0 if num_retracted or not self.budget.can_admit else self._admit_waiting(chunks)
         if num_retracted:
             ratio.on_retract(self.queues.running)
         else:
             ratio.decay_step()
-        num_prefill_tokens = _num_prefill_tokens(works)
+        num_prefill_tokens = _num_prefill_tokens(chunks)
         return ScheduledBatch(
-            works=tuple(works),
+            chunks=tuple(chunks),
             num_prefill_tokens=num_prefill_tokens,
-            num_decode_tokens=sum(not work.is_prefill for work in works),
-            num_context_tokens=sum(work.end for work in works),
+            num_decode_tokens=sum(not chunk.is_prefill for chunk in chunks),
+            num_context_tokens=sum(chunk.end for chunk in chunks),
             num_admitted=num_admitted,
             num_retracted=num_retracted,
         )
@@ -234,7 +234,7 @@ class Batcher:
         )
         return msgspec.structs.replace(batch, replicas=self.budget.dp.exchange(shape, intent).shapes)
 
-    def _continue_running(self, works: list[ScheduledChunk[Request]]) -> int:
+    def _continue_running(self, chunks: list[ScheduledChunk[Request]]) -> int:
         """Add every running request to the batch, earliest first. Return how many requests were retracted for that.
 
         The earliest request always fits: ``check_request_fits`` holds for it, and all others can be retracted.
@@ -251,8 +251,8 @@ class Batcher:
                 continue  # retry the same index, which is past the end if the request itself was retracted
             index += 1
             if num_tokens:
-                works.append(_work(request, num_tokens))
-                if works[-1].is_prefill:
+                chunks.append(_chunk_of(request, num_tokens))
+                if chunks[-1].is_prefill:
                     budget_tokens -= num_tokens
         return num_retracted
 
@@ -271,12 +271,12 @@ class Batcher:
         self.queues.requeue(request)
         self.request_metrics.on_retracted(request)
 
-    def _admit_waiting(self, works: list[ScheduledChunk[Request]]) -> int:
+    def _admit_waiting(self, chunks: list[ScheduledChunk[Request]]) -> int:
         """Admit waiting requests in order of arrival until one does not fit. Return how many were admitted."""
         config, queues = self.config, self.queues
         if not queues.waiting:
             return 0
-        budget_tokens = config.max_prefill_tokens - _num_prefill_tokens(works)
+        budget_tokens = config.max_prefill_tokens - _num_prefill_tokens(chunks)
         ratio = self.budget.new_token_ratio.current
         reserved_pages = estimate_pages_to_allocate(queues.running, page_size=config.page_size, new_token_ratio=ratio)
         num_admitted = 0
@@ -285,11 +285,11 @@ class Batcher:
             if not self._is_ready(request, is_next=True) or not self._try_admit(request, reserved_pages):
                 break
             num_admitted += 1
-            work = _work(request, self._num_tokens_now(request, budget_tokens))
-            has_room = self.kv_cache.grow(request, work.num_tokens)
+            chunk = _chunk_of(request, self._num_tokens_now(request, budget_tokens))
+            has_room = self.kv_cache.grow(request, chunk.num_tokens)
             assert has_room, f"{request!r}: no room for its first chunk after its admission"
-            works.append(work)
-            budget_tokens -= work.num_tokens
+            chunks.append(chunk)
+            budget_tokens -= chunk.num_tokens
             reserved_pages += estimate_pages_to_allocate([request], page_size=config.page_size, new_token_ratio=ratio)
         for request in islice(queues.waiting, 1, 1 + _LOOK_AHEAD):
             self._is_ready(request, is_next=False)
@@ -329,10 +329,10 @@ def _tracker_of(config: SchedulerConfig) -> NewTokenRatioTracker:
     return NewTokenRatioTracker(initial=config.new_token_ratio, minimum=config.min_new_token_ratio)
 
 
-def _work(request: Request, num_tokens: int) -> ScheduledChunk[Request]:
+def _chunk_of(request: Request, num_tokens: int) -> ScheduledChunk[Request]:
     start = request.num_computed_tokens
     return ScheduledChunk(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
 
 
-def _num_prefill_tokens(works: list[ScheduledChunk[Request]]) -> int:
-    return sum(work.num_tokens for work in works if work.is_prefill)
+def _num_prefill_tokens(chunks: list[ScheduledChunk[Request]]) -> int:
+    return sum(chunk.num_tokens for chunk in chunks if chunk.is_prefill)

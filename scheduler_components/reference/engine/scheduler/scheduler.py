@@ -280,33 +280,33 @@ class Scheduler:
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Compute a batch and apply its results. Return the requests that got tokens or ended."""
         started_s = self.request_metrics.clock()
-        self.integrity.progress.enter_phase("device", batch.works[0].request.rid if batch.works else "")
+        self.integrity.progress.enter_phase("device", batch.chunks[0].request.rid if batch.chunks else "")
         try:
             self.device.launch(batch)
             self.kv_events.idle()
             output = self.device.wait()
-            if len(output.token_ids) != len(batch.works):
-                raise ValueError(f"the device returned {len(output.token_ids)} tokens for {len(batch.works)} chunks")
+            if len(output.token_ids) != len(batch.chunks):
+                raise ValueError(f"the device returned {len(output.token_ids)} tokens for {len(batch.chunks)} chunks")
         except Exception as error:  # noqa: BLE001 - `fail` counts and logs it, and fails each request
             self.integrity.progress.enter_phase("results")
-            return self.results.fail([work.request for work in batch.works], error)
+            return self.results.fail([chunk.request for chunk in batch.chunks], error)
         self.integrity.progress.enter_phase("results")
         self.request_metrics.on_batch_computed(batch, begun_s=started_s)
         updated = self._apply(batch, output)
         if batch.num_prefill_tokens:
             self.batcher.budget.on_first_tokens(batch)
-            for work in batch.works:
-                if work.is_prefill:
-                    self.queues.update_prefill_tokens(work.request)
+            for chunk in batch.chunks:
+                if chunk.is_prefill:
+                    self.queues.update_prefill_tokens(chunk.request)
         return updated
 
     def _apply(self, batch: ScheduledBatch[Request], output: DeviceOutput) -> list[Request]:
         for index, logprobs in output.logprobs.items():
-            batch.works[index].request.append_logprobs(logprobs)
+            batch.chunks[index].request.append_logprobs(logprobs)
         errors = output.errors
         return self.results.process(
-            RequestResult(work.request, work.start, work.end, (token,), work.is_prefill, errors.get(index, ""))
-            for index, (work, token) in enumerate(zip(batch.works, output.token_ids, strict=True))
+            RequestResult(chunk.request, chunk.start, chunk.end, (token,), chunk.is_prefill, errors.get(index, ""))
+            for index, (chunk, token) in enumerate(zip(batch.chunks, output.token_ids, strict=True))
         )
 
     def _report(self) -> None:

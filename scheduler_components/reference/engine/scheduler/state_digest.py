@@ -33,9 +33,9 @@ class StateDigest:
         """Add a step: the chunk, last token and last page of each request of the batch, and the state of the cache."""
         self.num_steps += 1
         numbers = [self.num_steps, batch.num_admitted, batch.num_retracted]
-        for work in batch.works:
-            request = work.request
-            numbers += (request.arrival, work.start, work.end, request.token_ids[-1])
+        for chunk in batch.chunks:
+            request = chunk.request
+            numbers += (request.arrival, chunk.start, chunk.end, request.token_ids[-1])
             numbers.append(request.pages[-1] if request.pages else -1)
         numbers += (shape.num_tokens for shape in batch.replicas)
         cache = tiers.cache

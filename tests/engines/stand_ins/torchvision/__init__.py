@@ -1,4 +1,4 @@
-"""Stands in for torchvision, which has no build beside the CPU build of torch: SGLang imports it and does not use it.
+"""A stand-in for torchvision, which has no build for the CPU build of torch. SGLang imports it and does not use it.
 
 ``conftest.py`` puts this folder on the path where SGLang is installed.
 """

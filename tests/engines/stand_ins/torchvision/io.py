@@ -1,4 +1,4 @@
-"""Names that SGLang imports from ``torchvision.io``; nothing here is ever called."""
+"""Names that SGLang imports from ``torchvision.io``. They are never called."""
 
 from __future__ import annotations
 

@@ -67,10 +67,10 @@ class ReadingDevice:
     def wait(self) -> DeviceOutput:
         for layer in range(len(self.memory.keys)):
             self.layer_counter.wait_until(layer)
-            for work in self._batch.works:
-                self._attend(layer, work.request, work.start, work.end)
+            for chunk in self._batch.chunks:
+                self._attend(layer, chunk.request, chunk.start, chunk.end)
             self.computed.release()
-        return DeviceOutput(tuple(work.end % 100 for work in self._batch.works))
+        return DeviceOutput(tuple(chunk.end % 100 for chunk in self._batch.chunks))
 
     def _attend(self, layer: int, request: DeviceRequest, start: int, end: int) -> None:
         tokens, pages = request.token_ids, request.pages

@@ -39,10 +39,10 @@ from scheduler_components.reference.engine.messages import (
     pack_tokens,
     unpack_hashes,
 )
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.frontend_sinks import FrontendLoadSink, ZmqOutputSink, ZmqReportSender
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
+from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
@@ -87,7 +87,7 @@ class Device:
     def wait(self) -> DeviceOutput:
         if self.num_batches == self._last:
             self._stop_signal.give()
-        return DeviceOutput(tuple(work.end for work in self.batch.works))
+        return DeviceOutput(tuple(chunk.end for chunk in self.batch.chunks))
 
 
 class ReplicaSockets:

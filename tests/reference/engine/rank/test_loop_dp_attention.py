@@ -42,10 +42,10 @@ from scheduler_components.reference.engine.engine import Engine, open_engine
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
 from scheduler_components.reference.engine.messages import RankHeartbeat, SubmitRequest, encode, pack_tokens
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.frontend_sinks import ZmqReportSender
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Leader, RankWorker
+from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks

@@ -20,7 +20,7 @@ from scheduler_components.reference.device.device import SimulatedDevice, Simula
 from scheduler_components.reference.device.model_spec import TokenSpec
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.control_port import make_quiesce_stepper
+from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult

@@ -1,4 +1,4 @@
-"""vLLM's declarations of events and publishers; its sockets and threads are left out."""
+"""vLLM's declarations of events and publishers, without sockets and threads."""
 
 from __future__ import annotations
 

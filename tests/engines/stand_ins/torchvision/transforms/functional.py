@@ -1,4 +1,4 @@
-"""Names that SGLang imports from ``torchvision.transforms``; nothing here is ever called."""
+"""Names that SGLang imports from ``torchvision.transforms``. They are never called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's pool of blocks, without reference counts of its own that matter here: copies, eviction, events."""
+"""vLLM's block pool: copies, eviction and events."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class BlockPool:
             key = make_block_hash_with_group_id(request.block_hashes[number], kv_cache_group_id)
             blocks[number].block_hash = key
             self.cached_block_hash_to_block.insert(key, blocks[number])
-        self._tell(request, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+        self._emit_stored(request, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
 
     def emit_cached_block_events(
         self, request: Any, num_cached_blocks: int, block_size: int, kv_cache_group_id: int
     ) -> None:
-        self._tell(request, 0, num_cached_blocks, block_size, kv_cache_group_id)
+        self._emit_stored(request, 0, num_cached_blocks, block_size, kv_cache_group_id)
 
-    def _tell(self, request: Any, first: int, stop: int, block_size: int, group: int) -> None:
+    def _emit_stored(self, request: Any, first: int, stop: int, block_size: int, group: int) -> None:
         hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[:stop]]
         stored = BlockStored(
             block_hashes=hashes[first:],

@@ -1,4 +1,4 @@
-"""As ``torchvision.transforms.functional`` of this stand-in."""
+"""The names of ``torchvision.transforms.functional`` of this stand-in."""
 
 from torchvision.transforms.functional import InterpolationMode, __getattr__
 
