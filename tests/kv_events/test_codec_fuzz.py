@@ -25,7 +25,7 @@ from scheduler_components.testing.golden import batch_vectors, peer_vectors
 pytestmark = pytest.mark.faults
 
 VECTORS = [vector.payload for vector in (*batch_vectors(), *peer_vectors())]
-INPUTS, SOAK_INPUTS = 100_000, 1_000_000
+INPUTS, SOAK_INPUTS = 20_000, 1_000_000
 VIEW_LIVES = 5_000
 # First bytes of every msgpack kind, and numbers at the edges of its lengths.
 KINDS = bytes([0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0xE0, 0xFF])
