@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,15 @@ SMALL = EngineConfig(
 @pytest.fixture
 def private_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the engine puts its sockets, empty afterwards; short, since a socket's path has at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="sc-") as directory:
+    with empty_afterwards() as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield Path(directory)
+
+
+@contextmanager
+def empty_afterwards() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="sc-") as directory:
+        yield directory
         assert list(Path(directory).iterdir()) == []
 
 
@@ -78,6 +85,40 @@ def run_engine(
     asyncio.run(asyncio.wait_for(whole(), timeout=60))
 
 
+RunScenario = Callable[[Callable[[Engine], Awaitable[None]]], None]
+
+
+@pytest.fixture(scope="module")
+def run_on_shared_engine() -> Iterator[RunScenario]:
+    """Run scenarios that leave an engine idle on one engine, because a start costs seconds.
+
+    Its event loop has its own thread, so that the engine receives heartbeats between the scenarios.
+    """
+    with ExitStack() as stack:
+        directory = stack.enter_context(empty_afterwards())
+        loop = asyncio.new_event_loop()
+        stack.callback(loop.close)
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(loop.call_soon_threadsafe, loop.stop)
+
+        def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, timeout=60), loop).result()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", directory)
+            opened = open_engine(attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)), show=lambda _: None)
+            engine = run(opened.__aenter__())
+        stack.callback(lambda: run(opened.__aexit__(None, None, None)))
+
+        async def leave_idle(scenario: Callable[[Engine], Awaitable[None]]) -> None:
+            await scenario(engine)
+            await engine.wait_until_idle()
+
+        yield lambda scenario: run(leave_idle(scenario))
+
+
 def make_request(tokens: range, max_new_tokens: int = 5) -> GenerateReqInput:
     limits = SamplingLimits(max_new_tokens=max_new_tokens)
     return GenerateReqInput(input_ids=pack_tokens(tokens), limits=limits)
@@ -88,7 +129,7 @@ async def generate(engine: Engine, request: GenerateReqInput) -> list[int]:
         return [token async for delta in stream for token in delta.output.token_ids]
 
 
-def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
+def test_it_serves_and_all_ranks_of_a_replica_agree(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         requests = [make_request(range(start, start + 40)) for start in range(12)]
         answers = await asyncio.gather(*(generate(engine, request) for request in requests))
@@ -102,19 +143,18 @@ def test_it_serves_and_all_ranks_of_a_replica_agree(private_tmp: Path) -> None:
             assert dumps[leader].step == dumps[leader + 1].step
         assert all(stats.load.num_running_reqs == 0 for stats in engine.stats.read().values())
 
-    run_engine(scenario)
+    run_on_shared_engine(scenario)
 
 
-def test_only_the_first_rank_of_each_replica_opens_a_stream(private_tmp: Path) -> None:
+def test_only_the_first_rank_of_each_replica_opens_a_stream(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         ready = engine.frontend.replies.ready
-        base = json.loads(config.kv_events or "")["endpoint"]
+        base = json.loads(engine.config.kv_events or "")["endpoint"]
         port = int(base.rpartition(":")[2])
         streams = {tp_rank: said.stream_endpoint for tp_rank, said in ready.items()}
         assert streams == {0: base, 1: None, 2: f"tcp://127.0.0.1:{port + 1}", 3: None}
 
-    config = attrs.evolve(SMALL, kv_events=default_kv_events(SMALL))
-    run_engine(scenario, config)
+    run_on_shared_engine(scenario)
 
 
 def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Path) -> None:
@@ -220,25 +260,26 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
     run_engine(scenario, attrs.evolve(SMALL, hicache=hicache, kv_events=default_kv_events(SMALL)))
 
 
-def test_server_info_has_the_kv_metrics_of_each_replica(private_tmp: Path) -> None:
+def test_server_info_has_the_kv_metrics_of_each_replica(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         while set(engine.stats.read()) != {0, 1}:
             await asyncio.gather(*(generate(engine, make_request(range(8))) for _ in range(4)))
         metrics = EngineStatus(engine=engine).server_info()["kv_metrics"]
         assert [(each["data_parallel_rank"], each["kv_total_blocks"]) for each in metrics] == [(0, 256), (1, 256)]
 
-    run_engine(scenario)
+    run_on_shared_engine(scenario)
 
 
-def test_the_advertised_load_gauge_counts_dispatched_requests(private_tmp: Path) -> None:
+def test_the_advertised_load_gauge_counts_dispatched_requests(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         described = EngineStatus(engine=engine).server_info()["kv_events"]
         base, host = described["load_endpoint_port_base"], described["endpoint_host"]
         with closing(open_zmq_load_reader(f"tcp://{host}:{base + rank}" for rank in range(2))) as reader:
+            num_before = sum(load.last_dispatch_ticket for load in engine.frontend.dispatcher.replicas)
             await asyncio.gather(*(generate(engine, make_request(range(8))) for _ in range(4)))
             await engine.wait_until_idle()
             sent = {rank: load.last_dispatch_ticket for rank, load in enumerate(engine.frontend.dispatcher.replicas)}
-            assert sum(sent.values()) == 4
+            assert sum(sent.values()) == num_before + 4
             loads: dict[int, tuple[int, int, int]] = {}
             while loads != {rank: (ticket, 0, 1024) for rank, ticket in sent.items()}:  # two heartbeats at most
                 loads = {rank: sample.stat for rank, sample in reader.read(0.1).samples.items()}
@@ -252,16 +293,16 @@ def test_the_advertised_load_gauge_counts_dispatched_requests(private_tmp: Path)
                     for rank, load in loads.items()
                 }
 
-    run_engine(scenario, attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)))
+    run_on_shared_engine(scenario)
 
 
-def test_a_request_that_can_never_fit_is_refused(private_tmp: Path) -> None:
+def test_a_request_that_can_never_fit_is_refused(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         with pytest.raises(RequestRefusedError, match="the pool has 1024"):
             await generate(engine, make_request(range(2000)))
         assert len(await generate(engine, make_request(range(40)))) == 5
 
-    run_engine(scenario)
+    run_on_shared_engine(scenario)
 
 
 def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp: Path) -> None:
@@ -299,14 +340,14 @@ def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp
     run_engine(scenario, attrs.evolve(SMALL, dp_size=1, scheduler=sizes))
 
 
-def test_a_closed_request_frees_its_pages(private_tmp: Path) -> None:
+def test_a_closed_request_frees_its_pages(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         async with engine.frontend.open_request(make_request(range(40), max_new_tokens=900)) as stream:
             await anext(stream)
         await engine.wait_until_idle()
         assert all(stats.load.num_used_tokens == 0 for stats in engine.stats.read().values())
 
-    run_engine(scenario)
+    run_on_shared_engine(scenario)
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
