@@ -1,7 +1,7 @@
 """What every test may ask for, and how long the searches are.
 
-``make test`` runs the tests that are not marked ``engines_only``, with the profile ``default``. ``make soak`` runs the tests
-marked ``soak`` again with the profile ``soak``: ten times the examples for a property whose ``max_examples`` is a
+``make test`` runs the tests that are not marked ``engines_only``, with the profile ``default``. ``make soak`` runs the
+tests marked ``soak`` again with the profile ``soak``: ten times the examples for a property whose ``max_examples`` is a
 multiple of the profile's, and the long form of a test that asks for ``soaking``. CI runs the suite with the profile
 ``ci``, whose examples are the same in each run, and the tests marked ``soak`` with new ones. To repeat a failure:
 ``pytest TEST --hypothesis-seed N``.
