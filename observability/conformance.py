@@ -128,7 +128,7 @@ class ConformanceReport(msgspec.Struct, frozen=True):
             yield from (f"  {line}" for line in _facts(stream.facts))
             yield from (f"  {line}" for line in _broken_rules(stream.rules))
             yield from (f"  {line}" for line in _summary(stream.rules))
-        untrue = ": a stream tells something else than its pool holds" if self._differs_from_pool else ""
+        untrue = ": a stream and its pool differ" if self._differs_from_pool else ""
         yield f"{escape_unprintable(self.target)}: " + ("conforms" if self.conforms else f"does NOT conform{untrue}")
 
 

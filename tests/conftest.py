@@ -1,4 +1,6 @@
-"""What every test may ask for, and how long the searches are.
+"""Fixtures that all tests share, and the lengths of searches.
+
+Markers say what a test needs: ``pytest --markers`` lists them, and ``-m "not processes and not packaging"`` is quick.
 
 ``make test`` runs the tests that are not marked ``engines_only``, with the profile ``default``. ``make soak`` runs the
 tests marked ``soak`` again with the profile ``soak``: ten times the examples for a property whose ``max_examples`` is a
@@ -29,11 +31,11 @@ import pytest
 from hypothesis import Phase, settings
 from kit.waiting import wait_until
 
-# Loaded machines are slow: a deadline per example says more about the machine than about the code.
+# Loaded machines are slow, so a deadline per example would measure the machine.
 settings.register_profile("default", deadline=None, max_examples=100, print_blob=True)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1_000)
-# `make mutants`: the same examples for each broken variant, and no shrinking of what will be thrown away.
+# `make mutants`: the same examples for each variant, without shrinking.
 settings.register_profile(
     "mutants",
     settings.get_profile("default"),
@@ -56,15 +58,15 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture(scope="session")
 def soaking() -> bool:
-    """Whether long forms are wanted: the profile ``soak`` is loaded."""
+    """True if the profile ``soak`` is loaded, so that tests run their long forms."""
     return settings.get_current_profile_name() == "soak"
 
 
 @pytest.fixture
 def free_ports() -> Callable[[int], int]:
-    """Find a block of ports that are free on loopback now; returns the lowest.
+    """Find a block of free ports on loopback; return the lowest.
 
-    They are let go of before they are used. So they are none of those that the system gives to sockets without one.
+    They are closed again before the test uses them, so they are outside the range that the system assigns itself.
     """
 
     def find(count: int) -> int:
@@ -89,10 +91,10 @@ def free_ports() -> Callable[[int], int]:
 
 @pytest.fixture
 def trace_beyond_the_host(tmp_path: Path) -> Path:
-    """A trace that needs storage, whatever the machine is doing: 12 prompts of 1,024 tokens, three times in a circle.
+    """A trace that needs storage on any machine: 12 prompts of 1,024 tokens, repeated three times in a circle.
 
-    Tiers that evict the least recently used, and have fewer than 12,288 tokens together, never hold a prompt when it
-    comes again.
+    Tiers of fewer than 12,288 tokens together that evict the least recently used prompt have always evicted a prompt
+    before it is repeated.
     """
     lines = [
         {"timestamp": 400 * at, "input_length": 1024, "output_length": 4, "hash_ids": [2 * chat, 2 * chat + 1]}
@@ -111,9 +113,9 @@ def eventually() -> Callable[[Callable[[], object]], None]:
 
 @pytest.fixture(scope="session")
 def die_with_us() -> Callable[[], object] | None:
-    """``preexec_fn`` of a child that must not outlive the tests, whatever ends them; None where it cannot be asked.
+    """``preexec_fn`` of a child that must not outlive the tests; None if the system does not support it.
 
-    The child ends with the thread that starts it, so start it on one that stays.
+    The child ends with the thread that starts it, so start it on a thread that stays.
     """
     if sys.platform != "linux":
         return None
@@ -122,7 +124,7 @@ def die_with_us() -> Callable[[], object] | None:
 
 
 class RelayProcess:
-    """``scheduler-components relay`` in a process of its own; ``url`` is where it answers."""
+    """``scheduler-components relay`` in its own process; ``url`` is its HTTP address."""
 
     DEADLINE_S = 40.0
 
@@ -135,12 +137,12 @@ class RelayProcess:
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": before}
         self.process = subprocess.Popen([*command, *config], text=True, **options)
         ready, _, _ = select.select([self.process.stdout], [], [], self.DEADLINE_S)
-        assert ready, "the relay did not begin"
+        assert ready, "the relay did not start"
         words = self.process.stdout.readline().split()  # type: ignore[union-attr]
         self.url = words[words.index("says") - 1].removesuffix("/health")
 
     def get(self, path: str) -> Any:
-        """What it answers to ``path``, whatever the status."""
+        """Return the reply to ``path``, also to an error status."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             answer = direct.open(self.url + path, timeout=self.DEADLINE_S)
@@ -151,7 +153,7 @@ class RelayProcess:
             return json.loads(text) if "json" in answer.headers["content-type"] else text
 
     def stop(self) -> tuple[int, str]:
-        """End it as an operator would: its exit code, and what it complained of."""
+        """Terminate it; return its exit code and its standard error."""
         self.process.terminate()
         _, complaints = self.process.communicate(timeout=self.DEADLINE_S)
         return self.process.returncode, complaints
@@ -166,7 +168,7 @@ class RelayProcess:
 
 @pytest.fixture
 def start_relay(die_with_us: Callable[[], object] | None) -> Iterator[Callable[..., RelayProcess]]:
-    """Start a relay in a process of its own: ``start_relay(*sources, arguments=("--option", "value"), **settings)``."""
+    """Start a relay process: ``start_relay(*sources, arguments=("--option", "value"), **settings)``."""
     with ExitStack() as stack:
 
         def start(*sources: str, arguments: Sequence[str] = (), **settings: object) -> RelayProcess:

@@ -16,7 +16,7 @@ from scheduler_components.values import RejectionReason
 
 
 class BlockerBench:
-    """A screen, and a scheduler that takes in at once what goes on."""
+    """A blocker, and a scheduler that admits the passed messages immediately."""
 
     def __init__(self, **bounds: float | None) -> None:
         self.clock, self.rejections = FakeClock(), ListRefusalSink()

@@ -58,13 +58,13 @@ def test_a_change_is_atomic(changes: list[dict[str, StateValue]]) -> None:
     for change in changes:
         before = state.get()
         try:
-            told = state.set(change)
+            changed = state.set(change)
         except ConfigError:
             assert state.get() == before
             assert change
         else:
             assert state.get() == {**before, **change}
-            assert told == change
+            assert changed == change
             assert set(change) <= set(state.settable)
         assert all(part.a <= part.b and part.shown == "x" for part in parts)
 

@@ -222,7 +222,7 @@ def test_nothing_is_raised_unless_the_policy_says_so(caplog: pytest.LogCaptureFi
         with caplog.at_level(logging.ERROR):
             for _ in scheduler.drain():
                 pass
-        assert len(caplog.records) == num_lines, "a leak that stands is told once"
+        assert len(caplog.records) == num_lines, "a leak that remains is reported once"
         stats = checker_of(scheduler).stats()
         assert (stats.pages_lost, stats.problems_open >= 1, stats.checks_failed) == (1, True, 0)
     assert "request r1: " in caplog.text, "the last one is the dump"

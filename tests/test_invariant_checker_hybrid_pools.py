@@ -23,7 +23,7 @@ from scheduler_components.values import AllocationRecord, PageHolding
 
 
 class LosesPageOfRetracted(HybridPages):
-    """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
+    """#11970: the page that the current step allocated for a retracted request is not freed."""
 
     def free(self, request: Request) -> None:
         if self.progress.phase == "batch" and request.state is RequestState.RUNNING:

@@ -1,5 +1,7 @@
-"""A sound scheduler raises no alarm, whatever it is asked: four pools, with and without a host tier whose copies come
-late or fail, each page, lock and told block looked at after every step. The policy is to raise.
+"""A correct scheduler raises no violation for any sequence of calls.
+
+Four pools, with and without a host tier whose copies are late or fail. Each page, lock and published block is checked
+after every step, and the policy is to raise.
 """
 
 from __future__ import annotations

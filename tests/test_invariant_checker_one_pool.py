@@ -63,7 +63,7 @@ def _pages_of(node: RadixNode) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class LosesPageOfRetracted(RequestKvCache):
-    """#11970: the step under way has taken a page for a request that is retracted meanwhile; nobody frees that page."""
+    """#11970: the page that the current step allocated for a retracted request is not freed."""
 
     def free(self, request: Request) -> None:
         num_full = request.num_computed_tokens // self.cache.page_size

@@ -74,7 +74,7 @@ def room_of(module: str) -> str:
     """The room of FLOORS that a module of the kit belongs to: the longest that fits."""
     short = module.removeprefix(f"{KIT}.")
     fitting = [room for room in FLOOR_OF if short == room or short.startswith(f"{room}.")]
-    assert fitting, f"{module} stands on no floor: name it in FLOORS"
+    assert fitting, f"{module} has no layer: add it to FLOORS"
     return max(fitting, key=len)
 
 

@@ -58,8 +58,8 @@ def test_exactly_the_requested_steps_are_recorded(
     session = ProfilerManager(profiler=profiler, rank="rank3")
     session.start(ProfileRequest("p", start_step, num_steps, by_stage))
     run(session, profiler, steps)
-    told = session.stop()
-    assert told == tuple(f"/{name}" for name in profiler.recorded)
+    paths = session.stop()
+    assert paths == tuple(f"/{name}" for name in profiler.recorded)
     assert not session.is_recording and profiler.open is None
     recorded = sorted(step for trace in profiler.recorded.values() for step in trace)
     after = range(start_step, len(steps))

@@ -99,7 +99,7 @@ def test_discarded_weights_must_be_loaded_again() -> None:
 def test_a_pause_that_times_out_changes_nothing() -> None:
     replica = Replica()
     answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=2))[0]
-    assert answer.problem == ""  # nobody ran yet
+    assert answer.problem == ""  # no request ran yet
     done(replica, ContinueGeneration())
     replica.step()
     answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=1))[0]

@@ -48,8 +48,8 @@ class OwnEars:
         self.to_come = iter(tape.relayed)
 
     def broadcast(self, own: RelayedInput) -> RelayedInput:
-        told = next(self.to_come)
-        return RelayedInput(told.step, told.state_digest, told.input_digest, own.frames)
+        relayed = next(self.to_come)
+        return RelayedInput(relayed.step, relayed.state_digest, relayed.input_digest, own.frames)
 
     def close(self) -> None:
         pass

@@ -140,7 +140,7 @@ def test_a_publisher_with_bind_true_gives_no_warning() -> None:
 
 
 def test_ranks_on_several_nodes_are_listed_with_their_hosts() -> None:
-    """In any order, beside the bases, which readers of today take: SGLang's form (#38032), and the sides."""
+    """In any order, next to the base ports of current readers: SGLang's form (#38032), and the side ports."""
     text = config(replay_endpoint="tcp://*:5657")
     nodes = [
         ListeningStream.parse(rank, f"tcp://0.0.0.0:{5557 + rank}", replay=f"tcp://0.0.0.0:{5657 + rank}").with_host(

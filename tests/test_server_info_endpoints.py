@@ -195,7 +195,7 @@ def test_every_advertised_endpoint_listens_and_serves_its_rank(
 
 @pytest.mark.parametrize("host", ["*", "127.0.0.1"])
 def test_ports_that_the_system_gave_are_advertised_and_found(host: str) -> None:
-    """Four ranks, two streams, port 0 everywhere: nobody looks for free ports before they are bound."""
+    """Four ranks, two streams, port 0 everywhere: no free port is searched before it is bound."""
     anywhere = f"tcp://{host}:0"
     config = json.dumps(
         {

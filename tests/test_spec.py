@@ -97,11 +97,11 @@ def seed_of(extra_key: str | None, cache_salt: str | None) -> bytes:
     """As the specification says it."""
     if extra_key is None and cache_salt is None:
         return b""
-    told = b"sglang-kv-event-namespace-v1"
+    seed = b"sglang-kv-event-namespace-v1"
     for part in (extra_key, cache_salt):
         text = (part or "").encode()
-        told += b"\0" if part is None else b"\1" + len(text).to_bytes(8, "little") + text
-    return sha256(told).digest()
+        seed += b"\0" if part is None else b"\1" + len(text).to_bytes(8, "little") + text
+    return sha256(seed).digest()
 
 
 @pytest.mark.parametrize("vector", namespaced_hash_vectors(), ids=str)

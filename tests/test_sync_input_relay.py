@@ -88,7 +88,7 @@ def test_a_rank_with_a_different_value_is_found_by_all_ranks(field: str) -> None
     assert "rank 0: 'input 00000002, state 00000001, leads' at step 7, call 0; rank 1: 'input" in messages[0]
 
 
-@pytest.mark.parametrize("leaders", [(), (0, 1)], ids=["nobody leads", "two lead"])
+@pytest.mark.parametrize("leaders", [(), (0, 1)], ids=["no leader", "two lead"])
 def test_none_or_two_leading_ranks_are_found(leaders: tuple[int, ...]) -> None:
     def work(groups: ParallelGroups) -> None:
         relay = SyncGroupRelay(rank=groups.rank, leads=groups.rank in leaders, groups=groups.groups)

@@ -39,7 +39,7 @@ def test_a_stall_is_reported_once(history: list[str | float]) -> None:
     progress = StepProgress()
     judge = StallDetector(progress=progress, rank="tp0", after_s=AFTER_S)
     now_s = seen_at_s = 0.0
-    seen_moves, told = -1, False
+    seen_moves, is_reported = -1, False
     for event in history:
         if isinstance(event, float):
             now_s += event
@@ -50,13 +50,13 @@ def test_a_stall_is_reported_once(history: list[str | float]) -> None:
         else:
             report = judge.poll(now_s)
             if progress.num_phase_changes != seen_moves or progress.phase == IDLE_PHASE:
-                assert (report is not None) == told
+                assert (report is not None) == is_reported
                 assert report is None or report.is_resolved
-                seen_moves, seen_at_s, told = progress.num_phase_changes, now_s, False
-            elif now_s - seen_at_s >= AFTER_S and not told:
+                seen_moves, seen_at_s, is_reported = progress.num_phase_changes, now_s, False
+            elif now_s - seen_at_s >= AFTER_S and not is_reported:
                 assert report is not None
                 assert (report.phase, report.request, report.is_resolved) == ("device", "r1", False)
-                told = True
+                is_reported = True
             else:
                 assert report is None
 

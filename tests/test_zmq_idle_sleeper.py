@@ -27,21 +27,21 @@ def wire() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
 def test_it_wakes_for_input_only(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
     push, pull = wire
     sleeper = IdleSleeper([pull])
-    told = threading.Event()
+    called = threading.Event()
     woken: list[object] = []
 
     def sleep() -> None:
-        told.set()
+        called.set()
         woken.extend(sleeper.sleep())
 
     sleeping = threading.Thread(target=sleep)
     sleeping.start()
-    assert told.wait(10)
+    assert called.wait(10)
     push.send(b"request")
     sleeping.join(10)
     assert woken == [pull]
     assert (sleeper.num_sleeps, sleeper.num_timeouts) == (1, 0)
-    assert sleeper.sleep(0) == {pull}, "what nobody took is still there"
+    assert sleeper.sleep(0) == {pull}, "an unread message is still there"
 
 
 def test_it_wakes_at_the_callers_timeout(

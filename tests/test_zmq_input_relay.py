@@ -75,7 +75,7 @@ def test_both_ends_stop_with_the_engine(pairs: Pairs) -> None:
     push, pull = pairs.open(high_water_mark=1)
     leader = ZmqLeaderRelay(followers=[push], wait_for=stopped)
     with pytest.raises(StopRequestedError):
-        for number in range(100):  # nobody reads
+        for number in range(100):  # without a reader
             leader.broadcast(RelayedInput(number, 0, 0))
     _, silent = pairs.open()
     with pytest.raises(StopRequestedError):

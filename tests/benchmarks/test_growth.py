@@ -192,8 +192,8 @@ def test_folding_costs_the_same_in_a_hundred_times_larger_base() -> None:
     def folding(num_blocks: int) -> Callable[[], None]:
         base, hashes = base_of(num_blocks), tuple(range(-64, 0))
         stored = tuple(BlockStored((each,), None, (7,), 1, None) for each in hashes)
-        told = BatchEncoder().encode_with_changes(KVEventBatch(1.0, (*stored, BlockRemoved(hashes))), 0)
-        return lambda: base.fold(*told)
+        encoded = BatchEncoder().encode_with_changes(KVEventBatch(1.0, (*stored, BlockRemoved(hashes))), 0)
+        return lambda: base.fold(*encoded)
 
     assert growth(folding(1_000), folding(100_000), 200) < GROSS
 

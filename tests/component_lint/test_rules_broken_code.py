@@ -55,7 +55,7 @@ BROKEN = [
     ),
     (
         "SCH001",
-        "uses of a field that somebody else sets",
+        "uses of a field that other code sets",
         """
         class Load:
             def get_loads(self):

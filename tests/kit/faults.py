@@ -31,9 +31,10 @@ class ChildProcess:
         self.process = subprocess.Popen([sys.executable, str(path), *arguments], text=True, bufsize=1, **pipes)
 
     def read(self) -> Any:
+        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
         assert ready, "the child did not answer"
-        return json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
+        return json.loads(self.process.stdout.readline())
 
     def send(self, text: str) -> None:
         self.process.stdin.write(text)  # type: ignore[union-attr]
@@ -144,13 +145,13 @@ class TcpProxy:
 
 
 def _hang_up(end: socket.socket) -> None:
-    """Wake whoever reads from ``end``; the one who reads closes it."""
-    with suppress(OSError):  # the other side was quicker
+    """Wake the thread that reads from ``end``, which closes it."""
+    with suppress(OSError):  # the other side closed it first
         end.shutdown(socket.SHUT_RDWR)
 
 
 class Watched:
-    """The kit's subscriber on one stream, polled until it is what a test waits for."""
+    """The kit's subscriber of one stream, polled until a condition holds."""
 
     def __init__(self, subscriber: Subscriber) -> None:
         self.subscriber = subscriber

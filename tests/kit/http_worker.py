@@ -1,4 +1,4 @@
-"""What the tests of the reading wing share: a worker's HTTP side, as wrong as a test wants it, and a stack to close."""
+"""A worker's HTTP side whose pages, also faulty ones, the test defines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 Pages = dict[str, tuple[int, bytes]]
 
 OPENMETRICS = " in OpenMetrics"
-"""After a path: the page for those who ask for that form, where it is another."""
+"""Suffix of a path whose page in OpenMetrics differs."""
 
 
 def serve_pages(pages: Pages) -> ThreadingHTTPServer:
@@ -27,14 +27,14 @@ def serve_pages(pages: Pages) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Quiet."""
+            """Do not log."""
 
     return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
 @pytest.fixture
 def serve(stack: ExitStack) -> Callable[[Pages], str]:
-    """Serve fixed pages by path, on a port that the system chooses; gives the URL."""
+    """Serve fixed pages by path on a port that the system chooses; return the URL."""
 
     def start(pages: Pages) -> str:
         server = stack.enter_context(serve_pages(pages))

@@ -48,7 +48,7 @@ class FreeList(list[int]):
 
 @dataclass
 class Held:
-    """What one request has of one pool beside the KV pool."""
+    """The pages of one request in one side pool."""
 
     pages: list[int] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class SideHolders:
 
 
 class HybridPages:
-    """``RequestKvCache`` and two pools beside it. Tests override one method to break it."""
+    """``RequestKvCache`` and two side pools. Tests override one method to break it."""
 
     def __init__(self, base: RequestKvCache, scheduler: Scheduler, num_window_pages: int = 64) -> None:
         self.base = base

@@ -315,7 +315,7 @@ class ModelBench:
         self.scheduler.abort(request.rid)
 
     def step(self) -> None:
-        """One step, after which the stream tells what the cache holds."""
+        """Run one step, after which the blocks of the stream equal those of the cache."""
         self.scheduler.step()
         cache = self.scheduler.cache
         if isinstance(cache, HiRadixCache):

@@ -1,4 +1,4 @@
-"""Four ranks of a replica in one process, which agree over what the kit's simulations agree over."""
+"""Four ranks of one replica in one process, connected by the kit's in-process groups."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from scheduler_components.values import ControlReply, ControlRequest
 
 RANKS = (0, 1, 2, 3)
 HOPS = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}
-GOOD = 5  # checksum of parts that came whole
+GOOD = 5  # checksum of complete parts
 
 
 class OwnFacts(msgspec.Struct, frozen=True):
-    """What is one rank's own while an order stands."""
+    """The facts that differ between ranks during a control request."""
 
-    transfers_end_after: int = 0  # steps from the order on
+    transfers_end_after: int = 0  # steps after the request
     clock_s: float = 0.0  # how far its clock runs ahead
     fails: bool = False
     reads: int = GOOD
 
 
 class Given(msgspec.Struct, frozen=True):
-    """An order, with what each rank makes of it, and requests that come before it and after its first question."""
+    """A control request, the facts of each rank, and the requests before it and after its first agreement."""
 
     order: ControlRequest
     facts: tuple[OwnFacts, ...] = (OwnFacts(),) * 4
@@ -38,7 +38,7 @@ class Given(msgspec.Struct, frozen=True):
 
 @dataclass
 class QuiescableEngine:
-    """One rank's work, cache, weights and memory, all four ports at once. Requests run for three steps each."""
+    """One rank's work, cache, weights and memory in one object. Each request runs for three steps."""
 
     facts: OwnFacts = field(default_factory=OwnFacts)
     age: int = 0
@@ -64,7 +64,7 @@ class QuiescableEngine:
         return retracted
 
     def clear(self, weight_version: str) -> None:
-        assert not self.running and not self.num_operations, "emptied under somebody's hands"
+        assert not self.running and not self.num_operations, "cleared while requests or transfers use it"
         self.did.append(f"cleared for {weight_version}")
 
     def clear_storage_index(self) -> None:
@@ -173,10 +173,10 @@ class Replica:
         raise AssertionError(f"{given.order} does not come to an end")
 
     def have_parted(self, answers: list[ControlReply | None]) -> bool:
-        told = {
+        replies = {
             answer and (answer.problem.partition(":")[0], answer.num_requests, answer.checksum) for answer in answers
         }
         states = {quiesce.state.digest() for quiesce in self.ranks.values()}
         did = {tuple(each for each in engine.did if not each.startswith("took")) for engine in self.engines.values()}
         counts = {(engine.num_running, engine.num_waiting) for engine in self.engines.values()}
-        return max(map(len, (told, states, did, counts))) > 1
+        return any(len(values) > 1 for values in (replies, states, did, counts))

@@ -1,4 +1,4 @@
-"""Real schedulers behind a real front, in this process: what clients of the text routes are tested against."""
+"""Real schedulers behind a real frontend, in this process, for the tests of clients of the text routes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from scheduler_components.values import OutputBatch
 
 MODEL = SimulatedModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)
-_STEP_S = 0.0005  # other tasks have their turns meanwhile, as beside a device
+_STEP_S = 0.0005  # other tasks run meanwhile, as while a device computes
 
 
 class Replica:
-    """A scheduler that is its own leader: takes commands as a socket does, and steps while it has work."""
+    """A scheduler that receives commands like a socket and steps while it has work."""
 
     def __init__(self, frontend: Callable[[], Frontend], rank: int, num_replicas: int) -> None:
-        self._front = frontend
+        self._frontend = frontend
         self.commands: list[RankCommand] = []
         self.is_stepping = False
         self.scheduler = Scheduler.compose(
@@ -51,9 +51,9 @@ class Replica:
         )
 
     def send(self, frame: bytes | OutputBatch, flags: int = 0) -> bool:
-        """A command of the front's, or outputs of the scheduler's."""
+        """Receive a command of the frontend, or outputs of the scheduler."""
         if isinstance(frame, OutputBatch):
-            self._front().process_outputs(decode_outputs(encode_outputs(frame)))
+            self._frontend().process_outputs(decode_outputs(encode_outputs(frame)))
             return True
         command = decode_command(frame)
         self.commands.append(command)
@@ -74,7 +74,7 @@ class Replica:
             self.scheduler.submit(request)
         except ConfigError as error:
             refused = RequestRefused(command.rid, str(error))
-            asyncio.get_running_loop().call_soon(self._front().receive, refused)
+            asyncio.get_running_loop().call_soon(self._frontend().receive, refused)
 
     def _step(self) -> None:
         self.is_stepping = self.scheduler.has_work
@@ -98,7 +98,7 @@ class Replica:
 
 
 class Served:
-    """Replicas, the front before them, and the application that serves it."""
+    """Replicas, their frontend, and the application that serves it."""
 
     def __init__(self, num_replicas: int = 1, codec: TextTokenizer | None = None) -> None:
         self.codec = codec if codec is not None else WordTokenizer()
@@ -112,8 +112,8 @@ class Served:
         return self.replicas[0].scheduler
 
     @staticmethod
-    def foretold(rid: str, num_prompt_tokens: int, num_tokens: int) -> list[int]:
-        """What the simulated model generates."""
+    def expected_tokens(rid: str, num_prompt_tokens: int, num_tokens: int) -> list[int]:
+        """Return the tokens that the simulated model generates."""
         return [MODEL.next_token(rid, num_prompt_tokens + place) for place in range(num_tokens)]
 
 

@@ -1,4 +1,4 @@
-"""Sockets for tests: one context a test, closed whatever happens, and receives that end in a failure, not a hang."""
+"""Sockets for tests: one context per test, always closed, with a deadline for each receive."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def ask_replay(open_socket: OpenSocket) -> Callable[..., list[list[bytes]]]:
 
 @pytest.fixture
 def connected() -> Callable[..., int]:
-    """Publish probes until ``subscriber`` hears one: a PUB socket drops what it sends before a peer has joined."""
+    """Publish probes until ``subscriber`` receives one, because PUB drops messages before the subscription arrives."""
 
-    def publish_until_heard(publish: Callable[[KVEventBatch], None], subscriber: Socket) -> int:
+    def publish_until_received(publish: Callable[[KVEventBatch], None], subscriber: Socket) -> int:
         for probes in range(1, 2_000):
             publish(KVEventBatch(ts=0.0, events=()))
             if subscriber.poll(5):
@@ -95,9 +95,9 @@ def connected() -> Callable[..., int]:
                 while BatchDecoder().decode(subscriber.recv_multipart()[-1]).ts != LAST_PROBE:
                     pass
                 return probes + 1
-        raise AssertionError("the subscriber never heard the publisher")
+        raise AssertionError("the subscriber never received a probe")
 
-    return publish_until_heard
+    return publish_until_received
 
 
 @pytest.fixture

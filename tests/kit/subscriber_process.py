@@ -20,7 +20,7 @@ def main() -> None:
     with open_subscriber([static_address(events, replay=replay)], policy=FollowPolicy(probe_interval_s=0.1)) as sub:
         while True:
             sub.poll(0.01)
-            asked = sys.stdin.buffer.raw.read(1)  # type: ignore[attr-defined]
+            asked = sys.stdin.buffer.raw.read(1)  # type: ignore[union-attr]
             if asked == b"":
                 return
             if asked is not None:

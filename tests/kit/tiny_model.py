@@ -46,12 +46,12 @@ def one_thread() -> Iterator[None]:
 def make_model_folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Callable[..., Path]:
     """``make_model_folder(seed=0, **sizes)``: a Llama of 2 layers, 4 heads, 2 KV heads, 512 positions, with tokenizer.
 
-    Its weights are drawn wide, so that each token depends on all before it, and a wrong one is seen at once.
+    Its weights have a large variance, so each token depends on all tokens before it and a wrong one changes the text.
     """
 
     torch = pytest.importorskip("torch", reason="needs torch: pip install scheduler-components[model]")
     pytest.importorskip("transformers", reason="needs transformers: pip install scheduler-components[model]")
-    import tqdm
+    import tqdm  # type: ignore[import-untyped]
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tqdm.tqdm.monitor_interval = 0  # saving a model draws a bar, and the thread that watches bars would never end
@@ -98,12 +98,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL_TOKENS, strict=False))
     chat = {"chat_template": CHAT_TEMPLATE, "additional_special_tokens": SPECIAL_TOKENS[4:]}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names, **chat)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names, **chat)  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="session")
 def model_folder(make_model_folder: Callable[..., Path]) -> Path:
-    """The tiny model of the default sizes, in a folder that nobody writes to."""
+    """The tiny model of the default sizes, in a read-only folder."""
     return make_model_folder()
 
 
@@ -118,13 +118,14 @@ def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def judge(model_folder: Path) -> GreedyTextVerifier:
-    """What transformers' ``generate`` makes of ``model_folder``, in float32."""
+    """The verifier over transformers' ``generate`` of ``model_folder``, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 
-    return GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    return GreedyTextVerifier.over(model)
 
 
 @pytest.fixture(scope="session")

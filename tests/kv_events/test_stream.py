@@ -109,17 +109,22 @@ def new_snapshot(shared_bytes: int) -> StreamSnapshot:
 
 
 @settings(deadline=None, max_examples=600)
-@example(history=PARENT_STORED_AGAIN, dialect="array", tells=True, shared_bytes=10_000)
-@example(history=CYCLE, dialect="array", tells=True, shared_bytes=1)
-@given(history=invalid_histories(), dialect=st.sampled_from(DIALECTS), tells=st.booleans(), shared_bytes=SHARED_BYTES)
+@example(history=PARENT_STORED_AGAIN, dialect="array", with_changes=True, shared_bytes=10_000)
+@example(history=CYCLE, dialect="array", with_changes=True, shared_bytes=1)
+@given(
+    history=invalid_histories(),
+    dialect=st.sampled_from(DIALECTS),
+    with_changes=st.booleans(),
+    shared_bytes=SHARED_BYTES,
+)
 def test_a_folded_history_has_the_state_of_the_history(
-    history: list[KVEventBatch], dialect: str, shared_bytes: int, *, tells: bool
+    history: list[KVEventBatch], dialect: str, shared_bytes: int, *, with_changes: bool
 ) -> None:
     encoder, decoder = BatchEncoder(dialect), BatchDecoder()
     state = new_snapshot(shared_bytes)
     for batch in history:
         payload, changes = encoder.encode_with_changes(batch, 0)
-        state.fold(payload, changes if tells else None)
+        state.fold(payload, changes if with_changes else None)
     expected = ledger_after(history).blocks()
     events: list[KVCacheEvent] = [decode_event(encode_segment(segment)) for segment in state.segments()]
     decoded = decoder.decode(encoder.encode(KVEventBatch(0.0, tuple(events)), 0))

@@ -119,7 +119,7 @@ def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str
             for each, count in zip(chosen, counts, strict=True):
                 one_by_one.on_tokens(theirs[each], count)
             continue
-        if action == ".":  # somebody looked, and nothing happened
+        if action == ".":  # the times are read, without an event
             for times in (ours, theirs):
                 for each in chosen:
                     times[each].advance(clock.now_s)

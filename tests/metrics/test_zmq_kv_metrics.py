@@ -1,4 +1,4 @@
-"""Over real sockets: reports arrive, bad ones cost themselves, and nobody waits for anybody."""
+"""KvMetrics over real sockets: reports arrive, invalid ones are dropped, and no side blocks the other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_reports_arrive_whole_and_in_order(
 
 
 def test_without_a_receiver_every_report_is_dropped_and_counted(tmp_path: Path) -> None:
-    sink = open_zmq_kv_metrics_sink(f"ipc://{tmp_path}/nobody")
+    sink = open_zmq_kv_metrics_sink(f"ipc://{tmp_path}/unread")
     for _ in range(5000):
         sink.send(KvMetrics())
     assert (sink.sent, sink.dropped) == (0, 5000)
@@ -112,7 +112,7 @@ def test_one_call_takes_no_more_than_its_limit(
 
 
 def test_after_close_a_report_is_dropped_and_closing_twice_is_quiet(tmp_path: Path) -> None:
-    sink = open_zmq_kv_metrics_sink(f"ipc://{tmp_path}/nobody")
+    sink = open_zmq_kv_metrics_sink(f"ipc://{tmp_path}/unread")
     sink.close()
     sink.send(KvMetrics())
     sink.close()

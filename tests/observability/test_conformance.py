@@ -1,4 +1,4 @@
-"""The judge on live sockets: the kit's engines conform, faults are told with their hint, and so is a wrong target."""
+"""The conformance check on live sockets: the kit's engines conform, and faults and wrong targets get a hint."""
 
 from __future__ import annotations
 
@@ -259,16 +259,16 @@ def test_the_command_prints_the_report_and_exits_by_it(
     publisher = open_zmq()
     ticking(publisher)
     arguments = [publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint or "", "--batches", "20"]
-    status, told, complaint = command(*arguments, *(["--json"] if as_json else []))
+    status, output, complaint = command(*arguments, *(["--json"] if as_json else []))
     assert (status, complaint) == (0, "")
-    assert json.loads(told)["conforms"] if as_json else told.rstrip().endswith(": conforms")
+    assert json.loads(output)["conforms"] if as_json else output.rstrip().endswith(": conforms")
 
 
 def test_the_command_says_no_by_its_exit_code(command: Command) -> None:
     with ScriptedPublisher.open() as publisher:
-        status, told, _ = command(publisher.endpoint, "--listen", "0.1")
+        status, output, _ = command(publisher.endpoint, "--listen", "0.1")
     assert status == 1
-    assert "ERROR   KVE-201 speaks" in told
+    assert "ERROR   KVE-201 speaks" in output
 
 
 @pytest.mark.parametrize("arguments", [["tcp://*:5557"], ["http://127.0.0.1:1", "--topic", "kv"], ["nonsense"], []])

@@ -42,7 +42,7 @@ class ConformingWorker:
     """A cache that requests fill and empty on a thread of its own, its stream, and ``/kv_pool`` as any engine may have.
 
     Args:
-        change: edits what is told, given the number of the batch and its events.
+        change: edits the published events, given the number of the batch and its events.
         says_where: the oracle knows the number of the last batch.
         options: of the publisher.
     """
@@ -125,15 +125,15 @@ def _tell_all(_: int, events: Iterable[KVCacheEvent]) -> Iterable[KVCacheEvent]:
 
 
 class _Changed:
-    """A sink in front of the publisher's, which changes what is told."""
+    """A sink in front of the publisher's, which changes the events."""
 
     def __init__(self, to: ZmqEventPublisher, change: Change) -> None:
         self.to, self.change, self.num_batches = to, change, 0
         self.idle, self.stats, self.shutdown = to.idle, to.stats, to.shutdown
 
     def publish(self, events: EventBatch) -> None:
-        told = tuple(self.change(self.num_batches, events.events))
-        self.to.publish(msgspec.structs.replace(events, events=told))
+        changed = tuple(self.change(self.num_batches, events.events))
+        self.to.publish(msgspec.structs.replace(events, events=changed))
         self.num_batches += 1
 
 
@@ -173,7 +173,7 @@ def test_an_engine_that_tells_all_is_equal_to_its_pool_at_every_reading(
 
 
 class Forgets:
-    """Leaves out every third event of a kind, as soon as ``after`` batches have been told."""
+    """Leaves out every third event of a kind, after the first ``after`` batches."""
 
     def __init__(self, kind: type[KVCacheEvent], after: int = 40) -> None:
         self.kind, self.after = kind, after
@@ -198,7 +198,7 @@ def test_an_engine_that_forgets_is_named_with_its_batch(
     assert code == 4, text
     assert rules[rule]["status"] == "broken"
     assert f"{rule}: " in text
-    assert text.endswith("does NOT conform: a stream tells something else than its pool holds")
+    assert text.endswith("does NOT conform: a stream and its pool differ")
     for seen in rules[rule]["seen"]:  # type: ignore[attr-defined]
         numbers = [int(word) for word in seen.rpartition("since")[2].split() if word.isdecimal()]
         assert any(numbers[0] <= forgot <= numbers[-1] for forgot in forgets.forgot_in), seen
@@ -230,9 +230,9 @@ def test_the_command_says_it_by_its_exit_code(
             cli.main()
         return (ended.value.code, *capsys.readouterr())
 
-    code, told, _ = run("--oracle", engine.url)
-    assert (code, "pool-missing" in told) == (4, True)
-    code, told, complaint = run("--oracle", "http://127.0.0.1:1")
-    assert (code, told) == (3, "")
+    code, output, _ = run("--oracle", engine.url)
+    assert (code, "pool-missing" in output) == (4, True)
+    code, output, complaint = run("--oracle", "http://127.0.0.1:1")
+    assert (code, output) == (3, "")
     assert complaint.startswith("scheduler-components: http://127.0.0.1:1/kv_pool")
     assert complaint.count("\n") == 1

@@ -74,7 +74,7 @@ def the_trouble(report: list[CheckResult]) -> CheckResult:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port that is taken and does not listen, so that nobody else can listen on it meanwhile."""
+    """A port that is taken and does not listen, so that no other process can listen on it."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
@@ -97,8 +97,8 @@ def test_nobody_at_the_url(closed_port: int) -> None:
 def test_who_answers_with_something_else_is_wrong_and_not_unreachable(serve: Serve) -> None:
     report = check_worker(serve({}), QUICK)
     assert exit_code(report) == 1
-    told = json.loads(render_report_json("http://worker", report))
-    assert (told["works"], told["exit_code"], told["checks"][0]["severity"]) == (False, 1, "error")
+    report_json = json.loads(render_report_json("http://worker", report))
+    assert (report_json["works"], report_json["exit_code"], report_json["checks"][0]["severity"]) == (False, 1, "error")
 
 
 def test_another_server_at_the_url(serve: Serve) -> None:

@@ -195,10 +195,10 @@ def test_hashes_of_other_engines_are_folded_to_signed_64_bits() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_is_no_reading_is_told_in_one_sentence(wrong: object) -> None:
-    with pytest.raises(KvPoolUnreadableError) as told:
+    with pytest.raises(KvPoolUnreadableError) as failed:
         fetched(answering(wrong))
-    assert "/kv_pool" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert "/kv_pool" in str(failed.value)
+    assert "\n" not in str(failed.value)
 
 
 def test_a_reading_that_goes_away_between_two_pages_is_begun_again() -> None:

@@ -1,4 +1,4 @@
-"""Whatever a reader accepts: each sample stands under the registry's own name, with its type, on a page that parses."""
+"""In every accepted format, the page parses and each sample has its type and the name of the registry."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Streams:
         return {0: StreamStats(rank=0, endpoint="tcp://worker:5557", state=StreamState.LIVE, lag_s=0.5)}
 
 
-def told(families: Iterable[Metric]) -> dict[tuple[str, frozenset[tuple[str, str]]], tuple[str, str, float]]:
+def samples_of(families: Iterable[Metric]) -> dict[tuple[str, frozenset[tuple[str, str]]], tuple[str, str, float]]:
     """Each sample's name and labels: its family's type and help, and its value."""
     return {
         (sample.name, frozenset(sample.labels.items())): (family.type, family.documentation, sample.value)
@@ -120,7 +120,7 @@ def test_every_reader_gets_the_registrys_names_and_types(accept: str, content_ty
     registry = registry_with_all()
     page, named = render_metrics(registry, accept)
     assert named == content_type
-    assert told(READERS[content_type](page.decode())) == told(registry.collect())
+    assert samples_of(READERS[content_type](page.decode())) == samples_of(registry.collect())
 
 
 def test_a_rank_that_left_takes_its_labels_along() -> None:

@@ -104,7 +104,7 @@ def test_histograms_read_as_prometheus_client_writes_its_own() -> None:
 
 
 def labels_of(page: str, family: str) -> list[tuple[dict[str, str], float]]:
-    """As a gateway reads it: the samples of one family, whatever labels there are beside its own."""
+    """Return the samples of one family with all of their labels, as a gateway reads them."""
     return [
         (sample.labels, sample.value)
         for found in text_string_to_metric_families(page)
@@ -124,8 +124,8 @@ def test_the_gateway_reads_pool_and_adapters(prefix: str) -> None:
     page = generate_latest(registry).decode()
     for name, size, count in ((f"{prefix}cache_config_info", "page_size", "num_pages"),
                               ("vllm:cache_config_info", "block_size", "num_gpu_blocks")):  # fmt: skip
-        told = [(labels["dp_rank"], labels[size], labels[count], value) for labels, value in labels_of(page, name)]
-        assert told == [("0", "16", "100", 1.0), ("1", "32", "50", 1.0)]
+        found = [(labels["dp_rank"], labels[size], labels[count], value) for labels, value in labels_of(page, name)]
+        assert found == [("0", "16", "100", 1.0), ("1", "32", "50", 1.0)]
     (busy, at), (idle, _) = labels_of(page, "vllm:lora_requests_info")
     assert at == 1_700_000_000.5
     assert (busy["max_lora"], busy["running_lora_adapters"], busy["waiting_lora_adapters"]) == (

@@ -135,9 +135,9 @@ def test_a_scrape_is_that_of_a_sink_in_process(
             sink.record(stats)
             sinks.record(stats)
         found = lines(there)
-        beside = [line for line in found if "sglang:metrics_pages_unread_total" in line]
-        assert [line for line in found if line not in beside] == lines(here)
-        assert len(beside) == 3  # its help, its type and one sample
+        extra = [line for line in found if "sglang:metrics_pages_unread_total" in line]
+        assert [line for line in found if line not in extra] == lines(here)
+        assert len(extra) == 3  # its help, its type and one sample
 
 
 def lines(registry: CollectorRegistry) -> list[str]:
@@ -146,9 +146,7 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 
 @pytest.mark.parametrize(("prefix", "model_name"), [("sglang:", ""), ("mine_", "tiny")])
-def test_pages_that_could_not_be_read_are_counted_beside_the_ranks(
-    tmp_path: Path, prefix: str, model_name: str
-) -> None:
+def test_pages_that_could_not_be_read_are_counted_extra_the_ranks(tmp_path: Path, prefix: str, model_name: str) -> None:
     registry = CollectorRegistry()
     board = open_shm_metrics_board(tmp_path, 2)
     MetricsBoardCollector(registry, board=board, prefix=prefix, model_name=model_name)

@@ -1,4 +1,4 @@
-"""The states of an engine, as vLLM tells them: a sample per state, each 0 or 1."""
+"""The states of an engine, as vLLM reports them: a sample per state, each 0 or 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler_components.quiesce import QuiesceState
 from scheduler_components.values import LoadSnapshot, MemoryTag, QuiesceStats, SchedulerStats
 
 
-def told(quiesce: QuiesceStats | None) -> dict[str, float | None]:
+def states_of(quiesce: QuiesceStats | None) -> dict[str, float | None]:
     registry = CollectorRegistry()
     sink = PrometheusSink(registry, vllm_names=True)
     labels = (("dp_rank", "0"),)
@@ -33,8 +33,8 @@ def told(quiesce: QuiesceStats | None) -> dict[str, float | None]:
     ],
 )
 def test_each_state_is_told(state: QuiesceState, samples: tuple[int, int, int]) -> None:
-    assert tuple(told(state.stats()).values()) == samples
+    assert tuple(states_of(state.stats()).values()) == samples
 
 
 def test_an_engine_that_takes_no_orders_tells_none() -> None:
-    assert set(told(None).values()) == {None}
+    assert set(states_of(None).values()) == {None}

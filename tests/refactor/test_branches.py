@@ -98,7 +98,7 @@ def test_a_branch_is_carried_over_the_move(repository: Repository, written: Path
 
     (block,) = re.findall(r"```sh\n(# MOVE: .*?)```", (GUIDE / "README.md").read_text(), re.DOTALL)
     around = {"MOVE": repository.git("rev-parse", "main").strip(), "BRANCH": "branch", "SCRIPT": str(GUIDE / "move.py")}
-    repository.run(["sh", "-e", "-u", "-c", block], GIT_AUTHOR_NAME="Somebody else", **around)
+    repository.run(["sh", "-e", "-u", "-c", block], GIT_AUTHOR_NAME="Another author", **around)
 
     move(as_it_was)
     assert source(repository.folder / SCHEDULER) == source(as_it_was)

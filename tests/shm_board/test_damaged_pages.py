@@ -1,4 +1,4 @@
-"""Pages that somebody damaged, or another version wrote: each costs itself, and never its reader."""
+"""Damaged pages and pages of other versions: each is dropped alone, and the reader continues."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_page_of_another_version_says_what_to_do(
     page.close()
 
 
-def test_a_page_that_is_removed_and_made_anew_is_found_at_once(
+def test_a_page_that_is_removed_and_created_again_is_found_in_the_next_read(
     tmp_path: Path, codec: Codec, report: MakeReport
 ) -> None:
     board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)

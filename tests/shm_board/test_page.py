@@ -173,7 +173,7 @@ def test_the_report_before_the_known_one_is_no_news_and_an_older_one_is_a_page_b
 @settings(deadline=None)
 @given(st.integers(0, HEAD_BYTES + 2 * BUFFER_BYTES))
 def test_a_page_that_ends_early_is_refused_or_not_whole(num_bytes: int) -> None:
-    """Where all heads are left, what is missing is the end of a report, which its checksum tells."""
+    """If all headers are present, the end of a report is missing, and its checksum shows that."""
     page, memory = new_page()
     for sequence in (1, 2):
         page.write(b"x" * FITTING_BYTES, sequence)

@@ -1,4 +1,4 @@
-"""A page has one writer, which ends with its process; who cannot have it is told at the start."""
+"""A page has one writer, which ends with its process; a second writer is refused at start-up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_page_has_its_room_before_anybody_writes(tmp_path: Path) -> None:
 
 
 def test_a_short_page_is_filled_up_and_a_long_one_is_not_cut(tmp_path: Path) -> None:
-    """Cutting it would end, with a fatal signal, whoever has mapped the rest."""
+    """Truncating it would end every process that has mapped it, with a fatal signal."""
     (tmp_path / "short").write_bytes(b"abc")
     (tmp_path / "long").write_bytes(b"x" * (2 * NUM_BYTES))
     for name, size in (("short", NUM_BYTES), ("long", 2 * NUM_BYTES)):

@@ -116,7 +116,7 @@ def test_a_read_leaves_no_file_open(tmp_path: Path, codec: Codec, report: MakeRe
 
 
 def test_reads_at_the_same_time_do_not_mix_up_ranks(tmp_path: Path, codec: Codec, report: MakeReport) -> None:
-    """Two Prometheus servers may ask at once, and the library answers each on a thread of its own."""
+    """Two Prometheus servers may scrape concurrently, and the library answers each on its own thread."""
     pages = [open_shm_page_writer(tmp_path, rank, codec) for rank in range(8)]
     board = ShmBoard(directory=tmp_path, num_ranks=8, codec=codec)
     for rank, page in enumerate(pages):

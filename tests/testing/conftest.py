@@ -1,4 +1,4 @@
-"""What the tests of the checks share is imported from beside them."""
+"""Fixtures of the tests of the checks."""
 
 from __future__ import annotations
 

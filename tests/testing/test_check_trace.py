@@ -1,4 +1,4 @@
-"""A failed check tells what was promised, done, expected and found."""
+"""A failed check reports the promise, the calls, and the expected and found values."""
 
 from __future__ import annotations
 

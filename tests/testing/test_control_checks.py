@@ -1,4 +1,4 @@
-"""The checks of state holders and profilers: the kit's own parts pass them, broken ones are told what is wrong."""
+"""The checks of state holders and profilers: the kit's own parts pass, and broken ones fail with the reason."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ class OneFile:
 
 
 @pytest.mark.parametrize("check", PROFILER_CHECKS)
-def test_a_broken_profiler_is_told(check: Callable[..., None], tmp_path: Path) -> None:
+def test_a_broken_profiler_fails(check: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(ConformanceError):
         check(lambda: OneFile(tmp_path / "trace"))

@@ -1,4 +1,4 @@
-"""The ledger keeps what stands, exactly, and names every rule that an event breaks."""
+"""The ledger keeps exactly the stored blocks and names every rule that an event breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler_components.testing.strategies import cache_histories, events, inv
 
 @settings(deadline=None)
 @given(history=cache_histories())
-def test_what_a_real_cache_tells_is_clean_and_on_the_chain(history: list[KVEventBatch]) -> None:
+def test_the_events_of_a_cache_break_no_rule_and_continue_the_chain(history: list[KVEventBatch]) -> None:
     ledger = EventLedger()
     for batch in history:
         assert batch.events
@@ -62,7 +62,7 @@ def test_order_within_one_removal_means_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "rules"),
+    ("events", "rules"),
     [
         ([stored(2, parent=1)], ["parents-first"]),
         ([stored(2, parent=0)], ["root-parent"]),
@@ -78,8 +78,8 @@ def test_order_within_one_removal_means_nothing() -> None:
         ([BlockStored((1,), None, (1 << 32,), 1, None)], ["event"]),
     ],
 )
-def test_each_fault_is_named(told: list[KVCacheEvent], rules: list[str]) -> None:
-    assert [violation.rule for violation in EventLedger().apply_all(told)] == rules
+def test_each_fault_is_named(events: list[KVCacheEvent], rules: list[str]) -> None:
+    assert [violation.rule for violation in EventLedger().apply_all(events)] == rules
 
 
 def test_without_its_beginning_nothing_earlier_is_judged_until_a_clear() -> None:

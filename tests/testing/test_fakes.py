@@ -54,7 +54,7 @@ def test_components_composed_of_fakes_work_and_fail_as_told() -> None:
     MetricsEmitter(parallel=TRIVIAL, load=load, sink=metrics, sources={"publisher": publisher}).emit()
     assert sink.batches == [KVEventBatch(5.0, (AllBlocksCleared(),), 0)]
     assert (sink.num_idled, len(kv_metrics.sent), metrics.sent[0].load.num_waiting_uncached_tokens) == (1, 1, 6)
-    sink.error = metrics.error = RuntimeError("told to")
+    sink.error = metrics.error = RuntimeError("on purpose")
     publisher.idle()
     MetricsEmitter(parallel=TRIVIAL, load=FakeLoad(), sink=metrics).emit()
     publisher.shutdown()
@@ -89,7 +89,7 @@ def test_a_paged_model_answers_from_its_pages(tokens: list[int], data: st.DataOb
         token = model.forward(tokens[:end], pages, computed)
         computed = end
     assert token == next_token(tokens)
-    # Somebody else computes into one of its pages, or it is given a page that nobody computed.
+    # Another request computes into one of its pages, or it gets a page that was never computed.
     place = data.draw(st.integers(0, (len(tokens) - 2) // 3))
     if data.draw(st.booleans()):
         model.forward([tokens[place * 3] ^ 1], [pages[place]], 0)

@@ -101,15 +101,15 @@ CASES: list[tuple[Callable[[PageStore, str], None], Callable[[], PageStore], str
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(("check", "broken", "told"), CASES)
+@pytest.mark.parametrize(("check", "broken", "message"), CASES)
 def test_a_broken_store_fails_with_its_trace(
-    check: Callable[[PageStore, str], None], broken: Callable[[], PageStore], told: str
+    check: Callable[[PageStore, str], None], broken: Callable[[], PageStore], message: str
 ) -> None:
     store = broken()
     with pytest.raises(ConformanceError) as failed:
         check(store, "key ")
     store.close()
-    assert told in str(failed.value)
+    assert message in str(failed.value)
 
 
 def test_every_check_has_a_broken_store() -> None:

@@ -172,7 +172,7 @@ def test_read_after_each_batch_a_difference_names_the_batch_that_forgot(
 
 
 class Reference(ReferenceScheduler):
-    """The reference scheduler as its own oracle; ``change`` edits what it tells.
+    """The reference scheduler as its own oracle; ``change`` edits its events.
 
     ``change`` is given the number of the batch and its events.
     """
@@ -192,7 +192,7 @@ class Reference(ReferenceScheduler):
 
 
 class _Changed(ListEventSink):
-    """Tells something else than it is given."""
+    """Publishes other events than it is given."""
 
     def __init__(self, to: KvEventSink, change: Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]]):
         super().__init__()
@@ -226,14 +226,15 @@ class ForgetsOne:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(BlockStored, "no batch stored it"), (BlockRemoved, "stored it and the pool does not hold it")]
+    ("kind", "message"),
+    [(BlockStored, "no batch stored it"), (BlockRemoved, "stored it and the pool does not hold it")],
 )
-def test_a_scheduler_that_forgets_is_named_with_its_batch(kind: type[KVCacheEvent], told: str) -> None:
+def test_a_missing_event_is_reported_with_its_batch(kind: type[KVCacheEvent], message: str) -> None:
     forgets = ForgetsOne(kind)
     with pytest.raises(ConformanceError) as failed:
         POOL_STREAM_CHECKS[0](lambda events, outputs: Reference(events, outputs, forgets))
     assert forgets.forgot_in is not None
-    assert told in str(failed.value)
+    assert message in str(failed.value)
     assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
 
 

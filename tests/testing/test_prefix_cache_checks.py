@@ -100,7 +100,7 @@ class TakesTurns(RadixCache):
 
 @pytest.mark.broken_variants
 @pytest.mark.parametrize(
-    ("check", "broken", "told"),
+    ("check", "broken", "message"),
     [
         (checks.check_whole_pages_come_back, RoundsUp, "match_prefix"),
         (checks.check_equal_prompts_share_pages, KeepsDuplicates, "two of the second's pages were freed"),
@@ -115,12 +115,12 @@ class TakesTurns(RadixCache):
     ],
 )
 def test_a_broken_cache_fails_with_its_trace(
-    check: Callable[[checks.OpenCache], None], broken: type[RadixCache], told: str
+    check: Callable[[checks.OpenCache], None], broken: type[RadixCache], message: str
 ) -> None:
     OPENED.clear()
     with pytest.raises(ConformanceError) as failed:
         check(opening(broken))
-    assert any(each in str(failed.value) for each in told.split("|")), str(failed.value)
+    assert any(each in str(failed.value) for each in message.split("|")), str(failed.value)
     assert "1. opened a cache" in str(failed.value)
 
 

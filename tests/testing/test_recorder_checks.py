@@ -140,13 +140,13 @@ BROKEN: tuple[tuple[Callable[[checks.OpenRecorder], None], type[BlockTableRecord
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(("check", "broken", "told"), BROKEN)
+@pytest.mark.parametrize(("check", "broken", "message"), BROKEN)
 def test_a_broken_recorder_fails_with_its_trace(
-    check: Callable[[checks.OpenRecorder], None], broken: type[BlockTableRecorder], told: str
+    check: Callable[[checks.OpenRecorder], None], broken: type[BlockTableRecorder], message: str
 ) -> None:
     with pytest.raises(ConformanceError) as failed:
         check(lambda: broken(2))
-    assert any(each in str(failed.value) for each in told.split("|")), str(failed.value)
+    assert any(each in str(failed.value) for each in message.split("|")), str(failed.value)
     assert "1. opened a recorder" in str(failed.value)
 
 

@@ -93,15 +93,15 @@ def test_every_measured_peer_is_at_most_warned(vector: PeerVector) -> None:
     rank = vector.rank or 0
     record = RecordedStream(
         live=live(vector.payload, first=5), history=ReplayResponse(0)
-    )  # silent: its replay is not told
+    )  # silent: its replay address is not given
     expected = {"hash-type", "replay-answers"}
-    if "tells no tokens" in vector.name:  # of no use to a router that hashes tokens by itself, and it is told so
+    if "tells no tokens" in vector.name:  # reported, because a router that hashes tokens itself cannot use it
         expected.add("event")
     assert set(broken(record, AdvertisedStream(rank, b"kv"))) <= expected
 
 
 def sound(**changes: object) -> RecordedStream:
-    """What is heard of a sound stream, save for this; nobody reads the pool, unless that is what changes."""
+    """The facts of a correct stream with some replaced; the pool is not read unless it is among them."""
     return msgspec.structs.replace(SOUND, **{"pool": (), **changes})
 
 
@@ -176,7 +176,7 @@ def test_the_topic_framing_is_read() -> None:
 
 
 def test_readings_that_belong_to_nothing_that_was_heard_are_not_judged() -> None:
-    """A number that nobody heard, one that an oracle did not know, and one of an earlier life of the publisher."""
+    """A number that was not received, one that the oracle does not know, and one of an earlier epoch."""
     for reading in (KvPoolSnapshot({GPU: (9,)}, 3), KvPoolSnapshot({GPU: (9,)}, None)):
         assert verify_stream(sound(pool=(reading,)), EXPECTED).facts.pool_readings == 0
     back = (KvPoolSnapshot({GPU: (1,)}, 2), KvPoolSnapshot({GPU: (9,)}, 0))

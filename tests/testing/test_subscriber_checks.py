@@ -85,7 +85,7 @@ class TakesAll(Naive):
 
 @pytest.mark.broken_variants
 @pytest.mark.parametrize(
-    ("check", "broken", "told"),
+    ("check", "broken", "message"),
     [
         (checks.check_late_joiners_get_everything, Naive, "blocks missing"),
         (checks.check_gaps_are_filled, Naive, "blocks missing"),
@@ -97,17 +97,17 @@ class TakesAll(Naive):
     ],
 )
 def test_a_broken_subscriber_fails_with_its_trace(
-    check: Callable[[checks.OpenSubscriber, float], None], broken: type[Naive], told: str
+    check: Callable[[checks.OpenSubscriber, float], None], broken: type[Naive], message: str
 ) -> None:
     with pytest.raises(ConformanceError) as failed:
         check(broken, 0.5)
-    assert told in str(failed.value), str(failed.value)
+    assert message in str(failed.value), str(failed.value)
 
 
 def test_a_subscriber_that_never_subscribes_is_told() -> None:
     class Deaf(Naive):
         def __init__(self, place: StreamEndpoints) -> None:
-            super().__init__(StreamEndpoints("inproc://nobody", "", place.topic))
+            super().__init__(StreamEndpoints("inproc://unbound", "", place.topic))
 
     with pytest.raises(ConformanceError, match="a subscription to b'kv' within"):
         checks.check_gaps_are_filled(Deaf, 0.1)

@@ -313,8 +313,8 @@ def test_unknown_fields_are_forwarded_as_received_bytes(bench: RelayBench, form:
     bench.readers.append(bench.stack.enter_context(reader))
     bench.until(lambda: bench.state() is StreamState.LIVE and len(reader.blocks(0)) == 15)
     assert reader.stats()[0].snapshots == 1
-    told = [msgspec.msgpack.decode(raw) for raw in late.stored]
-    tomorrow = [fields["tomorrow"] if form == "map" else fields[17] for fields in told]
+    received = [msgspec.msgpack.decode(raw) for raw in late.stored]
+    tomorrow = [fields["tomorrow"] if form == "map" else fields[17] for fields in received]
     assert [each[0]["number"] for each in tomorrow] == list(range(1, 9))
     assert [len(each) for each in tomorrow] == [2, 1, 2, 2, 2, 2, 2, 2]  # one block of the second event is removed
 

@@ -62,7 +62,7 @@ class BlockLocation:
         self.pool: set[int] = set()
         self.starts = starts
         self.up: dict[str, Any] = {}
-        self.told: list[Any] = []
+        self.last_answer: list[Any] = []
         for name in ("engine", "relay", "reader"):
             self.start(name)
         stack.callback(self.end)
@@ -125,7 +125,13 @@ class BlockLocation:
             answer = self.up["reader"].read()
             if answer["state"] == "live" and answer["blocks"] == wanted:
                 return True
-        self.told = [answer["state"], len(answer["blocks"]), "of", len(wanted), self.up["relay"].get("/server_info")]
+        self.last_answer = [
+            answer["state"],
+            len(answer["blocks"]),
+            "of",
+            len(wanted),
+            self.up["relay"].get("/server_info"),
+        ]
         return False
 
     def end(self) -> None:
@@ -145,4 +151,4 @@ def test_the_reader_has_the_engines_blocks_after_any_restart(
     assert location.reads_the_pool()
     for number in range(SOAK_ROUNDS if soaking else ROUNDS):
         location.play()
-        assert location.reads_the_pool(), f"seed {seed}, round {number}: {location.told}"
+        assert location.reads_the_pool(), f"seed {seed}, round {number}: {location.last_answer}"

@@ -1,4 +1,4 @@
-"""The delivery contract on a faulty network, several subscribers at once.
+"""The delivery contract on a faulty network, several subscribers together.
 
 Properties:
 - after every step, no subscriber is ``LIVE`` with a wrong view, and none distrusts an honest publisher;

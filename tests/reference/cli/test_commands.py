@@ -84,7 +84,7 @@ OPTIONS = {
     "keygen": "",
     "completion": "",
 }
-"""Scripts rely on these names: one that goes, or comes, is told in the changelog."""
+"""Scripts rely on these names: the changelog names every added or removed one."""
 
 
 @pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])

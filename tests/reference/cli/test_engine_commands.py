@@ -75,14 +75,14 @@ def test_the_demo_tells_a_program_in_json_lines_what_it_tells_a_person() -> None
     with started("demo", *TWO_BY_TWO, "--requests", "8", "--speed", "4", "--json") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
-    told = [json.loads(line) for line in out.splitlines()]
-    by_kind = {each["kind"]: each for each in told}
+    printed = [json.loads(line) for line in out.splitlines()]
+    by_kind = {each["kind"]: each for each in printed}
     assert by_kind.keys() - {"progress"} == {"note", "ready", "summary", "report"}
     assert by_kind["ready"]["url"].startswith("http://127.0.0.1:")
     assert (by_kind["summary"]["requests"], by_kind["summary"]["finished"], by_kind["summary"]["failed"]) == (8, 8, 0)
     assert by_kind["report"]["passed"] is True
     assert {check["name"] for check in by_kind["report"]["checks"]} >= {"requests", "view equals cache"}
-    assert told[-1]["kind"] == "report"
+    assert printed[-1]["kind"] == "report"
 
 
 def test_modules_in_the_working_directory_reach_no_rank(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The table shows what ranks report beside what the observer sees; the counters's arithmetic is right."""
+"""The table shows the ranks' reports next to the observer's counts, and the arithmetic of the counters is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe tells a ZMQ socket from a closed port and from anything else that listens."""
+"""The probe distinguishes a ZMQ socket from a closed port and from other listeners."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
         TraceRequest(index=index, arrival_s=0.0, input_length=4, output_length=2, hash_ids=(1,)) for index in range(2)
     ]
     asyncio.run(asyncio.wait_for(driver.run(requests), timeout=10))
-    told = "rank dp0 has sent no heartbeat for 10.5 s"
-    assert driver.counters.failed.reasons == [f"request 0: {told}", f"request 1: {told}"]
+    problem = "rank dp0 has sent no heartbeat for 10.5 s"
+    assert driver.counters.failed.reasons == [f"request 0: {problem}", f"request 1: {problem}"]
 
 
 def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:

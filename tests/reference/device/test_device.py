@@ -25,7 +25,7 @@ counts = st.integers(0, 10_000)
 
 
 class FakeTime:
-    """Time that passes only when somebody sleeps or works."""
+    """A clock that only sleep and work advance."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -56,7 +56,7 @@ def test_a_batch_takes_its_cost_divided_by_the_speed(num_prefill: int, num_decod
     batch = a_batch([("a", 500)], num_prefill, num_decode)
     device = SimulatedDevice(cost=cost, speed=speed, clock=time.clock, sleep=time.sleep)
     device.launch(batch)
-    assert time.slept_s == []  # launch returns at once
+    assert time.slept_s == []  # launch returns immediately
     device.wait()
     assert time.now_s - 1000.0 == pytest.approx(cost.batch_s(batch) / speed)
 

@@ -79,7 +79,7 @@ def expect_generate(judge: GreedyTextVerifier, request: Request) -> None:
 def test_greedy_tokens_are_those_of_generate(
     model: PreTrainedModel, judge: GreedyTextVerifier, shapes: list[tuple[int, int]], chunk_tokens: int, slots: int
 ) -> None:
-    """Prompts of few families share prefixes, in chunks of any length, decodes beside prefills."""
+    """Prompts of few families share prefixes, in chunks of any length, with decodes in the batches of prefills."""
     prompts = [random_prompt(family, length) for family, length in shapes]
     scheduler = make_scheduler(model, chunk_tokens=chunk_tokens, max_running_requests=slots)
     for request in serve(scheduler, prompts, max_new_tokens=6):
@@ -108,7 +108,7 @@ def test_retracted_requests_go_on_as_if_nothing_had_been(model: PreTrainedModel,
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path, judge: GreedyTextVerifier) -> None:
-    """Also where the bad token stands in an early chunk, and later on the pages that it had."""
+    """Also if the bad token is in an early chunk, and for later requests on its pages."""
     broken = load_model(inspect_model(model_folder))
     broken.get_input_embeddings().weight.data[319] = torch.nan
     scheduler = make_scheduler(broken, chunk_tokens=8)
@@ -124,7 +124,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path,
 
 
 def test_what_is_no_number_does_not_stay_in_the_pool(model_folder: Path) -> None:
-    """A mask weighs it with 0, and 0 times NaN is NaN: whoever got the page next would fail too."""
+    """A mask weighs it with 0, and 0 times NaN is NaN: the next request on the page would fail too."""
     broken = load_model(inspect_model(model_folder))
     broken.get_input_embeddings().weight.data[319] = torch.nan
     scheduler = make_scheduler(broken, chunk_tokens=8)
@@ -157,8 +157,8 @@ def test_a_seed_gives_its_tokens_again_whatever_runs_beside_it(model: PreTrained
         scheduler = make_scheduler(model, **sizes)
         sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=seed)
         wanted = Request("wanted", random_prompt(1, 21), SamplingLimits(8), sampling=sampling)
-        beside = [Request(f"b{each}", random_prompt(each + 5, 30), SamplingLimits(9)) for each in range(others)]
-        for request in (*beside, wanted):
+        neighbours = [Request(f"b{each}", random_prompt(each + 5, 30), SamplingLimits(9)) for each in range(others)]
+        for request in (*neighbours, wanted):
             scheduler.submit(request)
         for _ in scheduler.drain():
             pass
@@ -169,7 +169,7 @@ def test_a_seed_gives_its_tokens_again_whatever_runs_beside_it(model: PreTrained
 
 
 def test_decodes_of_unlike_length_share_no_call() -> None:
-    """A short request must not read as many pages as a long one that runs beside it."""
+    """A short request must not read as many pages as a long one in the same batch."""
 
     @dataclass
     class Span:

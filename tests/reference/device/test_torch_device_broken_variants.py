@@ -1,6 +1,6 @@
-"""The kit, broken on purpose: what ``generate`` says of the text tells, for each way of breaking it.
+"""Variants of the kit that are broken on purpose: the comparison with ``generate`` finds each of them.
 
-The same history without a fault passes, so it is the fault that is told.
+The same history without the fault passes, so the comparison finds the fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def play(bench: ModelBench) -> None:
 
 
 def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page that a decode fills is free for others at once."""
+    """The page that a decode fills is free for other requests immediately."""
     grow = RequestKvCache.grow
 
     def grow_and_free(self: RequestKvCache, request: Request, num_tokens: int) -> bool:
@@ -84,7 +84,7 @@ def skip_a_position(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy to the host is told to have ended before its last layer was copied."""
+    """A copy to the host is reported as done before its last layer was copied."""
     copy = TorchDeviceMemory.copy_to_host
 
     def copy_most(self: TorchDeviceMemory, layer: int, *pages: Any) -> CopyEvent:
@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Break, Any]] = {
     "a wrong page after load-back": (nothing, WrongPages),
     "read before its copy ended": (nothing, EarlyEnd),
     "a layer read before it came": (nothing, NoWait),
-    "told before its copy ended": (leave_a_layer, LastMomentMover),
+    "reported before its copy ended": (leave_a_layer, LastMomentMover),
     "written before its copy ended": (overwrite_under_a_copy, LastMomentMover),
 }
 

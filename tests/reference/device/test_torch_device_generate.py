@@ -40,7 +40,7 @@ def open_bench(paged_model: Any, judge: GreedyTextVerifier) -> Iterator[Callable
 
 
 def test_requests_alone_and_together(open_bench: Callable[..., ModelBench]) -> None:
-    """Each alone in an empty cache, then all at once."""
+    """Each alone in an empty cache, then all together."""
     bench = open_bench(kv_tokens=256, max_running_requests=8)
     for prompt in PROMPTS[:4]:
         bench.run(prompt)
@@ -71,7 +71,7 @@ def test_the_same_prompt_again_computes_its_last_token_alone(open_bench: Callabl
 
 @pytest.mark.parametrize("chunk", [1, 3, PAGE_SIZE, 7])
 def test_a_prompt_in_chunks(open_bench: Callable[..., ModelBench], chunk: int) -> None:
-    """Chunks that end within pages and with them, beside others that decode."""
+    """Chunks that end within pages and with them, in batches with decodes."""
     bench = open_bench(kv_tokens=256, chunk_tokens=chunk, max_prefill_tokens=2 * chunk)
     bench.run(*PROMPTS[5:9])
     assert bench.num_chunks >= 8
@@ -202,8 +202,8 @@ def test_logits_of_a_cached_prefix_are_those_of_an_uncached_one(
     for request in (cold, hit, loaded):
         assert request.logprobs is not None
         assert len(request.logprobs) == 6
-        for place, told in enumerate(request.logprobs):
-            for token, logprob in told.top:
+        for place, reported in enumerate(request.logprobs):
+            for token, logprob in reported.top:
                 assert abs(logprob - float(right[place, token])) <= judge.noise
 
 
@@ -217,7 +217,7 @@ def test_beginnings_are_shared_as_the_prompts_say() -> None:
 def test_the_pages_are_judged(
     open_bench: Callable[..., ModelBench], paged_model: Any, judge: GreedyTextVerifier
 ) -> None:
-    """One number of one key of one cached page is another: the bench tells."""
+    """The bench finds one changed number of one key of one cached page."""
     bench = ModelBench(paged_model, judge, kv_tokens=256)
     bench.run(PROMPTS[0])
     match = bench.scheduler.cache.match_prefix(PROMPTS[0])

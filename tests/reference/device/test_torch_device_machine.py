@@ -1,7 +1,7 @@
-"""Any history over a real model: whatever is submitted, aborted, retracted, flushed or started anew.
+"""Any history over a real model, with submitted, aborted and retracted requests, flushes and restarts.
 
-Each request's text is what ``generate`` gives, each cached page holds what transformers computes, and the stream tells
-what the cache holds.
+Each request's text is what ``generate`` gives, each cached page holds what transformers computes, and the blocks of the
+stream are those of the cache.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def test_rows_that_are_no_numbers_are_told_and_touch_no_other(value: float, warm
 @given(st.integers(0, 2**32), st.integers(0, 15), st.integers(0, 20))
 def test_logprobs_are_of_the_model_before_any_cut(seed: int, token: int, num_top: int) -> None:
     logits = logits_of(seed)[0]
-    told = token_logprobs(logits, token, num_top)
+    reported = token_logprobs(logits, token, num_top)
     expected = logits.log_softmax(dim=0)
-    assert told.logprob == pytest.approx(expected[token].item())
-    assert [each for each, _ in told.top] == expected.argsort(descending=True)[:num_top].tolist()
-    assert [value for _, value in told.top] == pytest.approx([expected[each].item() for each, _ in told.top])
+    assert reported.logprob == pytest.approx(expected[token].item())
+    assert [each for each, _ in reported.top] == expected.argsort(descending=True)[:num_top].tolist()
+    assert [value for _, value in reported.top] == pytest.approx([expected[each].item() for each, _ in reported.top])

@@ -243,5 +243,5 @@ def test_a_rank_whose_peer_has_gone_fails_and_does_not_wait(each_rank: Callable[
             ranks.all_reduce(torch.ones(2))
         return str(gone.value)
 
-    told, _ = each_rank(2, work)
-    assert told and "timed out" not in told.lower()
+    message, _ = each_rank(2, work)
+    assert message and "timed out" not in message.lower()

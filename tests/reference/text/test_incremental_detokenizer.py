@@ -33,7 +33,7 @@ class ByteCodec:
 
 
 class SpacedCodec(ByteCodec):
-    """Each token is a letter; a space stands between two, and none before the first, as SentencePiece has it."""
+    """Each token is a letter with a space before it except the first, as in SentencePiece."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(chr(token) for token in token_ids)

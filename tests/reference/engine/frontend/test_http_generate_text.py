@@ -34,7 +34,7 @@ def generate(served: Any, **body: Any) -> list[dict[str, Any]]:
 
 def test_events_carry_all_text_so_far_and_the_new_tokens(make_served: Callable[..., Any]) -> None:
     served = make_served()
-    tokens = served.foretold("mine", 3, 4)
+    tokens = served.expected_tokens("mine", 3, 4)
     answers = generate(served, text="one two three", rid="mine", stream=True, sampling_params={"max_new_tokens": 4})
     assert [answer["text"] for answer in answers] == [CODEC.decode(tokens[:end]) for end in range(1, 5)]
     assert [answer["output_ids"] for answer in answers] == [[token] for token in tokens]
@@ -45,7 +45,7 @@ def test_logprobs_match_their_tokens(make_served: Callable[..., Any], stream: bo
     served = make_served()
     asked = {"return_logprob": True, "top_logprobs_num": 1, "sampling_params": {"max_new_tokens": 3}}
     meta_infos = [each["meta_info"] for each in generate(served, input_ids=[1], rid="mine", stream=stream, **asked)]
-    tokens = served.foretold("mine", 1, 3)
+    tokens = served.expected_tokens("mine", 1, 3)
     assert [pair for each in meta_infos for pair in each["output_token_logprobs"]] == [
         [0.0, token, None] for token in tokens
     ]
@@ -56,7 +56,7 @@ def test_logprobs_match_their_tokens(make_served: Callable[..., Any], stream: bo
 
 def test_a_response_names_the_stop_string_and_the_rank(make_served: Callable[..., Any]) -> None:
     served = make_served(num_replicas=2)
-    words = CODEC.decode(served.foretold("mine", 1, 100)).split()
+    words = CODEC.decode(served.expected_tokens("mine", 1, 100)).split()
     params = {"max_new_tokens": 100, "stop": words[5], "no_stop_trim": True}
     (answer,) = generate(served, text="one", rid="mine", data_parallel_rank=1, sampling_params=params)
     assert answer["text"].split() == words[:6]

@@ -41,7 +41,7 @@ def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Call
             model="any", prompt="one two three", max_tokens=5, extra_body={"rid": "mine"}
         )
         (choice,) = answer.choices
-        assert choice.text == CODEC.decode(served.foretold("mine", 3, 5))
+        assert choice.text == CODEC.decode(served.expected_tokens("mine", 3, 5))
         assert choice.finish_reason == "length"
         usage = answer.usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 5, 8)
@@ -64,7 +64,9 @@ def test_a_stream_adds_up_to_the_response_and_ends_with_usage(make_served: Calla
             extra_body={"rid": "mine"},
         )
         events = [event async for event in stream]
-        assert "".join(event.choices[0].text for event in events[:-1]) == CODEC.decode(served.foretold("mine", 3, 5))
+        assert "".join(event.choices[0].text for event in events[:-1]) == CODEC.decode(
+            served.expected_tokens("mine", 3, 5)
+        )
         assert [event.choices[0].finish_reason for event in events[:-1]] == [None, None, None, None, "length"]
         assert events[-1].choices == [] and events[-1].usage.completion_tokens == 5
         assert all(event.usage is None for event in events[:-1])
@@ -147,7 +149,7 @@ def test_cached_tokens_by_tier_are_reported_as_in_sglang(make_served: Callable[.
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_and_the_request(make_served: Callable[..., Any], stream: bool) -> None:
     served = make_served()
-    words = CODEC.decode(served.foretold("mine", 1, 4000)).split()
+    words = CODEC.decode(served.expected_tokens("mine", 1, 4000)).split()
     stop = f"{words[7]} {words[8][:2]}"  # ends within a token
 
     async def scenario(client: Any) -> None:
@@ -165,7 +167,7 @@ def test_a_stop_string_ends_the_text_and_the_request(make_served: Callable[..., 
 
 def test_a_stop_string_can_be_kept(make_served: Callable[..., Any]) -> None:
     served = make_served()
-    words = CODEC.decode(served.foretold("mine", 1, 9)).split()
+    words = CODEC.decode(served.expected_tokens("mine", 1, 9)).split()
 
     async def scenario(client: Any) -> None:
         extra = {"rid": "mine", "include_stop_str_in_output": True}
@@ -179,7 +181,7 @@ def test_a_stop_string_can_be_kept(make_served: Callable[..., Any]) -> None:
 
 def test_a_stop_token_is_not_part_of_the_text(make_served: Callable[..., Any]) -> None:
     served = make_served()
-    tokens = served.foretold("mine", 1, 9)
+    tokens = served.expected_tokens("mine", 1, 9)
 
     async def scenario(client: Any) -> None:
         extra = {"rid": "mine", "stop_token_ids": [tokens[4]]}
@@ -204,7 +206,7 @@ def test_several_prompts_with_several_outputs_are_in_order(make_served: Callable
         lengths = [2, 2, 2, 3, 3, 3]
         rids = ["r", "r-1", "r-2", "r-3", "r-4", "r-5"]
         for choice, rid, length in zip(answer.choices, rids, lengths, strict=True):
-            assert choice.text == CODEC.decode(served.foretold(rid, length, 4))
+            assert choice.text == CODEC.decode(served.expected_tokens(rid, length, 4))
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 24)
 
     use(served, scenario)
@@ -234,7 +236,7 @@ def test_streams_of_several_outputs_have_separate_indexes(make_served: Callable[
         texts = ["", "", ""]
         async for event in stream:
             texts[event.choices[0].index] += event.choices[0].text
-        assert texts == [CODEC.decode(served.foretold(rid, 1, 4)) for rid in ("r", "r-1", "r-2")]
+        assert texts == [CODEC.decode(served.expected_tokens(rid, 1, 4)) for rid in ("r", "r-1", "r-2")]
 
     use(served, scenario)
 
@@ -266,7 +268,7 @@ def test_logprobs_of_a_completion_match_its_tokens(make_served: Callable[..., An
             model="any", prompt="one", max_tokens=3, logprobs=1, stream=stream, extra_body={"rid": "mine"}
         )
         reported = [event.choices[0].logprobs async for event in answer] if stream else [answer.choices[0].logprobs]
-        words = [CODEC.decode([token]) for token in served.foretold("mine", 1, 3)]
+        words = [CODEC.decode([token]) for token in served.expected_tokens("mine", 1, 3)]
         assert [token for each in reported for token in each.tokens] == words
         assert [value for each in reported for value in each.token_logprobs] == [0.0, 0.0, 0.0]
         assert [top for each in reported for top in each.top_logprobs] == [{word: 0.0} for word in words]
@@ -285,7 +287,7 @@ def test_logprobs_of_a_chat_match_its_tokens(make_served: Callable[..., Any]) ->
         answer = await client.chat.completions.create(
             model="any", messages=messages, max_tokens=2, logprobs=True, top_logprobs=1, extra_body={"rid": "mine"}
         )
-        words = [CODEC.decode([token]) for token in served.foretold("mine", num_prompt_tokens, 2)]
+        words = [CODEC.decode([token]) for token in served.expected_tokens("mine", num_prompt_tokens, 2)]
         content = answer.choices[0].logprobs.content
         assert [(each.token, each.logprob, bytes(each.bytes).decode()) for each in content] == [
             (word, 0.0, word) for word in words

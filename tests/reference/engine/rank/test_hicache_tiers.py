@@ -99,7 +99,7 @@ class Run:
         self._num_served = 0
 
     def serve(self, *prompts: Sequence[int]) -> None:
-        """One after the other, and whatever is on its way after each: at once, not all find room in the next tier."""
+        """Compute one after the other and finish the copies of each: together, they do not fit into the next tier."""
         for prompt in prompts:
             self._num_served += 1
             rid = f"r{self._num_served}"
@@ -205,7 +205,7 @@ def test_zero_copy_storage_needs_contiguous_pages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"model": "weights 2"}, {"dtype": torch.float16}], ids=str)
 def test_pages_of_other_weights_and_types_are_not_read(tmp_path: Path, other: dict) -> None:
-    """The types are of one size, so nothing but the key tells them apart."""
+    """The types are of one size, so only the key distinguishes them."""
     other = {"dtype": torch.bfloat16, **other}
     with opened(with_files(tmp_path), dtype=torch.bfloat16) as run:
         run.serve(PROMPTS[0])
@@ -229,7 +229,7 @@ BY_LAYER = HiCacheConfig(host_tokens=256, policy=HiCachePolicy(load="by_layer"))
 
 
 def test_a_forward_computes_a_layer_while_the_next_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each layer is only copied once the one before it was computed: whoever waits for all of them never runs."""
+    """Each layer is copied after the one before it was computed, so a request that waits for all never runs."""
     with opened(BY_LAYER) as run:
         run.serve(*PROMPTS)
         assert not run.scheduler.cache.match_prefix(PROMPTS[0]).num_tokens

@@ -56,7 +56,7 @@ def test_sizes_can_be_changed_while_requests_run(scheduler: Scheduler, control: 
     assert max(result.num_prefill_tokens for result in results) == 16
     assert sum(result.num_prefill_tokens for result in results) == 100
     first_admission = next(number for number, result in enumerate(results) if result.num_admitted)
-    assert first_admission == 3, "four run: nobody comes in until all but one have ended, which is after three steps"
+    assert first_admission == 3, "four run: no request is admitted until all but one have ended, after three steps"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the reference scheduler tells, and in which step: events, metrics, the order of things around the device."""
+"""The reports of the reference scheduler and their steps: events, metrics, and their order around the device."""
 
 from __future__ import annotations
 
