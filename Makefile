@@ -47,7 +47,7 @@ demo: $(VENV)/.engine
 	$(BIN)/scheduler-components demo --hicache $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not engines_only' $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not engines_only' $(TEST_ARGS)
 
 chat: $(VENV)/.chat
 	HF_HUB_OFFLINE=1 $(BIN)/scheduler-components chat $(CHAT_ARGS)

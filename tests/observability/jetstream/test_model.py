@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.log_writer import LogLimits, LogTraffic, LogWriter
@@ -442,7 +443,7 @@ JOINED = (SNAPSHOT, ("heartbeat", 0), ("answer", 0, "none"), ("answer", 0, "none
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @given(steps=STEPS)
-@settings(max_examples=5 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(5), deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_wrong_view_is_live_and_every_view_converges(steps: list[tuple[Any, ...]]) -> None:
     LogModel().run(steps)
 
@@ -471,22 +472,27 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: list[Any] = []
 
 
-def mutant(mutate: Mutate, *steps: tuple[Any, ...]) -> Mutate:
-    MUTANTS.append(pytest.param(mutate, list(steps), id=mutate.__name__))
-    return mutate
+def caught_by(*steps: tuple[Any, ...], is_searched: bool = False) -> Callable[[Mutate], Mutate]:
+    """Register a mutant with steps that expose it.
+
+    Args:
+        steps: pass with the unchanged cores.
+        is_searched: ``make soak`` checks that random steps expose the mutant too. They rarely expose the others.
+    """
+
+    def register(mutate: Mutate) -> Mutate:
+        MUTANTS.append(pytest.param(mutate, list(steps), is_searched, id=mutate.__name__))
+        return mutate
+
+    return register
 
 
-def caught_by(*steps: tuple[Any, ...]) -> Callable[[Mutate], Mutate]:
-    """Register a mutant with the trace that exposes it, because random traces rarely do."""
-    return lambda mutate: mutant(mutate, *steps)
-
-
-@mutant
+@caught_by(("forge", "epoch", 0), is_searched=True)
 def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
 
-@mutant
+@caught_by(("forge", "epoch", 0), is_searched=True)
 def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     on_message = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
@@ -498,7 +504,7 @@ def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_message", accept_any_epoch)
 
 
-@mutant
+@caught_by(("forge", "epoch", 0), is_searched=True)
 def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
     on_message = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
@@ -523,7 +529,7 @@ def stalled_readers_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
 
 
-@mutant
+@caught_by(("forge", "epoch", 0), is_searched=True)
 def every_heartbeat_is_a_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_digest_mismatch", lambda self: self._on_verified())
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
@@ -542,7 +548,7 @@ def failed_requests_are_not_retried(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_retry_due", lambda self: ())
 
 
-@mutant
+@caught_by(ONE, is_searched=True)
 def batches_of_the_snapshot_are_left_out(patch: pytest.MonkeyPatch) -> None:
     read = LogCursor._on_snapshot_read
 
@@ -554,7 +560,7 @@ def batches_of_the_snapshot_are_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_snapshot_read", read_less)
 
 
-@mutant
+@caught_by(SNAPSHOT, ONE, is_searched=True)
 def the_log_is_read_from_a_later_number(patch: pytest.MonkeyPatch) -> None:
     read = LogCursor._on_snapshot_read
 
@@ -623,11 +629,19 @@ def the_snapshot_is_older_than_its_number(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(("mutate", "steps"), MUTANTS)
-def test_a_broken_core_is_caught(mutate: Mutate, steps: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    if steps:
-        LogModel().run(steps)
+@pytest.mark.soak
+@pytest.mark.parametrize(("mutate", "steps", "is_searched"), MUTANTS)
+def test_a_broken_core_is_caught(
+    mutate: Mutate,
+    steps: list[tuple[Any, ...]],
+    is_searched: bool,
+    soaking: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    LogModel().run(steps)
     mutate(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        LogModel().run(steps)
 
     @given(steps=STEPS)
     @settings(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kit.events import removed_run, stored_run
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, StreamState, Tier
 from observability.relay import source_merger
@@ -115,7 +117,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.soak
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=num_examples(3))
 @given(steps=STEPS, num_sources=st.integers(1, 3))
 def test_the_stream_is_the_union_of_its_sources(steps: list[tuple], num_sources: int) -> None:
     MergeModel(num_sources).run(steps)
@@ -124,20 +126,35 @@ def test_the_stream_is_the_union_of_its_sources(steps: list[tuple], num_sources:
 # --- broken variants: each is caught by the property ---
 
 Break = Callable[[pytest.MonkeyPatch], None]
+BROKEN: list[Any] = []
 
 
+def caught_by(num_sources: int, *steps: tuple) -> Callable[[Break], Break]:
+    """Register a broken merger with steps that expose it; `make soak` checks that random steps expose it too."""
+
+    def register(broken: Break) -> Break:
+        BROKEN.append(pytest.param(broken, num_sources, list(steps), id=broken.__name__))
+        return broken
+
+    return register
+
+
+@caught_by(1, ("store", 0, 0, 1, False), ("restart", 0))
 def a_restart_forgets_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "on_view_cleared", lambda *_: ())
 
 
+@caught_by(2, ("store", 0, 0, 1, False), ("clear", 1))
 def a_clear_of_one_source_clears_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "_remove_unheld", lambda *_: (AllBlocksCleared(),))
 
 
+@caught_by(2, ("store", 0, 0, 1, False), ("store", 1, 0, 1, False), ("clear", 0))
 def a_removal_counts_for_all_sources(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "_is_held", lambda *_: False)
 
 
+@caught_by(1, ("store", 0, 0, 1, False), ("begin", 0), ("end", 0, True))
 def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
     def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple:
         source = self._sources[key]
@@ -149,36 +166,40 @@ def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "on_snapshot_end", ended)
 
 
+@caught_by(1, ("begin", 0), ("store", 0, 0, 1, False), ("begin", 0))
 def a_cut_snapshot_is_kept(patch: pytest.MonkeyPatch) -> None:
     right = SourceMerger.on_snapshot_end
     patch.setattr(SourceMerger, "on_snapshot_end", lambda self, key, *, was_used: right(self, key, was_used=True))
 
 
+@caught_by(1, ("store", 0, 0, 1, False), ("begin", 0), ("clear", 0))
 def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "on_snapshot_begin", lambda *_: None)
 
 
+@caught_by(2, ("store", 0, 0, 1, False), ("store", 0, 0, 1, True))
 def media_are_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(source_merger, "location_of", lambda *_: ("GPU", None, None, None))
 
 
-BROKEN = [
-    a_restart_forgets_nothing, a_clear_of_one_source_clears_all, a_removal_counts_for_all_sources,
-    a_snapshot_replaces_nothing, a_cut_snapshot_is_kept, a_snapshot_is_applied_to_the_view, media_are_one,
-]  # fmt: skip
-
-
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_broken_merger_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("broken", "num_sources", "steps"), BROKEN)
+def test_a_broken_merger_is_caught(
+    broken: Break, num_sources: int, steps: list[tuple], soaking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @settings(max_examples=500, database=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
     @given(steps=STEPS, num_sources=st.integers(1, 3))
     def search(steps: list[tuple], num_sources: int) -> None:
         MergeModel(num_sources).run(steps)
 
+    MergeModel(num_sources).run(steps)
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        search()
+        MergeModel(num_sources).run(steps)
+    if soaking:
+        with pytest.raises(AssertionError):
+            search()
 
 
 # --- by example ---

@@ -11,10 +11,12 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
 from observability.relay.source_merger import SourceMerger
@@ -184,7 +186,7 @@ CUT_IN_A_SNAPSHOT = [
 @pytest.mark.timeout(900)
 @given(steps=STEPS, windows=WINDOWS, seq_base=SEQ_BASES, engines=ENGINES)
 @example(steps=CUT_IN_A_SNAPSHOT, windows=(1, 1), seq_base="zero", engines=(True,))
-@settings(max_examples=3 * settings().max_examples, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(3), suppress_health_check=list(HealthCheck))
 def test_readers_of_a_relay_have_its_blocks_and_its_state(
     steps: list[tuple], windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]
 ) -> None:
@@ -194,16 +196,30 @@ def test_readers_of_a_relay_have_its_blocks_and_its_state(
 # --- broken variants ---
 
 Break = Callable[[pytest.MonkeyPatch], None]
+BROKEN: list[Any] = []
 
 
+def caught_by(*steps: tuple, engines: tuple[bool, ...] = (True,), seq_base: str = "clock") -> Callable[[Break], Break]:
+    """Register a broken relay with steps that expose it; `make soak` checks that random steps expose it too."""
+
+    def register(broken: Break) -> Break:
+        BROKEN.append(pytest.param(broken, list(steps), engines, seq_base, id=broken.__name__))
+        return broken
+
+    return register
+
+
+@caught_by(("engine", 0, "restart", False), engines=(False,), seq_base="zero")
 def a_clear_after_a_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceListener, "on_view_cleared", lambda *_: None)
 
 
+@caught_by(("engine", 0, "poison"))
 def partial_is_told_as_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "upstream", property(lambda _: None))
 
 
+@caught_by(("engine", 0, "store", 0, 1, False), ("engine", 0, "poison"), engines=(True, True))
 def the_best_source_sets_the_state(patch: pytest.MonkeyPatch) -> None:
     def best(self: SourceMerger) -> str | None:
         return None if any(each.state is StreamState.LIVE for each in self._sources.values()) else "partial"
@@ -211,6 +227,7 @@ def the_best_source_sets_the_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "upstream", property(best))
 
 
+@caught_by()
 def the_end_of_a_doubt_is_not_published(patch: pytest.MonkeyPatch) -> None:
     def send_doubts(self: RelayedStream) -> None:
         if self.merger.upstream is not None:
@@ -219,10 +236,12 @@ def the_end_of_a_doubt_is_not_published(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RelayedStream, "send_upstream_state", send_doubts)
 
 
+@caught_by()
 def the_begin_of_a_snapshot_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceListener, "on_snapshot_begin", lambda *_: None)
 
 
+@caught_by(*CUT_IN_A_SNAPSHOT)
 def a_cut_snapshot_stays(patch: pytest.MonkeyPatch) -> None:
     right = SourceListener.on_snapshot_end
 
@@ -233,21 +252,23 @@ def a_cut_snapshot_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceListener, "on_snapshot_end", ended)
 
 
+@caught_by(("relay",), ("engine", 0, "store", 0, 1, False), engines=(False,))
 def the_base_does_not_begin_with_a_clear(patch: pytest.MonkeyPatch) -> None:
     right = EventStream.encode_chunk
     patch.setattr(EventStream, "encode_chunk", lambda *args, clear: right(*args, clear=False))
 
 
-BROKEN = [
-    a_clear_after_a_restart_is_forgotten, partial_is_told_as_whole, the_best_source_sets_the_state,
-    the_end_of_a_doubt_is_not_published, the_begin_of_a_snapshot_is_ignored, a_cut_snapshot_stays,
-    the_base_does_not_begin_with_a_clear,
-]  # fmt: skip
-
-
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_broken_relay_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("broken", "steps", "engines", "seq_base"), BROKEN)
+def test_a_broken_relay_is_caught(
+    broken: Break,
+    steps: list[tuple],
+    engines: tuple[bool, ...],
+    seq_base: str,
+    soaking: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @settings(
         max_examples=2_000, database=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
         report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
@@ -257,6 +278,10 @@ def test_a_broken_relay_is_caught(broken: Break, monkeypatch: pytest.MonkeyPatch
     def search(steps: list[tuple], windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]) -> None:
         RelayWorld(windows=windows, seq_base=seq_base, engines=engines).run(steps)
 
+    RelayWorld(windows=(1, 1), seq_base=seq_base, engines=engines).run(steps)
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        search()
+        RelayWorld(windows=(1, 1), seq_base=seq_base, engines=engines).run(steps)
+    if soaking:
+        with pytest.raises(AssertionError):
+            search()

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower
 from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
@@ -95,7 +96,7 @@ GAP_FILLED_BEFORE_CREDIT = [
 @example(trace=FORGED_BEHIND_A_STATUS, window=1, seq_base="zero")
 @example(trace=FORGED_SINCE_THE_STATUS, window=1, seq_base="zero")
 @example(trace=GAP_FILLED_BEFORE_CREDIT, window=3, seq_base="zero")
-@settings(max_examples=10 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(10), deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_wrong_view_is_live_and_every_view_converges(trace: Steps, window: int, seq_base: str) -> None:
     RecoverySimulation(window=window, seq_base=seq_base).run(trace)
 
@@ -106,14 +107,23 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: list[Any] = []
 
 
-def mutant(mutate: Mutate, trace: Steps | None = None) -> Mutate:
-    MUTANTS.append(pytest.param(mutate, trace, id=mutate.__name__))
-    return mutate
+def caught_by(
+    *trace: tuple, window: int = 2, seq_base: str = "zero", is_searched: bool = False
+) -> Callable[[Mutate], Mutate]:
+    """Register a mutant with a trace that exposes it.
 
+    Args:
+        trace: passes with the unchanged cores.
+        window: size of the publisher's replay buffer.
+        seq_base: first sequence number of an epoch.
+        is_searched: ``make soak`` checks that random traces expose the mutant too. They rarely expose the others.
+    """
 
-def caught_by(*trace: tuple) -> Callable[[Mutate], Mutate]:
-    """Register a mutant with the trace that exposes it, because random traces rarely do."""
-    return lambda mutate: mutant(mutate, list(trace))
+    def register(mutate: Mutate) -> Mutate:
+        MUTANTS.append(pytest.param(mutate, list(trace), window, seq_base, is_searched, id=mutate.__name__))
+        return mutate
+
+    return register
 
 
 FOUR_MORE = [
@@ -131,7 +141,7 @@ def digest_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "matches", lambda self, meta: (self.epoch, self.next) == (meta.epoch, meta.start))
 
 
-@mutant
+@caught_by(("store", 0, 1, False), ("forge", 0, 0, 1), is_searched=True)
 def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Position, "matches", lambda self, meta: self.next == meta.start)
     compare, extended = DigestCursor._check_status, ReplaySessions._extended
@@ -222,7 +232,7 @@ def holes_in_the_chunks_accepted(patch: pytest.MonkeyPatch) -> None:
     _accept_meta_without(patch, lambda request, meta: meta.chunks is None)
 
 
-@mutant
+@caught_by(*[("store", 0, 1, False)] * 2, ("forge", 0, 0, 1), is_searched=True)
 def snapshot_is_not_folded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(event_stream.StreamSnapshot, "fold", lambda self, payload, changes: None)
 
@@ -250,7 +260,7 @@ def snapshot_is_folded_while_it_is_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplaySessions, "_pinned", not_pinned)
 
 
-@mutant
+@caught_by(("store", 0, 1, False), ("send",), ("wait", 21), *[("store", 0, 1, False)] * 2, is_searched=True)
 def plain_snapshot_without_its_clear(patch: pytest.MonkeyPatch) -> None:
     chunk_of = ReplaySessions._chunk
     patch.setattr(
@@ -292,7 +302,7 @@ def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(each, "_on_credit_available", lambda self: ())
 
 
-@mutant
+@caught_by(("send_other_topic", 2, 0), is_searched=True)
 def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
     live = FrameParser.parse_live
 
@@ -302,17 +312,17 @@ def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FrameParser, "parse_live", read_any)
 
 
-@mutant
+@caught_by(("forge", 0, 1, 1), is_searched=True)
 def future_frame_kept(patch: pytest.MonkeyPatch) -> None:
     _accept_live(patch, lambda seq, expected: seq > expected)
 
 
-@mutant
+@caught_by(("store", 0, 1, False), ("wait", 21), is_searched=True)
 def duplicate_applied(patch: pytest.MonkeyPatch) -> None:
     _accept_live(patch, lambda seq, expected: seq < expected)
 
 
-@mutant
+@caught_by(("forge", 0, 0, 1), is_searched=True)
 def future_frame_causes_no_request(patch: pytest.MonkeyPatch) -> None:
     live = DigestCursor.on_live_batch
     patch.setattr(
@@ -323,7 +333,7 @@ def future_frame_causes_no_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DigestCursor, "_on_probe_due", lambda self: ())
 
 
-@mutant
+@caught_by(*[("store", 0, 1, False)] * 2, ("restart", False), is_searched=True)
 def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
     replace = BlockView.replace
 
@@ -335,7 +345,7 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockView, "replace", add)
 
 
-@mutant
+@caught_by(("restart", True), seq_base="clock", is_searched=True)
 def truncated_answer_accepted_as_complete(patch: pytest.MonkeyPatch) -> None:
     def believe(self: DigestCursor, request_id: int) -> tuple[Instruction, ...]:
         request = self._request
@@ -375,17 +385,17 @@ def answers_to_older_requests_accepted(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant
+@caught_by(("disconnect", 1), ("connect", 1), ("serve", 1, 8, "lose"), is_searched=True)
 def retry_never(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DigestCursor, "_on_retry_due", lambda self: ())
 
 
-@mutant
+@caught_by(("forge", 0, 0, 1), is_searched=True)
 def probe_never(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DigestCursor, "_on_probe_due", lambda self: ())
 
 
-@mutant
+@caught_by(("restart", True), ("clear",), is_searched=True)
 def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
     on_first_batch = PlainCursor._on_first_batch
 
@@ -397,11 +407,21 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(("mutate", "trace"), MUTANTS)
-def test_a_broken_core_is_caught(mutate: Mutate, trace: Steps | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if trace is not None:
-        RecoverySimulation(window=2).run(trace)
+@pytest.mark.soak
+@pytest.mark.parametrize(("mutate", "trace", "window", "seq_base", "is_searched"), MUTANTS)
+def test_a_broken_core_is_caught(
+    mutate: Mutate,
+    trace: Steps,
+    window: int,
+    seq_base: str,
+    is_searched: bool,
+    soaking: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    RecoverySimulation(window=window, seq_base=seq_base).run(trace)
     mutate(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        RecoverySimulation(window=window, seq_base=seq_base).run(trace)
 
     @given(trace=TRACES, window=WINDOWS, seq_base=SEQ_BASES)
     @settings(
@@ -411,5 +431,6 @@ def test_a_broken_core_is_caught(mutate: Mutate, trace: Steps | None, monkeypatc
     def holds(trace: Steps, window: int, seq_base: str) -> None:
         RecoverySimulation(window=window, seq_base=seq_base).run(trace)
 
-    with pytest.raises((AssertionError, LookupError)):
-        holds() if trace is None else RecoverySimulation(window=2).run(trace)
+    if soaking and is_searched:
+        with pytest.raises((AssertionError, LookupError)):
+            holds()
