@@ -36,7 +36,7 @@ from scheduler_components.events import (
 )
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
 from scheduler_components.kv_events.dialects import BlockChange, BlockChanges
-from scheduler_components.kv_events.native_events import NATIVE_WRITER, slice_raw_event, summarize_event
+from scheduler_components.kv_events.native_events import NATIVE_WRITER, summarize_event
 
 __all__ = [
     "CachedBlocks",
@@ -46,7 +46,6 @@ __all__ = [
     "RunSegment",
     "PayloadRef",
     "merge_batches",
-    "encode_segment",
 ]
 
 # The theory of folding.
@@ -652,12 +651,6 @@ class StreamSnapshot:
 
 def _as_list(payloads: Sequence[bytes]) -> bytes:
     return b"".join([bytes([_LIST]), len(payloads).to_bytes(2, "big"), *payloads])
-
-
-def encode_segment(segment: RunSegment[msgspec.Raw]) -> bytes:
-    """Return the stored event of a segment, including its unknown fields."""
-    event = segment.run.event
-    return bytes(event if segment.is_whole else slice_raw_event(event, segment.first, segment.stop))
 
 
 # Merge the batches of a queue that has grown too long.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -178,11 +177,6 @@ class LoadView:
             return False
         former.append(known.epoch)
         return True
-
-    def stale_ranks(self, expected: Iterable[int], *, now: float, max_age_s: float) -> list[int]:
-        """Return the ranks of ``expected`` without a sample within ``max_age_s``."""
-        samples = self.samples
-        return [rank for rank in expected if rank not in samples or samples[rank].age_s(now) > max_age_s]
 
 
 LOAD_HEARTBEAT_S = 1.0

@@ -1,4 +1,4 @@
-"""The file store: never a torn page, never over its size, at home with other processes, whatever kills its writers."""
+"""FilePageStore: whole pages after a crash, a size limit, and several processes in one directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if where != "anywhere":
 
     def die(*arguments):
         if where != "fsync":
-            original(*arguments)  # the page is in its place, the ledger does not know
+            original(*arguments)  # the page is in its place, the count of used bytes does not include it
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(module, name, die)
@@ -88,7 +88,7 @@ def test_a_killed_writer_leaves_whole_pages_only(tmp_path: Path, where: str) -> 
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "changed", "longer", "swapped"])
-def test_a_damaged_page_is_a_miss_and_heals(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_page_is_a_miss_and_can_be_stored_again(tmp_path: Path, damage: str) -> None:
     store = checked(open_file_page_store(tmp_path, capacity_bytes=MANY))
     store.batch_set(["a"], [page_of("a")])
     [path] = pages_on_disk(tmp_path)
@@ -113,7 +113,7 @@ def test_a_damaged_page_is_a_miss_and_heals(tmp_path: Path, damage: str) -> None
     store.close()
 
 
-def test_the_least_recently_used_page_goes_first_also_after_a_restart(tmp_path: Path) -> None:
+def test_the_least_recently_used_page_is_evicted_first_also_after_a_restart(tmp_path: Path) -> None:
     clock = count(1)
     room_for_three = 3 * PAGE_BYTES * 16 // 15 + 16
 
@@ -128,13 +128,13 @@ def test_the_least_recently_used_page_goes_first_also_after_a_restart(tmp_path: 
     store = open_store()
     assert store.batch_set(["d"], [page_of("d")]) == [True]
     assert [store.batch_exists([key]) for key in ("a", "b", "c", "d")] == [1, 0, 1, 1]
-    store.batch_set(["c"], [page_of("c")])  # held already: counts as a use
+    store.batch_set(["c"], [page_of("c")])  # already stored, counts as a use
     assert store.batch_set(["e"], [page_of("e")]) == [True]
     assert [store.batch_exists([key]) for key in ("a", "c", "d", "e")] == [0, 1, 1, 1]
     store.close()
 
 
-def test_two_processes_worth_of_writers_share_pages_and_one_limit(tmp_path: Path) -> None:
+def test_two_stores_of_one_directory_share_pages_and_one_limit(tmp_path: Path) -> None:
     capacity = 40 * PAGE_BYTES
     stores = [open_file_page_store(tmp_path, capacity_bytes=capacity) for _ in range(2)]
     for at in range(100):
@@ -194,14 +194,14 @@ def test_an_eviction_frees_a_sixteenth_more_than_needed(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_page_for_each_key_is_asked_for(tmp_path: Path) -> None:
+def test_fewer_pages_than_keys_raise(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     with pytest.raises(ValueError, match="shorter"):
         store.batch_set(["a", "b"], [page_of("a")])
     store.close()
 
 
-def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_the_pages(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path / "cache", capacity_bytes=MANY)
     store.batch_set(["a"], [page_of("a")])
     for path in (tmp_path / "cache" / "pages", *(tmp_path / "cache" / "pages").iterdir()):
@@ -210,7 +210,7 @@ def test_pages_are_for_their_owner_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_forked_child_leaves_its_parents_store_alone(tmp_path: Path) -> None:
+def test_a_forked_child_cannot_change_its_parents_store(tmp_path: Path) -> None:
     script = """
 import os, sys
 from scheduler_components.errors import StorageError
@@ -235,14 +235,14 @@ print(store.batch_set(["a"], [b"parent"]), store.batch_get(["a"]))
     assert done.stdout == "[True] [b'parent']\n"
 
 
-def test_a_frame_costs_what_it_says(tmp_path: Path) -> None:
+def test_a_frame_adds_its_stated_size(tmp_path: Path) -> None:
     bare = open_file_page_store(tmp_path, capacity_bytes=MANY)
     checked(bare).batch_set(["a"], [page_of("a")])
     assert bare.used_bytes == PAGE_BYTES + FRAME_BYTES
     bare.close()
 
 
-def test_a_failing_directory_loses_the_batch_and_raises(tmp_path: Path) -> None:
+def test_a_failing_directory_raises_a_storage_error(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     (tmp_path / "pages").rename(tmp_path / "gone")
     (tmp_path / "pages").write_text("a file where the pages were")
@@ -252,7 +252,7 @@ def test_a_failing_directory_loses_the_batch_and_raises(tmp_path: Path) -> None:
     store.close()
 
 
-def test_bad_openings_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_of_open_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="capacity_bytes=0"):
         open_file_page_store(tmp_path, capacity_bytes=0)
     (tmp_path / "file").write_text("in the way")
@@ -265,10 +265,10 @@ def test_bad_openings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 3, 40])
-def test_no_page_of_a_batch_has_a_name_before_all_its_bytes_are_on_the_disk(
+def test_pages_are_renamed_only_after_the_whole_batch_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_pages: int
 ) -> None:
-    """So whatever a loss of power takes, it takes whole pages."""
+    """A loss of power therefore loses only whole pages."""
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     synchronised: dict[int, int] = {}
     named: list[int] = []
@@ -338,7 +338,7 @@ PLACES = st.sampled_from(["page", "folder", "foreign", "unfinished"])
 @example(obstacles=[("file", "foreign", 0)])
 @example(obstacles=[("full directory", "page", 0), ("directory", "unfinished", 0)])
 def test_a_foreign_file_costs_only_the_page_in_its_place(obstacles: list[tuple[str, str, int]]) -> None:
-    """Found once: a directory in the place of a page stopped every eviction."""
+    """Regression: a directory in the place of a page stopped every eviction."""
     keys = [f"key {at}" for at in range(12)]
     with TemporaryDirectory() as folder:
         root = Path(folder)
@@ -358,7 +358,7 @@ def test_a_foreign_file_costs_only_the_page_in_its_place(obstacles: list[tuple[s
                 "unfinished": root / "unfinished" / f"stray {at}",
             }[place]
             if kind == "file" and place == "page":
-                continue  # that is a page
+                continue  # a file there is a page
             if os.path.lexists(where) or (os.path.lexists(where.parent) and not where.parent.is_dir()):
                 continue
             if place == "folder" and kind in ("directory", "full directory", "link to a directory"):
@@ -377,11 +377,11 @@ def test_a_foreign_file_costs_only_the_page_in_its_place(obstacles: list[tuple[s
             assert store.used_bytes <= 4 * PAGE_BYTES
         assert store.delete([keys[at] for at in blocked]) == 0
         assert store.clear() > 0 or len(blocked) == 12
-        assert all(os.path.lexists(path) for path in placed), "not ours to remove"
+        assert all(os.path.lexists(path) for path in placed), "a foreign file was removed"
         store.close()
 
 
-def test_the_ledger_counts_deletions_and_clears(tmp_path: Path) -> None:
+def test_used_bytes_include_deletions_and_clears(tmp_path: Path) -> None:
     store = open_file_page_store(tmp_path, capacity_bytes=MANY)
     keys = ["a", "b", "c", "d"]
     store.batch_set(keys, [page_of(key) for key in keys])
@@ -397,7 +397,7 @@ def test_the_ledger_counts_deletions_and_clears(tmp_path: Path) -> None:
 
 
 def test_stores_of_one_directory_open_and_close_at_the_same_time(tmp_path: Path) -> None:
-    """Found once: an opening that met another's closing failed, because a folder of unfinished pages was just gone."""
+    """Regression: opening failed while another store closed and removed its directory of unfinished pages."""
 
     def open_and_close(name: int) -> None:
         for at in range(40):

@@ -1,13 +1,13 @@
-"""How long a request waits for storage: bounded from its first blocked moment on, whatever storage is at.
+"""The wait of a request for storage is bounded from the first step in which only storage delays it.
 
-The model: two ranks, each with a reader that does one thing after the other, as a store behind one thread does, and
-that takes as many steps for each as the example says: perhaps for ever. Properties, for any number of prefetches ahead,
-living or aborted, and clocks that go differently:
+The model has two ranks. Each has a reader that processes one operation at a time, like a store behind one thread. An
+example sets the steps per operation, which may be infinite. Properties, for any number of earlier prefetches, active or
+aborted, and for clocks of different rates:
 
-- ``best_effort``: a request that could run never waits for storage;
-- ``timeout``: it waits no longer than the formula says, by the fastest clock, and the steps of a load;
-- ``wait_complete``: aborted prefetches delay it by no more than what the readers are at work on;
-- ranks hold the same pages at every step, and in the end all pages are given back.
+- ``best_effort``: a request that could run never waits for storage.
+- ``timeout``: it waits no longer than the formula by the fastest clock, plus the steps of a load.
+- ``wait_complete``: aborted prefetches delay it only by the operations that the readers have begun.
+- All ranks hold the same pages at every step, and finally all pages are released.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 from scheduler_components.testing.in_process_groups import InProcessGroups
 
 PAGE_SIZE, NUM_PAGES = 512, 6
-FOR_EVER = 10_000
+NEVER_ENDS = 10_000
 BASE_S, PER_KI_TOKEN_S = 3.0, 1.0
 
 
 @dataclass
 class Reader:
-    """Storage of one rank: holds everything, and takes its time."""
+    """The storage of one rank. It holds every page and answers after the configured number of steps."""
 
     query_steps: int
     page_steps: int
@@ -52,7 +52,7 @@ class Reader:
     stopped: set[int] = field(default_factory=set)
     jobs: deque[QueryStorage | ReadFromStorage] = field(default_factory=deque)
     spent_steps: int = 0
-    num_worked_on: int = 0
+    num_begun: int = 0
 
     def submit(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -65,7 +65,7 @@ class Reader:
                     self.events.append(LoadBackDone(instruction.op, True))
 
     def poll(self) -> list[IoEvent]:
-        """Let a step pass: what is stopped and not begun costs none."""
+        """Process one step. Operations that were cancelled before they began take no time."""
         while self.jobs and self.jobs[0].op in self.stopped and not self.spent_steps:
             self._end(self.jobs.popleft())
         if self.jobs:
@@ -75,15 +75,15 @@ class Reader:
 
     def _work(self) -> None:
         job = self.jobs[0]
-        self.num_worked_on += not self.spent_steps
+        self.num_begun += not self.spent_steps
         self.spent_steps += 1
         if isinstance(job, QueryStorage):
             has_ended = self.spent_steps >= self.query_steps
         else:
-            num_read, rest = divmod(self.spent_steps, self.page_steps)
-            if not rest:
+            num_read, remainder = divmod(self.spent_steps, self.page_steps)
+            if not remainder:
                 self.events.append(PagesRead(job.op, num_read))
-            has_ended = num_read == len(job.host_pages) or (not rest and job.op in self.stopped)
+            has_ended = num_read == len(job.host_pages) or (not remainder and job.op in self.stopped)
         if has_ended:
             self.spent_steps = 0
             self._end(self.jobs.popleft())
@@ -122,28 +122,28 @@ class Ranks:
             self.caches[rank].apply(self.num_steps, agreed)
             self.caches[rank].check_integrity()
 
-    def expect(self, rid: int) -> None:
+    def start(self, rid: int) -> None:
         for cache in self.caches:
             cache.prefetch_queue.start(str(rid), prompt(rid))
 
-    def forget(self, rid: int) -> None:
+    def cancel(self, rid: int) -> None:
         for cache in self.caches:
             cache.prefetch_queue.cancel(str(rid))
 
-    def is_ready(self, rid: int) -> bool:
+    def is_done(self, rid: int) -> bool:
         [answer] = {cache.prefetch_queue.is_done(str(rid), prompt(rid)) for cache in self.caches}
         return answer
 
-    def steps_until_ready(self, rid: int, at_most: int) -> int:
-        """Steps from the first time that the request was asked for."""
+    def steps_until_done(self, rid: int, at_most: int) -> int:
+        """Return the steps from the first query of the request until it may run."""
         for waited in range(at_most + 1):
-            if self.is_ready(rid):
+            if self.is_done(rid):
                 return waited
             self.step()
         return at_most + 1
 
     def drain(self) -> None:
-        """Let storage be quick again, and everything end."""
+        """Make storage fast and run until all operations have ended."""
         for reader in self.readers:
             reader.query_steps = reader.page_steps = 1
             reader.spent_steps = min(reader.spent_steps, 1)
@@ -160,7 +160,7 @@ def prompt(rid: int) -> list[int]:
     return [rid] * (NUM_PAGES * PAGE_SIZE)
 
 
-TIMES = st.sampled_from([1, 2, 7, FOR_EVER])
+TIMES = st.sampled_from([1, 2, 7, NEVER_ENDS])
 READERS = st.builds(Reader, query_steps=TIMES, page_steps=TIMES)
 RATES = st.sampled_from([0.5, 1.0, 2.0])
 
@@ -173,11 +173,11 @@ RATES = st.sampled_from([0.5, 1.0, 2.0])
     are_aborted=st.lists(st.booleans(), max_size=14),
     num_steps_before=st.integers(0, 12),
 )
-@example("best_effort", (Reader(FOR_EVER, 1), Reader(1, 1)), (1.0, 1.0), [True] * 12, 1)
-@example("timeout", (Reader(FOR_EVER, 1), Reader(1, 1)), (1.0, 1.0), [False] * 12, 1)
-@example("timeout", (Reader(1, FOR_EVER), Reader(1, 1)), (1.0, 2.0), [], 3)
+@example("best_effort", (Reader(NEVER_ENDS, 1), Reader(1, 1)), (1.0, 1.0), [True] * 12, 1)
+@example("timeout", (Reader(NEVER_ENDS, 1), Reader(1, 1)), (1.0, 1.0), [False] * 12, 1)
+@example("timeout", (Reader(1, NEVER_ENDS), Reader(1, 1)), (1.0, 2.0), [], 3)
 @example("wait_complete", (Reader(7, 1), Reader(7, 1)), (1.0, 1.0), [True] * 12, 1)
-def test_no_request_waits_longer_than_its_policy_says(
+def test_no_request_waits_longer_than_its_policy_allows(
     prefetch: str,
     readers: tuple[Reader, Reader],
     clock_rates: tuple[float, float],
@@ -188,24 +188,24 @@ def test_no_request_waits_longer_than_its_policy_says(
     ranks = Ranks(policy, [Reader(reader.query_steps, reader.page_steps) for reader in readers], clock_rates)
     ranks.step()  # the ranks agree that all of them have storage
     for rid in range(len(are_aborted)):
-        ranks.expect(rid)
+        ranks.start(rid)
     for _ in range(num_steps_before):
         ranks.step()
     for rid, is_aborted in enumerate(are_aborted):
         if is_aborted:
-            ranks.forget(rid)
-    num_worked_on = [reader.num_worked_on for reader in ranks.readers]
-    living = len(are_aborted)
-    ranks.expect(living)
+            ranks.cancel(rid)
+    num_begun = [reader.num_begun for reader in ranks.readers]
+    last = len(are_aborted)
+    ranks.start(last)
     load_steps = 2
     max_wait_s = BASE_S + PER_KI_TOKEN_S * NUM_PAGES * PAGE_SIZE / 1024
     bound_steps = {"best_effort": 0, "timeout": math.floor(max_wait_s / max(clock_rates)) + 2}.get(prefetch, 300)
-    waited = ranks.steps_until_ready(living, bound_steps + load_steps)
+    waited = ranks.steps_until_done(last, bound_steps + load_steps)
     if prefetch != "wait_complete":
         assert waited <= bound_steps + load_steps
     elif waited <= bound_steps and all(are_aborted):
-        # One query and one read of its own, for each rank: no operation began for requests that do not wait.
-        assert all(now.num_worked_on - before <= 2 for now, before in zip(ranks.readers, num_worked_on, strict=True))
-    for rid in range(living + 1):
-        ranks.forget(rid)
+        # Per rank, only the query and the read of this request began. Aborted requests started no operation.
+        assert all(now.num_begun - before <= 2 for now, before in zip(ranks.readers, num_begun, strict=True))
+    for rid in range(last + 1):
+        ranks.cancel(rid)
     ranks.drain()

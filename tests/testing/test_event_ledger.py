@@ -1,4 +1,4 @@
-"""The ledger keeps exactly the stored blocks and names every rule that an event breaks."""
+"""EventLedger: the blocks that a stream of events holds, and every rule that an event breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler_components.testing.strategies import cache_histories, events, inv
 
 @settings(deadline=None)
 @given(history=cache_histories())
-def test_the_events_of_a_cache_break_no_rule_and_continue_the_chain(history: list[KVEventBatch]) -> None:
+def test_the_events_of_a_real_cache_are_valid_and_chained(history: list[KVEventBatch]) -> None:
     ledger = EventLedger()
     for batch in history:
         assert batch.events
@@ -28,7 +28,7 @@ def test_the_events_of_a_cache_break_no_rule_and_continue_the_chain(history: lis
 
 @settings(deadline=None)
 @given(history=invalid_histories(), more=events())
-def test_no_history_raises_and_every_violation_has_a_rule(
+def test_invalid_histories_yield_violations_of_known_rules(
     history: list[KVEventBatch], more: tuple[KVCacheEvent, ...]
 ) -> None:
     ledger = EventLedger()
@@ -36,7 +36,7 @@ def test_no_history_raises_and_every_violation_has_a_rule(
     assert {violation.rule for violation in violations} <= RULES.keys()
 
 
-def test_the_chain_history_is_clean() -> None:
+def test_generated_chain_events_are_valid() -> None:
     history, ledger = ChainEventGenerator(), EventLedger()
     for number in range(200):
         assert ledger.apply(history.next(number)) == []
@@ -44,7 +44,7 @@ def test_the_chain_history_is_clean() -> None:
     assert ledger.num_off_chain == 0
 
 
-def test_media_and_groups_are_kept_apart_and_a_clear_takes_all() -> None:
+def test_media_and_groups_are_separate_and_a_clear_removes_all() -> None:
     ledger = EventLedger()
     group = BlockStored((5,), None, (5,), 1, None, group_idx=2)
     assert ledger.apply_all([stored(1), stored(1, medium="CPU"), group, BlockRemoved((1,), "GPU")]) == []
@@ -53,16 +53,16 @@ def test_media_and_groups_are_kept_apart_and_a_clear_takes_all() -> None:
     assert ledger.blocks() == {}
 
 
-def test_a_parent_on_another_medium_is_a_parent() -> None:
+def test_a_parent_may_be_on_another_medium() -> None:
     assert EventLedger().apply_all([stored(1, medium="CPU"), stored(2, parent=1)]) == []
 
 
-def test_order_within_one_removal_means_nothing() -> None:
+def test_the_order_within_a_removal_does_not_matter() -> None:
     assert EventLedger().apply_all([stored(1, 2, 3), BlockRemoved((1, 2, 3))]) == []
 
 
 @pytest.mark.parametrize(
-    ("events", "rules"),
+    ("given", "rules"),
     [
         ([stored(2, parent=1)], ["parents-first"]),
         ([stored(2, parent=0)], ["root-parent"]),
@@ -78,11 +78,11 @@ def test_order_within_one_removal_means_nothing() -> None:
         ([BlockStored((1,), None, (1 << 32,), 1, None)], ["event"]),
     ],
 )
-def test_each_fault_is_named(events: list[KVCacheEvent], rules: list[str]) -> None:
-    assert [violation.rule for violation in EventLedger().apply_all(events)] == rules
+def test_each_invalid_event_breaks_its_rule(given: list[KVCacheEvent], rules: list[str]) -> None:
+    assert [violation.rule for violation in EventLedger().apply_all(given)] == rules
 
 
-def test_without_its_beginning_nothing_earlier_is_judged_until_a_clear() -> None:
+def test_an_incomplete_history_may_refer_to_unknown_blocks_until_a_clear() -> None:
     ledger = EventLedger(is_complete=False)
     assert ledger.apply_all([stored(2, parent=1), BlockRemoved((9,))]) == []
     broken = ledger.apply_all([AllBlocksCleared(), stored(2, parent=1)])
@@ -97,13 +97,13 @@ def test_a_block_that_is_its_own_ancestor_has_no_prefix() -> None:
             ledger.prefix(unknown)
 
 
-def test_an_identity_without_a_seed_is_kept_and_not_compared() -> None:
+def test_a_block_whose_salt_has_no_seed_is_kept_and_not_counted_as_chained() -> None:
     ledger = EventLedger()
     assert ledger.apply(BlockStored((1,), None, (1,), 1, None, cache_salt="\ud800")) == []
     assert (ledger.num_chained, ledger.hashes()) == (0, {1})
 
 
-def test_hashes_off_the_chain_are_counted_and_no_fault() -> None:
+def test_hashes_off_the_chain_are_counted_and_valid() -> None:
     ledger = EventLedger()
     on_chain = BlockStored(hash_pages([1, 2], 2), None, (1, 2), 2, None)
     assert ledger.apply_all([on_chain, BlockStored((5,), None, (3, 4), 2, None)]) == []

@@ -1,4 +1,4 @@
-"""The kit's machines pass on the kit's parts, and find parts that break their promise."""
+"""The state machines of the test kit pass on the kit's own implementations and find broken ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from scheduler_components.ports import PageBytes, PageStore
 from scheduler_components.testing import EventLedger, FollowerMachine, PageStoreMachine, PrefixCacheMachine
 from scheduler_components.testing.interfaces import MAX_BYTES, FollowerCore, page_of
 
-# A broken part may take some hundred traces to be found; the same ones every time, or the test would be a lottery.
+# A fault may need hundreds of traces. The search is derandomized, so that the test always finds it.
 MANY = settings(
     max_examples=3_000, stateful_step_count=30, deadline=None, phases=[Phase.generate], database=None, derandomize=True
 )
@@ -62,11 +62,11 @@ class SmallStoreMachine(PageStoreMachine):
 
 
 @pytest.mark.parametrize("machine", [MemoryStoreMachine, FileStoreMachine, SmallStoreMachine])
-def test_the_kits_stores_pass(machine: type[RuleBasedStateMachine]) -> None:
+def test_the_kits_page_stores_pass(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)
 
 
-class MixesNames(MemoryStoreMachine):
+class MixesKeys(MemoryStoreMachine):
     def open_store(self) -> PageStore:
         class Store(MemoryPageStore):
             def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
@@ -75,7 +75,7 @@ class MixesNames(MemoryStoreMachine):
         return Store(MAX_BYTES)
 
 
-class TellsStoresAlone(PrefixCacheMachine):
+class OmitsRemovals(PrefixCacheMachine):
     def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> RadixCache:
         class Cache(RadixCache):
             def take_events(self) -> tuple[KVCacheEvent, ...]:
@@ -94,12 +94,12 @@ class EvictsOneMore(PrefixCacheMachine):
 
 
 class KitFollower:
-    """The kit's cores behind the port of the machine."""
+    """The kit's ``StreamFollower`` behind the interface of the machine."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.view = BlockView()
-        self.question: SendReplayRequest | None = None
+        self.request: SendReplayRequest | None = None
         self.open_request_id: int | None = None
         self.frames: deque[tuple[int, bytes]] = deque()
         applier = BatchApplier(
@@ -115,24 +115,24 @@ class KitFollower:
         self.follower.begin(0.0)
         self.follower.on_connected(0.0)
 
-    def send(self, question: SendReplayRequest) -> None:
-        self.question, self.open_request_id = question, question.request_id
+    def send(self, request: SendReplayRequest) -> None:
+        self.request, self.open_request_id = request, request.request_id
 
     def cancel(self) -> None:
-        self.question = self.open_request_id = None
+        self.request = self.open_request_id = None
 
     def on_live_batch(self, sequence: int, payload: bytes) -> None:
         self.frames.append((sequence, payload))
-        self.take_frames()
+        self.deliver_frames()
 
-    def take_frames(self) -> None:
-        """Live frames stay in the socket while the cursor does not listen."""
+    def deliver_frames(self) -> None:
+        """Deliver live frames. They stay in the socket while the cursor does not accept them."""
         while self.frames and self.follower.cursor.is_accepting_live:
             self.follower.on_live_batch(*self.frames.popleft(), self.now_s)
 
     def pop_replay_request(self) -> bytes | None:
-        question, self.question = self.question, None
-        return None if question is None else question.request.encode()
+        request, self.request = self.request, None
+        return None if request is None else request.request.encode()
 
     def on_replay_message(self, sequence: bytes, payload: bytes) -> None:
         if self.open_request_id is None:
@@ -141,12 +141,12 @@ class KitFollower:
             self.follower.on_replay_marker(self.open_request_id, payload, self.now_s)
         else:
             self.follower.on_replay_batch(self.open_request_id, int.from_bytes(sequence, "big"), payload, self.now_s)
-        self.take_frames()
+        self.deliver_frames()
 
     def advance_time(self, seconds: float) -> None:
         self.now_s += seconds
         self.follower.tick(self.now_s)
-        self.take_frames()
+        self.deliver_frames()
 
     def blocks(self) -> Set[int]:
         return self.view.blocks(0, Tier.DEVICE)
@@ -164,16 +164,16 @@ def test_the_kits_follower_passes() -> None:
     run_state_machine_as_test(KitFollowerMachine, settings=settings(FEW, max_examples=120))
 
 
-class TruthTeller:
-    """Sound and slow: asks for what it lacks whenever it doubts, and says so."""
+class SimpleFollower:
+    """A correct, slow follower: it requests a replay after every gap and is live only after the end marker."""
 
     def __init__(self) -> None:
         self.ledger, self.last = EventLedger(), -1
-        self.doubts, self.asks = True, True
+        self.has_gap, self.wants_replay = True, True
 
     def on_live_batch(self, sequence: int, payload: bytes) -> None:
         if sequence > self.last + 1:
-            self.doubts = self.asks = True
+            self.has_gap = self.wants_replay = True
         self.apply(sequence, payload)
 
     def apply(self, sequence: int, payload: bytes) -> None:
@@ -182,56 +182,56 @@ class TruthTeller:
             self.ledger.apply_all(BatchDecoder().decode(payload).events)
 
     def pop_replay_request(self) -> bytes | None:
-        asks, self.asks = self.asks, False
-        return encode_plain_request(self.last + 1) if asks else None
+        wants_replay, self.wants_replay = self.wants_replay, False
+        return encode_plain_request(self.last + 1) if wants_replay else None
 
     def on_replay_message(self, sequence: bytes, payload: bytes) -> None:
         if sequence == END_SEQ:
-            self.doubts = False
+            self.has_gap = False
         else:
             self.apply(int.from_bytes(sequence, "big"), payload)
 
     def advance_time(self, seconds: float) -> None:
-        self.asks = True
+        self.wants_replay = True
 
     def blocks(self) -> Set[int]:
         return self.ledger.hashes()
 
     def is_live(self) -> bool:
-        return not self.doubts
+        return not self.has_gap
 
 
-class TruthTellerMachine(FollowerMachine):
+class SimpleFollowerMachine(FollowerMachine):
     def open_follower(self) -> FollowerCore:
-        return TruthTeller()
+        return SimpleFollower()
 
 
-def test_a_simple_follower_passes_too() -> None:
-    run_state_machine_as_test(TruthTellerMachine, settings=FEW)
+def test_a_simple_follower_passes() -> None:
+    run_state_machine_as_test(SimpleFollowerMachine, settings=FEW)
 
 
-class SkipsGaps(TruthTeller):
+class SkipsGaps(SimpleFollower):
     def apply(self, sequence: int, payload: bytes) -> None:
         if sequence > self.last:
             self.last = sequence - 1
             super().apply(sequence, payload)
 
 
-class AppliesTwice(TruthTeller):
+class AppliesTwice(SimpleFollower):
     def apply(self, sequence: int, payload: bytes) -> None:
         if sequence <= self.last:
             self.ledger.apply_all(BatchDecoder().decode(payload).events)
         super().apply(sequence, payload)
 
 
-class NeverAsksAgain(TruthTeller):
+class NeverRequestsAgain(SimpleFollower):
     def advance_time(self, seconds: float) -> None:
         pass
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("kind", [SkipsGaps, AppliesTwice, NeverAsksAgain])
-def test_broken_followers_are_found(kind: type[TruthTeller]) -> None:
+@pytest.mark.parametrize("kind", [SkipsGaps, AppliesTwice, NeverRequestsAgain])
+def test_broken_followers_are_found(kind: type[SimpleFollower]) -> None:
     class Machine(FollowerMachine):
         def open_follower(self) -> FollowerCore:
             return kind()
@@ -241,13 +241,13 @@ def test_broken_followers_are_found(kind: type[TruthTeller]) -> None:
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("machine", [MixesNames, TellsStoresAlone, EvictsOneMore])
-def test_broken_parts_are_found(machine: type[RuleBasedStateMachine]) -> None:
+@pytest.mark.parametrize("machine", [MixesKeys, OmitsRemovals, EvictsOneMore])
+def test_broken_stores_and_caches_are_found(machine: type[RuleBasedStateMachine]) -> None:
     with pytest.raises(AssertionError):
         run_state_machine_as_test(machine, settings=MANY)
 
 
-def test_a_machine_without_a_part_says_what_to_override() -> None:
+def test_a_machine_names_the_method_to_override() -> None:
     with pytest.raises(TypeError, match="override open_cache"):
         PrefixCacheMachine().open_cache(1, 1, True)
     with pytest.raises(TypeError, match="override open_follower"):

@@ -1,4 +1,4 @@
-"""Every page-store check fails, with its trace, on a store that breaks its promise. (Sound ones: tests/hicache.)"""
+"""Every page-store check fails with a trace on a broken store. Correct stores are tested in tests/hicache."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class Store(MemoryPageStore):
         super().__init__(interfaces.MAX_BYTES)
 
 
-class FindsAll(Store):
+class FindsAbsentKeys(Store):
     def batch_exists(self, keys: Sequence[str]) -> int:
         return len(keys)
 
 
-class Sorts(Store):
+class SortsKeys(Store):
     def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
         return list(super().batch_get(sorted(keys)))
 
 
-class CountsAll(Store):
+class CountsBeyondHoles(Store):
     def batch_exists(self, keys: Sequence[str]) -> int:
-        return sum(super(CountsAll, self).batch_exists([key]) for key in keys)
+        return sum(super(CountsBeyondHoles, self).batch_exists([key]) for key in keys)
 
 
-class LeavesOutHoles(Store):
+class OmitsMisses(Store):
     def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
         return [page for page in super().batch_get(keys) if page is not None]
 
 
-class RefusesTwice(Store):
+class RefusesHeldKeys(Store):
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
         new = [not self.batch_exists([key]) for key in keys]
         super().batch_set(keys, pages)
         return new
 
 
-class NeverForgets(Store):
+class NeverDeletes(Store):
     def delete(self, keys: Sequence[str]) -> int:
         return self.batch_exists(keys)
 
 
-class FoldsCase(Store):
+class IgnoresCase(Store):
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
         return list(super().batch_set([key.lower() for key in keys], pages))
 
@@ -58,7 +58,7 @@ class FoldsCase(Store):
 
 
 class KeepsViews:
-    """Keeps what it is given, not a copy."""
+    """A store that keeps the given buffers instead of copies."""
 
     def __init__(self) -> None:
         self.pages: dict[str, PageBytes] = {}
@@ -80,7 +80,7 @@ class KeepsViews:
         pass
 
 
-class RefusesNothing(Store):
+class RefusesEmptyBatches(Store):
     def batch_get(self, keys: Sequence[str]) -> list[PageBytes | None]:
         if not keys:
             raise ValueError("no keys")
@@ -88,15 +88,15 @@ class RefusesNothing(Store):
 
 
 CASES: list[tuple[Callable[[PageStore, str], None], Callable[[], PageStore], str]] = [
-    (checks.check_absent_keys_are_misses, FindsAll, "batch_exists() of 3 absent keys"),
-    (checks.check_pages_come_back_byte_for_byte_in_the_order_asked, Sorts, "its page under"),
-    (checks.check_exists_counts_the_longest_prefix, CountsAll, "keys held without a hole: 2"),
-    (checks.check_missing_key_affects_only_itself, LeavesOutHoles, "pages of the answer: 3"),
-    (checks.check_a_page_may_be_set_again, RefusesTwice, "each key held"),
-    (checks.check_a_deleted_page_is_gone_and_can_come_back, NeverForgets, "delete() of it again"),
-    (checks.check_any_text_is_a_valid_key, FoldsCase, "its page under 'key A.b'"),
+    (checks.check_absent_keys_are_misses, FindsAbsentKeys, "batch_exists() of 3 absent keys"),
+    (checks.check_pages_come_back_byte_for_byte_in_the_order_asked, SortsKeys, "its page under"),
+    (checks.check_exists_counts_the_longest_prefix, CountsBeyondHoles, "keys held without a hole: 2"),
+    (checks.check_missing_key_affects_only_itself, OmitsMisses, "pages of the answer: 3"),
+    (checks.check_a_page_may_be_set_again, RefusesHeldKeys, "each key held"),
+    (checks.check_a_deleted_page_is_gone_and_can_come_back, NeverDeletes, "delete() of it again"),
+    (checks.check_any_text_is_a_valid_key, IgnoresCase, "its page under 'key A.b'"),
     (checks.check_stored_page_is_a_copy, KeepsViews, "overwrote that memory"),
-    (checks.check_empty_batches_are_accepted, RefusesNothing, "ValueError: no keys"),
+    (checks.check_empty_batches_are_accepted, RefusesEmptyBatches, "ValueError: no keys"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Pool against stream: the judge names the batch that forgot; a scheduler of one's own is held to its own pool."""
+"""PoolVerifier: compare a pool with its event stream, and name the batch that is wrong."""
 
 from __future__ import annotations
 
@@ -31,151 +31,148 @@ from scheduler_components.values import KvPoolSnapshot
 GPU, CPU = medium_group(None), medium_group("CPU")
 
 
-def reading(sequence: int | None, *hashes: int, place: MediumGroup = GPU) -> KvPoolSnapshot:
+def snapshot(sequence: int | None, *hashes: int, place: MediumGroup = GPU) -> KvPoolSnapshot:
     return KvPoolSnapshot({place: hashes}, sequence)
 
 
-def judge_of(*batches: Sequence[KVCacheEvent]) -> PoolVerifier:
-    judge = PoolVerifier()
+def verifier_of(*batches: Sequence[KVCacheEvent]) -> PoolVerifier:
+    verifier = PoolVerifier()
     for number, events in enumerate(batches):
-        judge.apply(number, events)
-    return judge
+        verifier.apply(number, events)
+    return verifier
 
 
-def test_a_stream_that_tells_everything_differs_in_nothing() -> None:
-    judge = judge_of([stored(1, 2, 3), stored(1, medium="CPU")], [BlockRemoved((2,))])
-    assert judge.compare(KvPoolSnapshot({GPU: {1, 3}, CPU: (1,)}, 1)) == []
-    assert judge.num_compared == 3
+def test_a_complete_stream_equals_the_pool() -> None:
+    verifier = verifier_of([stored(1, 2, 3), stored(1, medium="CPU")], [BlockRemoved((2,))])
+    assert verifier.compare(KvPoolSnapshot({GPU: {1, 3}, CPU: (1,)}, 1)) == []
+    assert verifier.num_compared == 3
 
 
-def test_a_forgotten_removal_is_bounded_by_the_readings_around_it() -> None:
-    judge = judge_of([stored(1, 2)], [stored(3)])
-    assert judge.compare(reading(1, 1, 2, 3)) == []
+def test_a_missing_removal_lies_between_two_snapshots() -> None:
+    verifier = verifier_of([stored(1, 2)], [stored(3)])
+    assert verifier.compare(snapshot(1, 1, 2, 3)) == []
     for number in (2, 3, 4):
-        judge.apply(number, [stored(10 + number)])
-    (found,) = judge.compare(reading(4, 1, 3, 12, 13, 14))
+        verifier.apply(number, [stored(10 + number)])
+    (found,) = verifier.compare(snapshot(4, 1, 3, 12, 13, 14))
     assert found == PoolDifference("pool-extra", 2, GPU, reported_by=0, since=2, found_at=4)
     assert str(found) == (
         "block 2 on GPU: batch 0 stored it and the pool does not hold it; wrong since one of the batches 2 to 4"
     )
 
 
-def test_a_forgotten_store_is_named_with_its_batch() -> None:
-    judge = judge_of([stored(1)])
-    assert judge.compare(reading(0, 1)) == []
-    judge.apply(1, [stored(2)])
-    (found,) = judge.compare(reading(1, 1, 2, 3))
+def test_a_missing_store_is_reported_with_its_batch() -> None:
+    verifier = verifier_of([stored(1)])
+    assert verifier.compare(snapshot(0, 1)) == []
+    verifier.apply(1, [stored(2)])
+    (found,) = verifier.compare(snapshot(1, 1, 2, 3))
     assert str(found) == "block 3 on GPU: the pool holds it and no batch stored it; wrong since batch 1"
 
 
-def test_the_removal_of_one_copy_told_as_the_removal_of_all_is_named() -> None:
-    judge = judge_of([stored(1)])
-    assert judge.compare(reading(0, 1)) == []
-    judge.apply(1, [stored(2)])
-    judge.apply(2, [BlockRemoved((1,))])
-    judge.apply(3, [stored(4)])
-    (found,) = judge.compare(reading(3, 1, 2, 4))
+def test_a_removal_of_a_block_with_another_copy_is_reported() -> None:
+    verifier = verifier_of([stored(1)])
+    assert verifier.compare(snapshot(0, 1)) == []
+    verifier.apply(1, [stored(2)])
+    verifier.apply(2, [BlockRemoved((1,))])
+    verifier.apply(3, [stored(4)])
+    (found,) = verifier.compare(snapshot(3, 1, 2, 4))
     assert (found.rule, found.reported_by, found.since) == ("pool-missing", 2, 2)
     assert "the pool holds it and batch 2 removed it; wrong since one of the batches 2 to 3" in str(found)
 
 
-def test_a_batch_that_never_came_is_said_so() -> None:
-    judge = judge_of([stored(1)])
-    assert judge.compare(reading(0, 1)) == []
-    (found,) = judge.compare(reading(0, 1, 2))
+def test_a_missing_batch_is_reported() -> None:
+    verifier = verifier_of([stored(1)])
+    assert verifier.compare(snapshot(0, 1)) == []
+    (found,) = verifier.compare(snapshot(0, 1, 2))
     assert str(found).endswith("a batch is missing after 0")
-    (found,) = PoolVerifier().compare(reading(-1, 1))
+    (found,) = PoolVerifier().compare(snapshot(-1, 1))
     assert str(found).endswith("no batch was ever sent")
 
 
-def test_a_clear_that_is_not_true_is_named() -> None:
-    judge = judge_of([stored(1)], [AllBlocksCleared()])
-    (found,) = judge.compare(reading(1, 1))
+def test_a_false_clear_is_reported_with_its_batch() -> None:
+    verifier = verifier_of([stored(1)], [AllBlocksCleared()])
+    (found,) = verifier.compare(snapshot(1, 1))
     assert (found.reported_by, found.since) == (1, 1)
 
 
-def test_a_difference_is_told_once_until_it_was_right_again() -> None:
-    judge = judge_of([stored(1)])
-    assert len(judge.compare(reading(0))) == 1
-    assert judge.compare(reading(0)) == []
-    assert judge.compare(reading(0, 1)) == []
-    assert len(judge.compare(reading(0))) == 1
+def test_a_difference_is_reported_again_only_after_it_was_corrected() -> None:
+    verifier = verifier_of([stored(1)])
+    assert len(verifier.compare(snapshot(0))) == 1
+    assert verifier.compare(snapshot(0)) == []
+    assert verifier.compare(snapshot(0, 1)) == []
+    assert len(verifier.compare(snapshot(0))) == 1
 
 
-def test_what_can_be_laid_to_the_fewest_batches_comes_first() -> None:
-    judge = judge_of([stored(1, 2)], [stored(3)], [stored(4)])
-    assert [each.since for each in judge.compare(reading(2, 1, 9))] == [2, 1, 0, 0]
+def test_differences_of_the_newest_batches_come_first() -> None:
+    verifier = verifier_of([stored(1, 2)], [stored(3)], [stored(4)])
+    assert [each.since for each in verifier.compare(snapshot(2, 1, 9))] == [2, 1, 0, 0]
 
 
-def test_places_that_the_oracle_does_not_name_are_not_compared() -> None:
-    judge = judge_of([stored(1), stored(1, 2, medium="CPU")])
-    assert judge.compare(reading(0, 1)) == []
-    assert judge.compare(KvPoolSnapshot(NullHeldBlocksSource().held_blocks(), 0)) == []
-    (found,) = judge.compare(KvPoolSnapshot({GPU: {1}, ("CPU", None): {1}, ("GPU", 1): {7}}, 0))[:1]
+def test_media_and_groups_without_an_oracle_are_not_compared() -> None:
+    verifier = verifier_of([stored(1), stored(1, 2, medium="CPU")])
+    assert verifier.compare(snapshot(0, 1)) == []
+    assert verifier.compare(KvPoolSnapshot(NullHeldBlocksSource().held_blocks(), 0)) == []
+    (found,) = verifier.compare(KvPoolSnapshot({GPU: {1}, ("CPU", None): {1}, ("GPU", 1): {7}}, 0))[:1]
     assert (found.place, found.block_hash) == (CPU, 2)
 
 
-def test_a_remote_block_is_not_of_this_pool() -> None:
+def test_remote_blocks_are_ignored() -> None:
     remote = [BlockStored((1,), None, (5,), 1, None, locality="REMOTE"), BlockRemoved((2,), locality="REMOTE")]
     local = [BlockStored((2,), None, (6,), 1, None, locality="LOCAL")]
-    assert judge_of(local, remote).compare(reading(1, 2)) == []
+    assert verifier_of(local, remote).compare(snapshot(1, 2)) == []
 
 
-def test_what_was_told_before_the_judge_listened_is_not_missed() -> None:
-    judge = PoolVerifier(is_complete=False)
-    judge.apply(50, [stored(2)])
-    assert judge.compare(reading(50, 1, 2)) == []
-    judge.apply(51, [BlockRemoved((1,))])
-    assert [str(each)[:16] for each in judge.compare(reading(51, 1, 2))] == ["block 1 on GPU: "]
-    judge.apply(52, [AllBlocksCleared()])
-    assert judge.compare(reading(52)) == []
-    assert len(judge.compare(reading(52, 9))) == 1
+def test_a_late_verifier_ignores_blocks_of_earlier_batches() -> None:
+    verifier = PoolVerifier(is_complete=False)
+    verifier.apply(50, [stored(2)])
+    assert verifier.compare(snapshot(50, 1, 2)) == []
+    verifier.apply(51, [BlockRemoved((1,))])
+    assert [str(each)[:16] for each in verifier.compare(snapshot(51, 1, 2))] == ["block 1 on GPU: "]
+    verifier.apply(52, [AllBlocksCleared()])
+    assert verifier.compare(snapshot(52)) == []
+    assert len(verifier.compare(snapshot(52, 9))) == 1
 
 
-def test_what_was_told_before_a_loss_is_not_compared() -> None:
-    judge = judge_of([stored(1, 2)])
-    judge.mark_lost()
-    judge.apply(7, [stored(3)])
-    assert judge.compare(reading(7, 2, 3, 4)) == []
+def test_blocks_of_batches_before_a_loss_are_not_compared() -> None:
+    verifier = verifier_of([stored(1, 2)])
+    verifier.mark_lost()
+    verifier.apply(7, [stored(3)])
+    assert verifier.compare(snapshot(7, 2, 3, 4)) == []
 
 
-def test_a_reading_from_elsewhere_is_refused() -> None:
-    judge = judge_of([stored(1)], [stored(2)])
+def test_a_snapshot_of_another_batch_raises_a_config_error() -> None:
+    verifier = verifier_of([stored(1)], [stored(2)])
     with pytest.raises(ConfigError, match="before the last batch"):
-        judge.compare(reading(0, 1))
+        verifier.compare(snapshot(0, 1))
     with pytest.raises(ConfigError, match="does not name the last batch"):
-        judge.compare(reading(None, 1))
+        verifier.compare(snapshot(None, 1))
 
 
 HASHES = st.integers(1, 6)
 CHANGES = st.lists(st.lists(st.tuples(st.booleans(), HASHES), max_size=4), max_size=12)
 
 
-@given(steps=CHANGES, lies=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3)), max_size=1))
-def test_read_after_each_batch_a_difference_names_the_batch_that_forgot(
-    steps: list[list[tuple[bool, int]]], lies: list[tuple[int, int]]
+@given(steps=CHANGES, missing=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 3)), max_size=1))
+def test_compared_after_each_batch_a_difference_names_the_batch_of_the_missing_event(
+    steps: list[list[tuple[bool, int]]], missing: list[tuple[int, int]]
 ) -> None:
-    """Without a lie there is none; a lie may be made good within its batch."""
-    judge, pool = PoolVerifier(), set[int]()
+    """No event is missing, or one. A later event of the same batch may compensate for it."""
+    verifier, pool = PoolVerifier(), set[int]()
     for number, changes in enumerate(steps):
         events: list[KVCacheEvent] = []
         for at, (adds, block) in enumerate(changes):
             (pool.add if adds else pool.discard)(block)
-            if (number, at) not in lies:
+            if (number, at) not in missing:
                 events.append(stored(block) if adds else BlockRemoved((block,)))
-        judge.apply(number, events)
-        for each in judge.compare(reading(number, *pool)):
-            assert [each.since, each.found_at] == [lie for lie, _ in lies] * 2 == [number] * 2
+        verifier.apply(number, events)
+        for each in verifier.compare(snapshot(number, *pool)):
+            assert [each.since, each.found_at] == [batch for batch, _ in missing] * 2 == [number] * 2
 
 
-# A scheduler of one's own.
+# The checks of a scheduler.
 
 
 class Reference(ReferenceScheduler):
-    """The reference scheduler as its own oracle; ``change`` edits its events.
-
-    ``change`` is given the number of the batch and its events.
-    """
+    """The reference scheduler as its own oracle. ``change`` edits its events, given the number of the batch."""
 
     def __init__(
         self,
@@ -184,15 +181,15 @@ class Reference(ReferenceScheduler):
         change: Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]] = lambda _, events: events,
         tiers: CacheTiers | None = None,
     ) -> None:
-        super().__init__(_Changed(events, change), outputs, tiers)
+        super().__init__(_ChangingSink(events, change), outputs, tiers)
         self.pool: HeldBlocksSource = self.scheduler.cache
 
     def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
         return self.pool.held_blocks()
 
 
-class _Changed(ListEventSink):
-    """Publishes other events than it is given."""
+class _ChangingSink(ListEventSink):
+    """A sink that forwards changed events."""
 
     def __init__(self, to: KvEventSink, change: Callable[[int, Iterable[KVCacheEvent]], Iterable[KVCacheEvent]]):
         super().__init__()
@@ -209,18 +206,18 @@ def test_the_reference_scheduler_passes(check: Callable[..., None]) -> None:
     check(Reference)
 
 
-class ForgetsOne:
-    """Leaves out the first event of a kind on a medium; remembers in which batch."""
+class OmitOneEvent:
+    """Omits the first event of a kind on a medium, and records its batch."""
 
     def __init__(self, kind: type[KVCacheEvent], medium: str | None = None) -> None:
         self.kind, self.medium = kind, medium
-        self.forgot_in: int | None = None
+        self.omitted_in: int | None = None
 
     def __call__(self, number: int, events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:
         for event in events:
-            is_meant = isinstance(event, self.kind) and getattr(event, "medium", None) == self.medium
-            if is_meant and self.forgot_in is None:
-                self.forgot_in = number
+            is_match = isinstance(event, self.kind) and getattr(event, "medium", None) == self.medium
+            if is_match and self.omitted_in is None:
+                self.omitted_in = number
             else:
                 yield event
 
@@ -229,34 +226,34 @@ class ForgetsOne:
     ("kind", "message"),
     [(BlockStored, "no batch stored it"), (BlockRemoved, "stored it and the pool does not hold it")],
 )
-def test_a_missing_event_is_reported_with_its_batch(kind: type[KVCacheEvent], message: str) -> None:
-    forgets = ForgetsOne(kind)
+def test_an_omitted_event_is_reported_with_its_batch(kind: type[KVCacheEvent], message: str) -> None:
+    omit = OmitOneEvent(kind)
     with pytest.raises(ConformanceError) as failed:
-        POOL_STREAM_CHECKS[0](lambda events, outputs: Reference(events, outputs, forgets))
-    assert forgets.forgot_in is not None
+        POOL_STREAM_CHECKS[0](lambda events, outputs: Reference(events, outputs, omit))
+    assert omit.omitted_in is not None
     assert message in str(failed.value)
-    assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
+    assert f"wrong since batch {omit.omitted_in}'" in str(failed.value)
 
 
-def test_all_tiers_are_compared_and_one_forgotten_change_of_tier_is_named(
+def test_all_tiers_are_compared_and_an_omitted_store_of_the_host_is_reported(
     open_host_tier: Callable[[], CacheTiers],
 ) -> None:
-    """The model that reads KV by page cannot stand behind a tier that moves pages: it answers from the tokens."""
+    """A tier moves pages, so the model computes its answers from the tokens instead of the pages."""
 
     class Tiered(Reference):
         def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
             return tuple(next_token(chunk.request.token_ids[: chunk.end]) for chunk in batch.chunks)
 
     POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, tiers=open_host_tier()))
-    forgets = ForgetsOne(BlockStored, TIER_MEDIUM[Tier.HOST])
+    omit = OmitOneEvent(BlockStored, TIER_MEDIUM[Tier.HOST])
     with pytest.raises(ConformanceError) as failed:
-        POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, forgets, open_host_tier()))
-    assert forgets.forgot_in is not None
+        POOL_STREAM_CHECKS[0](lambda events, outputs: Tiered(events, outputs, omit, open_host_tier()))
+    assert omit.omitted_in is not None
     assert "on CPU: the pool holds it and no batch stored it" in str(failed.value)
-    assert f"wrong since batch {forgets.forgot_in}'" in str(failed.value)
+    assert f"wrong since batch {omit.omitted_in}'" in str(failed.value)
 
 
-def test_an_oracle_that_names_no_place_proves_nothing() -> None:
+def test_an_oracle_without_any_place_fails_the_check() -> None:
     class Blind(Reference):
         def held_blocks(self) -> Mapping[MediumGroup, Collection[int]]:
             return NullHeldBlocksSource().held_blocks()
@@ -266,7 +263,7 @@ def test_an_oracle_that_names_no_place_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("record", [True, False])
-def test_a_radix_cache_says_what_it_holds(record: bool) -> None:
+def test_a_radix_cache_returns_its_held_blocks(record: bool) -> None:
     cache = RadixCache(page_size=2, capacity_tokens=40, record=record)
     for first in range(5):
         cache.insert([first, 2, 3, 4], cache.allocate(2))

@@ -1,4 +1,4 @@
-"""Every subscriber check passes on the kit's subscriber, and fails with its trace on one that breaks its promise."""
+"""Every subscriber check passes on the kit's subscriber and fails with a trace on a broken one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_kits_subscriber_passes(check: Callable[[checks.OpenSubscriber, floa
 
 
 class Naive:
-    """What many routers do: take what comes, ask for nothing, believe it."""
+    """A subscriber that applies live batches, never requests a replay and is always live, as in many routers."""
 
     def __init__(self, place: StreamEndpoints) -> None:
         self.ledger, self.decoder = EventLedger(), BatchDecoder()
@@ -54,9 +54,9 @@ class Naive:
     def poll(self, timeout_s: float) -> None:
         while self.socket.poll(int(1000 * timeout_s)):
             _, sequence, payload = self.socket.recv_multipart()
-            self.take(int.from_bytes(sequence, "big", signed=True), payload)
+            self.receive(int.from_bytes(sequence, "big", signed=True), payload)
 
-    def take(self, sequence: int, payload: bytes) -> None:
+    def receive(self, sequence: int, payload: bytes) -> None:
         if sequence > self.last:
             self.last = sequence
             self.apply(payload)
@@ -76,10 +76,10 @@ class Naive:
         self.context.term()
 
 
-class TakesAll(Naive):
-    """Applies what is old too, so that a restart is no matter to it."""
+class AppliesOldBatches(Naive):
+    """A subscriber that also applies batches with old sequence numbers."""
 
-    def take(self, sequence: int, payload: bytes) -> None:
+    def receive(self, sequence: int, payload: bytes) -> None:
         self.apply(payload)
 
 
@@ -90,7 +90,7 @@ class TakesAll(Naive):
         (checks.check_late_joiners_get_everything, Naive, "blocks missing"),
         (checks.check_gaps_are_filled, Naive, "blocks missing"),
         (checks.check_lost_last_batch_is_detected, Naive, "0 blocks missing and 3 stale"),
-        (checks.check_duplicate_batch_is_ignored, TakesAll, "1 stale"),
+        (checks.check_duplicate_batch_is_ignored, AppliesOldBatches, "1 stale"),
         (checks.check_malformed_messages_are_ignored, Naive, "ValueError: not enough values to unpack"),
         (checks.check_publisher_restart_is_detected, Naive, "3 blocks missing and 3 stale"),
         (checks.check_not_live_while_a_gap_is_open, Naive, "not live while a batch"),
@@ -104,10 +104,10 @@ def test_a_broken_subscriber_fails_with_its_trace(
     assert message in str(failed.value), str(failed.value)
 
 
-def test_a_subscriber_that_never_subscribes_is_told() -> None:
-    class Deaf(Naive):
+def test_a_subscriber_that_never_subscribes_fails_the_check() -> None:
+    class NeverSubscribes(Naive):
         def __init__(self, place: StreamEndpoints) -> None:
             super().__init__(StreamEndpoints("inproc://unbound", "", place.topic))
 
     with pytest.raises(ConformanceError, match="a subscription to b'kv' within"):
-        checks.check_gaps_are_filled(Deaf, 0.1)
+        checks.check_gaps_are_filled(NeverSubscribes, 0.1)

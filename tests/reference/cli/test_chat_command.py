@@ -21,7 +21,7 @@ def test_a_conversation_with_a_tiny_model(
     monkeypatch.setattr(sys, "stdin", StringIO(f"{said}\n{said}\n"))
     assert run_command(["chat", "--model", str(model_folder), "--dp-size", "1", "--max-tokens", "12"]) == (0, "")
     shown = capsys.readouterr().out
-    assert shown.startswith(f"looking at {model_folder.name} ...\n")
+    assert shown.startswith(f"inspecting {model_folder.name} ...\n")
     assert [line for line in shown.splitlines() if line.startswith("> ")] == [f"> {said}"] * 2
     costs = [[int(each) for each in re.findall(r"\d+", line)] for line in re.findall(r"prompt of .* computed", shown)]
     (prompt, *tiers, computed), (next_prompt, *next_tiers, next_computed) = costs

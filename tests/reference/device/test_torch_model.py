@@ -108,7 +108,7 @@ def test_no_model_is_known_by_name(make_folder: Callable[..., Path], family: str
         ("Mamba", {}, "linear_attention"),
         ("Bloom", {"n_head": 4}, "0 of its 2 layers"),
         ("Falcon", {}, "without transformers' interface"),
-        ("StableLm", {}, "not handed"),
+        ("StableLm", {}, "does not receive"),
         ("DeepseekV2", {"n_routed_experts": 2, "num_experts_per_tok": 1}, "differ in width"),
     ],
 )

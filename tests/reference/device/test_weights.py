@@ -37,7 +37,7 @@ def test_a_part_comes_once_and_is_not_empty_and_a_roll_back_forgets_it() -> None
     weights.load("a", b"1")
     with pytest.raises(ConfigError, match="loaded before"):
         weights.load("a", b"2")
-    with pytest.raises(ConfigError, match="is empty, in part 'b'"):
+    with pytest.raises(ConfigError, match="is empty, in tensor 'b'"):
         weights.load("b", b"")
     weights.roll_back()
     assert weights.checksum() == nothing
