@@ -1,7 +1,7 @@
 """Step 3 as a program: ``python docs/refactor/move.py FOLDER`` moves the bodies of all mixins below a folder.
 
 A move that a program makes can be made again, on a branch that began before it (see "Branches in flight" in the guide).
-This one relies on the shape that step 2 gave the code: a component stands above its mixin, every method of the mixin is
+This one relies on the shape that step 2 gave the code: a component is above its mixin, every method of the mixin is
 static, and no other name ends in ``Mixin``.
 """
 

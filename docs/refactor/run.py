@@ -36,7 +36,7 @@ def play_stage(stage: str) -> Record:
 
 
 def main(stages: list[str]) -> int:
-    """Write the stages, play, print one line per stage, compare."""
+    """Write the stages, play on each, print one line per stage, and compare the outputs."""
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         sys.stderr.write(f"no stage {unknown[0]!r}; there are {', '.join(STAGES)}\n")
@@ -53,7 +53,7 @@ def main(stages: list[str]) -> int:
 
 
 def report(stage: Path) -> Record:
-    """Play on a stage, and print what came out."""
+    """Play the workload on a stage and print its output."""
     record = play_stage(stage.name)
     said = b"".join([record.tape, *record.loads, *record.metrics, repr(record.outputs).encode()])
     trees = [ast.parse(path.read_text()) for path in stage.glob("*.py")]

@@ -1,8 +1,8 @@
-"""The stages of the guide. ``stage_0_mixins`` is kept; each other one is the stage before it with a patch applied.
+"""The stages of the guide. The guide keeps ``stage_0_mixins``. Each later stage is the one before it with a patch.
 
-``python docs/refactor/stages.py write FOLDER`` writes them all there, to read, to compare and to change.
-``python docs/refactor/stages.py record FOLDER`` takes what stands there into the guide: the first stage, the last one,
-and the difference of each step; the words at the head of each patch stay.
+``python docs/refactor/stages.py write FOLDER`` writes all stages into a folder, to read, compare and change them.
+``python docs/refactor/stages.py record FOLDER`` copies the first and the last stage from there into the guide, and
+writes the patch of each step. The text at the head of each patch stays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_stages(folder: Path) -> None:
 
 
 def record_steps(folder: Path, guide: Path = GUIDE) -> None:
-    """Take the stages below ``folder`` into the guide."""
+    """Record the stages below ``folder`` in the guide."""
     for patch, before, after in zip(PATCHES, STAGES, STAGES[1:], strict=False):
         words = patch.read_text().partition("diff --git ")[0]
         (guide / patch.name).write_text(words + _difference(folder / before, folder / after))
@@ -54,7 +54,7 @@ def record_steps(folder: Path, guide: Path = GUIDE) -> None:
 
 
 def _difference(before: Path, after: Path) -> str:
-    """The difference as git writes it, without hashes: files that are renamed told as such, deleted ones last."""
+    """Return the difference as git writes it, without hashes, with renames, and with deleted files last."""
     with TemporaryDirectory() as temporary:
         work = Path(temporary) / "work"
         copytree(before, work, ignore=_NOT_SOURCE)
@@ -76,7 +76,7 @@ def _source(stage: Path) -> dict[str, bytes]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Run git as if nobody had configured it, and as if no repository stood around the folder."""
+    """Run git without any configuration, and without a repository around the folder."""
     around = {"PATH": os.environ["PATH"], "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     plain = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     command = ["git", *arguments]
@@ -87,7 +87,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line says."""
+    """Run the command of the command line."""
     verbs = {"write": write_stages, "record": record_steps}
     if len(arguments) != 2 or arguments[0] not in verbs:
         sys.stderr.write(__doc__ or "")

@@ -1,1 +1,1 @@
-"""What no stage changes: requests, batching, the model, and what a stage is given."""
+"""The parts that no stage changes: requests, batching, the model and the surroundings of a stage."""

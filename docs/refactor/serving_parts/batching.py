@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill and retraction: who computes what, and on which pages."""
+"""Continuous batching with chunked prefill and retraction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What the operator chose. ``kv_events`` is the publisher's configuration as text, None for no events."""
+    """The operator's settings. ``kv_events`` is the publisher's configuration as text, None for no events."""
 
     kv_events: str | None = None
     page_size: int = 4
@@ -42,21 +42,21 @@ class Settings:
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """Where batching counts what it does."""
+    """The counters of batching."""
 
     totals: SchedulerCounters
     rates: RateMeter
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Positions of one request that go through the device in this step."""
+    """The positions of one request that the device computes in this step."""
 
     request: Request
     num_tokens: int
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What the device computes next, and who is running from here on."""
+    """The next work of the device, and the running requests after it."""
 
     works: tuple[Work, ...]
     running: list[Request]
@@ -86,7 +86,7 @@ def check_fits(request: Request, settings: Settings) -> None:
 def next_batch(
     cache: RadixCache, waiting: Waiting, running: Sequence[Request], settings: Settings, counters: Counters
 ) -> Batch:
-    """Move every running request on, retracting the latest ones when pages run out; then admit in order."""
+    """Advance every running request, retract the latest ones if pages run out, then admit waiting requests in order."""
     works: list[Work] = []
     staying = list(running)
     while len(works) < len(staying):
@@ -100,7 +100,7 @@ def next_batch(
         victim.num_retractions += 1
         counters.totals.num_retractions_total += 1
         waiting.appendleft(victim)
-    has_room = len(staying) >= len(running)  # nobody comes in where somebody had to go
+    has_room = len(staying) >= len(running)  # no admission in a step that retracts
     while has_room and len(waiting) and len(staying) < settings.max_running_requests:
         has_room = _admit(cache, waiting, works, settings, counters)
         staying = [work.request for work in works]
@@ -108,7 +108,7 @@ def next_batch(
 
 
 def next_tokens(batch: Batch, settings: Settings) -> list[int]:
-    """What the device answers: a hash of request and position, so that every run gives the same text."""
+    """Return the tokens of the device: hashes of request and position, equal in every run."""
     return [
         crc32(f"{work.request.rid}/{work.request.num_computed_tokens + work.num_tokens}".encode()) % settings.vocab_size
         for work in batch.works
@@ -116,7 +116,7 @@ def next_tokens(batch: Batch, settings: Settings) -> list[int]:
 
 
 def share(cache: RadixCache, request: Request) -> None:
-    """Put the full pages of a request into the cache, and hold them there."""
+    """Insert the full pages of a request into the cache and lock them."""
     num_pages = request.num_computed_tokens // cache.page_size
     if num_pages <= request.num_cached_pages:
         return
@@ -130,7 +130,7 @@ def share(cache: RadixCache, request: Request) -> None:
 
 
 def release(cache: RadixCache, request: Request) -> None:
-    """Let go of all pages; the full ones stay cached for whoever comes next."""
+    """Release all pages. The full ones stay cached."""
     share(cache, request)
     cache.free(request.pages[request.num_cached_pages :])
     if request.node is not None:
@@ -142,9 +142,9 @@ def release(cache: RadixCache, request: Request) -> None:
 
 
 def _admit(cache: RadixCache, waiting: Waiting, works: list[Work], settings: Settings, counters: Counters) -> bool:
-    """Start the first waiting request, or leave it as it is when there are no pages for it."""
+    """Admit the first waiting request if the pool has room for it; return whether it did."""
     request = waiting[0]
-    match = cache.match_prefix(request.token_ids[:-1])  # the last token must go through the device
+    match = cache.match_prefix(request.token_ids[:-1])  # the device must compute the last token
     cache.lock(match.node)
     request.node = match.node
     request.pages = list(match.pages)
@@ -168,7 +168,7 @@ def _admit(cache: RadixCache, waiting: Waiting, works: list[Work], settings: Set
 
 
 def _grow(cache: RadixCache, request: Request, num_tokens: int) -> bool:
-    """Make room for ``num_tokens`` more positions; False when the pool is too full."""
+    """Allocate pages for ``num_tokens`` more positions; return False if the pool has no room."""
     num_pages = -(-(request.num_computed_tokens + num_tokens) // cache.page_size)
     try:
         request.pages += cache.allocate(max(0, num_pages - len(request.pages)))

@@ -1,4 +1,4 @@
-"""Plays a workload on a stage and keeps everything that came out of it."""
+"""Play a workload on a stage and record its output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """Take steps, some time apart; then look at load and metrics."""
+    """Run steps at intervals, then read load and metrics."""
 
     count: int
     seconds: float
@@ -47,7 +47,7 @@ Action = Submit | Abort | Steps
 
 
 class AnyScheduler(Protocol):
-    """What all stages offer to the outside."""
+    """The interface of every stage."""
 
     def submit(self, request: Request) -> None: ...
     def abort(self, rid: str) -> bool: ...
@@ -60,7 +60,7 @@ OpenScheduler = Callable[[Surroundings], AnyScheduler]
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -71,7 +71,7 @@ class Clock:
 
 @attrs.frozen(kw_only=True)
 class Record:
-    """Everything that a stage said: event payloads, load reports, metrics pages, outputs."""
+    """The output of a stage: event payloads, load reports, metrics pages, outputs."""
 
     tape: bytes
     loads: tuple[bytes, ...]
@@ -87,7 +87,7 @@ def play(
     settings: Settings,
     serve_rest: bool = True,
 ) -> Record:
-    """Run the actions, then serve what is left or break off, then close; ``settings.kv_events`` becomes a tape."""
+    """Run the actions, finish or abort the requests, and close. ``settings.kv_events`` becomes a tape."""
     rest = [Steps(count=8, seconds=0.5)] * 6 if serve_rest else []
     loads: list[bytes] = []
     metrics: list[bytes] = []
@@ -115,7 +115,7 @@ def play(
 
 
 def act(scheduler: AnyScheduler, around: Surroundings, number: int, action: Action) -> None:
-    """Do one action; ``number`` names the request that it submits."""
+    """Run one action. ``number`` names the request that it submits."""
     if isinstance(action, Submit):
         shared = [action.topic * 10 + place for place in range(action.num_shared)]
         own = [1000 + number * 100 + place for place in range(action.num_own)]

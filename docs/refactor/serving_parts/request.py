@@ -1,4 +1,4 @@
-"""A request, what is told of it, and what has been counted over all of them."""
+"""A request, its outputs, and counters over all requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Output", "Outbox", "Request", "finish_reason"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A request and the KV pages that it holds while it runs; plain data, written to by ``batching`` and results.
+    """A request and the KV pages that it holds. Plain data that ``batching`` and the results write.
 
     Attributes:
-        token_ids: the prompt, then what was generated.
+        token_ids: the prompt, then the generated tokens.
         pages: of the first ``num_computed_tokens`` positions, and of those that this step computes.
-        num_cached_pages: the first of them, which stand in the cache and are locked through ``node``.
+        num_cached_pages: the first of them that are in the cache, locked through ``node``.
         prefill_end: ``len(token_ids)`` at the last admission: computing up to here is prefill.
-        num_cached_tokens: of ``token_ids``, how many the cache covered when last asked.
+        num_cached_tokens: tokens that the cache covered at the last lookup.
     """
 
     rid: str
@@ -45,24 +45,24 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Positions that must go through the device before the next token is known."""
+        """Positions that the device must compute before the next token."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_prefill_tokens_left(self) -> int:
-        """The part of a prefill that is still to compute."""
+        """Tokens of the prefill that are not computed."""
         return max(0, self.prefill_end - self.num_computed_tokens)
 
 
 def finish_reason(request: Request, eos_token_id: int) -> str | None:
-    """Return why the request is done after its last token, or None while it goes on."""
+    """Return why the request ends after its last token, or None if it continues."""
     if request.token_ids[-1] == eos_token_id:
         return "stop"
     return "length" if len(request.token_ids) - request.num_prompt_tokens >= request.max_new_tokens else None
 
 
 class Output(msgspec.Struct, frozen=True):
-    """News of one request."""
+    """New output of one request."""
 
     rid: str
     token_ids: tuple[int, ...]
@@ -70,7 +70,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Keeps what the scheduler sends to its clients."""
+    """Records the outputs that the scheduler sends to its clients."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []

@@ -1,4 +1,4 @@
-"""What every stage is given from outside, and a publisher that writes to a file what ZMQ would send."""
+"""The surroundings of every stage, and a publisher that writes payloads to a file instead of a socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PublisherFactory", "Surroundings", "TapePublisher", "open_tape_publi
 
 @attrs.frozen(kw_only=True)
 class Surroundings:
-    """Everything that is not the scheduler's own: what the operator chose, the rank, and where things go."""
+    """The facts and sinks that a scheduler gets from outside: settings, rank, outputs."""
 
     settings: Settings
     parallel: ParallelState
@@ -58,12 +58,12 @@ class TapePublisher(EventPublisher):
 
 
 def open_tape_publisher(*, attn_dp_rank: int, **settings: Any) -> EventPublisher:
-    """Make the publisher of ``{"publisher": "tape", "options": {"path": "..."}}``; the file must not exist yet."""
+    """Make the publisher of ``{"publisher": "tape", "options": {"path": "..."}}``; the file must not exist."""
     return TapePublisher(attn_dp_rank, Path(settings["path"]).open("xb"))
 
 
 class PublisherFactory(EventPublisherFactory):
-    """The kit's publishers, and the tape."""
+    """Return the kit's publishers and the tape."""
 
 
 PublisherFactory.register_publisher("tape", open_tape_publisher)

@@ -1,4 +1,4 @@
-"""What every mixin reaches for."""
+"""The globals that every mixin reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _around: Surroundings | None = None
 
 
 def set_surroundings(around: Surroundings) -> None:
-    global _around  # noqa: PLW0603 - what stage 1 removes
+    global _around  # noqa: PLW0603 - stage 1 removes it
     _around = around
 
 

@@ -1,4 +1,4 @@
-"""Results of a batch, and what is told of them."""
+"""Process the results of a batch and send the outputs."""
 
 from __future__ import annotations
 

@@ -72,6 +72,6 @@ class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):
 
 
 def open_scheduler(around: Surroundings) -> Scheduler:
-    """Make the scheduler; what it needs, it finds."""
+    """Make the scheduler. It finds its facts in the globals."""
     set_surroundings(around)
     return Scheduler(around.outbox.send)

@@ -1,4 +1,4 @@
-"""Results of a batch, and what is told of them."""
+"""Process the results of a batch and send the outputs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from serving_parts.request import Output, Request, finish_reason
 
 
 class OutputSink(Protocol):
-    """Where news of requests goes: a port of our own, because the kit does not know our outputs."""
+    """Receives the outputs of requests. This port is the scheduler's own, because its outputs are."""
 
     def send(self, output: Output) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """Books what a batch has computed."""
+    """Processes the results of a batch."""
 
     cache: RadixCache
     totals: SchedulerCounters

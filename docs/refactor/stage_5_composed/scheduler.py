@@ -67,7 +67,7 @@ class Scheduler:
             sink=metrics_sink,
             load=self.load,
             sources={"counters": LiveStats(self.totals), "publisher": self.kv_events},
-            counters_interval_steps=1,  # what this scheduler's own metrics did
+            counters_interval_steps=1,  # as in the scheduler's own metrics
         )
         self.results = Results(
             cache=self.cache,
@@ -114,7 +114,7 @@ class Scheduler:
 
 
 def open_scheduler(around: Surroundings) -> Scheduler:
-    """Open what has to be opened, then make the scheduler."""
+    """Open the publisher, then make the scheduler."""
     settings, parallel = around.settings, around.parallel
     return Scheduler(
         settings=settings,
