@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import multiprocessing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -22,54 +19,66 @@ pytestmark = [
     ),
 ]
 
-SCRIPT = Path(__file__).parent / "kit" / "gloo_rank.py"
 ODD_RANK = 2
 PATIENCE_S = 90
+SHORT_S = 3.0  # a timeout that a lost rank makes the others wait for
+LONG_S = 30.0
 
 
-@contextmanager
-def ranks(
-    folder: Path, scenarios: list[str], *, size: int, cp_size: int, dp_size: int = 1, timeout_s: float = 30.0
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start one process a rank; they meet through a file, so no port is chosen here."""
-    processes = []
-    try:
-        for rank in range(size):
-            arguments = [rank, size, dp_size, cp_size, folder / "rendezvous", timeout_s, *scenarios]
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(SCRIPT), *map(str, arguments)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        yield processes
-    finally:
-        for process in processes:
+class Ranks:
+    """Processes of one world. They meet through a file, so no port is chosen here."""
+
+    def __init__(self, folder: Path, scenarios: dict[str, float], *, size: int, cp_size: int, dp_size: int = 1) -> None:
+        # Ranks are forked from one process that has imported torch, which takes each of them two seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "scheduler_components.torch_sync"])
+        self.folder = folder
+        self.processes = [
+            context.Process(target=run_rank, args=(folder, rank, size, dp_size, cp_size, [*scenarios.items()]))
+            for rank in range(size)
+        ]
+
+    def __enter__(self) -> Self:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
             process.kill()
-            process.communicate()
+            process.join()
+            process.close()
+
+    def answer(self, rank: int) -> dict[str, Any]:
+        self.processes[rank].join(PATIENCE_S)
+        problem = self.folder / f"{rank}.txt"
+        assert self.processes[rank].exitcode == 0, problem.read_text() if problem.exists() else "still running"
+        answer: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+        return answer
 
 
-def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
-    answer: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return answer
+def run_rank(*args: Any) -> None:
+    """Import torch in the rank only."""
+    from kit import gloo_rank
+
+    gloo_rank.main(*args)
 
 
 @pytest.fixture(scope="module")
 def tp2_cp2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Each rank's answers; one start of four processes serves all that no rank has to die for."""
-    folder = tmp_path_factory.mktemp("tp2_cp2")
-    with ranks(folder, ["agree", "long", "diverge", "agree"], size=4, cp_size=2) as processes:
-        return [answer_of(process) for process in processes]
+    """Return the answers of each rank. One start of four processes runs all scenarios in which no rank dies."""
+    scenarios = {"long": LONG_S, "diverge": LONG_S, "agree": LONG_S, "part": SHORT_S}
+    with Ranks(tmp_path_factory.mktemp("tp2_cp2"), scenarios, size=4, cp_size=2) as ranks:
+        return [ranks.answer(rank) for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def cp2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with ranks(tmp_path_factory.mktemp("cp2"), ["agree"], size=2, cp_size=2) as processes:
-        return [answer_of(process) for process in processes]
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any] | None]:
+    """Return the answers of two CP2 replicas. The odd rank, which is in the second one, is killed in the end."""
+    with Ranks(
+        tmp_path_factory.mktemp("two_replicas"), {"agree": LONG_S, "killed": SHORT_S}, size=4, dp_size=2, cp_size=2
+    ) as ranks:
+        return [None if rank == ODD_RANK else ranks.answer(rank) for rank in range(4)]
 
 
 def test_tp2_cp2_ranks_get_the_answers_of_the_whole_grid_on_two_threads_at_once(tp2_cp2: list[dict[str, Any]]) -> None:
@@ -78,9 +87,9 @@ def test_tp2_cp2_ranks_get_the_answers_of_the_whole_grid_on_two_threads_at_once(
     assert [found["agree"] for found in tp2_cp2] == [[each_thread, each_thread]] * 4
 
 
-def test_cp2_ranks_get_the_answers_of_both(cp2: list[dict[str, Any]]) -> None:
+def test_cp2_ranks_get_the_answers_of_both(two_replicas: list[Any]) -> None:
     each_thread = [19, 1, False, True, True, False, 21]
-    assert [found["agree"] for found in cp2] == [[each_thread, each_thread]] * 2
+    assert [two_replicas[rank]["agree"] for rank in (0, 1, 3)] == [[each_thread, each_thread]] * 3
 
 
 def test_a_long_proposal_takes_one_more_reduction_per_hop(tp2_cp2: list[dict[str, Any]]) -> None:
@@ -95,23 +104,19 @@ def test_different_proposals_raise_on_every_rank_without_aborting(tp2_cp2: list[
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_lost_rank_is_named_on_every_survivor(tmp_path: Path, how: str) -> None:
-    with ranks(tmp_path, [how], size=4, cp_size=2, timeout_s=3) as processes:
+    with Ranks(tmp_path, {how: SHORT_S}, size=4, cp_size=2) as ranks:
         for rank in (0, 1, 3):
-            found = answer_of(processes[rank])[how]
+            found = ranks.answer(rank)[how]
             assert found["timeout"] == ["landed", 7, [ODD_RANK]]
             assert "'landed' at step 7: not agreed within 3 s; missing ranks: 2" in found["text"]
 
 
-def test_another_replica_does_not_notice(tmp_path: Path) -> None:
-    with ranks(tmp_path, ["killed"], size=4, dp_size=2, cp_size=2, timeout_s=3) as processes:
-        found = [None if rank == ODD_RANK else answer_of(process)["killed"] for rank, process in enumerate(processes)]
-    assert found[:2] == [1, 1]
-    assert found[3]["timeout"] == ["landed", 7, [ODD_RANK]]
+def test_another_replica_does_not_notice(two_replicas: list[Any]) -> None:
+    assert [two_replicas[rank]["killed"] for rank in (0, 1)] == [1, 1]
+    assert two_replicas[3]["killed"]["timeout"] == ["landed", 7, [ODD_RANK]]
 
 
-def test_a_rank_that_waits_in_other_groups_is_missing(tmp_path: Path) -> None:
-    with ranks(tmp_path, ["part"], size=4, cp_size=2, timeout_s=3) as processes:
-        found = [answer_of(process)["part"] for process in processes]
-    for rank, answer in enumerate(found):
+def test_a_rank_that_waits_in_other_groups_is_missing(tp2_cp2: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(tp2_cp2):
         missing = [0, 1, 3] if rank == ODD_RANK else [ODD_RANK]
-        assert answer["timeout"] == ["landed", 3, missing]
+        assert found["part"]["timeout"] == ["landed", 3, missing]

@@ -6,9 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-from flake8.main.cli import main
-
 from scheduler_components.component_lint import ComponentChecker
 
 ROOT = Path(__file__).parent.parent.parent
@@ -16,24 +13,19 @@ KIT = [ROOT / "scheduler_components", ROOT / "observability"]
 NOQA = re.compile(r"# noqa: (SCH\d+)(.*)")
 
 
-def test_the_kit_has_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--isolated", "--jobs=1", "--select=SCH", *map(str, KIT)])
-    assert (status, capsys.readouterr().out) == (0, "")
-
-
-def test_each_noqa_comment_has_a_reason_and_is_needed() -> None:
-    num_found = 0
+def test_the_kit_breaks_a_rule_only_where_a_noqa_comment_gives_a_reason() -> None:
+    """`make lint` runs flake8 on the kit. Here the checker runs alone, in a third of the time."""
+    num_accepted = 0
     for path in sorted(path for folder in KIT for path in folder.rglob("*.py")):
-        accepted = [
-            (number, *match.groups())
-            for number, line in enumerate(path.read_text().splitlines(), 1)
+        text = path.read_text()
+        accepted = {
+            (number, match[1]): match[2]
+            for number, line in enumerate(text.splitlines(), 1)
             if (match := NOQA.search(line))
-        ]
-        if accepted:
-            problems = ComponentChecker(ast.parse(path.read_text()), str(path)).run()
-            found = {(line, text.split(" ", 1)[0]) for line, _, text, _ in problems}
-            for number, code, reason in accepted:
-                assert (number, code) in found, f"{path}:{number} breaks no rule {code} any more"
-                assert len(reason.split()) >= 3, f"{path}:{number} gives no reason"
-        num_found += len(accepted)
-    assert num_found
+        }
+        problems = ComponentChecker(ast.parse(text), str(path)).run()
+        assert {(line, problem.split(" ", 1)[0]) for line, _, problem, _ in problems} == accepted.keys(), path
+        for (number, _), reason in accepted.items():
+            assert len(reason.split()) >= 3, f"{path}:{number} gives no reason"
+        num_accepted += len(accepted)
+    assert num_accepted

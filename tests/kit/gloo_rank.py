@@ -1,16 +1,17 @@
-"""One rank of ``test_gloo_sync``: run as a process of its own, prints what it found as one line of JSON."""
+"""One rank of ``test_torch_sync``, a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -106,25 +107,26 @@ def run(scenario: str, world: World, timeout_s: float) -> object:
         return {"diverged": error.call, "places": {str(rank): place for rank, place in error.places.items()}}
 
 
-def main() -> None:
-    rank, size, dp_size, cp_size, rendezvous, timeout_s, *scenarios = sys.argv[1:]
+def main(
+    folder: Path, rank: int, size: int, dp_size: int, cp_size: int, scenarios: Sequence[tuple[str, float]]
+) -> None:
+    """Run scenarios, each with its timeout in seconds, and write their results to a file of the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=int(rank),
-        world_size=int(size),
-        timeout=timedelta(seconds=60),
-    )
-    world = world_rank_groups(
-        ParallelState.from_tp_rank(int(rank), tp_size=int(size), attn_dp_size=int(dp_size), attn_cp_size=int(cp_size))
-    )
-    # Every scenario opens groups of its own: also what comes after a divergence or a close finds working groups.
-    found = {scenario: run(scenario, world, float(timeout_s)) for scenario in scenarios}
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        world = world_rank_groups(
+            ParallelState.from_tp_rank(rank, tp_size=size, attn_dp_size=dp_size, attn_cp_size=cp_size)
+        )
+        # Each scenario opens its own groups, so groups also work after a divergence or a close.
+        found = {scenario: run(scenario, world, timeout_s) for scenario, timeout_s in scenarios}
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"{rank}.txt").write_text(traceback.format_exc())
+        raise
+    (folder / f"{rank}.json").write_text(json.dumps(found))
