@@ -72,26 +72,26 @@ def _json_row(row: Measurement) -> JsonRow:
 
 def as_table(rows: Sequence[Measurement]) -> str:
     """Format one line per measurement: value, peers with ours/theirs, goal, and whether it is reached."""
-    cells = [("what", "ours", "beside: theirs (ours/theirs)", "goal", "")]
+    cells = [("what", "ours", "compared with: theirs (ours/theirs)", "goal", "")]
     cells += [_cells(row) for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = []
-    for what, ours, beside, goal, mark in cells:
-        line = f"{what:<{widths[0]}}  {ours:>{widths[1]}}  {beside:<{widths[2]}}  {goal:<{widths[3]}}  {mark}"
+    for what, ours, compared, goal, mark in cells:
+        line = f"{what:<{widths[0]}}  {ours:>{widths[1]}}  {compared:<{widths[2]}}  {goal:<{widths[3]}}  {mark}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
 
 def _cells(row: Measurement) -> tuple[str, str, str, str, str]:
-    beside = []
+    compared = []
     for name, values in row.beside.items():
         ratio = row.ratio(name)
         middle = sorted(values)[len(values) // 2]
-        told = "" if ratio is None or not math.isfinite(ratio) else f" ({ratio:.2f}x)"
-        beside.append(f"{name} {number_text(middle)}{told}")
+        ratio_text = "" if ratio is None or not math.isfinite(ratio) else f" ({ratio:.2f}x)"
+        compared.append(f"{name} {number_text(middle)}{ratio_text}")
     mark = {True: "reached", False: "MISSED", None: "-" if row.goal else ""}[row.reached]
     unit = f" {row.unit}" if row.unit else ""
-    return row.what, number_text(row.value) + unit, ", ".join(beside), str(row.goal or ""), mark
+    return row.what, number_text(row.value) + unit, ", ".join(compared), str(row.goal or ""), mark
 
 
 def number_text(value: float) -> str:

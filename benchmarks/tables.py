@@ -50,8 +50,8 @@ def headline(report: JsonReport) -> str:
         next(row for row in report.rows if row.section == section and row.what.startswith(what))
         for section, what in HEADLINE
     ]
-    lines = ["| what | this kit | beside (ours / theirs) |", "| --- | --- | --- |"]
-    lines += [f"| {row.what} | {_figure(row)} | {_all_beside(row, without=('limit', 'kit'))} |" for row in found]
+    lines = ["| what | this kit | compared with (ours / theirs) |", "| --- | --- | --- |"]
+    lines += [f"| {row.what} | {_figure(row)} | {_all_comparisons(row, without=('limit', 'kit'))} |" for row in found]
     return "\n".join(lines)
 
 
@@ -94,8 +94,8 @@ def _name(row: JsonRow) -> str:
 
 
 def _got(row: JsonRow) -> str:
-    _, _, beside = row.goal.partition(" x ")
-    return f"{row.ratios[beside]:.2f}x" if beside in row.ratios else _figure(row)
+    _, _, peer = row.goal.partition(" x ")
+    return f"{row.ratios[peer]:.2f}x" if peer in row.ratios else _figure(row)
 
 
 def _figure(row: JsonRow) -> str:
@@ -103,20 +103,20 @@ def _figure(row: JsonRow) -> str:
 
 
 def _table(rows: Iterable[JsonRow]) -> str:
-    lines = ["| what | figure | beside (ours / theirs) | goal |", "| --- | --- | --- | --- |"]
+    lines = ["| what | figure | compared with (ours / theirs) | goal |", "| --- | --- | --- | --- |"]
     for row in rows:
-        beside = _all_beside(row)
+        compared = _all_comparisons(row)
         mark = {True: " reached", False: " **missed**", None: ""}[row.reached]
-        lines.append(f"| {row.what} | {_figure(row)} | {beside} | {row.goal}{mark} |")
+        lines.append(f"| {row.what} | {_figure(row)} | {compared} | {row.goal}{mark} |")
     return "\n".join(lines)
 
 
-def _all_beside(row: JsonRow, without: tuple[str, ...] = ()) -> str:
+def _all_comparisons(row: JsonRow, without: tuple[str, ...] = ()) -> str:
     names = (name for name in row.samples if name != "ours" and not name.startswith(without))
-    return ", ".join(_beside(row, name, row.samples[name]) for name in names)
+    return ", ".join(_comparison(row, name, row.samples[name]) for name in names)
 
 
-def _beside(row: JsonRow, name: str, samples: Sequence[float | None]) -> str:
+def _comparison(row: JsonRow, name: str, samples: Sequence[float | None]) -> str:
     measured = sorted(value for value in samples if value is not None)
     if not measured:
         return f"{name}: not measured"
