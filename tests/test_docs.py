@@ -1,5 +1,5 @@
-"""The documents are true: their code runs and prints the output below it, generated parts are up to date, links work in
-the repository and in the site."""
+"""The documents are correct: their code runs and prints the output below it, generated parts are up to date, and links
+work in the repository and in the site."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_blank_line_precedes_each_list(path: Path) -> None:
     assert re.findall(r"^[A-Za-z`*_\[(].*\n(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
 
 
-def test_every_document_is_reached_from_the_index() -> None:
+def test_the_index_links_to_every_document() -> None:
     index = ROOT / "docs" / "README.md"
     reached, waiting = {index}, [index]
     while waiting:
@@ -109,7 +109,7 @@ def test_every_document_is_reached_from_the_index() -> None:
     assert {path for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")} <= reached
 
 
-def test_every_command_that_is_named_exists() -> None:
+def test_every_named_command_exists() -> None:
     for path in set(DOCUMENTS) - {ROOT / "CHANGELOG.md"}:  # which names those of the past, too
         named = set(re.findall(r"scheduler-components ([a-z]+(?:-[a-z]+)*)", path.read_text()))
         assert named <= COMMANDS.keys(), f"{path}: {named - COMMANDS.keys()}"

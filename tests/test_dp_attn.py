@@ -175,7 +175,7 @@ def test_ranks_exchange_with_their_counterparts_in_other_replicas() -> None:
         ("low_usage", lambda: PrefillDelayer(low_usage=1.5)),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(field: str, make: type[DpBatchSync]) -> None:
+def test_an_invalid_setting_is_refused_by_name(field: str, make: type[DpBatchSync]) -> None:
     with pytest.raises(ConfigError) as refusal:
         make()
     assert refusal.value.field == field

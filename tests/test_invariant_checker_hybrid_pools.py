@@ -1,6 +1,6 @@
-"""Six leaks that took SGLang servers down, rebuilt in the reference scheduler: each is found and its culprit named.
+"""Six leaks that took SGLang servers down, rebuilt in the reference scheduler: each is found and its cause named.
 
-SGLang says for each of them how many pages are missing, once the server is idle, and stops it.
+SGLang reports for each the number of missing pages when the server is idle, and stops it.
 """
 
 from __future__ import annotations

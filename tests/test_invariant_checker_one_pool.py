@@ -1,6 +1,6 @@
-"""The leaks of SGLang's issues that one KV pool and request slots can have, in the reference scheduler as it ships.
+"""The leaks of SGLang's issues that one KV pool and request slots can have, in the reference scheduler.
 
-``test_six_leaks.py`` has all six, over pools of a hybrid model. Of these, #36081 needs a second pool whose pages come
+``test_invariant_checker_hybrid_pools.py`` has all six, over pools of a hybrid model. Of these, #36081 needs a second pool whose pages come
 and go with those of the first: it stays there. What is taken there as a mamba state is here the lock on a prefix: both
 are had from the match on, and lost when the request is forgotten.
 """

@@ -44,7 +44,7 @@ removed = st.builds(BlockRemoved, st.tuples(st.integers(-(2**63), 2**63 - 1)))
 
 @given(st.lists(st.lists(removed, max_size=4), max_size=10))
 @settings(deadline=None)
-def test_all_events_leave_in_order_and_no_batch_is_empty(steps: list[list[KVCacheEvent]]) -> None:
+def test_all_events_are_published_in_order_and_no_batch_is_empty(steps: list[list[KVCacheEvent]]) -> None:
     sink = ListEventSink()
     publisher = SchedulerKvEventsPublisher(
         parallel=ParallelState(dp_rank=2, dp_size=4), source=ScriptedEventSource(*steps), sink=sink, clock=lambda: 77.5
@@ -54,7 +54,7 @@ def test_all_events_leave_in_order_and_no_batch_is_empty(steps: list[list[KVCach
     assert sink.batches == [KVEventBatch(77.5, tuple(events), 2) for events in steps if events]
 
 
-def test_a_batch_cannot_change_after_it_left() -> None:
+def test_a_published_batch_cannot_change() -> None:
     events, sink = [AllBlocksCleared()], ListEventSink()
     SchedulerKvEventsPublisher(
         parallel=ParallelState(), source=ScriptedEventSource(events), sink=sink
@@ -64,7 +64,7 @@ def test_a_batch_cannot_change_after_it_left() -> None:
 
 
 @pytest.mark.parametrize(("attn_dp_size", "attn_cp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
-def test_one_rank_of_each_cache_speaks_and_every_cache_is_drained(attn_dp_size: int, attn_cp_size: int) -> None:
+def test_one_rank_of_each_cache_publishes_and_every_cache_is_drained(attn_dp_size: int, attn_cp_size: int) -> None:
     sink = ListEventSink()
     for tp_rank in range(8):
         parallel = ParallelState.from_tp_rank(tp_rank, tp_size=8, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size)
@@ -99,7 +99,7 @@ def test_a_batch_that_the_sink_refuses_is_counted_and_never_raises(
     assert publisher.stats() == PublisherStats(batches_sent=1, events_sent=1, batches_dropped=2 + 49)
 
 
-def test_a_cache_that_raises_costs_its_step_only() -> None:
+def test_a_cache_that_raises_loses_only_its_step() -> None:
     class BrokenCache:
         def take_events(self) -> Sequence[KVCacheEvent]:
             raise RuntimeError("recorder is broken")

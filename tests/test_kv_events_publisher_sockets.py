@@ -1,4 +1,4 @@
-"""From a cache's events to the wire: one call opens what each rank of a world needs, and only owners publish."""
+"""From a cache's events to the wire: one call opens the sinks of each rank, and only stream owners publish."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_each_independent_cache_is_one_stream(
 
 
 @pytest.mark.parametrize("waits_for_device", [True, False])
-def test_a_flush_between_steps_reaches_readers_though_no_step_follows(waits_for_device: bool) -> None:
+def test_a_flush_reaches_readers_without_a_further_step(waits_for_device: bool) -> None:
     """The cache is cleared after the last step. The scheduler flushes before it waits for requests."""
     cache = RadixCache(page_size=2, capacity_tokens=16, record=True)
     publisher = SchedulerKvEventsPublisher.open(CONFIG, parallel=ParallelState.trivial(), source=cache)

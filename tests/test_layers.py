@@ -1,5 +1,5 @@
-"""The house's floors, read from the source: imports only go down, packages are entered by their doors, and sockets,
-threads and devices live in edge files."""
+"""The layers, read from the source: imports only go down, exported names are imported from their package, and sockets,
+threads and devices are used in edge files."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_exported_names_are_imported_from_their_package(path: Path) -> None:
         assert what not in package_exports(package), f"{name(path)} imports {what} from {module}, not from {package}"
 
 
-def test_no_file_imports_itself_round_a_corner() -> None:
+def test_no_file_imports_itself_through_others() -> None:
     files = {module_of(path) for path in SOURCES}
     graph = {
         module_of(path): {
@@ -155,7 +155,7 @@ def test_sockets_threads_and_devices_live_in_edge_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_hypothesis_is_asked_for_in_strategies_and_machines_alone(path: Path) -> None:
+def test_only_strategies_and_machines_import_hypothesis(path: Path) -> None:
     found = any(module.partition(".")[0] in ("hypothesis", "pytest") for module, _ in imports(path))
     assert not found or name(path) in HYPOTHESIS_ROOMS, name(path)
 
@@ -196,7 +196,7 @@ DOORS += "scheduler_components.engines scheduler_components.request_receiver"
 
 
 @pytest.mark.parametrize("module", DOORS.split())
-def test_opening_a_door_loads_nothing_heavy(module: str) -> None:
+def test_importing_a_package_loads_no_heavy_module(module: str) -> None:
     heavy = "zmq torch pydantic hypothesis prometheus_client starlette httpx rich cyclopts numpy"
     script = f"import sys, {module}; print(*[m for m in '{heavy}'.split() if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

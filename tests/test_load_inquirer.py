@@ -1,4 +1,4 @@
-"""A snapshot is what queues and pool say at the moment of asking: every fact in its own field, none negative."""
+"""A snapshot has the current state of queues and pool: every fact in its own field, none negative."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_inquirer(**given_parts: Any) -> LoadInquirer:
     return LoadInquirer(**{**arguments, **given_parts})
 
 
-def test_every_fact_stands_in_its_own_field() -> None:
+def test_every_fact_has_its_own_field() -> None:
     parts = LoadSections(
         queues=QueueLoad(grammar=2),
         disaggregation=DisaggregationLoad(mode="prefill", waiting_reqs=5, pending_tokens=1000),
@@ -88,7 +88,7 @@ def test_every_fact_stands_in_its_own_field() -> None:
 
 @given(st.lists(st.builds(FakeRequest, counts, counts), max_size=30), counts)
 @settings(deadline=None)
-def test_a_counted_queue_and_a_plain_list_read_alike(waiting: list[FakeRequest], chunked_tokens: int) -> None:
+def test_a_counted_queue_and_a_plain_list_give_the_same_load(waiting: list[FakeRequest], chunked_tokens: int) -> None:
     plain = make_inquirer(queues=FakeQueues(waiting=waiting, num_chunked_tokens_left=chunked_tokens))
     counted = make_inquirer(
         queues=FakeQueues(waiting=TokenCountedQueue(waiting), num_chunked_tokens_left=chunked_tokens)
@@ -136,7 +136,7 @@ def test_a_decode_instance_waits_for_no_uncached_tokens() -> None:
     assert (load.num_waiting_reqs, load.num_pending_tokens, load.num_waiting_uncached_tokens) == (3, 100, 0)
 
 
-def test_what_a_source_raises_is_raised_on() -> None:
+def test_an_error_of_a_source_is_raised() -> None:
     class Broken(FakePool):
         @property
         def used_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""A gauge that is offered often enough is never old, never sent too often, and never twice for nothing."""
+"""A gauge that is offered often enough is never outdated, never sent too often, and not repeated before it is due."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_clock_that_jumps_neither_silences_nor_floods(times: list[float]) -> N
         assert send_log(pacer, [(times[-1] + 2.0, -1)])
 
 
-def test_what_was_not_sent_is_offered_again() -> None:
+def test_an_unsent_load_is_offered_again() -> None:
     pacer = GaugePacer(min_interval_s=0.5, heartbeat_s=1.0)
     assert pacer.should_send("a", 0.0)
     assert pacer.should_send("a", 0.0)
@@ -70,7 +70,7 @@ def test_what_was_not_sent_is_offered_again() -> None:
         ({"min_interval_s": 2.0, "heartbeat_s": 1.0}, "heartbeat_s"),
     ],
 )
-def test_intervals_that_make_no_sense_are_refused(settings: dict[str, float], field: str) -> None:
+def test_invalid_intervals_are_refused(settings: dict[str, float], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         GaugePacer(**settings)
     assert error.value.field == field

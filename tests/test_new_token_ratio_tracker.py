@@ -72,7 +72,7 @@ def test_an_estimate_is_the_used_part_plus_some_steps(running: list[Decoding], s
     ("field", "value"),
     [("initial", 1.5), ("initial", float("nan")), ("minimum", -0.1), ("minimum", 0.9), ("decay_steps", 0)],
 )
-def test_what_cannot_work_is_refused_by_name(field: str, value: float) -> None:
+def test_an_invalid_setting_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError) as refusal:
         NewTokenRatioTracker(**{field: value})  # type: ignore[arg-type]
     assert refusal.value.field == field

@@ -1,4 +1,4 @@
-"""Orders on all ranks of a replica: the same answers in the same step, whatever is each rank's own.
+"""Control requests on all ranks of a replica: equal replies in the same step, although the ranks differ.
 
 Ranks differ here in clocks, in when their transfers end, in which parts they can load, in what they read, and in the
 memory that they have left. The tests at the end take single agreements away and see ranks part.

@@ -34,6 +34,6 @@ def test_the_caller_can_set_the_weights() -> None:
 
 
 @pytest.mark.parametrize("given", [{"recv_interval": 0}, {"weights": {DECODE: -1}}])
-def test_what_cannot_work_is_refused(given: dict[str, object]) -> None:
+def test_an_invalid_interval_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
         RecvSkipper(**given)  # type: ignore[arg-type]

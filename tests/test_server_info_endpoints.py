@@ -1,4 +1,4 @@
-"""Real sockets. Property: what ``/server_info`` advertises is listening, and speaks; what it does not is closed."""
+"""Real sockets. Property: every endpoint that ``/server_info`` advertises listens and replies, and no other does."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_every_advertised_endpoint_listens_and_serves_its_rank(
 
 
 @pytest.mark.parametrize("host", ["*", "127.0.0.1"])
-def test_ports_that_the_system_gave_are_advertised_and_found(host: str) -> None:
+def test_ports_assigned_by_the_system_are_advertised_and_found(host: str) -> None:
     """Four ranks, two streams, port 0 everywhere: no free port is searched before it is bound."""
     anywhere = f"tcp://{host}:0"
     config = json.dumps(
@@ -258,7 +258,7 @@ def test_a_port_that_the_system_chose_is_reported(context: zmq.Context) -> None:
         assert 0 not in ports
 
 
-def test_ipc_paths_carry_each_rank_its_own_stream(
+def test_ipc_paths_give_each_rank_its_own_stream(
     tmp_path_factory: pytest.TempPathFactory, context: zmq.Context
 ) -> None:
     base = f"ipc://{tmp_path_factory.mktemp('kv')}/s"

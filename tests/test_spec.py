@@ -1,4 +1,4 @@
-"""The specification and the judges cannot part: ids, tables, fields, golden bytes, and who judges each rule."""
+"""The specification equals the checks: ids, tables, fields, golden bytes, and the check of each rule."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_each_page_is_what_the_writer_writes(page: Path) -> None:
+def test_each_page_equals_the_generated_one(page: Path) -> None:
     """Else run ``make generated``."""
     assert WRITER.write(page.read_text()) == page.read_text()
 
 
-def test_every_rule_stands_in_the_specification_and_every_id_there_is_a_rules() -> None:
+def test_the_specification_contains_exactly_the_ids_of_the_rules() -> None:
     chapters = "".join((SPEC / page).read_text() for page in WRITER.PAGES)
     assert re.findall(r"^\| (KVE-\d+) `", chapters, re.MULTILINE) != []
     assert sorted(re.findall(r"^\| (KVE-\d+) `", chapters, re.MULTILINE)) == sorted(rule.id for rule in SPECIFICATION)
@@ -65,7 +65,7 @@ def test_ids_and_names_are_given_once_and_chapters_follow_from_ids() -> None:
 
 
 @pytest.mark.parametrize("rule", SPECIFICATION, ids=lambda rule: rule.id)
-def test_whoever_is_said_to_judge_a_rule_exists(rule: Rule) -> None:
+def test_the_named_check_of_each_rule_exists(rule: Rule) -> None:
     judge, _, what = rule.verified_by.partition(": ")
     if judge.endswith("_CHECKS"):
         assert what in [check.__name__ for check in getattr(testing, judge)]
@@ -74,19 +74,19 @@ def test_whoever_is_said_to_judge_a_rule_exists(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", SPECIFICATION, ids=lambda rule: rule.id)
-def test_each_rule_says_what_holds_who_is_harmed_and_what_repairs_it(rule: Rule) -> None:
+def test_each_rule_has_a_statement_a_harm_and_a_repair(rule: Rule) -> None:
     for text in (rule.holds, rule.harms, rule.hint):
         assert 3 < len(text) < 130
         assert not text.endswith(".")
 
 
-def test_every_field_that_this_kit_declares_is_described_at_its_place() -> None:
+def test_every_declared_field_is_described_in_its_place() -> None:
     for event in WIRE_EVENTS:
         declared = [field.name for field in msgspec.structs.fields(event)]
         assert declared == list(WRITER.FIELD_FACTS[event.__name__])[: len(declared)]
 
 
-def test_every_block_that_a_page_asks_for_is_made() -> None:
+def test_every_generated_block_of_a_page_exists() -> None:
     asked = [(page, line) for page in PAGES for line in page.read_text().splitlines() if line.startswith("<!-- ")]
     for page, line in asked:
         made = WRITER.write(f"{line}\n<!-- end -->")
@@ -105,7 +105,7 @@ def seed_of(extra_key: str | None, cache_salt: str | None) -> bytes:
 
 
 @pytest.mark.parametrize("vector", namespaced_hash_vectors(), ids=str)
-def test_namespaced_hashes_are_what_the_specification_says(vector: NamespacedHashVector) -> None:
+def test_namespaced_hashes_follow_the_specification(vector: NamespacedHashVector) -> None:
     seed = seed_of(vector.extra_key, vector.cache_salt)
     assert seed.hex() == vector.seed
     digest = sha256(seed + vector.block_hash.to_bytes(8, "big", signed=True)).digest()

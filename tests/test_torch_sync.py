@@ -1,4 +1,4 @@
-"""Agreement of real processes over gloo, TP2 x CP2 and CP2 alone: one answer, or an error that says why."""
+"""Agreement of real processes over gloo, TP2 x CP2 and CP2 alone: equal values, or an error with its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is built installs in a clean environment, imports with and without extras, and runs a demo."""
+"""The wheel installs in a clean environment, imports with and without extras, and runs a demo."""
 
 from __future__ import annotations
 

@@ -412,7 +412,7 @@ _BEYOND = (
         "SGLang publishes the plain hash, hashed with the seed of its extra key and salt",
         "an adapter that folds it in another way asks for blocks that no worker has",
         "compare with the golden bytes",
-        verified_by="tests/test_spec.py: test_namespaced_hashes_are_what_the_specification_says",
+        verified_by="tests/test_spec.py: test_namespaced_hashes_follow_the_specification",
         is_error=False,
     ),
     _rule(
@@ -563,7 +563,7 @@ _BEYOND = (
         'a load sample is ("load", sequence, LoadStat), whose first fields never change their place',
         "sgl-router reads by position: a new field in the middle shifts every count",
         "append only",
-        verified_by="tests/load/test_load_stat.py: test_the_array_is_sglangs_with_this_kits_facts_after_it",
+        verified_by="tests/load/test_load_stat.py: test_the_array_starts_with_sglangs_fields",
     ),
     _rule(
         "KVE-1002",

@@ -1,6 +1,6 @@
-"""Costs do not grow with what is kept. Only gross growth fails: a ratio of the best of several turns, never a time.
+"""Costs do not grow with the size of the state. Only a large ratio between the best of several runs fails.
 
-Counted is the processor time of this thread: what else runs on the machine takes none of it.
+The tests measure the processor time of this thread, which other load of the machine does not change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_load_inquiry_costs_the_same_at_any_queue_length() -> None:
     assert growth(empty.get_loads, full.get_loads, 2_000) < GROSS
 
 
-def test_a_load_inquiry_costs_the_same_however_many_run() -> None:
+def test_a_load_inquiry_costs_the_same_with_more_running_requests() -> None:
     with running_scheduler(4) as few, running_scheduler(256) as many:
         assert growth(few.load.get_loads, many.load.get_loads, 2_000) < GROSS
 
@@ -76,7 +76,7 @@ def test_a_request_costs_the_latencies_no_more_in_a_large_step() -> None:
         assert growth(booking(few), booking(many), 300) < 64 * GROSS
 
 
-def test_an_eviction_costs_the_same_however_many_leaves_there_are() -> None:
+def test_an_eviction_costs_the_same_with_more_leaves() -> None:
     def evicting(num_leaves: int) -> Callable[[], None]:
         cache = RadixCache(page_size=1, capacity_tokens=num_leaves + 1)
         for token in range(1, num_leaves + 1):
@@ -116,7 +116,7 @@ def test_a_prefix_query_costs_the_same_in_a_hundred_times_larger_view() -> None:
     assert growth(query(1_000), query(100_000), 300) < GROSS
 
 
-def test_who_holds_the_longest_prefix_costs_the_same_over_a_thousand_ranks() -> None:
+def test_finding_the_best_rank_costs_the_same_over_a_thousand_ranks() -> None:
     prompt = tuple(range(128))
 
     def query(num_ranks: int) -> Callable[[], object]:
@@ -128,7 +128,7 @@ def test_who_holds_the_longest_prefix_costs_the_same_over_a_thousand_ranks() -> 
     assert growth(query(1), query(1_000), 300) < GROSS
 
 
-def test_a_clear_costs_the_same_however_much_a_rank_holds() -> None:
+def test_a_clear_costs_the_same_with_more_blocks() -> None:
     def clearing_ns(num_blocks: int) -> int:
         view = BlockView()
         view.apply(0, (BlockStored(tuple(range(num_blocks)), None, (), 1, None),))
@@ -152,7 +152,7 @@ def test_a_rank_costs_a_scrape_no_more_among_many() -> None:
     assert growth(scraping(2), scraping(200), 10) < 100 * GROSS
 
 
-def test_a_batch_costs_the_stream_the_same_however_many_went_before() -> None:
+def test_a_batch_costs_the_stream_the_same_after_many_batches() -> None:
     def appending(num_before: int) -> Callable[[], None]:
         encoder = BatchEncoder()
         stream = EventStream(epoch=bytes(16), max_steps=100, max_bytes=1 << 30)
@@ -188,7 +188,7 @@ def base_of(num_blocks: int, *, stays: int = 1) -> StreamSnapshot:
     return base
 
 
-def test_folding_costs_the_same_in_a_hundred_times_larger_base() -> None:
+def test_folding_costs_the_same_in_a_hundred_times_larger_snapshot() -> None:
     def folding(num_blocks: int) -> Callable[[], None]:
         base, hashes = base_of(num_blocks), tuple(range(-64, 0))
         stored = tuple(BlockStored((each,), None, (7,), 1, None) for each in hashes)
@@ -198,13 +198,13 @@ def test_folding_costs_the_same_in_a_hundred_times_larger_base() -> None:
     assert growth(folding(1_000), folding(100_000), 200) < GROSS
 
 
-def test_a_block_of_the_base_takes_the_same_bytes_however_many_stand_or_went() -> None:
+def test_a_block_of_the_snapshot_takes_the_same_memory_in_a_larger_one() -> None:
     small, large, thinned = base_of(2_000), base_of(40_000), base_of(40_000, stays=10)
     assert large.num_bytes / len(large) < 1.1 * small.num_bytes / len(small)
     assert thinned.num_bytes / len(thinned) < GROSS * small.num_bytes / len(small)
 
 
-def test_writing_the_base_costs_each_block_the_same() -> None:
+def test_writing_the_snapshot_costs_the_same_per_block() -> None:
     small, large = base_of(1_000), base_of(30_000)
     assert growth(lambda: list(small.segments()), lambda: list(large.segments()), 3) < 30 * GROSS
 

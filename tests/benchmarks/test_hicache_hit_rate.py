@@ -1,4 +1,4 @@
-"""The table of hit rates can be trusted: every prompt token is counted once, and more room finds more."""
+"""The table of hit rates counts every prompt token once, and a larger cache has more hits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def requests() -> list[TraceRequest]:
     return made
 
 
-def test_a_host_finds_more_than_the_device_alone_and_never_more_than_there_is(requests: list[TraceRequest]) -> None:
+def test_a_host_raises_the_hit_rate_up_to_the_possible_hits(requests: list[TraceRequest]) -> None:
     sizes = Sizes(TRACE_BLOCK_TOKENS, DEVICE_TOKENS)
     alone = find_in_device(requests, sizes)
     some = find_in_tiers(requests, Sizes(TRACE_BLOCK_TOKENS, DEVICE_TOKENS, 4 * DEVICE_TOKENS))
@@ -38,14 +38,14 @@ def test_a_host_finds_more_than_the_device_alone_and_never_more_than_there_is(re
     }
 
 
-def test_pages_smaller_than_the_blocks_of_the_trace_find_what_these_find(requests: list[TraceRequest]) -> None:
+def test_smaller_pages_than_the_blocks_of_the_trace_have_the_same_hits(requests: list[TraceRequest]) -> None:
     """But for the last token of a prompt, which is computed always, and costs its page."""
     coarse = find_in_device(requests, Sizes(TRACE_BLOCK_TOKENS, unbounded_tokens(requests)))
     fine = find_in_device(requests, Sizes(16, unbounded_tokens(requests)))
     assert 0 <= fine.device_tokens - coarse.device_tokens < len(requests) * TRACE_BLOCK_TOKENS
 
 
-def test_the_table_has_a_line_a_cache() -> None:
+def test_the_table_has_one_line_per_cache() -> None:
     lines = as_table([("device only", Found(100, 25)), ("host of 64 (4x)", Found(100, 25, 50))]).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["device", "only", "25.0%", "25.0%", "0.0%"],

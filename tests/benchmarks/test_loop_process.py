@@ -1,4 +1,4 @@
-"""What a benchmark's loop counts as the processor's time of publishing."""
+"""The processor time that a benchmark's loop counts as publishing."""
 
 from __future__ import annotations
 

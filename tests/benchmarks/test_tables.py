@@ -32,9 +32,7 @@ def test_each_section_is_a_table_with_every_row(report: JsonReport) -> None:
     assert text.index("#### codec") < text.index("#### view")
 
 
-def test_a_missed_goal_without_a_reason_of_its_own_is_named(
-    report: JsonReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missed_goal_without_a_reason_is_named(report: JsonReport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "REASONS", ())
     assert tables.unexplained(report) == ["codec: encode"]
     monkeypatch.setattr(tables, "REASONS", (("codec: enc", "Tuples."), ("codec", "Others.")))

@@ -1,4 +1,4 @@
-"""Processes, a lossy network and a watched subscriber for the fault tests; all are gone when a test ends."""
+"""Processes, a lossy network and a watched subscriber for the fault tests. Each ends with its test."""
 
 from __future__ import annotations
 

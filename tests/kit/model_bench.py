@@ -1,4 +1,4 @@
-"""The reference scheduler over a real model, in one process, judged by what ``generate`` makes of the same weights."""
+"""The reference scheduler over a real model in one process, verified by ``generate`` of the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A publisher in a process of its own, driven over standard input: one JSON command a line, one JSON answer each."""
+"""A publisher process driven over standard input: one JSON command per line, one JSON reply each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference scheduler as the checks drive a scheduler of one's own."""
+"""The reference scheduler behind the interface by which the checks drive a user's scheduler."""
 
 from __future__ import annotations
 

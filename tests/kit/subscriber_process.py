@@ -1,4 +1,4 @@
-"""A subscriber in a process of its own: prints its state and blocks when asked to, one JSON line a request."""
+"""A subscriber process that prints its state and blocks as one JSON line per request."""
 
 from __future__ import annotations
 

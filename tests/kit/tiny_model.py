@@ -1,4 +1,4 @@
-"""A tiny random Llama as a model folder with a tokenizer, and the judge over transformers' ``generate``.
+"""A tiny random Llama as a model folder with a tokenizer, and the verifier over transformers' ``generate``.
 
 Nothing is downloaded.
 """

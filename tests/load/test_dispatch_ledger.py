@@ -1,4 +1,4 @@
-"""A dispatcher's view is exact: last report plus unreported equals what the replica holds plus what is on its way."""
+"""A dispatcher's view is exact: the last report plus unreported requests equals the replica's plus those in flight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_request_is_forgotten_or_counted_twice(actions: list[tuple[int, int]]
             assert seen_tokens[index] + ledger.unreported_tokens == held[index] + on_the_way
 
 
-def test_a_report_that_comes_again_or_late_changes_nothing() -> None:
+def test_a_repeated_or_late_report_changes_nothing() -> None:
     ledger = DispatchLedger(dispatcher="a")
     for _ in range(3):
         ledger.issue_ticket(10)
@@ -63,7 +63,7 @@ def test_a_request_that_could_not_be_sent_is_withdrawn_once() -> None:
     assert ledger.unreported_tokens == 0
 
 
-def test_what_a_restarted_replica_has_lost_leaves_with_the_next_request_counted() -> None:
+def test_the_requests_lost_by_a_restart_are_dropped_with_the_next_counted_request() -> None:
     ledger = DispatchLedger(dispatcher="a")
     for _ in range(5):
         ledger.issue_ticket(10)
@@ -76,7 +76,7 @@ def test_what_a_restarted_replica_has_lost_leaves_with_the_next_request_counted(
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65, "naïve", "a\n", "\ud800"])
-def test_a_name_that_no_report_can_carry_is_refused(name: str) -> None:
+def test_a_name_that_does_not_fit_a_report_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="dispatcher"):
         DispatchLedger(dispatcher=name)
     work = WorkCounters()
@@ -85,14 +85,14 @@ def test_a_name_that_no_report_can_carry_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("ticket", [-1, 2**63])
-def test_a_ticket_that_no_report_can_carry_costs_itself(ticket: int) -> None:
+def test_a_ticket_that_does_not_fit_a_report_is_dropped(ticket: int) -> None:
     work = WorkCounters()
     work.on_request_received("a", ticket)
     work.on_request_received("a", 3)
     assert (work.dispatched_watermarks, work.invalid_tickets) == ((("a", 3),), 1)
 
 
-def test_watermarks_are_bounded_and_the_longest_silent_dispatcher_leaves() -> None:
+def test_watermarks_are_bounded_and_drop_the_longest_silent_dispatcher() -> None:
     work = WorkCounters()
     for index in range(MAX_DISPATCHERS):
         work.on_request_received(f"d{index}", 1)
@@ -157,7 +157,7 @@ def test_watermarks_are_the_highest_tickets_of_the_last_dispatchers_sorted(ticke
         assert work.dispatched_watermarks == tuple(sorted(model.items()))
 
 
-def test_a_load_says_the_totals() -> None:
+def test_a_load_contains_the_totals() -> None:
     work = WorkCounters()
     work.on_request_received("a", 7)
     work.record_prefill(100, 0.002)
@@ -166,7 +166,7 @@ def test_a_load_says_the_totals() -> None:
     assert load.dispatched_watermarks == (("a", 7),)
 
 
-def test_a_request_that_comes_in_between_is_counted_twice_and_never_forgotten() -> None:
+def test_a_request_between_two_reads_is_counted_twice_and_never_missed() -> None:
     work = WorkCounters()
 
     class ComesInBetween:

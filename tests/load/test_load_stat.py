@@ -1,4 +1,4 @@
-"""The gauge on the wire is SGLang's array; what is no gauge is one error, whatever it is."""
+"""A load sample on the wire is SGLang's array; any other payload raises one kind of error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOLDEN = bytes.fromhex("9ba84c6f6164537461740203cd0190cd06400105cd02bc0809cd03e8
 """[LoadStat, 2, 3, 400, 1600, 1, 5, 700, 8, 9, 1000], as SGLang 0.5.23 writes it."""
 
 
-def test_the_array_is_sglangs_with_this_kits_facts_after_it() -> None:
+def test_the_array_starts_with_sglangs_fields() -> None:
     load = LoadSnapshot(
         sequence=77,
         timestamp=1234.5,
@@ -58,7 +58,7 @@ def test_sglangs_own_samples_are_read() -> None:
 
 @settings(deadline=None)
 @given(st.builds(LoadStat, *[counts] * 11, st.floats(allow_nan=False, allow_infinity=False), counts))
-def test_a_sample_survives_the_wire(stat: LoadStat) -> None:
+def test_a_sample_is_decoded_as_it_was_encoded(stat: LoadStat) -> None:
     assert decode_load_stat(encode_load_stat(stat)) == stat
 
 
@@ -81,7 +81,7 @@ def test_no_count_below_zero_is_sent(load: LoadSnapshot) -> None:
 @example(b"\x91" * 5000)
 @example(b"\x96\xa8LoadStat\x01\x01\x01\x01\xa1\xff")
 @example(GOLDEN + b"\x00" * MAX_LOAD_STAT_BYTES)
-def test_what_is_no_sample_is_a_decode_error(payload: bytes) -> None:
+def test_an_invalid_sample_is_a_decode_error(payload: bytes) -> None:
     with pytest.raises(DecodeError):
         decode_load_stat(payload)
 

@@ -1,4 +1,4 @@
-"""Whatever order samples come in, each rank's newest is kept; an old epoch never comes back."""
+"""For samples in any order, the view keeps each rank's newest, and an old epoch never replaces a new one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_gap_is_seen() -> None:
     assert view.samples[0].missed == 2
 
 
-def test_a_restart_begins_anew_and_late_samples_of_the_old_life_are_dropped() -> None:
+def test_a_restart_starts_a_new_epoch_and_late_samples_of_the_old_one_are_dropped() -> None:
     view = LoadView()
     view.update(sample(900, epoch=1), 0.0)
     assert view.update(sample(2, epoch=2), 0.0)

@@ -1,4 +1,4 @@
-"""A TokenCountedQueue is a list that knows its sums: same order, and counts that are exactly what entered."""
+"""A TokenCountedQueue is a list with the exact sums of its requests."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 TestQueueMachine = QueueMachine.TestCase
 
 
-def test_an_abort_after_a_change_leaves_nothing_behind() -> None:
+def test_an_abort_after_a_change_leaves_no_tokens_counted() -> None:
     request = Req(1000, 0)
     queue = TokenCountedQueue([request])
     request.num_input_tokens, request.num_cached_tokens = 1500, 800
@@ -155,7 +155,7 @@ def test_repr_is_a_summary() -> None:
 
 @given(st.integers(), st.integers())
 @settings(deadline=None)
-def test_counts_stay_in_range_whatever_a_request_says(input_tokens: int, cached_tokens: int) -> None:
+def test_counts_stay_in_range_for_any_request(input_tokens: int, cached_tokens: int) -> None:
     pending_tokens, uncached_tokens = count_request_tokens(Req(input_tokens, cached_tokens))
     assert 0 <= uncached_tokens <= pending_tokens == max(0, input_tokens)
     if 0 <= cached_tokens <= input_tokens:
@@ -164,7 +164,7 @@ def test_counts_stay_in_range_whatever_a_request_says(input_tokens: int, cached_
 
 
 @given(st.integers(0, 50), st.integers(-5, 60), st.integers(0, 60), st.integers(0, 60))
-def test_what_storage_brings_is_not_to_be_computed_and_nothing_counts_twice(
+def test_tokens_from_storage_are_not_counted_as_uncached_and_none_counts_twice(
     pending: int, cached: int, first: int, end: int
 ) -> None:
     request, other = Req(pending, cached), Req(7, 2)

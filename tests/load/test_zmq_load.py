@@ -1,4 +1,4 @@
-"""Over real sockets: a dispatcher reads the newest load, or none; it never reads the past for the present."""
+"""Over real sockets: a dispatcher reads the newest load or none, never an outdated one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_frames_are_those_that_routers_read(
     assert (stat.num_running_reqs, stat.attn_dp_rank) == (3, 2)
 
 
-def test_of_all_that_waits_the_newest_is_read(sink: ZmqLoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
+def test_the_newest_waiting_sample_is_read(sink: ZmqLoadSink, reader: ZmqLoadReader, eventually: Eventually) -> None:
     connect(sink, reader, eventually)
     for running in range(20):
         sink.send(LoadSnapshot(num_running_reqs=running))
@@ -141,7 +141,7 @@ class Printed:
         return self.samples
 
 
-def test_a_process_that_was_stopped_reads_on_in_the_present(sink: ZmqLoadSink, eventually: Eventually) -> None:
+def test_a_stopped_process_continues_with_the_newest_sample(sink: ZmqLoadSink, eventually: Eventually) -> None:
     def send_until(condition: Callable[[], object]) -> None:
         def step() -> object:
             sink.send(LoadSnapshot(num_running_reqs=1))
@@ -164,7 +164,7 @@ def test_a_process_that_was_stopped_reads_on_in_the_present(sink: ZmqLoadSink, e
     assert min(sequence for sequence, read_s in printed.samples if read_s > continued_s) > last_of_stall
 
 
-def test_a_reader_that_never_reads_costs_nobody_anything(
+def test_a_reader_that_never_reads_delays_no_other(
     sink: ZmqLoadSink, reader: ZmqLoadReader, subscribe: Callable[..., zmq.Socket[bytes]], eventually: Eventually
 ) -> None:
     subscribe(sink.endpoint)
@@ -181,7 +181,7 @@ def test_a_reader_that_never_reads_costs_nobody_anything(
     eventually(reads_on)
 
 
-def test_bad_messages_cost_themselves(tmp_path: Path, eventually: Eventually) -> None:
+def test_invalid_messages_are_dropped_alone(tmp_path: Path, eventually: Eventually) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     hostile = context.socket(zmq.PUB)
     hostile.bind(f"ipc://{tmp_path}/hostile")
@@ -200,7 +200,9 @@ def test_bad_messages_cost_themselves(tmp_path: Path, eventually: Eventually) ->
     context.destroy(linger=0)
 
 
-def test_a_restarted_publisher_is_followed_at_once(tmp_path: Path, eventually: Eventually, clock: FakeClock) -> None:
+def test_a_restarted_publisher_is_followed_immediately(
+    tmp_path: Path, eventually: Eventually, clock: FakeClock
+) -> None:
     endpoint = Endpoint.parse(f"ipc://{tmp_path}/load")
     first = open_zmq_load_sink(endpoint)
     reader = open_zmq_load_reader([str(endpoint)], clock=clock)

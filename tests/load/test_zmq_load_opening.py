@@ -1,4 +1,4 @@
-"""A load gauge opens where its rank's settings say, to those whom they allow, and lets go of what it opened."""
+"""A load gauge opens at the configured address for the allowed readers, and closes what it opened."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_call_opens_each_ranks_gauge_at_its_port(free_ports: Callable[[int],
         publisher.close()
 
 
-def test_where_keys_are_required_only_allowed_readers_hear_the_load(
+def test_only_readers_with_an_allowed_key_receive_the_load(
     tmp_path: Path, free_ports: Callable[[int], int], eventually: Eventually
 ) -> None:
     server_key, server_secret = write_key_pair(tmp_path / "server", "engine")
@@ -111,7 +111,7 @@ def test_a_closed_gauge_raises_and_closing_twice_is_quiet(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("endpoints", [[], ["tcp://*:5600"], ["tcp://127.0.0.1:0"], ["inproc://x"], ["nonsense"]])
-def test_a_reader_needs_somebody_to_dial(endpoints: list[str]) -> None:
+def test_a_reader_needs_an_endpoint(endpoints: list[str]) -> None:
     with pytest.raises(ConfigError, match="load_endpoint"):
         open_zmq_load_reader(endpoints)
 

@@ -1,4 +1,4 @@
-"""Wherever a reader of the load gauge is stopped, what waited meanwhile is never taken for the present."""
+"""A reader that is stopped at any point never takes the samples of that time for the present load."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_no_time_is_negative_or_shrinks_and_phases_add_up(start: float, steps: l
         assert moment_s is None or 0.0 <= moment_s <= times.e2e_s
 
 
-def test_each_phase_goes_on_where_a_retraction_stopped_it() -> None:
+def test_each_phase_continues_after_a_retraction() -> None:
     times = RequestTimeStats(0.0)
     times.move_to(RequestPhase.PREFILL, 2.0)
     assert times.on_token(3.0) is None
@@ -106,7 +106,7 @@ steps_of_many = st.lists(
 @example([("t", 0.5, [0, 1, 2], 1), ("t", 0.5, [0, 1], 1), ("r", 0.0, [1], 1), ("t", 0.5, [0, 1, 2], 1)])
 @example([("t", 0.5, [0, 1], 1), (".", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
 @example([("t", 0.5, [0, 1], 1), ("e", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
-def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str, float, list[int], int]]) -> None:
+def test_tokens_recorded_together_count_as_recorded_one_by_one(steps: list[tuple[str, float, list[int], int]]) -> None:
     clock = FakeClock(0.0)
     together, one_by_one = RequestLatencyRecorder(clock=clock), RequestLatencyRecorder(clock=clock)
     ours = [together.on_queued() for _ in range(5)]
@@ -134,7 +134,7 @@ def test_tokens_booked_together_count_as_booked_one_by_one(steps: list[tuple[str
         assert (mine.times_s, mine.phase, mine.first_token_s) == (other.times_s, other.phase, other.first_token_s)
 
 
-def test_requests_that_waited_alike_are_one_addition() -> None:
+def test_requests_with_equal_waits_are_one_addition() -> None:
     clock = FakeClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     observed: list[tuple[float, int]] = []
@@ -150,7 +150,7 @@ def test_requests_that_waited_alike_are_one_addition() -> None:
     assert [(value, times) for value, times in observed if times] == [(0.5, 64), (1.0, 64)]
 
 
-def test_tokens_that_come_together_share_their_interval() -> None:
+def test_tokens_of_one_step_share_its_interval() -> None:
     clock = FakeClock(0.0)
     latencies = RequestLatencyRecorder(clock=clock)
     times = latencies.on_queued()

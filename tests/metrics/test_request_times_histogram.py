@@ -34,7 +34,7 @@ def test_each_value_is_in_its_bucket(bounds: list[float], values: list[tuple[flo
     assert snapshot.total >= 0
 
 
-def test_a_snapshot_does_not_change_and_is_not_copied_for_nothing() -> None:
+def test_a_snapshot_is_immutable_and_copied_only_after_a_change() -> None:
     histogram = Histogram([1.0])
     histogram.observe(0.5)
     before = histogram.snapshot()

@@ -1,4 +1,4 @@
-"""Rates look back one window, give or take one bucket, and no jump of a clock makes them wrong for ever."""
+"""Rates cover one window within one bucket and recover from every jump of the clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ steps_s = st.integers(0, 100).map(lambda quarters: quarters / 4)
 @settings(deadline=None)
 @given(st.lists(st.tuples(steps_s, st.integers(0, 10_000)), max_size=40))
 @example([(0.0, 5), (25.0, 0)])
-def test_throughput_counts_the_window_and_nothing_older(history: list[tuple[float, int]]) -> None:
+def test_throughput_counts_only_the_window(history: list[tuple[float, int]]) -> None:
     meter, clock = make_meter()
     start = clock.now_s
     seen: list[tuple[float, int]] = []
@@ -63,7 +63,7 @@ def test_an_idle_scheduler_reads_zero_after_one_window() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(-100, 100), st.integers(-100, 100)), max_size=40))
-def test_rates_stay_in_range_whatever_the_clock_and_the_caller_do(history: list[tuple[float, int, int]]) -> None:
+def test_rates_stay_in_range_for_any_clock_and_calls(history: list[tuple[float, int, int]]) -> None:
     meter, clock = make_meter()
     for now, first, second in history:
         clock.now_s = now
@@ -92,7 +92,7 @@ def test_hit_rate_is_cached_over_input() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("window_s", 0.0), ("window_s", -1.0), ("window_s", float("nan"))])
-def test_a_window_that_is_none_is_refused(field: str, value: float) -> None:
+def test_an_invalid_window_is_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         RateMeter(window_s=value)
 

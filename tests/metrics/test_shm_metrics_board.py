@@ -1,4 +1,4 @@
-"""Metrics in shared memory: what cannot be written is counted and never raised; what is written crosses."""
+"""Metrics in shared memory: a reader gets the written reports; a failed write is counted and never raises."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ sys.exit(0 if (failures, before, sink.sequence, sink.failures.total) == (1, 0, 1
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60, stderr=subprocess.DEVNULL)
 
 
-def test_what_the_publisher_counts_crosses(tmp_path: Path) -> None:
+def test_the_publishers_counters_are_read_by_the_other_process(tmp_path: Path) -> None:
     sink = open_sink(tmp_path)
     stats = SchedulerStats(report(1).labels, LoadSnapshot(), publisher=PublisherStats(peers_refused=3))
     sink.record(stats)

@@ -1,4 +1,4 @@
-"""A report comes back as it was, whole; what is none is refused, by its writer or by its reader."""
+"""A report is decoded as it was encoded; the writer or the reader refuses an invalid one."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def whole_report() -> SchedulerStats:
     )
 
 
-def test_every_part_comes_back() -> None:
+def test_every_part_is_decoded_as_it_was_encoded() -> None:
     assert decode_report(encode_report(whole_report())) == whole_report()
     assert decode_report(encode_report(report())) == report()
 
 
-def test_watermarks_come_back() -> None:
+def test_watermarks_are_decoded_as_they_were_encoded() -> None:
     stats = report(LoadSnapshot(dispatched_watermarks=(("front", 7),), total_prefill_busy_us=5))
     assert decode_report(encode_report(stats)) == stats
 
 
-def test_a_report_of_another_version_is_read_as_far_as_it_is_known() -> None:
+def test_the_known_fields_of_a_report_of_another_version_are_read() -> None:
     fields = msgspec.msgpack.decode(encode_report(report(LoadSnapshot(num_running_reqs=3))))
     fields["later_part"] = {"x": 1}
     fields["load"]["later_field"] = 7
@@ -87,7 +87,7 @@ def test_a_report_of_another_version_is_read_as_far_as_it_is_known() -> None:
     assert decode_report(msgspec.msgpack.encode(fields)) == report(LoadSnapshot(num_running_reqs=3))
 
 
-def test_histograms_that_change_in_turn_come_back_as_they_are() -> None:
+def test_histograms_that_change_alternately_are_decoded_as_they_are() -> None:
     latencies = RequestLatencyRecorder()
     histograms = [getattr(latencies.histograms, name) for name in latencies.stats().__struct_fields__]
     for number in range(30):
@@ -118,7 +118,7 @@ def test_scalars_of_numpy_are_numbers() -> None:
         LoadSnapshot(num_running_reqs=1j),
     ],
 )
-def test_what_is_no_number_of_64_bits_is_refused(load: LoadSnapshot) -> None:
+def test_a_number_beyond_64_bits_is_refused(load: LoadSnapshot) -> None:
     with pytest.raises((TypeError, OverflowError)):
         encode_report(report(load))
     assert decode_report(encode_report(report())) == report()

@@ -68,7 +68,7 @@ def test_without_a_receiver_every_report_is_dropped_and_counted(tmp_path: Path) 
     sink.close()
 
 
-def test_a_receiver_that_never_reads_costs_a_bounded_queue(
+def test_the_queue_of_a_receiver_that_never_reads_is_bounded(
     sink: ZmqKvMetricsSink, receiver: ZmqKvMetricsReceiver, eventually: Eventually
 ) -> None:
     def connected() -> bool:
@@ -81,7 +81,7 @@ def test_a_receiver_that_never_reads_costs_a_bounded_queue(
     assert sink.dropped > 25_000
 
 
-def test_bad_payloads_cost_themselves(
+def test_invalid_payloads_are_dropped_alone(
     receiver: ZmqKvMetricsReceiver, open_socket: Callable[[int], zmq.Socket[bytes]], eventually: Eventually
 ) -> None:
     push = open_socket(zmq.PUSH)
@@ -93,7 +93,7 @@ def test_bad_payloads_cost_themselves(
     assert (receiver.received, receiver.refused) == (1, 2)
 
 
-def test_one_call_takes_no_more_than_its_limit(
+def test_one_call_reads_at_most_its_limit(
     sink: ZmqKvMetricsSink, receiver: ZmqKvMetricsReceiver, eventually: Eventually
 ) -> None:
     def ten_sent() -> bool:
@@ -126,7 +126,7 @@ def test_an_address_in_use_is_a_start_error(receiver: ZmqKvMetricsReceiver) -> N
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://127.0.0.1:0", "inproc://x", "nonsense"])
-def test_a_sink_needs_somebody_to_dial(endpoint: str) -> None:
+def test_a_sink_needs_an_endpoint(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="metrics_endpoint"):
         open_zmq_kv_metrics_sink(endpoint)
 

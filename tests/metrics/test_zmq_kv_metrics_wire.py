@@ -1,4 +1,4 @@
-"""KvMetrics survive the wire, and no payload does anything worse than raise DecodeError."""
+"""KvMetrics are decoded as they were encoded, and an invalid payload only raises DecodeError."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ reports = st.builds(KvMetrics, counts, counts, counts, counts, counts, shares, s
 
 @given(reports)
 @settings(deadline=None)
-def test_a_report_arrives_as_it_left(metrics: KvMetrics) -> None:
+def test_a_report_is_decoded_as_it_was_encoded(metrics: KvMetrics) -> None:
     assert decode_kv_metrics(encode_kv_metrics(metrics)) == metrics
 
 
@@ -75,7 +75,7 @@ def test_values_that_no_scheduler_has_are_refused(fields: dict[str, object]) -> 
         decode_kv_metrics(msgspec.msgpack.encode(fields))
 
 
-def test_deep_nesting_costs_itself() -> None:
+def test_a_deeply_nested_payload_is_a_decode_error() -> None:
     with pytest.raises(DecodeError, match="not KvMetrics"):
         decode_kv_metrics(b"\x81\xa1x" + b"\x91" * 3000 + b"\x00")
 

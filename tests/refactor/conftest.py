@@ -1,4 +1,4 @@
-"""The stages are written once for all tests, and imported by name from where they stand."""
+"""The stages are written once for all tests and imported from their folder."""
 
 from __future__ import annotations
 

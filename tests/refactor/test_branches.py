@@ -1,4 +1,4 @@
-"""What the guide says of branches in flight: git follows a renamed file, and a move can be made again on a branch."""
+"""The guide's advice for open branches: git follows a renamed file, and a move can be repeated on a branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide quotes the patches as they are, and names them all."""
+"""The guide quotes the patches exactly and names each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stages import GUIDE, PATCHES, STAGES
 TEXT = (GUIDE / "README.md").read_text()
 
 
-def test_each_quoted_diff_is_of_the_patch_that_it_stands_under() -> None:
+def test_each_quoted_diff_belongs_to_the_patch_of_its_section() -> None:
     steps = re.split(r"^## Step \d.*$", TEXT, flags=re.MULTILINE)[1:]
     assert len(steps) == len(PATCHES)
     for patch, step in zip(PATCHES, steps, strict=True):

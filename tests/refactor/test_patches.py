@@ -1,4 +1,4 @@
-"""The patches lead from the first stage to the last one, and a mistake in one of them is seen."""
+"""The patches lead from the first stage to the last one, and a faulty patch is an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def source(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("stage", [STAGES[0], STAGES[-1]])
-def test_the_steps_begin_and_end_at_the_stages_that_are_kept(stage: str, written: Path) -> None:
+def test_the_steps_start_and_end_at_the_kept_stages(stage: str, written: Path) -> None:
     assert source(written / stage) == source(GUIDE / stage)
     assert [path.name for path in sorted(GUIDE.glob("stage_*"))] == [STAGES[0], STAGES[-1]]
 
@@ -33,7 +33,7 @@ def test_the_patches_are_as_they_would_be_recorded(written: Path, tmp_path: Path
         assert source(tmp_path / stage) == source(GUIDE / stage)
 
 
-def test_each_patch_says_first_what_it_does() -> None:
+def test_each_patch_starts_with_its_description() -> None:
     for number, patch in enumerate(PATCHES, 1):
         words, _, difference = patch.read_text().partition("diff --git ")
         assert words.startswith(f"Step {number}: ")
@@ -108,7 +108,7 @@ WRONG_TURNS = [
 
 
 @pytest.mark.parametrize(("file", "old", "new"), WRONG_TURNS)
-def test_a_stage_that_says_something_else_is_an_error(
+def test_a_stage_with_other_output_is_an_error(
     file: str, old: str, new: str, guide: Path, written: Path, tmp_path: Path
 ) -> None:
     """One step goes wrong and the next one takes it back: every patch applies, and the last stage is right."""

@@ -1,4 +1,4 @@
-"""Every stage of the refactor says exactly what the mixins said: events, loads, metrics and outputs, byte by byte."""
+"""Every stage of the refactor has exactly the output of the mixins: events, loads, metrics and outputs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ CROWD: list[Action] = [Submit(0, 20, own, 24) for own in range(5)]
     serve_rest=False,
 )
 @settings(deadline=None, max_examples=60)
-def test_all_stages_say_the_same(
+def test_all_stages_have_the_same_output(
     actions: list[Action], parallel: ParallelState, chosen: Settings, serve_rest: bool
 ) -> None:
     first, *others = (
@@ -95,7 +95,7 @@ def test_all_stages_say_the_same(
         assert record == first, stage
 
 
-def test_the_workloads_reach_what_they_are_for() -> None:
+def test_the_workloads_reach_their_targets() -> None:
     record = play(
         opener(STAGES[0]), [*CROWD, Steps(9, 0.1), Abort(4)], parallel=ParallelState.trivial(), settings=Settings()
     )
@@ -152,7 +152,7 @@ def test_a_stage_refuses_what_never_fits(stage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_checker_sees_the_problems_go(stage: str, written: Path) -> None:
+def test_each_stage_has_fewer_problems_of_the_checker(stage: str, written: Path) -> None:
     trees = [ast.parse(path.read_text()) for path in (written / stage).glob("*.py")]
     found = {RULES[text.split(" ", 1)[0]].name for tree in trees for _, _, text, _ in ComponentChecker(tree).run()}
     assert found == PROBLEMS[stage]
@@ -180,7 +180,7 @@ def type_errors(written: Path) -> dict[str, set[str]]:
 
 @pytest.mark.timeout(400)  # the first stage fills mypy's cache, which takes minutes on a loaded machine
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_type_checker_sees_the_errors_go(stage: str, type_errors: dict[str, set[str]]) -> None:
+def test_each_stage_has_fewer_type_errors(stage: str, type_errors: dict[str, set[str]]) -> None:
     assert type_errors[stage] == TYPE_ERRORS[stage]
 
 
@@ -198,7 +198,7 @@ def test_a_stage_fits_on_a_few_screens(stage: str, written: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["stage_0_mixins", "stage_5_composed"]])
-def test_the_stages_run_by_themselves(arguments: list[str], tmp_path: Path) -> None:
+def test_the_stages_run_as_a_program(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(GUIDE / "run.py"), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60)
     lines = ran.stdout.splitlines()

@@ -79,7 +79,7 @@ DAMAGES: list[Damage] = [
 REPLACEMENTS: list[Damage] = [link_elsewhere, put_a_pipe, put_a_directory]
 
 
-def test_a_page_that_is_cut_short_under_a_reader_does_not_end_it(tmp_path: Path) -> None:
+def test_a_reader_survives_the_truncation_of_a_page(tmp_path: Path) -> None:
     """In mapped memory it would, with SIGBUS; so the reader is a process of its own."""
     script = """
 import os, sys
@@ -103,7 +103,7 @@ print(len(before), board.read() == before, board.failed_reads)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *REPLACEMENTS])
-def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
+def test_a_damaged_page_is_dropped_and_its_last_good_report_stays(
     tmp_path: Path,
     codec: Codec,
     report: MakeReport,
@@ -126,7 +126,7 @@ def test_a_damaged_page_costs_itself_and_the_last_good_report_stays(
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, empty])
-def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
+def test_a_damaged_page_is_read_again_after_its_next_writer_opened_it(
     tmp_path: Path, codec: Codec, report: MakeReport, damage: Damage
 ) -> None:
     board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
@@ -143,7 +143,7 @@ def test_a_damaged_page_is_read_again_when_its_next_writer_has_it(
     page.close()
 
 
-def test_a_page_of_another_version_says_what_to_do(
+def test_a_page_of_another_version_is_reported_with_a_remedy(
     tmp_path: Path, codec: Codec, report: MakeReport, caplog: pytest.LogCaptureFixture
 ) -> None:
     page = open_shm_page_writer(tmp_path, 0, codec)
@@ -173,7 +173,7 @@ def test_a_page_that_is_removed_and_created_again_is_found_in_the_next_read(
     assert (board.failed_reads, board.failures.total) == (0, 0)
 
 
-def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
+def test_a_report_is_not_replaced_by_an_older_one_during_a_write(
     tmp_path: Path, codec: Codec, report: MakeReport
 ) -> None:
     """A reader copies one half, then the other; a writer may come between, and be within the second.
@@ -193,7 +193,7 @@ def test_the_newer_half_being_written_does_not_show_the_report_before_the_last(
     page.close()
 
 
-def test_a_file_that_never_was_a_page_is_no_rank(tmp_path: Path, codec: Codec) -> None:
+def test_a_file_without_a_page_is_no_rank(tmp_path: Path, codec: Codec) -> None:
     codec.path(tmp_path, 0).write_bytes(b"short")
     codec.path(tmp_path, 1).write_bytes(b"\x7f" * codec.page_bytes)
     codec.path(tmp_path, 2).symlink_to(codec.path(tmp_path, 0))

@@ -1,4 +1,4 @@
-"""A page holds its last whole report, whatever its writer was in the middle of, in whatever order bytes are seen."""
+"""A page has its last complete report at every point of a write, in any order in which the bytes become visible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(
     return read_newest(lambda num_bytes, at: bytes(memory[at : at + num_bytes]), codec, known_sequence)
 
 
-def test_a_page_that_nobody_has_claimed_is_empty_and_so_is_a_claimed_one() -> None:
+def test_an_unclaimed_page_and_a_claimed_page_are_empty() -> None:
     assert read(bytes(BYTES.page_bytes)) is None
     assert read(new_page()[1]) is None
 
@@ -65,7 +65,7 @@ def test_a_report_that_is_too_large_leaves_the_last() -> None:
 
 @for_each_kind
 @given(st.integers(1, 20))
-def test_a_report_comes_back(codec: ReportCodec[Any], report: Callable[[int], Any], count: int) -> None:
+def test_a_report_is_read_as_it_was_written(codec: ReportCodec[Any], report: Callable[[int], Any], count: int) -> None:
     page, memory = new_page(codec)
     for sequence in range(1, count + 1):
         page.write(report(sequence), sequence)
@@ -78,7 +78,7 @@ def test_a_report_comes_back(codec: ReportCodec[Any], report: Callable[[int], An
 @given(st.integers(1, 6), st.lists(st.booleans(), min_size=120, max_size=120))
 @example(1, [False] * 120)
 @example(1, [True] * 120)
-def test_a_write_that_is_half_seen_leaves_the_report_before_it(
+def test_a_partial_write_leaves_the_previous_report(
     codec: ReportCodec[Any], report: Callable[[int], Any], count: int, seen: list[bool]
 ) -> None:
     """Any subset of the bytes of the last write may be visible: a torn read, a dead writer, a late store."""
@@ -128,7 +128,7 @@ def test_foreign_buffers_hold_no_report(content: bytes) -> None:
 
 @for_each_kind
 @given(st.binary(min_size=1, max_size=200).filter(lambda content: any(content[:16])))
-def test_foreign_bytes_are_no_page_and_are_wiped_by_the_next_writer(codec: ReportCodec[Any], content: bytes) -> None:
+def test_foreign_bytes_are_no_page_and_are_cleared_by_the_next_writer(codec: ReportCodec[Any], content: bytes) -> None:
     memory = bytearray(codec.page_bytes)
     memory[: len(content)] = content
     with pytest.raises(DecodeError, match=f"not a page of {codec.subject}|from one version"):
@@ -137,7 +137,7 @@ def test_foreign_bytes_are_no_page_and_are_wiped_by_the_next_writer(codec: Repor
     assert read(memory, codec) is None
 
 
-def test_a_page_of_another_version_is_refused_with_what_to_do_and_wiped_by_its_next_writer(
+def test_a_page_of_another_version_is_refused_with_a_remedy_and_cleared_by_its_next_writer(
     codec: ReportCodec[Any], report: Callable[[int], Any]
 ) -> None:
     newer = attrs.evolve(codec, layout_id=b"\x01" * 8)
@@ -160,9 +160,7 @@ def test_a_whole_buffer_of_another_program_is_a_decode_error(codec: ReportCodec[
 
 @settings(deadline=None)
 @given(st.integers(2, 2**33), st.integers(1, 2**33))
-def test_the_report_before_the_known_one_is_no_news_and_an_older_one_is_a_page_begun_anew(
-    last: int, known: int
-) -> None:
+def test_the_previous_report_is_ignored_and_an_older_one_is_a_restarted_page(last: int, known: int) -> None:
     page, memory = new_page()
     page.write(b"a", last)
     assert read(memory, known_sequence=last) == (last, b"a")
@@ -172,7 +170,7 @@ def test_the_report_before_the_known_one_is_no_news_and_an_older_one_is_a_page_b
 
 @settings(deadline=None)
 @given(st.integers(0, HEAD_BYTES + 2 * BUFFER_BYTES))
-def test_a_page_that_ends_early_is_refused_or_not_whole(num_bytes: int) -> None:
+def test_a_truncated_page_is_refused_or_incomplete(num_bytes: int) -> None:
     """If all headers are present, the end of a report is missing, and its checksum shows that."""
     page, memory = new_page()
     for sequence in (1, 2):
@@ -184,7 +182,7 @@ def test_a_page_that_ends_early_is_refused_or_not_whole(num_bytes: int) -> None:
         assert read(memory[:num_bytes]) == (2, b"x" * FITTING_BYTES)
 
 
-def test_a_report_longer_than_the_first_look_is_read_whole() -> None:
+def test_a_report_longer_than_the_first_read_is_read_completely() -> None:
     codec = attrs.evolve(BYTES, buffer_bytes=10_000)
     page, memory = new_page(codec)
     for length in (999, 1000, 1001, 9_976):

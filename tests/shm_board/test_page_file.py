@@ -27,14 +27,14 @@ def test_a_new_page_is_zero_and_what_is_written_stays(tmp_path: Path) -> None:
     again.close()
 
 
-def test_the_page_has_its_room_before_anybody_writes(tmp_path: Path) -> None:
+def test_the_space_of_a_page_is_allocated_before_the_first_write(tmp_path: Path) -> None:
     """A file that only has a size takes room at the first write, and a full file system kills the process there."""
     file = open_shm_page_file(tmp_path / "page", NUM_BYTES)
     assert (tmp_path / "page").stat().st_blocks * 512 >= NUM_BYTES
     file.close()
 
 
-def test_a_short_page_is_filled_up_and_a_long_one_is_not_cut(tmp_path: Path) -> None:
+def test_a_short_page_is_extended_and_a_long_one_is_not_truncated(tmp_path: Path) -> None:
     """Truncating it would end every process that has mapped it, with a fatal signal."""
     (tmp_path / "short").write_bytes(b"abc")
     (tmp_path / "long").write_bytes(b"x" * (2 * NUM_BYTES))
@@ -45,7 +45,7 @@ def test_a_short_page_is_filled_up_and_a_long_one_is_not_cut(tmp_path: Path) -> 
         file.close()
 
 
-def test_others_may_not_read_a_page(tmp_path: Path) -> None:
+def test_other_users_cannot_read_a_page(tmp_path: Path) -> None:
     open_shm_page_file(tmp_path / "page", NUM_BYTES).close()
     assert (tmp_path / "page").stat().st_mode & 0o077 == 0
 
@@ -58,7 +58,7 @@ def test_one_writer_per_page(tmp_path: Path) -> None:
     open_shm_page_file(tmp_path / "page", NUM_BYTES).close()
 
 
-def test_a_place_where_no_page_can_be_is_a_start_error(tmp_path: Path) -> None:
+def test_a_path_without_a_possible_page_is_a_start_error(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     for path in (tmp_path / "link", tmp_path / "missing" / "page", tmp_path):
         with pytest.raises(StartError, match="cannot be opened"):

@@ -1,4 +1,4 @@
-"""The command line, run in this process as a person runs it."""
+"""The command line, run in this process with arguments of a user."""
 
 from __future__ import annotations
 

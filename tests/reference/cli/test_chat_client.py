@@ -1,4 +1,4 @@
-"""The terminal's chat: a conversation over the routes that any client uses, and what it shows of each answer."""
+"""The chat in the terminal: a conversation over the public routes, and the facts shown with each answer."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_each_answer_is_shown_with_its_cost_and_the_second_finds_the_first(make_
     assert "9 tokens," in lines[2] and "cut at its limit" in lines[2]
 
 
-def test_a_new_conversation_knows_nothing_of_the_last(make_served: Callable[..., Any]) -> None:
+def test_a_new_conversation_has_no_history(make_served: Callable[..., Any]) -> None:
     served = make_served()
     shown(served, given("first", "/new", "second"))
     assert [len(command.input_ids) // 4 for command in served.replicas[0].submitted] == [4, 4]
 
 
-def test_a_question_that_is_refused_says_why_and_is_forgotten(make_served: Callable[..., Any]) -> None:
+def test_a_refused_question_shows_its_reason_and_leaves_the_history(make_served: Callable[..., Any]) -> None:
     served = make_served()
     text = shown(served, given("too long", "again"), max_tokens=9000)
     assert text.count("pool has 8192") == 2
@@ -76,7 +76,7 @@ def test_a_question_that_is_refused_says_why_and_is_forgotten(make_served: Calla
     assert "which is the limit" in shown(served, given("hello"))
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_chat(make_served: Callable[..., Any]) -> None:
+def test_ctrl_c_ends_the_answer_and_keeps_the_chat(make_served: Callable[..., Any]) -> None:
     served = make_served()
     replica = served.replicas[0]
 
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(make_served: Callable[..., Any])
     assert replica.aborted == [command.rid for command in replica.submitted]
 
 
-def test_what_an_answer_cost_is_one_line() -> None:
+def test_the_cost_of_an_answer_is_one_line() -> None:
     facts = AnswerStats(
         prompt_tokens=100,
         output_tokens=21,

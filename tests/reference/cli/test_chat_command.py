@@ -1,4 +1,4 @@
-"""The command ``chat`` as a person runs it, with a tiny model: loading, two questions, the second finds the first."""
+"""The command ``chat`` with a tiny model: two questions, of which the second reuses the cache of the first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_conversation_with_a_tiny_model(
     assert next_computed == next_prompt - next_tiers[0]
 
 
-def test_what_is_no_model_is_one_sentence_and_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_model_is_one_sentence_and_starts_no_engine(tmp_path: Path) -> None:
     code, complaint = run_command(["chat", "--model", str(tmp_path / "nowhere")])
     assert code == 2
     assert "is not there" in complaint and "\n" not in complaint

@@ -1,4 +1,4 @@
-"""The command line: help helps, and a person's mistake is one line on standard error and exit code 2."""
+"""The command line: help is complete, and a user's mistake is one line on standard error and exit code 2."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(command_line: Callable, arguments
     assert named in ran.complaint
 
 
-def test_a_trace_that_is_none_is_refused_before_anything_starts(command_line: Callable, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_refused_before_the_start(command_line: Callable, tmp_path: Path) -> None:
     ran = command_line("serve", "--trace", str(tmp_path))
     assert ran.code == 2
     assert "starting" not in ran.out
@@ -121,7 +121,7 @@ def test_the_version_is_shown(command_line: Callable) -> None:
 @pytest.mark.parametrize(
     "arguments", [["doctor", "http://127.0.0.1:1"], ["conformance", "tcp://127.0.0.1:1", "--listen", "0.1"]]
 )
-def test_who_does_not_answer_is_exit_code_3_and_told(command_line: Callable, arguments: list[str]) -> None:
+def test_a_stream_that_does_not_answer_is_exit_code_3(command_line: Callable, arguments: list[str]) -> None:
     ran = command_line(*arguments)
     assert (ran.code, "refused" in ran.out) == (3, True)
     as_json = command_line(*arguments, "--json")
@@ -149,7 +149,7 @@ def test_a_flag_is_shown_as_a_flag(command_line: Callable) -> None:
     [("serve", ["--port", "0", "--duration", "0"]), ("demo", ["--requests", "1"])],
     ids=["serve", "demo"],
 )
-def test_without_numpy_the_hierarchical_cache_names_its_extra_before_anything_starts(
+def test_without_numpy_the_hierarchical_cache_names_its_extra_before_the_start(
     command_line: Callable, monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
@@ -158,7 +158,7 @@ def test_without_numpy_the_hierarchical_cache_names_its_extra_before_anything_st
     assert "scheduler-components[hicache]" in ran.complaint
 
 
-def test_a_taken_port_is_told_before_anything_starts(command_line: Callable, free_ports: Callable[[int], int]) -> None:
+def test_a_port_in_use_is_reported_before_the_start(command_line: Callable, free_ports: Callable[[int], int]) -> None:
     port = free_ports(2) + 1
     with socket.create_server(("127.0.0.1", port)):
         ran = command_line("serve", "--port", str(port))
@@ -183,7 +183,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 @pytest.mark.parametrize("text", ["", "from gone import nothing\n"])
 @pytest.mark.parametrize("name", ["observability.py", "observability/__init__.py"])
-def test_another_package_of_the_same_name_is_named_with_a_way_on(tmp_path: Path, name: str, text: str) -> None:
+def test_another_package_with_the_same_name_is_reported_with_a_remedy(tmp_path: Path, name: str, text: str) -> None:
     stranger = tmp_path / name
     stranger.parent.mkdir(exist_ok=True)
     stranger.write_text(text)
@@ -202,7 +202,7 @@ def test_another_package_of_the_same_name_is_named_with_a_way_on(tmp_path: Path,
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_how_to_complete_all_commands(command_line: Callable, shell: str) -> None:
+def test_the_shell_completion_covers_all_commands(command_line: Callable, shell: str) -> None:
     ran = command_line("completion", shell)
     assert ran.code == 0
     assert all(command in ran.out for command in COMMANDS)

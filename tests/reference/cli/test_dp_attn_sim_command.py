@@ -1,4 +1,4 @@
-"""``dp-attn-sim`` says what the delay of prefill buys and what it costs."""
+"""``dp-attn-sim`` reports the gain and the cost of delaying prefill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 
-def test_both_runs_serve_the_same_and_the_difference_is_told(command_line: Callable) -> None:
+def test_both_runs_serve_the_same_requests_and_show_the_difference(command_line: Callable) -> None:
     found = command_line("dp-attn-sim", "--dp-size", "3", "--requests", "60", "--rate", "30", "--output-tokens", "40")
     assert found.code == 0
     assert "prefills do not wait" in found.out and "prefills wait at most 10 steps" in found.out

@@ -1,4 +1,4 @@
-"""The main job end to end, small: real processes, sockets and HTTP, judged from outside."""
+"""The engine end to end, at a small size: real processes, sockets and HTTP, verified from outside."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_demo_passes_its_own_checks() -> None:
     assert out.endswith("PASSED\n")
 
 
-def test_the_demo_tells_a_program_in_json_lines_what_it_tells_a_person() -> None:
+def test_the_json_lines_of_the_demo_have_the_facts_of_its_text() -> None:
     with started("demo", *TWO_BY_TWO, "--requests", "8", "--speed", "4", "--json") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
@@ -126,7 +126,7 @@ def test_a_workload_of_which_nothing_finishes_fails_the_run() -> None:
     assert re.search(r"requests +FAIL", out)
 
 
-def test_without_a_publisher_the_streams_are_not_judged() -> None:
+def test_without_a_publisher_the_streams_are_not_verified() -> None:
     arguments = ["--requests", "6", "--speed", "8", "--kv-events-config", '{"publisher": "null"}']
     with started("demo", *TWO_BY_TWO, *arguments) as process:
         code, out, _ = finish(process)
@@ -134,7 +134,7 @@ def test_without_a_publisher_the_streams_are_not_judged() -> None:
     assert re.search(r"streams +ok +not checked: ", out)
 
 
-def test_a_trace_is_replayed_and_judged(tmp_path: Path) -> None:
+def test_a_trace_is_replayed_and_verified(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lengths = [(0, 700, [1, 2]), (0, 5000, list(range(10))), (3000, 900, [1, 3]), (6000, 600, [1, 2])]
     path.write_text(
@@ -175,7 +175,7 @@ def test_an_interrupt_stops_everything_without_a_traceback(number: signal.Signal
     assert err.count("\n") == 1
 
 
-def test_an_open_stream_is_ended_in_order_when_the_engine_stops() -> None:
+def test_an_open_stream_ends_properly_when_the_engine_stops() -> None:
     with started("serve", *TWO_BY_TWO, "--port", "0") as process:
         url = wait_for_url(process)
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 100_000}, "stream": True}
@@ -197,7 +197,7 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
         finish(process)  # returns when the last rank has closed the output that it inherited
 
 
-def test_a_running_engine_answers_what_routers_and_people_ask(
+def test_a_running_engine_answers_the_routes_of_routers_and_users(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
     with started("serve", *TWO_BY_TWO, "--port", "0") as process:

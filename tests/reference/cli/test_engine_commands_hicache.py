@@ -1,4 +1,4 @@
-"""The engine with ``--hicache``, end to end: real processes, memory, threads and sockets, judged from outside."""
+"""The engine with ``--hicache``, end to end: real processes, memory, threads and sockets, verified from outside."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hits(summary: str) -> dict[str, float]:
     return {tier: float(rate) for tier, rate in re.findall(r"(\w+) ([\d.]+)%", line)}
 
 
-def test_what_the_device_evicts_is_found_on_the_host_and_by_the_next_engine_in_storage(tmp_path: Path) -> None:
+def test_evicted_pages_are_read_from_the_host_and_by_the_next_engine_from_storage(tmp_path: Path) -> None:
     """Every page that comes back is compared with its bytes on the way; all ranks hold the same pages at every step.
 
     On two pipeline stages of two ranks, each of which has its own slice of every page.
@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line(arguments: list[str], complaint: str) -> None:
 
 
 @pytest.mark.parametrize("field, value", [("storage", "tape"), ("host_tokens", 0), ("storage_bytes", -1)])
-def test_a_value_that_cannot_be_is_refused(field: str, value: object) -> None:
+def test_an_invalid_value_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as raised:
         HiCacheConfig(**{"host_tokens": 1, field: value})
     assert raised.value.field == field

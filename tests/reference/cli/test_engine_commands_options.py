@@ -1,4 +1,4 @@
-"""The options that ``serve`` and ``demo`` share come to one engine, and each command keeps its own defaults."""
+"""``serve`` and ``demo`` pass their shared options to one engine and keep their own defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse(*arguments: str) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("command", "options"), [("serve", EngineOptions()), ("demo", DemoOptions())])
-def test_what_is_not_given_is_the_commands_default(command: str, options: EngineOptions) -> None:
+def test_a_missing_option_has_the_commands_default(command: str, options: EngineOptions) -> None:
     called, bound = parse(command)
     assert called is COMMANDS[command]
     assert (bound["options"], bound["hicache"]) == (options, HiCacheOptions())
@@ -38,7 +38,7 @@ def test_what_is_not_given_is_the_commands_default(command: str, options: Engine
     assert bound["options"] == type(options)(host="::1")  # one that is given leaves the others as they were
 
 
-def test_a_demo_listens_where_the_system_likes_and_its_pool_is_small() -> None:
+def test_a_demo_uses_system_ports_and_a_small_pool() -> None:
     serve, demo = EngineOptions(), DemoOptions()
     assert (serve.host, serve.port, serve.max_running_requests) == (DEFAULT_HOST, 30_000, 64)
     assert (demo.host, demo.port, demo.max_running_requests) == (DEFAULT_HOST, 0, 32)
@@ -47,7 +47,7 @@ def test_a_demo_listens_where_the_system_likes_and_its_pool_is_small() -> None:
     assert demo.sizes(of_a_model=False) == EngineSizes(**in_parts, kv_tokens=6144, chunk_tokens=512)
 
 
-def test_a_model_is_served_whole_by_one_rank_unless_more_is_asked_for() -> None:
+def test_one_rank_serves_a_model_by_default() -> None:
     whole = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 1}
     for options, kv_tokens in ((EngineOptions(), 16_384), (DemoOptions(), 2048)):
         assert options.sizes(of_a_model=True) == EngineSizes(**whole, kv_tokens=kv_tokens, chunk_tokens=512)
@@ -56,7 +56,7 @@ def test_a_model_is_served_whole_by_one_rank_unless_more_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("device", "cuda")])
-def test_what_only_a_model_has_is_refused_without_one(field: str, value: str) -> None:
+def test_the_options_of_a_model_are_refused_without_one(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}=.*add --model"):
         ModelOptions(**{field: value}).spec()
 
@@ -67,7 +67,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         ModelOptions(model=Path("anywhere")).spec()
 
 
-def test_shared_and_own_options_stand_side_by_side() -> None:
+def test_shared_and_own_options_are_listed_together() -> None:
     _, bound = parse("demo", "--dp-size", "1", "--requests", "5", "--kv-tokens", "64", "--chats-per-s=2.5")
     assert bound["options"] == DemoOptions(dp_size=1, kv_tokens=64)
     assert (bound["requests"], bound["chats_per_s"]) == (5, 2.5)

@@ -1,4 +1,4 @@
-"""``hicache-sim`` shows what it says, and its picture shows the runs."""
+"""``hicache-sim`` shows where ranks diverge, and its picture shows the runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_terminal_shows_the_progress_on_one_line() -> None:
     assert out.getvalue() == "\r1 of 2 runs done\r2 of 2 runs done\r\033[K"
 
 
-def test_in_a_log_a_line_comes_every_ten_seconds() -> None:
+def test_a_log_has_a_line_every_ten_seconds() -> None:
     out, ticks = io.StringIO(), iter([0.0, 4.0, 8.0, 12.0, 16.0, 30.0])
     progress = RunProgress(out=out, num_runs=5, clock=lambda: next(ticks))
     for _ in range(5):
@@ -89,7 +89,7 @@ def test_the_picture_has_a_line_per_run_and_their_mean() -> None:
     ]
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_is_simulated(
+def test_without_matplotlib_a_picture_is_refused_before_the_simulation(
     command_line: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

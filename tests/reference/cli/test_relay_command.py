@@ -1,4 +1,4 @@
-"""When a relay's process looks for garbage: between two polls, a little at a time."""
+"""A relay's process collects garbage between two polls, a little at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Node:
         self.itself = self
 
 
-def test_garbage_goes_when_it_is_due_and_not_before() -> None:
+def test_garbage_is_collected_when_it_is_due() -> None:
     now_s = [0.0]
     with ScheduledGarbageCollector(lambda: now_s[0]) as garbage:
         assert not gc.isenabled()
@@ -30,7 +30,7 @@ def test_garbage_goes_when_it_is_due_and_not_before() -> None:
     assert gc.isenabled()
 
 
-def test_what_was_kept_for_long_goes_with_an_older_generation() -> None:
+def test_old_objects_are_collected_with_an_older_generation() -> None:
     now_s = [0.0]
     with ScheduledGarbageCollector(lambda: now_s[0]) as garbage:
         old = Node()
@@ -46,7 +46,7 @@ def test_what_was_kept_for_long_goes_with_an_older_generation() -> None:
         assert gone() is None
 
 
-def test_what_is_there_at_the_start_is_looked_at_no_more() -> None:
+def test_objects_of_the_start_are_never_collected() -> None:
     now_s = [0.0]
     with ScheduledGarbageCollector(lambda: now_s[0]) as garbage:
         num_frozen = gc.get_freeze_count()

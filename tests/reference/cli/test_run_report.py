@@ -1,4 +1,4 @@
-"""The report of a run: it passes for evidence of a sound run and fails, saying where, for every way to be unsound."""
+"""The report of a run passes for the facts of a correct run and names each fault of a faulty one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_sound_run_passes_every_check() -> None:
     assert "exactly 2 streams for 4 ranks" in report.checks[2].facts
 
 
-def test_the_answers_of_a_real_model_are_judged() -> None:
+def test_the_answers_of_a_real_model_are_verified() -> None:
     right = TextComparison(num_answers=3, num_tokens=20, num_near_ties=1, widest_gap=2e-6, noise=1e-5)
     report = verify(evidence(texts=right))
     assert report.passed
@@ -97,7 +97,7 @@ def test_the_answers_of_a_real_model_are_judged() -> None:
 
 
 @given(st.frozensets(st.integers(-5, 5)), st.frozensets(st.integers(-5, 5)))
-def test_a_view_passes_only_when_it_is_the_cache(held: frozenset[int], seen: frozenset[int]) -> None:
+def test_a_view_passes_only_if_it_equals_the_cache(held: frozenset[int], seen: frozenset[int]) -> None:
     dumps = {tp_rank: dump(tp_rank, block_hashes=pack_hashes(held)) for tp_rank in range(4)}
     found = failures(verify(evidence(dumps=dumps, streams=[stream(0, blocks=seen), stream(1, blocks=held)])))
     assert ("view equals cache" in found) == (held != seen)
@@ -119,7 +119,7 @@ def test_a_view_passes_only_when_it_is_the_cache(held: frozenset[int], seen: fro
         {"state": StreamState.RECOVERING},
     ],
 )
-def test_a_stream_that_was_not_read_whole_fails(changes: dict[str, Any]) -> None:
+def test_a_stream_that_was_read_partly_fails(changes: dict[str, Any]) -> None:
     assert list(failures(verify(evidence(streams=[stream(0), stream(1, **changes)])))) == ["no gap"]
 
 
@@ -155,7 +155,7 @@ def test_a_follower_that_differs_from_its_leader_fails(follower: int, changes: d
     assert str(follower) in failures(verify(evidence(dumps=dumps)))["replicas agree"]
 
 
-def test_requests_that_failed_or_vanished_or_never_finished_fail() -> None:
+def test_failed_lost_and_unfinished_requests_fail_the_run() -> None:
     failed = sound_tally()
     failed.sent += 1
     failed.failed.add("the server hung up")
@@ -173,7 +173,7 @@ def test_a_refused_request_is_counted_and_passes() -> None:
     assert verify(evidence(counters=counters)).passed
 
 
-def test_without_streams_the_rest_is_still_judged() -> None:
+def test_without_streams_the_other_checks_still_run() -> None:
     report = verify(evidence(streams=[], probe=None, owners=frozenset(), no_streams_reason="publisher is null"))
     assert report.passed
     assert "publisher is null" in report.checks[-1].facts

@@ -39,21 +39,21 @@ def stream(rank: int, *, events: int, batches: int, gaps: int = 0) -> StreamStat
     )
 
 
-def test_rates_are_growth_between_two_looks() -> None:
+def test_a_rate_is_the_growth_between_two_reads() -> None:
     rates = CounterRates()
     make_rank_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
     (row,) = make_rank_rows({}, {0: stream(0, events=30, batches=9)}, rates=rates, now_s=102.0)
     assert (row.events_per_s, row.batches_per_s, row.sequence) == (10.0, 2.0, 8)
 
 
-def test_two_looks_at_once_show_no_rate() -> None:
+def test_two_reads_at_the_same_time_show_no_rate() -> None:
     rates = CounterRates()
     for _ in range(2):
         (row,) = make_rank_rows({}, {0: stream(0, events=10, batches=5)}, rates=rates, now_s=100.0)
         assert row.events_per_s == 0
 
 
-def test_a_rank_is_shown_whether_it_reports_or_is_followed() -> None:
+def test_a_rank_that_reports_or_is_followed_is_shown() -> None:
     rows = make_rank_rows({2: report()}, {1: stream(1, events=0, batches=0)}, rates=CounterRates(), now_s=0.0)
     assert [row.dp_rank for row in rows] == [1, 2]
 
@@ -84,7 +84,7 @@ def test_the_table_of_a_large_engine_fits_100_columns_with_whole_headings() -> N
         assert whole in cells
 
 
-def test_progress_counts_what_has_ended_and_what_is_open() -> None:
+def test_progress_counts_ended_and_open_requests() -> None:
     counters = WorkloadCounters(total=10, sent=5)
     counters.finish(prompt_tokens=4, cached_tokens=1, output_tokens=2)
     counters.refused.add("too long")
@@ -92,7 +92,7 @@ def test_progress_counts_what_has_ended_and_what_is_open() -> None:
     assert counters.tokens.hit_rate == 0.25
 
 
-def test_progress_says_how_far_sending_is_behind_and_nothing_of_a_busy_loops_delay() -> None:
+def test_progress_shows_the_delay_of_sending_without_that_of_a_busy_loop() -> None:
     counters, lag = WorkloadCounters(total=10), ScheduleLag(due_s=100.0)
     assert format_progress(counters, 1.0, behind_s=lag.lag_s(112.3)).endswith("12 s behind the trace")
     assert "behind" not in format_progress(counters, 1.0, behind_s=lag.lag_s(100.2))

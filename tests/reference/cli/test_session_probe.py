@@ -17,19 +17,19 @@ pytestmark = pytest.mark.sockets
 HOST = "127.0.0.1"
 
 
-def test_a_zmq_socket_speaks() -> None:
+def test_a_zmq_socket_is_recognized() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         port = publisher.bind_to_random_port(f"tcp://{HOST}")
         assert asyncio.run(is_zmq_listening(HOST, port))
 
 
-def test_a_closed_port_does_not() -> None:
+def test_a_closed_port_is_not_a_zmq_socket() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     assert not asyncio.run(is_zmq_listening(HOST, port))
 
 
-def test_another_protocol_does_not() -> None:
+def test_another_protocol_is_not_a_zmq_socket() -> None:
     async def scenario() -> bool:
         async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")

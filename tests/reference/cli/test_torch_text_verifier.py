@@ -1,4 +1,4 @@
-"""``demo --model``: real processes, real tokens, judged from outside by the streams and by transformers."""
+"""``demo --model``: real processes and tokens, verified from outside by the streams and by transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_demo_compares_its_answers_with_transformers(model_folder: Path) -> 
     assert ran.stdout.endswith("PASSED\n")
 
 
-def test_an_answer_with_another_token_is_told(model_folder: Path, judge: GreedyTextVerifier) -> None:
+def test_an_answer_with_a_different_token_is_reported(model_folder: Path, judge: GreedyTextVerifier) -> None:
     right = judge.text(PROMPT, 6).token_ids
     chats = [ChatTranscript(array("I", PROMPT)), ChatTranscript(array("I", PROMPT))]
     chats[0].add_answer(right)

@@ -1,4 +1,4 @@
-"""A replayed trace goes on when a request fails, and counts it with the reason."""
+"""A replayed trace continues when a request fails and counts the failure with its reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NoLeader:
         raise AssertionError("nothing is sent to a silent replica")
 
 
-def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
+def test_requests_that_no_rank_accepts_are_counted_as_failed() -> None:
     frontend = Frontend(leaders=[NoLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
     frontend.receive(RankHeartbeat("dp0", 0))
     while not frontend.heartbeats.silent_replicas():
@@ -46,7 +46,7 @@ def test_requests_that_no_rank_takes_are_counted_as_failed() -> None:
     assert driver.counters.failed.reasons == [f"request 0: {problem}", f"request 1: {problem}"]
 
 
-def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
+def test_the_delay_of_sending_is_measured_while_it_is_blocked() -> None:
     async def scenario() -> None:
         frontend = Frontend(leaders=[FullLeader()], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[list-item]
         counters, lag, now_s = WorkloadCounters(), ScheduleLag(), 0.0
@@ -67,7 +67,7 @@ def test_while_sending_is_held_up_it_is_known_how_far_it_is_behind() -> None:
     asyncio.run(scenario())
 
 
-def test_a_connection_that_is_cut_says_what_happened() -> None:
+def test_a_cut_connection_is_reported_with_its_cause() -> None:
     """What the client raises then has no message of its own."""
 
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The simulated device takes the time that its cost model states, and its tokens depend on nothing but the request."""
+"""The simulated device takes the time of its cost model, and its tokens depend only on the request."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def test_tokens_are_of_the_vocabulary(rid: str, position: int, vocab_size: int) 
     assert 0 <= SimulatedModel(vocab_size=vocab_size).next_token(rid, position) < vocab_size
 
 
-def test_two_seeds_write_two_texts() -> None:
+def test_two_seeds_give_two_texts() -> None:
     texts = [[SimulatedModel(seed=seed).next_token("r", position) for position in range(64)] for seed in (0, 1)]
     assert texts[0] != texts[1]
     assert len(set(texts[0])) > 32
 
 
-def test_the_end_of_sequence_comes_at_about_its_mean_distance() -> None:
+def test_the_end_of_sequence_token_has_about_its_mean_distance() -> None:
     model = SimulatedModel(eos_token_id=99_999, mean_output_tokens=50)
     num_ends = sum(model.next_token("r", position) == 99_999 for position in range(50_000))
     assert 800 < num_ends < 1200
@@ -153,18 +153,18 @@ def test_without_an_end_of_sequence_token_none_is_emitted() -> None:
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_speed_that_is_none_is_refused(speed: float) -> None:
+def test_an_invalid_speed_is_refused(speed: float) -> None:
     with pytest.raises(ConfigError, match="speed"):
         SimulatedDevice(speed=speed)
 
 
 @pytest.mark.parametrize(("field", "value"), [("base_ms", -1.0), ("prefill_us_per_token", float("nan"))])
-def test_a_cost_that_is_none_is_refused(field: str, value: float) -> None:
+def test_an_invalid_cost_is_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         CostModel(**{field: value})
 
 
 @pytest.mark.parametrize(("field", "value"), [("vocab_size", 0), ("vocab_size", 2**32 + 1), ("mean_output_tokens", 0)])
-def test_a_model_that_cannot_write_is_refused(field: str, value: int) -> None:
+def test_an_invalid_model_is_refused(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=field):
         SimulatedModel(**{field: value})

@@ -1,4 +1,4 @@
-"""The simulation: the same seed gives the same run, and ranks part only where an agreement is left out."""
+"""The simulation: the same seed gives the same run, and ranks diverge only if an agreement is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hierarchical cache on real gloo processes, started by torchrun as a person would: TP2 x CP2, CP2 and PP2.
+"""The hierarchical cache on real gloo processes, started by torchrun: TP2 x CP2, CP2 and PP2.
 
 Rank 0 makes the requests; an intake brings them to the others over gloo.
 

@@ -1,4 +1,4 @@
-"""How a token is chosen, as values: what cannot work is refused, and the rest travels."""
+"""Sampling parameters: invalid values are refused, and valid ones are encoded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, Sam
         ("logprobs", MAX_TOP_LOGPROBS + 1),
     ],
 )
-def test_what_chooses_no_token_is_refused_by_name(field: str, value: float) -> None:
+def test_an_invalid_sampling_parameter_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"^{field}="):
         SamplingParams(**{field: value})
 
 
-def test_the_bounds_themselves_work_and_travel() -> None:
+def test_the_limits_themselves_are_valid_and_encodable() -> None:
     for params in (
         SamplingParams(),
         SamplingParams(temperature=2, top_p=1, top_k=1, min_p=1, seed=2**63 - 1, logprobs=MAX_TOP_LOGPROBS),

@@ -1,6 +1,6 @@
-"""A real model reads pages that come from the host while it computes: the text is the one that ``generate`` makes.
+"""A real model reads pages that are loaded from the host while it computes: the text equals that of ``generate``.
 
-Each layer comes at the last moment that it may, when the forward asks for it; until then its pages hold rubbish.
+Each layer is loaded at the last moment, when the forward waits for it; until then its pages hold random bytes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def open_bench(model: Any, judge: GreedyTextVerifier) -> tuple[ModelBench, LastM
     return bench, tiers.mover
 
 
-def test_layers_that_come_at_the_last_moment_are_in_time(paged_model: Any, judge: GreedyTextVerifier) -> None:
+def test_layers_that_are_loaded_at_the_last_moment_are_used(paged_model: Any, judge: GreedyTextVerifier) -> None:
     bench, mover = open_bench(paged_model, judge)
     for _ in range(2):
         for at in range(0, len(PROMPTS), 3):
@@ -96,7 +96,7 @@ def test_layers_that_come_at_the_last_moment_are_in_time(paged_model: Any, judge
     bench.close()
 
 
-def test_a_forward_that_does_not_wait_is_found_out(
+def test_a_forward_that_does_not_wait_is_found(
     paged_model: Any, judge: GreedyTextVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fence, "wait_until", lambda *_: None)
@@ -108,7 +108,7 @@ def test_a_forward_that_does_not_wait_is_found_out(
     bench.close()
 
 
-def test_layers_from_the_threads_of_an_engine(paged_model: Any, judge: GreedyTextVerifier) -> None:
+def test_layers_loaded_by_the_threads_of_an_engine_are_used(paged_model: Any, judge: GreedyTextVerifier) -> None:
     tiers = Tiers(host_pages=64, store=MemoryPageStore(1 << 24), make_mover=open_threads, policy=POLICY)
     bench = ModelBench(paged_model, judge, tiers=tiers)
     opened = bench.scheduler.tiers

@@ -1,4 +1,4 @@
-"""The device computes what transformers' ``generate`` does, however the works are cut, mixed and cached."""
+"""The device computes the tokens of transformers' ``generate`` for all chunks, batches and cached prefixes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_cached_prefix_is_not_computed_again(model: PreTrainedModel, judge: Gr
     expect_generate(judge, again)
 
 
-def test_retracted_requests_go_on_as_if_nothing_had_been(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
+def test_retracted_requests_continue_with_the_same_text(model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     prompts = [random_prompt(seed, 60) for seed in range(5)]
     scheduler = make_scheduler(model, new_token_ratio=0.0, min_new_token_ratio=0.0)
     requests = serve(scheduler, prompts, max_new_tokens=60)
@@ -107,7 +107,7 @@ def test_retracted_requests_go_on_as_if_nothing_had_been(model: PreTrainedModel,
         expect_generate(judge, request)
 
 
-def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path, judge: GreedyTextVerifier) -> None:
+def test_nan_logits_fail_only_their_request(model_folder: Path, judge: GreedyTextVerifier) -> None:
     """Also if the bad token is in an early chunk, and for later requests on its pages."""
     broken = load_model(inspect_model(model_folder))
     broken.get_input_embeddings().weight.data[319] = torch.nan
@@ -123,7 +123,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(model_folder: Path,
         expect_generate(judge, request)
 
 
-def test_what_is_no_number_does_not_stay_in_the_pool(model_folder: Path) -> None:
+def test_nan_values_do_not_stay_in_the_pool(model_folder: Path) -> None:
     """A mask weighs it with 0, and 0 times NaN is NaN: the next request on the page would fail too."""
     broken = load_model(inspect_model(model_folder))
     broken.get_input_embeddings().weight.data[319] = torch.nan
@@ -152,7 +152,7 @@ def test_logprobs_are_those_of_the_whole_text(model: PreTrainedModel, judge: Gre
     )  # greedy
 
 
-def test_a_seed_gives_its_tokens_again_whatever_runs_beside_it(model: PreTrainedModel) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(model: PreTrainedModel) -> None:
     def sample(seed: int, others: int, **sizes: int) -> tuple[int, ...]:
         scheduler = make_scheduler(model, **sizes)
         sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=seed)
@@ -168,7 +168,7 @@ def test_a_seed_gives_its_tokens_again_whatever_runs_beside_it(model: PreTrained
     assert sample(7, others=0) != sample(8, others=0)
 
 
-def test_decodes_of_unlike_length_share_no_call() -> None:
+def test_decodes_of_different_length_are_computed_in_separate_calls() -> None:
     """A short request must not read as many pages as a long one in the same batch."""
 
     @dataclass

@@ -175,7 +175,7 @@ def test_without_a_fault_the_history_passes(load: str, paged_model: Any, judge: 
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_is_told(
+def test_each_fault_is_found(
     name: str, paged_model: Any, judge: GreedyTextVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it, make_mover = FAULTS[name]

@@ -1,4 +1,4 @@
-"""Whatever the cache does, a request's text is what transformers' ``generate`` makes of the same weights, in float32.
+"""For all actions of the cache, a request's text is that of transformers' ``generate`` with equal weights, in float32.
 
 Each test says what happened on the way, so that none passes because nothing did. Cached pages are compared as well,
 with the keys and values that transformers computes for their tokens.
@@ -39,7 +39,7 @@ def open_bench(paged_model: Any, judge: GreedyTextVerifier) -> Iterator[Callable
         bench.close()
 
 
-def test_requests_alone_and_together(open_bench: Callable[..., ModelBench]) -> None:
+def test_requests_alone_and_together_have_the_same_text(open_bench: Callable[..., ModelBench]) -> None:
     """Each alone in an empty cache, then all together."""
     bench = open_bench(kv_tokens=256, max_running_requests=8)
     for prompt in PROMPTS[:4]:
@@ -70,14 +70,14 @@ def test_the_same_prompt_again_computes_its_last_token_alone(open_bench: Callabl
 
 
 @pytest.mark.parametrize("chunk", [1, 3, PAGE_SIZE, 7])
-def test_a_prompt_in_chunks(open_bench: Callable[..., ModelBench], chunk: int) -> None:
+def test_a_prompt_in_chunks_has_the_same_text(open_bench: Callable[..., ModelBench], chunk: int) -> None:
     """Chunks that end within pages and with them, in batches with decodes."""
     bench = open_bench(kv_tokens=256, chunk_tokens=chunk, max_prefill_tokens=2 * chunk)
     bench.run(*PROMPTS[5:9])
     assert bench.num_chunks >= 8
 
 
-def test_retraction_under_pressure(open_bench: Callable[..., ModelBench]) -> None:
+def test_requests_retracted_under_pressure_have_the_same_text(open_bench: Callable[..., ModelBench]) -> None:
     """Retracted requests begin again behind what they had generated."""
     bench = open_bench(kv_tokens=14 * PAGE_SIZE, max_running_requests=4)
     requests = bench.run(*PROMPTS[::3], max_new_tokens=14)
@@ -95,7 +95,7 @@ def test_all_are_retracted_in_the_middle(open_bench: Callable[..., ModelBench]) 
     assert [request.num_retractions for request in requests] == [1, 1, 1]
 
 
-def test_aborts_leave_the_others_their_pages(open_bench: Callable[..., ModelBench]) -> None:
+def test_aborts_keep_the_pages_of_other_requests(open_bench: Callable[..., ModelBench]) -> None:
     """Aborted while they prefill, decode and wait; what they computed serves those who share it."""
     bench = open_bench()
     requests = [bench.submit(prompt, 8) for prompt in PROMPTS[:8]]
@@ -117,7 +117,7 @@ def test_evicted_prefixes_are_computed_again(open_bench: Callable[..., ModelBenc
     assert bench.scheduler.request_metrics.stats().evicted_tokens_total > 4 * bench.config.kv_tokens
 
 
-def test_a_stop_token_ends_it_where_generate_has_it(
+def test_a_stop_token_ends_the_text_where_generate_ends_it(
     open_bench: Callable[..., ModelBench], judge: GreedyTextVerifier
 ) -> None:
     bench = open_bench()
@@ -127,7 +127,7 @@ def test_a_stop_token_ends_it_where_generate_has_it(
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_pages_come_back_from_the_host(open_bench: Callable[..., ModelBench]) -> None:
+def test_pages_are_loaded_from_the_host(open_bench: Callable[..., ModelBench]) -> None:
     """Six prompts in a circle over a device that holds two of them, and a host that holds all."""
     bench = open_bench(Tiers(host_pages=80), max_running_requests=2)
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_pages_come_back_from_the_host(open_bench: Callable[..., ModelBench]) ->
 
 
 @pytest.mark.parametrize("make_mover", [LastMomentMover, open_threads])
-def test_a_forward_waits_for_the_layers_of_pages_that_come(
+def test_a_forward_waits_for_the_layers_of_pages_being_loaded(
     open_bench: Callable[..., ModelBench], make_mover: Any
 ) -> None:
     """Requests run while their pages come from the host, layer by layer."""
@@ -150,7 +150,7 @@ def test_a_forward_waits_for_the_layers_of_pages_that_come(
     assert bench.tier_stats().host_hit_tokens > 0
 
 
-def test_pages_come_back_from_storage(open_bench: Callable[..., ModelBench]) -> None:
+def test_pages_are_loaded_from_storage(open_bench: Callable[..., ModelBench]) -> None:
     """The host is smaller than the circle, too."""
     bench = open_bench(Tiers(host_pages=20, store=MemoryPageStore(1 << 24)), max_running_requests=2)
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_pages_come_back_from_storage(open_bench: Callable[..., ModelBench]) -> 
 
 
 @pytest.mark.parametrize("make_mover", [LastMomentMover, open_threads])
-def test_pages_come_back_from_files_after_a_restart(
+def test_pages_are_loaded_from_files_after_a_restart(
     open_bench: Callable[..., ModelBench], tmp_path: Path, make_mover: Any
 ) -> None:
     """Device and host begin empty; the files are all that is left, and the text is the same."""
@@ -207,14 +207,14 @@ def test_logits_of_a_cached_prefix_are_those_of_an_uncached_one(
                 assert abs(logprob - float(right[place, token])) <= judge.noise
 
 
-def test_beginnings_are_shared_as_the_prompts_say() -> None:
+def test_prefixes_are_shared_as_in_the_prompts() -> None:
     """What the tests above rely on."""
     assert {len(prompt) for prompt in PROMPTS} <= set(range(14, 30))
     assert len(set(PROMPTS)) == 18
     assert [len(system) % PAGE_SIZE for system in SYSTEMS] == [0, 1, 3]
 
 
-def test_the_pages_are_judged(
+def test_a_changed_page_is_found(
     open_bench: Callable[..., ModelBench], paged_model: Any, judge: GreedyTextVerifier
 ) -> None:
     """The bench finds one changed number of one key of one cached page."""

@@ -1,4 +1,4 @@
-"""What can be served is found out before a process loads it; what cannot costs one sentence."""
+"""A model is inspected before a process loads it, and an unsupported one is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_paged_is_refused(
     assert why in refusal_of(make_folder(family, **sizes))
 
 
-def test_what_is_found_of_a_model(model_folder: Path) -> None:
+def test_the_facts_of_a_model_are_read_from_its_folder(model_folder: Path) -> None:
     spec = inspect_model(model_folder)
     assert spec.kv == KvShape(num_layers=2, kv_heads=2, head_dim=16)
     assert (spec.tokens.vocab_size, spec.tokens.context_tokens, spec.tokens.eos_token_ids) == (320, 512, (2,))
@@ -195,7 +195,7 @@ def _no_gguf(folder: Path) -> Path:
         (_no_gguf, "is no model that transformers knows"),
     ],
 )
-def test_what_is_no_model_is_refused_before_it_is_loaded(
+def test_an_invalid_model_is_refused_before_it_is_loaded(
     model_folder: Path, tmp_path: Path, breaks: Callable[[Path], Path | None], why: str
 ) -> None:
     folder = tmp_path / "model"
@@ -214,12 +214,12 @@ def test_what_is_no_model_is_refused_before_it_is_loaded(
         ({"device": "cuda:77"}, "device='cuda:77': is not there"),
     ],
 )
-def test_what_cannot_compute_is_refused(model_folder: Path, options: dict[str, str], why: str) -> None:
+def test_a_device_that_cannot_compute_is_refused(model_folder: Path, options: dict[str, str], why: str) -> None:
     assert why in refusal_of(model_folder, **options)
 
 
 @pytest.mark.parametrize("change", ["missing", "mismatched"])
-def test_half_a_model_is_not_served(model_folder: Path, tmp_path: Path, change: str) -> None:
+def test_an_incomplete_model_is_refused(model_folder: Path, tmp_path: Path, change: str) -> None:
     """transformers would draw what is missing at random."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
@@ -234,7 +234,7 @@ def test_half_a_model_is_not_served(model_folder: Path, tmp_path: Path, change: 
     assert "\n" not in str(refused.value)
 
 
-def test_weights_that_are_no_numbers_are_not_served(model_folder: Path, tmp_path: Path) -> None:
+def test_nan_weights_are_refused(model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -244,7 +244,7 @@ def test_weights_that_are_no_numbers_are_not_served(model_folder: Path, tmp_path
         load_model(inspect_model(folder))
 
 
-def test_a_model_that_masks_or_counts_otherwise_is_found_by_its_logits(
+def test_a_model_with_other_masks_or_positions_is_found_by_its_logits(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Otherwise:
@@ -258,7 +258,7 @@ def test_a_model_that_masks_or_counts_otherwise_is_found_by_its_logits(
         load_model(inspect_model(model_folder))
 
 
-def test_bfloat16_answers_nearly_as_float32_does(model_folder: Path, judge: GreedyTextVerifier) -> None:
+def test_bfloat16_logits_are_close_to_float32(model_folder: Path, judge: GreedyTextVerifier) -> None:
     spec = inspect_model(model_folder, dtype="bfloat16")
     pool = TorchDeviceMemory.allocate(
         num_layers=2, num_pages=16, page_size=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16

@@ -1,4 +1,4 @@
-"""A small model that people use, from its GGUF file, where its package is installed."""
+"""A small public model, read from its GGUF file if its package is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws: cuts keep what they say, each token comes as often as its probability, and a seed decides all."""
+"""Draws: each token is drawn with its probability after the cuts, and a seed determines the draw."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _moved(cut: SamplingParams, edge: float) -> SamplingParams:
 
 @checked
 @given(st.integers(0, 2**32), cuts)
-def test_tokens_come_as_often_as_they_are_probable_and_others_never(seed: int, cut: SamplingParams) -> None:
+def test_tokens_are_drawn_with_their_probability_and_cut_ones_never(seed: int, cut: SamplingParams) -> None:
     """By evenly spread numbers instead of random ones, so that what comes out is exact up to one grid step."""
     logits, num_points = logits_of(seed), 400
     grid = iter((point + 0.5) / num_points for point in range(num_points))
@@ -80,7 +80,7 @@ def test_tokens_come_as_often_as_they_are_probable_and_others_never(seed: int, c
 
 @checked
 @given(st.integers(0, 2**32), st.lists(cuts | st.just(SamplingParams()), min_size=1, max_size=6))
-def test_a_row_is_drawn_as_if_it_were_alone(seed: int, params: list[SamplingParams]) -> None:
+def test_a_row_is_drawn_independently_of_the_others(seed: int, params: list[SamplingParams]) -> None:
     logits = logits_of(seed, len(params))
     draws = [SamplingDraw(each, f"r{row}", row + 5) for row, each in enumerate(params)]
     together, _ = choose_tokens(logits, draws)
@@ -120,7 +120,7 @@ def test_the_first_and_the_last_number_draw_no_token_that_was_cut(number: float,
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("warm", [SamplingParams(), SamplingParams(temperature=1.0)])
-def test_rows_that_are_no_numbers_are_told_and_touch_no_other(value: float, warm: SamplingParams) -> None:
+def test_nan_rows_are_reported_and_change_no_other_row(value: float, warm: SamplingParams) -> None:
     logits = logits_of(1, 3)
     draws = [SamplingDraw(warm, f"r{row}", 5) for row in range(3)]
     whole, _ = choose_tokens(logits, draws)

@@ -1,6 +1,6 @@
-"""Ranks that each have a part of the model give the tokens of one that has all of it; and take their part of an update.
+"""Ranks with a part of the model each give the tokens of the whole model and load their part of an update.
 
-Ranks are threads here, which meet over gloo as processes do.
+The ranks are threads here and communicate over gloo like processes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def prompts_of_families(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(2, 4, 2), (4, 8, 4)])
-def test_parts_give_the_tokens_of_the_whole(
+def test_ranks_of_a_model_give_the_tokens_of_the_whole_model(
     make_model_folder: Callable[..., Path], each_rank: Callable[..., list[Any]], size: int, heads: int, kv_heads: int
 ) -> None:
     folder = make_model_folder(num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -197,14 +197,14 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
 )
-def test_among_how_many_ranks_a_model_can_be_cut(config: Any, units: int) -> None:
+def test_the_valid_numbers_of_ranks_follow_from_the_heads(config: Any, units: int) -> None:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     kv_heads = getattr(config, "num_key_value_heads", 4)
     assert max_tp_size(model, KvShape(num_layers=2, kv_heads=kv_heads, head_dim=8)) == units
 
 
-def test_a_rank_that_does_not_come_is_told(tmp_path: Path) -> None:
+def test_a_missing_rank_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="rank 0 of 2 of the model"):
         open_tensor_parallel_group(tmp_path / "meeting", rank=0, size=2, timeout_s=1)
 
@@ -229,7 +229,7 @@ def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, m
     assert inspect_model(model_folder).max_tp_size == 1
 
 
-def test_a_rank_whose_peer_has_gone_fails_and_does_not_wait(each_rank: Callable[..., list[Any]]) -> None:
+def test_a_rank_without_its_peer_fails_without_waiting(each_rank: Callable[..., list[Any]]) -> None:
     met = threading.Barrier(2)
 
     def work(ranks: TensorParallelGroup) -> str:

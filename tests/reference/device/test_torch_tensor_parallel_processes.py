@@ -1,4 +1,4 @@
-"""A model cut among the rank processes of an engine: its tokens are those of the whole, before and after an update."""
+"""A model divided among the rank processes of an engine has the tokens of the whole, before and after an update."""
 
 from __future__ import annotations
 

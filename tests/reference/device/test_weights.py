@@ -9,7 +9,7 @@ from scheduler_components.reference.device.device import SimulatedDevice, Simula
 from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
 
 
-def test_other_parts_are_another_model_and_their_order_is_none() -> None:
+def test_a_model_depends_on_the_parts_and_not_on_their_order() -> None:
     def seed_after(*parts: tuple[str, bytes]) -> int:
         device = SimulatedDevice(model=SimulatedModel(vocab_size=77))
         weights = SimulatedWeights(device=device)
@@ -30,7 +30,7 @@ def test_other_parts_are_another_model_and_their_order_is_none() -> None:
     )
 
 
-def test_a_part_comes_once_and_is_not_empty_and_a_roll_back_forgets_it() -> None:
+def test_a_part_is_accepted_once_and_not_empty_and_a_rollback_drops_it() -> None:
     weights = SimulatedWeights(device=SimulatedDevice())
     weights.begin("v2")
     nothing = weights.checksum()
@@ -43,7 +43,7 @@ def test_a_part_comes_once_and_is_not_empty_and_a_roll_back_forgets_it() -> None
     assert weights.checksum() == nothing
 
 
-def test_memory_that_somebody_else_took_cannot_be_resumed() -> None:
+def test_memory_that_is_in_use_cannot_be_resumed() -> None:
     memory = SimulatedMemory(device=SimulatedDevice(), held_bytes={"weights": 10, "kv_cache": 30})
     memory.release(["kv_cache", "weights"], keep_weights=True)
     memory.release(["weights"], keep_weights=True)
@@ -57,7 +57,7 @@ def test_memory_that_somebody_else_took_cannot_be_resumed() -> None:
     assert memory.free_bytes == 5
 
 
-def test_weights_that_are_not_kept_are_lost() -> None:
+def test_weights_without_a_backup_are_lost() -> None:
     device = SimulatedDevice(model=SimulatedModel(vocab_size=50, seed=9))
     memory = SimulatedMemory(device=device)
     memory.release(["kv_cache"], keep_weights=False)

@@ -1,4 +1,4 @@
-"""The generated workload: repeatable, as long as asked for, and of the shape that its text promises."""
+"""The generated workload is repeatable and has the requested length and the documented shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sizes = st.builds(
 
 @settings(deadline=None)
 @given(sizes)
-def test_it_is_as_long_as_asked_for_and_in_order(config: WorkloadConfig) -> None:
+def test_a_workload_has_the_requested_length_and_is_in_order(config: WorkloadConfig) -> None:
     chats = list(generate_chats(config))
     assert sum(len(chat.turns) for chat in chats) == config.num_requests
     assert all(first.start_s <= second.start_s for first, second in pairwise(chats))
@@ -51,7 +51,7 @@ def test_another_seed_gives_another_workload() -> None:
     assert list(generate_chats(WorkloadConfig(seed=1))) != list(generate_chats(WorkloadConfig(seed=2)))
 
 
-def test_the_means_are_about_those_asked_for() -> None:
+def test_the_means_are_about_the_requested_ones() -> None:
     config = WorkloadConfig(num_requests=20_000, mean_turns=3.0, mean_output_tokens=60.0, chats_per_s=6.0)
     chats = list(generate_chats(config))
     turns = [turn for chat in chats for turn in chat.turns]
@@ -76,7 +76,7 @@ def test_a_size_that_cannot_work_is_named(field: str, value: float) -> None:
     assert refused.value.field == field
 
 
-def test_the_default_chats_leave_two_cores_room_and_end_within_half_a_minute() -> None:
+def test_the_default_chats_fit_two_cores_and_end_within_half_a_minute() -> None:
     """Eight scheduler processes on two cores take some 45 requests per second; near that the first token takes long."""
     chats = list(generate_chats(WorkloadConfig()))
     last_s = chats[-1].start_s

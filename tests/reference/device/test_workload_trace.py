@@ -1,4 +1,4 @@
-"""Traces: every line is checked, arrivals are spread within what was recorded, equal hash ids give equal tokens."""
+"""Traces: every line is checked, arrivals are spread within the recorded time, equal hash ids give equal tokens."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_different_ids_give_different_blocks() -> None:
     assert len(blocks) == 500
 
 
-def test_requests_share_a_conversation_beyond_the_system_prompt_only() -> None:
+def test_only_requests_of_a_conversation_share_more_than_the_system_prompt() -> None:
     def conversation(*hash_ids: int) -> str:
         return request(0.0, hash_ids=hash_ids).conversation
 
@@ -153,7 +153,7 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path, text: bytes) -> Non
         check_trace(path)
 
 
-def test_a_byte_order_mark_before_the_first_line_is_no_mistake_and_elsewhere_it_is() -> None:
+def test_a_byte_order_mark_is_accepted_only_before_the_first_line() -> None:
     mark = b"\xef\xbb\xbf"
     assert len(list(parse_trace([mark + line(), line()]))) == 2
     with pytest.raises(ConfigError, match="trace:2"):
@@ -176,7 +176,7 @@ def test_a_file_without_line_breaks_is_not_read_into_memory(tmp_path: Path) -> N
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([b"good", b"bad", b""]), max_size=40), st.none() | st.integers(1, 50))
 @example([b"good", b"bad"], 1)
-def test_what_passed_the_check_is_what_is_replayed(kinds: list[bytes], limit: int | None) -> None:
+def test_the_checked_file_is_the_replayed_file(kinds: list[bytes], limit: int | None) -> None:
     """Lines of a trace: the check counts what a replay sends, and refuses what would end it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
@@ -191,7 +191,7 @@ def test_what_passed_the_check_is_what_is_replayed(kinds: list[bytes], limit: in
             assert len(list(open_trace(path, limit=limit))) == facts.num_requests
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(ConfigError, match="read twice"):

@@ -1,4 +1,4 @@
-"""Text of an output while its tokens come: whole characters, up to the first stop string, however the tokens came."""
+"""The text of an output while its tokens arrive: whole characters, up to the first stop string, for any chunks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pieces_are_the_whole_text_in_whole_characters(text: str, cuts: Sequence
 
 
 @given(st.lists(st.integers(0, 256), max_size=30), CUTS)
-def test_pieces_of_broken_bytes_are_the_whole_text_too(tokens: list[int], cuts: Sequence[int]) -> None:
+def test_pieces_of_invalid_bytes_are_the_whole_text_too(tokens: list[int], cuts: Sequence[int]) -> None:
     got = pieces(IncrementalDetokenizer(codec=ByteCodec()), tokens, cuts)
     assert "".join(got) == ByteCodec().decode(tokens)
 
@@ -71,13 +71,13 @@ def test_spaces_between_tokens_are_kept(tokens: list[int], cuts: Sequence[int]) 
     assert "".join(got) == SpacedCodec().decode(tokens)
 
 
-def test_what_never_becomes_a_character_does_not_wait_for_ever() -> None:
+def test_bytes_that_never_become_a_character_are_emitted() -> None:
     text = IncrementalDetokenizer(codec=ByteCodec())
     got = [text.push([0x80]) for _ in range(100)]
     assert "".join(got).count("\N{REPLACEMENT CHARACTER}") == 97
 
 
-def test_special_tokens_are_not_decoded_over_and_over() -> None:
+def test_special_tokens_are_decoded_once() -> None:
     decoded: list[int] = []
 
     class CountingCodec(ByteCodec):
@@ -121,6 +121,6 @@ def test_the_first_stop_string_ends_the_text(
 
 
 @pytest.mark.parametrize(("tokens", "piece"), [("abx", "abx"), ("abs", "ab"), ("absto", "ab"), ("abstx", "abstx")])
-def test_no_more_is_held_back_than_may_be_a_stop_string(tokens: str, piece: str) -> None:
+def test_only_a_possible_start_of_a_stop_string_is_held_back(tokens: str, piece: str) -> None:
     codec = ByteCodec()
     assert IncrementalDetokenizer(codec=codec, stops=("stop",)).push(codec.encode(tokens)) == piece

@@ -1,4 +1,4 @@
-"""A model's own tokenizer behind the port of text: the same tokens as transformers gives, from any thread."""
+"""A model's own tokenizer behind the text port has the tokens of transformers, from any thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_chat_has_the_tokens_that_transformers_gives(
 
 
 @given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=40), step=st.integers(1, 7))
-def test_text_that_comes_in_pieces_is_what_transformers_decodes(
+def test_text_in_pieces_is_the_text_of_transformers(
     codec: ModelTokenizer, tokenizer: PreTrainedTokenizerFast, tokens: list[int], step: int
 ) -> None:
     text = IncrementalDetokenizer(codec=codec)
@@ -55,7 +55,7 @@ def test_text_that_comes_in_pieces_is_what_transformers_decodes(
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_special_tokens_are_written_where_one_token_is_asked_for(codec: ModelTokenizer) -> None:
+def test_a_single_special_token_is_decoded(codec: ModelTokenizer) -> None:
     assert codec.decode([5]) == ""
     assert codec.token_text(5) == "<|im_end|>"
 
@@ -66,7 +66,7 @@ def test_threads_do_not_disturb_each_other(codec: ModelTokenizer) -> None:
         assert list(threads.map(codec.encode, texts)) == [codec.encode(text) for text in texts]
 
 
-def test_a_tokenizer_with_a_length_of_its_own_cuts_nothing(
+def test_the_maximum_length_of_a_tokenizer_truncates_no_text(
     tmp_path: Path, model_folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     shutil.copytree(model_folder, tmp_path / "model")
@@ -101,7 +101,7 @@ def test_a_model_without_a_tokenizer_is_one_sentence(
     ("template", "problem"),
     [(None, "the model has none"), ("{{ raise_exception('no system role') }}", "no system role")],
 )
-def test_a_chat_that_the_model_does_not_take_is_one_sentence(
+def test_a_chat_that_the_template_refuses_is_one_sentence(
     model_folder: Path, template: str | None, problem: str
 ) -> None:
     codec = open_model_tokenizer(model_folder, vocab_size=VOCABULARY, context_tokens=512)
