@@ -1,5 +1,5 @@
-"""The documented examples are what they say: a scheduler in eighty lines whose suite of thirty passes, an engine with
-the kit inside in a hundred (`tests/engines` runs that one)."""
+"""The documented examples: a scheduler in eighty lines that passes a suite of thirty tests, and an engine with the kit
+inside in a hundred lines (`tests/engines` runs it)."""
 
 from __future__ import annotations
 

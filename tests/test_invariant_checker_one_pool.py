@@ -1,8 +1,8 @@
 """The leaks of SGLang's issues that one KV pool and request slots can have, in the reference scheduler.
 
-``test_invariant_checker_hybrid_pools.py`` has all six, over pools of a hybrid model. Of these, #36081 needs a second pool whose pages come
-and go with those of the first: it stays there. What is taken there as a mamba state is here the lock on a prefix: both
-are had from the match on, and lost when the request is forgotten.
+``test_invariant_checker_hybrid_pools.py`` has all six, over the pools of a hybrid model. One of them, #36081, needs a
+second pool whose pages follow those of the first. The leak of a mamba state there is here the leak of a prefix lock:
+both are acquired by the match and lost when the request is forgotten.
 """
 
 from __future__ import annotations
