@@ -218,7 +218,6 @@ class OutputStreamer:
         except Exception as error:  # noqa: BLE001 - counted; a guard per request costs 5 us of a step of 64 requests
             self.failures.failed(_READING, error)
             return None
-        self.failures.succeeded(_READING)
         return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
 
     def _end_without_tokens(self, request: StreamedRequest) -> OutputDelta:
@@ -239,7 +238,9 @@ class OutputStreamer:
         return False
 
     def _next_batch(self) -> OutputBatch:
-        running = (self._read(request) for request in self._due.values())
+        running = [self._read(request) for request in self._due.values()]
+        if None not in running:
+            self.failures.succeeded(_READING)  # once per pass, or one bad request would log twice per step
         deltas = (*self.held.deltas, *(delta for delta in running if delta is not None))
         return OutputBatch(self._counts.batches_sent, deltas)
 

@@ -236,3 +236,17 @@ def test_a_failing_sink_never_raises_and_is_counted(mode: str) -> None:
     streamer.stream([StreamedRequest("a", output=[1])])
     assert streamer.failures.total == 1
     assert streamer.has_backlog
+
+
+def test_one_unreadable_request_among_others_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    streamer = OutputStreamer(sink=ScriptedOutputSink())
+    requests = [StreamedRequest("good"), StreamedRequest("bad", unreadable=True), StreamedRequest("also good")]
+    for _ in range(3):
+        for request in requests:
+            request.output.append(7)
+        streamer.stream(requests)
+    assert len(caplog.records) == 1
+    requests[1].unreadable = False
+    requests[1].output.append(7)
+    streamer.stream(requests)
+    assert "works again after 3 failures" in caplog.text
