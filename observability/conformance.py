@@ -174,7 +174,7 @@ def _broken_rules(results: Iterable[RuleResult]) -> Iterator[str]:
 def _summary(rules: Iterable[RuleResult]) -> Iterator[str]:
     statuses = {each.rule: each.status for each in rules}
     unjudged = [rule for rule, status in statuses.items() if status == "not judged" and rule not in _POOL_RULES]
-    note = f"; not judged, because nothing came to judge: {', '.join(unjudged)}" if unjudged else ""
+    note = f"; not judged, because no message could break them: {', '.join(unjudged)}" if unjudged else ""
     yield f"{list(statuses.values()).count('kept')} rules kept{note}"
     if all(statuses[rule] == "not judged" for rule in _POOL_RULES):
         yield "not compared with the pool itself: that needs --oracle, and an engine that serves /kv_pool"
@@ -197,7 +197,7 @@ def _facts(facts: stream_verifier.StreamFacts) -> Iterator[str]:
     if facts.pool_readings:
         yield f"compared with the pool {facts.pool_readings} times, {facts.pool_blocks:,} blocks in all"
     if not facts.knows_history:
-        yield "the stream's beginning is gone: what refers to it (orphans, unknown removals) could not be judged"
+        yield "the first batches are not available, so orphans and unknown removals could not be verified"
 
 
 # --- the examination ---

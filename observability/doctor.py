@@ -403,7 +403,7 @@ def _check_state(address: StreamAddress, stats: StreamStats) -> CheckResult:
     if stats.state in (StreamState.LIVE, StreamState.SYNCING) and not stats.replays_unanswered:
         return _ok(
             f"{name}: connected, and nothing was published yet",
-            "send the worker a request and look again to see events",
+            "send the worker a request and check again to see events",
         )
     if stats.state is StreamState.PARTIAL and address.replay is None:
         return _ok(f"{name}: followed up to batch {stats.last_seq}, {stats.blocks_held} blocks held")
@@ -417,7 +417,7 @@ def _check_state(address: StreamAddress, stats: StreamStats) -> CheckResult:
             f"{name}: {address.events} accepts connections, but is no ZeroMQ publisher that can be read",
             "check that the port is the event publisher's, and give key files if the stream asks for keys",
         )
-    return _warning(f"{name}: still {stats.state} at batch {stats.last_seq}", "look again")
+    return _warning(f"{name}: still {stats.state} at batch {stats.last_seq}", "check again")
 
 
 def _check_content(name: str, stats: StreamStats) -> Iterator[CheckResult]:

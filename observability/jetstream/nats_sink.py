@@ -38,7 +38,7 @@ class WrittenStream:
         revision: of that pointer.
         has_begun: this writer has stored a pointer. From then on, a pointer with an epoch that is not in ``epochs``
             means that another writer took over.
-        is_woken: the thread was woken and has not looked yet.
+        is_woken: the thread was woken and has not checked for work.
     """
 
     address: LogAddress

@@ -23,11 +23,11 @@ def verify_texts(spec: ModelSpec, chats: Sequence[ChatTranscript]) -> TextCompar
     """
     model: Any = load_model(spec)  # the types of transformers do not say that models generate
     model.set_attn_implementation("sdpa")
-    judge = GreedyTextVerifier.over(model)
+    verifier = GreedyTextVerifier.over(model)
     problems, gaps = [], [0.0]
     for chat in chats:
         try:
-            gaps += (tie.gap for tie in judge.expect_answers(chat.token_ids.tolist(), chat.answers))
+            gaps += (tie.gap for tie in verifier.expect_answers(chat.token_ids.tolist(), chat.answers))
         except ConformanceError as error:
             problems.append(f"{error.found} instead of {error.expected}")
     answers = [answer for chat in chats for answer in chat.answers]
@@ -36,6 +36,6 @@ def verify_texts(spec: ModelSpec, chats: Sequence[ChatTranscript]) -> TextCompar
         num_tokens=sum(map(len, answers)),
         num_near_ties=len(gaps) - 1,
         widest_gap=max(gaps),
-        noise=judge.noise,
+        noise=verifier.noise,
         problems=tuple(problems),
     )

@@ -1,1 +1,1 @@
-"""The reference engine: a front and lockstep scheduler processes, composed of every part of the kit."""
+"""The reference engine: a frontend and lockstep scheduler processes, composed of every part of the kit."""
