@@ -88,8 +88,8 @@ def test_tp2_cp2_ranks_get_the_answers_of_the_whole_grid_on_two_threads_at_once(
 
 
 def test_cp2_ranks_get_the_answers_of_both(two_replicas: list[Any]) -> None:
-    each_thread = [19, 1, False, True, True, False, 21]
-    assert [two_replicas[rank]["agree"] for rank in (0, 1, 3)] == [[each_thread, each_thread]] * 3
+    first, second = [19, 1, False, True, True, False, 21], [21, 3, True, False, True, False, 21]
+    assert [two_replicas[rank]["agree"] for rank in (0, 1, 3)] == [[first] * 2, [first] * 2, [second] * 2]
 
 
 def test_a_long_proposal_takes_one_more_reduction_per_hop(tp2_cp2: list[dict[str, Any]]) -> None:

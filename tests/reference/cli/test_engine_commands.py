@@ -163,19 +163,15 @@ def test_a_bad_trace_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_stops_everything_without_a_traceback(number: signal.Signals, code: int) -> None:
-    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
-        url = wait_for_url(process)
-        assert httpx.get(f"{url}/health").status_code == 200
-        process.send_signal(number)
-        status, _, err = finish(process)
+def expect_stop(process: subprocess.Popen[str], code: int) -> None:
+    """Check that a process that got a signal ends with ``code`` and one line."""
+    status, _, err = finish(process)
     assert status == code
     assert err.endswith("all processes are stopped\n")
     assert err.count("\n") == 1
 
 
-def test_an_open_stream_ends_properly_when_the_engine_stops() -> None:
+def test_an_interrupt_ends_an_open_stream_and_stops_everything_without_a_traceback() -> None:
     with started("serve", *TWO_BY_TWO, "--port", "0") as process:
         url = wait_for_url(process)
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 100_000}, "stream": True}
@@ -186,8 +182,7 @@ def test_an_open_stream_ends_properly_when_the_engine_stops() -> None:
             *_, error, done = [line for line in lines if line]
         assert "the engine is stopping" in error
         assert done == "data: [DONE]"
-        status, _, err = finish(process)
-    assert (status, err.count("\n")) == (130, 1)
+        expect_stop(process, 130)
 
 
 def test_ranks_end_when_their_parent_is_killed() -> None:
@@ -197,11 +192,12 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
         finish(process)  # returns when the last rank has closed the output that it inherited
 
 
-def test_a_running_engine_answers_the_routes_of_routers_and_users(
+def test_a_running_engine_answers_routers_and_users_until_sigterm_stops_it(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
     with started("serve", *TWO_BY_TWO, "--port", "0") as process:
         url = wait_for_url(process)
+        assert httpx.get(f"{url}/health").status_code == 200
         answer = httpx.post(f"{url}/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}})
         assert len(answer.json()["output_ids"]) == 4
         info = httpx.get(f"{url}/server_info").json()
@@ -225,6 +221,8 @@ def test_a_running_engine_answers_the_routes_of_routers_and_users(
             assert re.search(rf"OK +rank {rank}: load gauge \S+: 0 running, 0 waiting, 0 of 262144 tokens", diagnosis)
         watched = run_command("watch", url, "--history", "--json", "--count", "1", "--duration", "20")
         assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
+        process.send_signal(signal.SIGTERM)
+        expect_stop(process, 143)
 
 
 def run_command(*arguments: str) -> str:
