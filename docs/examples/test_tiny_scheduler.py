@@ -18,7 +18,7 @@ def test_it_serves_the_kits_workload(check):
     check(open_scheduler)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(workload=workloads())
 def test_it_serves_any_workload(workload):
     for check in SCHEDULER_CHECKS:

@@ -30,7 +30,8 @@ def test_the_reference_scheduler_passes(check: Callable[[checks.OpenScheduler, i
     check(ReferenceScheduler, checks.WORKLOAD)
 
 
-@settings(deadline=None, max_examples=15)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=settings().max_examples // 20)
 @given(workload=workloads())
 def test_the_reference_scheduler_passes_on_any_workload(workload: interfaces.Workload) -> None:
     for check in checks.SCHEDULER_CHECKS:
