@@ -437,7 +437,7 @@ _BEYOND = (
         "a block whose locality is REMOTE does not belong to this worker",
         "a router sends the prompt to a worker that does not hold the pages",
         "ignore events with that locality when you count a worker's blocks",
-        verified_by="tests/testing/test_pool_verifier.py: test_a_remote_block_is_not_of_this_pool",
+        verified_by="tests/testing/test_pool_verifier.py: test_remote_blocks_are_ignored",
     ),
     _rule(
         "KVE-709",
