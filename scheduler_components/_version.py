@@ -1,4 +1,4 @@
 """The one place the version is written."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 """The release that is installed."""

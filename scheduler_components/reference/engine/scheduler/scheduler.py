@@ -68,7 +68,7 @@ __all__ = ["Clocks", "Scheduler", "SchedulerSinks", "StepResult"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Scheduler:
+class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     """Serves requests in steps. One thread makes all calls.
 
     It has more fields than other components because it is where all of them come together. Between two steps, and while
