@@ -309,7 +309,7 @@ def view_of(payloads: list[bytes]) -> dict[str, object]:
         view.apply(0, decoded.events)
     seen: dict[str, object] = {tier.name: view.blocks(0, tier) for tier in Tier}
     seen |= {f"{tier.name} {group}": view.blocks(0, tier, group_idx=group) for tier in Tier for group in (0, 1)}
-    return seen | {"sites": view.blocks_by_site(0)}
+    return seen | {"sites": view.blocks_by_location(0)}
 
 
 def replayed(sent: list[bytes]) -> list[bytes]:
