@@ -1,4 +1,4 @@
-"""Proposals, parallel groups and rank groups: all ranks get the same values, or an error that names the cause."""
+"""Proposals and parallel groups: all ranks get the same values, or an error that names the cause."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ConfigError, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.agreement import BLOCK_INTS, AgreedValues, ParallelGroups, Proposal, Slots, elementwise_min
-from scheduler_components.errors import (
-    SettingsDivergenceError,
-    SyncClosedError,
-    SyncDivergenceError,
-    SyncTimeoutError,
-)
-from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups, world_rank_groups
-from scheduler_components.sync_call import SYNC_CALL_INTS, pack_call, unpack_call
-from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.errors import SettingsDivergenceError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.thread_sync import ThreadSyncHub
-from scheduler_components.values import SyncCall
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
@@ -126,25 +118,6 @@ def test_slots_that_do_not_fit_are_refused() -> None:
         proposal.pack(0)
 
 
-@settings(deadline=None)
-@given(
-    rank=INT64,
-    number=INT64,
-    step=INT64,
-    operation=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=16),
-)
-def test_a_call_survives_encoding(rank: int, number: int, step: int, operation: str) -> None:
-    call = SyncCall(rank, number, step, operation)
-    assert len(pack_call(call)) == SYNC_CALL_INTS
-    assert unpack_call(pack_call(call)) == call
-
-
-@settings(deadline=None)
-@given(st.lists(INT64, min_size=SYNC_CALL_INTS, max_size=SYNC_CALL_INTS))
-def test_any_record_can_be_printed(record: list[int]) -> None:
-    assert "call" in str(unpack_call(record))
-
-
 Hops = dict[int, tuple[tuple[int, ...], ...]]
 
 
@@ -197,32 +170,6 @@ def test_one_rank_agrees_with_itself_without_a_collective() -> None:
 def test_threads_of_a_grid_get_the_reduction_of_the_whole_grid(cp: int, tp: int) -> None:
     last = cp * tp - 1
     assert on_threads(grid(cp, tp), ask) == [expected(last, False, True, True, False)] * (last + 1)
-
-
-@settings(deadline=None, max_examples=60)
-@given(cp=st.integers(1, 4), tp=st.integers(1, 4), data=st.data())
-def test_simulated_ranks_get_the_reduction_of_the_whole_grid(cp: int, tp: int, data: st.DataObject) -> None:
-    sync = InProcessGroups(grid(cp, tp))
-    for step in range(3):
-        values = data.draw(st.lists(st.integers(-9, 9), min_size=cp * tp, max_size=cp * tp))
-        proposals = {}
-        for rank, value in enumerate(values):
-            proposals[rank] = Proposal("step", step=step)
-            proposals[rank].min("acks", value)
-            proposals[rank].equal("digest", value)
-        for agreed in sync.reduce(proposals).values():
-            assert agreed.numbers == {"acks": min(values)}
-            assert agreed.flags == {"digest": len(set(values)) == 1}
-    assert sync.num_collectives == 3 * ((cp > 1) + (tp > 1))
-
-
-def test_agreement_over_tp_only_leaves_cp_ranks_apart() -> None:
-    tp_only: Hops = {0: ((0, 1),), 1: ((0, 1),), 2: ((2, 3),), 3: ((2, 3),)}
-    proposals = {rank: Proposal("step", step=0) for rank in range(4)}
-    for rank, proposal in proposals.items():
-        proposal.min("landed", rank)
-    agreed = InProcessGroups(tp_only).reduce(proposals)
-    assert [agreed[rank].numbers["landed"] for rank in range(4)] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("num_slots", [1, 250, 251, 5000])
@@ -294,104 +241,6 @@ def test_closed_groups_raise() -> None:
     groups.close()
     with pytest.raises(SyncClosedError, match=r"^the parallel groups are closed$"):
         groups.barrier("start", step=0)
-
-
-def test_a_simulated_rank_without_a_proposal_is_missing() -> None:
-    with pytest.raises(SyncTimeoutError, match=r"'step' at step 8: .* missing ranks: 1, 3") as raised:
-        InProcessGroups(grid(2, 2)).reduce({rank: Proposal("step", step=8) for rank in (0, 2)})
-    assert raised.value.missing_ranks == (1, 3)
-
-
-def test_simulated_ranks_with_different_proposals_diverge() -> None:
-    proposals = {rank: Proposal("prefetch" if rank else "write back", step=8) for rank in range(4)}
-    with pytest.raises(SyncDivergenceError, match="ranks diverge at agreement 0: rank 0: 'write back' at step 8"):
-        InProcessGroups(grid(2, 2)).reduce(proposals)
-
-
-def test_hops_that_members_do_not_share_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is hop 0 of rank 0 but not of rank 1"):
-        InProcessGroups({0: ((0, 1),), 1: ()})
-
-
-SIZES = st.integers(1, 3)
-
-
-def parallel_of(pp: int, dp: int, cp: int, tp: int) -> ParallelState:
-    return ParallelState.from_tp_rank(0, tp_size=dp * cp * tp, attn_dp_size=dp, attn_cp_size=cp, pp_size=pp)
-
-
-@settings(deadline=None, max_examples=60)
-@given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
-def test_the_agreeing_ranks_are_the_grid_of_one_replica(pp: int, dp: int, cp: int, tp: int) -> None:
-    world = world_rank_groups(parallel_of(pp, dp, cp, tp))
-    assert [sets.rank for sets in world] == list(range(pp * dp * cp * tp))
-    all_groups = {agreeing_ranks(sets.rank, world) for sets in world}
-    assert len(all_groups) == dp
-    assert all(len(groups) == pp * cp * tp for groups in all_groups)
-    for sets in world:
-        assert all(len(hop) > 1 for hop in sets.reduce_groups)
-        assert len(set(sets.reduce_groups)) == len(sets.reduce_groups) == (cp > 1) + (tp > 1) + (pp > 1)
-        for at, hop in enumerate(sets.reduce_groups):
-            assert all(world[peer].reduce_groups[at] == hop for peer in hop)
-
-
-@settings(deadline=None, max_examples=60)
-@given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
-def test_the_order_of_groups_names_each_once_and_keeps_each_ranks_order(pp: int, dp: int, cp: int, tp: int) -> None:
-    world = world_rank_groups(parallel_of(pp, dp, cp, tp))
-    order = ordered_groups(world)
-    assert len(set(order)) == len(order)
-    for sets in world:
-        assert sorted(sets.reduce_groups, key=order.index) == list(sets.reduce_groups)
-
-
-def test_ranks_in_different_numbers_of_groups_share_one_order() -> None:
-    world = (
-        RankGroups(rank=0, attn_cp=(0, 1, 2)),
-        RankGroups(rank=1, attn_cp=(0, 1, 2), attn_tp=(1, 3)),
-        RankGroups(rank=2, attn_cp=(0, 1, 2)),
-        RankGroups(rank=3, attn_tp=(1, 3), attn_cp=(3, 4)),
-        RankGroups(rank=4, attn_cp=(3, 4)),
-    )
-    assert all(agreeing_ranks(rank, world) == (0, 1, 2, 3, 4) for rank in range(5))
-    assert ordered_groups(world) == ((0, 1, 2), (3, 4), (1, 3))
-    assert ordered_groups(()) == ()
-    sync = InProcessGroups({sets.rank: sets.reduce_groups for sets in world})
-    proposals = {rank: Proposal("step", step=0) for rank in range(5)}
-    for rank, proposal in proposals.items():
-        proposal.min("value", rank)
-    agreed = sync.reduce(proposals)
-    # Rank 4 does not hear of what rank 3 learns after their hop: each group reduces what its ranks have by then.
-    assert {rank: values.numbers["value"] for rank, values in agreed.items()} == {0: 0, 1: 0, 2: 0, 3: 0, 4: 3}
-
-
-def test_tp2_cp2_reduces_over_cp_and_then_tp() -> None:
-    world = world_rank_groups(parallel_of(1, 1, 2, 2))
-    assert world[1].reduce_groups == ((1, 3), (0, 1))
-
-
-def test_pipeline_stages_come_last() -> None:
-    world = world_rank_groups(parallel_of(2, 1, 2, 2))
-    assert world[1].reduce_groups == ((1, 3), (0, 1), (1, 5))
-    assert world[5].reduce_groups == ((5, 7), (4, 5), (1, 5))
-    assert RankGroups(rank=1, tp=(0, 1), pp=(1, 3)).reduce_groups == ((0, 1), (1, 3))
-
-
-def test_tp_is_used_only_without_attention_groups() -> None:
-    assert RankGroups(rank=1, tp=(0, 1)).reduce_groups == ((0, 1),)
-    assert RankGroups(rank=1, attn_tp=(1,), tp=(0, 1)).reduce_groups == ()
-    assert RankGroups(rank=1, attn_cp=(1,), attn_tp=(1,), tp=(0, 1)).reduce_groups == ()
-    assert RankGroups(rank=1).reduce_groups == ()
-
-
-def test_equal_groups_are_used_once() -> None:
-    assert RankGroups(rank=0, attn_cp=(0, 1), attn_tp=(1, 0)).reduce_groups == ((0, 1),)
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), (0, 0), ()])
-def test_a_group_without_its_rank_is_refused(ranks: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="attn_cp"):
-        RankGroups(rank=0, attn_cp=ranks)
 
 
 def test_different_settings_raise_with_fields_and_ranks() -> None:

@@ -9,7 +9,6 @@ import attrs
 import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, kv_pool_of, request
 
-from scheduler_components import ConfigError
 from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.cache import RadixCache
 from scheduler_components.errors import PoolInvariantError
@@ -273,20 +272,3 @@ def test_counts_are_checked_every_few_steps_and_when_idle() -> None:
     assert checker.stats().checks == 3
     checker.after_step(is_idle=True)
     assert checker.stats().checks == 4
-
-
-def test_the_log_drops_the_oldest_entries_and_samples_holders() -> None:
-    ledger = AllocationLog(progress=StepProgress(), max_entries=3, max_pages=10)
-    for number in range(5):
-        ledger.record("allocated", "full", f"r{number}", "grow", [number])
-    assert [record.holder for record in ledger.history("full", range(9))] == ["r2", "r3", "r4"]
-    ledger.record("allocated", "full", "long", "grow", range(100, 109))
-    assert [record.holder for record in ledger.history("full", range(200))] == ["r4", "long"]
-    assert ledger.history("swa", range(200)) == []
-    ledger.record("freed", "full", "long", "release", ())
-    assert len(ledger) == 2, "no pages, no entry"
-    sampled = AllocationLog(progress=StepProgress(), one_in=4)
-    watched = sum(sampled.is_sampled(f"request {number}") for number in range(4000))
-    assert 500 < watched < 1500
-    with pytest.raises(ConfigError, match="one_in"):
-        AllocationLog(progress=StepProgress(), one_in=0)

@@ -1,4 +1,4 @@
-"""A stall is reported once, with step, phase and all stacks. An idle scheduler never stalls."""
+"""A stalled thread is reported with step, phase, request and all stacks, even while a call holds the GIL."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.thread_watchdog import open_thread_watchdog
 from scheduler_components.values import StallReport
-from scheduler_components.watchdog import IDLE_PHASE, StallDetector, StepProgress
+from scheduler_components.watchdog import IDLE_PHASE, StepProgress
 
 pytestmark = pytest.mark.processes
-
-AFTER_S = 3.0
 
 
 class ListStallSink:
@@ -31,34 +27,6 @@ class ListStallSink:
 
     def on_resume(self, report: StallReport) -> None:
         self.reports.append(report)
-
-
-@given(st.lists(st.sampled_from(["move", "idle", "look", "look", 0.5, 2.0, 4.0]), max_size=60))
-@example(["move", "look", 4.0, "look", "look", 4.0, "look", "move", "look", 4.0, "look", "idle", "look"])
-def test_a_stall_is_reported_once(history: list[str | float]) -> None:
-    progress = StepProgress()
-    judge = StallDetector(progress=progress, rank="tp0", after_s=AFTER_S)
-    now_s = seen_at_s = 0.0
-    seen_moves, is_reported = -1, False
-    for event in history:
-        if isinstance(event, float):
-            now_s += event
-        elif event == "move":
-            progress.enter_phase("device", "r1")
-        elif event == "idle":
-            progress.enter_phase(IDLE_PHASE)
-        else:
-            report = judge.poll(now_s)
-            if progress.num_phase_changes != seen_moves or progress.phase == IDLE_PHASE:
-                assert (report is not None) == is_reported
-                assert report is None or report.is_resolved
-                seen_moves, seen_at_s, is_reported = progress.num_phase_changes, now_s, False
-            elif now_s - seen_at_s >= AFTER_S and not is_reported:
-                assert report is not None
-                assert (report.phase, report.request, report.is_resolved) == ("device", "r1", False)
-                is_reported = True
-            else:
-                assert report is None
 
 
 def test_a_report_has_rank_step_phase_request_and_stacks(eventually: Callable[..., None]) -> None:

@@ -412,7 +412,7 @@ _BEYOND = (
         "SGLang publishes the plain hash, hashed with the seed of its extra key and salt",
         "an adapter that folds it in another way asks for blocks that no worker has",
         "compare with the golden bytes",
-        verified_by="tests/test_spec.py: test_namespaced_hashes_follow_the_specification",
+        verified_by="tests/testing/test_rules.py: test_namespaced_hashes_follow_the_specification",
         is_error=False,
     ),
     _rule(

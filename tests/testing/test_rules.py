@@ -16,7 +16,7 @@ from scheduler_components.events import WIRE_EVENTS
 from scheduler_components.testing.golden import NamespacedHashVector, namespaced_hash_vectors
 from scheduler_components.testing.rules import RULES, SPECIFICATION, Chapter, Rule
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "docs" / "spec"
 PAGES = sorted(SPEC.glob("*.md"))
 
