@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import prometheus_client
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from observability import PrometheusSink
 from observability.catalog import SCHEDULER_METRICS
-from scheduler_components import ConfigError, ParallelState
+from scheduler_components import ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
     LoadSnapshot,
@@ -194,31 +194,3 @@ def test_a_name_that_both_flavours_share_is_exposed_once() -> None:
     registry = CollectorRegistry()
     PrometheusSink(registry, prefix="vllm:", vllm_names=True).record(make_stats())
     assert generate_latest(registry).decode().count("# TYPE vllm:prompt_tokens_total ") == 1
-
-
-def test_two_sinks_of_one_prefix_on_one_registry_are_refused() -> None:
-    registry = CollectorRegistry()
-    PrometheusSink(registry)
-    with pytest.raises(ConfigError, match="prefix"):
-        PrometheusSink(registry)
-    PrometheusSink(registry, prefix="other_")
-
-
-@pytest.mark.parametrize("prefix", ["9lives", "a-b", "a b", "é"])
-def test_a_prefix_that_no_name_can_begin_with_is_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match="prefix"):
-        PrometheusSink(CollectorRegistry(), prefix=prefix)
-
-
-def test_close_leaves_the_registry_and_may_be_called_twice() -> None:
-    registry = CollectorRegistry()
-    sink = PrometheusSink(registry)
-    sink.close()
-    sink.close()
-    assert generate_latest(registry) == b""
-    PrometheusSink(registry)
-
-
-def test_the_global_registry_is_left_alone() -> None:
-    PrometheusSink(CollectorRegistry()).record(make_stats())
-    assert "sglang" not in generate_latest(REGISTRY).decode()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,
-    nats_connection,
     nats_writer,
     open_jetstream_subscriber,
     open_jetstream_writer,
@@ -365,32 +362,3 @@ def test_a_cluster_of_three_survives_the_loss_of_the_log_leader(
         with read(config) as late:
             wait_for_whole(late, feeder)
         assert not writer.stats()[0].is_superseded
-
-
-class DeafOnce:
-    """Swallows the first cancellation, as a library may while it waits for a reply."""
-
-    def __init__(self) -> None:
-        self.is_running = threading.Event()
-
-    async def run(self, client: Any) -> None:
-        self.is_running.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        await asyncio.Event().wait()
-
-    def on_disconnected(self) -> None:
-        """Nothing."""
-
-    def on_reconnected(self) -> None:
-        """Nothing."""
-
-
-def test_a_thread_ends_although_a_cancellation_was_swallowed(nats_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: closing a reader hung."""
-    monkeypatch.setattr(nats_connection, "_CANCEL_AGAIN_S", 0.05)
-    user = DeafOnce()
-    thread = nats_connection.NatsThread(config_of(nats_server), user, name="deaf")
-    thread.start()
-    assert user.is_running.wait(30.0)
-    thread.stop()

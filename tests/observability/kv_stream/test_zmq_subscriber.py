@@ -11,7 +11,7 @@ from kit.events import stored
 from kit.waiting import wait_until
 
 from observability.kv_stream import BlockView, FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
-from scheduler_components import AllBlocksCleared, ConfigError, KVCacheEvent, KVEventBatch
+from scheduler_components import AllBlocksCleared, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, StreamAddress
 
 pytestmark = pytest.mark.sockets
@@ -215,13 +215,6 @@ def test_an_absent_publisher_is_dead_until_it_connects(tmp_path_factory: pytest.
             while state(sub) is not StreamState.PARTIAL:
                 assert time.monotonic() < deadline_s
                 sub.poll(0.05)
-
-
-def test_two_streams_of_one_rank_are_refused() -> None:
-    with pytest.raises(ConfigError, match="name a rank twice"):
-        open_subscriber([static_address("tcp://127.0.0.1:5557"), static_address("tcp://127.0.0.1:5558")])
-    with pytest.raises(ConfigError, match="number of streams"):
-        open_subscriber([])
 
 
 def test_a_subscriber_sleeps_between_two_connection_attempts(free_ports: Callable[[int], int]) -> None:

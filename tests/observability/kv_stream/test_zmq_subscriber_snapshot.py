@@ -18,7 +18,6 @@ from observability.kv_stream import (
     open_subscriber,
     static_address,
 )
-from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components import BlockStored, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, StreamAddress, ZmqEventPublisher
 
@@ -121,27 +120,3 @@ def test_a_listener_may_query(address: StreamAddress) -> None:
 
     asyncio.run(trace())
     assert set(listener.seen) == {0, NUM_BLOCKS}  # before the snapshot replaced the view, and after
-
-
-def test_a_waiting_thread_gets_the_lock_and_returns_it() -> None:
-    lock = FairRLock()
-    order: list[str] = []
-
-    def query() -> None:
-        with lock:
-            order.append("queried")
-
-    for _ in range(50):
-        with lock:
-            thread = threading.Thread(target=query)
-            thread.start()
-            while not lock._turn.locked():
-                thread.join(0.0001)
-            order.append("before")
-            with lock:  # as a listener does
-                pass
-            lock.yield_to_waiters()
-            order.append("after")
-            lock.yield_to_waiters()
-        thread.join()
-    assert order == ["before", "queried", "after"] * 50

@@ -33,7 +33,6 @@ from observability.relay import (
     ZmqRelay,
     ZmqSinkFactory,
     open_relay,
-    parse_relay_config,
     zmq_relay,
 )
 from observability.relay.passthrough import PassthroughDecoder, RawStored
@@ -355,16 +354,6 @@ def test_metrics_cover_followed_and_published_streams(bench: RelayBench) -> None
     assert all(metric.name in page for metric in RELAY_METRICS)
     with pytest.raises(ConfigError, match="kv_relay_"):
         RelayCollector(registry, bench.relay)
-
-
-def test_the_default_config_publishes_by_zmq_at_clock_numbers() -> None:
-    settings = parse_relay_config('{"endpoint": "tcp://*:5557"}')
-    assert (settings.publisher, settings.seq_base) == ("zmq", "clock")
-    assert settings.dialect == "native"
-    assert parse_relay_config('{"seq_base": "zero", "dialect": "map"}').changed(publisher="zmq").dialect == "map"
-    assert parse_relay_config('{"seq_base": "zero"}').seq_base == "zero"
-    with pytest.raises(ConfigError, match="publisher='null'"):
-        parse_relay_config('{"publisher": "null"}')
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import scheduler_components
 from scheduler_components import __version__
 from scheduler_components.kv_events import CurveClientKeys
 from scheduler_components.reference.cli.commands import COMMANDS
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
-KIT = Path(scheduler_components.__file__).parent.parent
 MISTAKES = [
     (["frobnicate"], "frobnicate"),
     (["serve", "stray"], "stray"),
@@ -144,20 +139,6 @@ def test_a_flag_is_shown_as_a_flag(command_line: Callable) -> None:
     assert "--no-" not in shown
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [("serve", ["--port", "0", "--duration", "0"]), ("demo", ["--requests", "1"])],
-    ids=["serve", "demo"],
-)
-def test_without_numpy_the_hierarchical_cache_names_its_extra_before_the_start(
-    command_line: Callable, monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    ran = command_line(command, *arguments, "--hicache")
-    assert (ran.code, ran.out) == (1, "")
-    assert "scheduler-components[hicache]" in ran.complaint
-
-
 def test_a_port_in_use_is_reported_before_the_start(command_line: Callable, free_ports: Callable[[int], int]) -> None:
     port = free_ports(2) + 1
     with socket.create_server(("127.0.0.1", port)):
@@ -171,34 +152,6 @@ def test_a_port_in_use_is_reported_before_the_start(command_line: Callable, free
             ran = command_line("serve", "--port", "0", "--kv-events-config", json.dumps(config))
             assert (ran.code, ran.out) == (1, "")
             assert f"tcp://127.0.0.1:{port}: is in use" in ran.complaint
-
-
-COMMAND = [sys.executable, "-m", "scheduler_components"]
-
-
-def test_the_package_runs_as_a_module() -> None:
-    ran = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{__version__}\n", "")
-
-
-@pytest.mark.parametrize("text", ["", "from gone import nothing\n"])
-@pytest.mark.parametrize("name", ["observability.py", "observability/__init__.py"])
-def test_another_package_with_the_same_name_is_reported_with_a_remedy(tmp_path: Path, name: str, text: str) -> None:
-    stranger = tmp_path / name
-    stranger.parent.mkdir(exist_ok=True)
-    stranger.write_text(text)
-    path = os.pathsep.join(sys.path[1:])
-    ran = subprocess.run(
-        [*COMMAND, "--version"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{KIT}:{path}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
-    assert str(stranger) in ran.stderr
-    assert "python -m: add -P" in ran.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

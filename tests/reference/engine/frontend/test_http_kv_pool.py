@@ -6,7 +6,6 @@ import asyncio
 from importlib.util import find_spec
 
 import attrs
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -66,13 +65,3 @@ def test_the_streams_of_a_serving_engine_match_its_pools(has_host_tier: bool) ->
         assert stream.facts.pool_readings > 1
         assert stream.facts.pool_blocks > 0
     assert media == ({"GPU", "CPU", "STORAGE"} if has_host_tier else {"GPU"})
-
-
-def test_without_the_option_an_engine_has_no_such_route() -> None:
-    async def asked() -> int:
-        async with open_engine(CONFIG, show=lambda _: None) as engine:
-            app = make_app(engine, CollectorRegistry())
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-                return (await client.get("/kv_pool")).status_code
-
-    assert asyncio.run(asyncio.wait_for(asked(), timeout=60)) == 404

@@ -33,14 +33,6 @@ def a_request(num_prompt: int, num_output: int, max_new: int) -> Request:
 
 
 @checked
-@given(st.integers(0, 500), sizes)
-def test_pages_hold_their_tokens_and_one_page_fewer_does_not(num_tokens: int, page_size: int) -> None:
-    num_pages = pages_for(num_tokens, page_size)
-    assert num_pages * page_size >= num_tokens
-    assert (num_pages - 1) * page_size < num_tokens
-
-
-@checked
 @given(sizes, sizes, st.integers(1, 200), st.integers(1, 200))
 @example(page_size=1, num_pages=1, num_input=1, max_new=1)
 @example(page_size=1, num_pages=1, num_input=1, max_new=2)
@@ -133,26 +125,3 @@ def test_the_latest_arrival_is_retracted(arrivals: list[int]) -> None:
         requests.append(a_request(1, 0, 1))
         requests[-1].arrival = arrival
     assert select_preemption_victim(requests).arrival == 4
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "hint"),
-    [
-        ("page_size", 0, "at least 1"),
-        ("kv_tokens", -16, "at least 1"),
-        ("kv_tokens", 100, "give 96"),
-        ("kv_tokens", 15, "give 16"),
-        ("max_running_requests", 0, "at least 1"),
-        ("max_prefill_tokens", True, "at least 1"),
-        ("chunk_tokens", 0, "at least 1"),
-        ("new_token_ratio", 1.5, "from 0 to 1"),
-        ("new_token_ratio", float("nan"), "from 0 to 1"),
-        ("min_new_token_ratio", 0.9, "at most 0.7"),
-        ("kv_metrics_every_steps", 0, "at least 1"),
-    ],
-)
-def test_an_invalid_size_is_named_with_its_hint(field: str, value: float, hint: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        SchedulerConfig(**{field: value})
-    assert error.value.field == field
-    assert hint in error.value.hint

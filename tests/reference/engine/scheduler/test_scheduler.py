@@ -148,16 +148,6 @@ def test_an_abort_frees_all_pages(make_bench: Callable, num_steps: int) -> None:
     assert not bench.scheduler.abort("never seen")
 
 
-def test_an_id_is_in_use_until_its_abort_is_streamed(make_bench: Callable) -> None:
-    bench = make_bench()
-    bench.submit("r", range(5))
-    bench.scheduler.abort("r")
-    with pytest.raises(ConfigError, match="in flight"):
-        bench.submit("r", range(5))
-    bench.drain()
-    bench.submit("r", range(5))
-
-
 def test_a_stop_token_ends_a_request_and_the_end_of_sequence_can_be_ignored(make_bench: Callable) -> None:
     bench = make_bench(tokens=TokenSpec(eos_token_ids=(5, MODEL.next_token("ends", 4))))
     ends = bench.submit("ends", range(4), 5)
@@ -244,19 +234,6 @@ def test_a_slow_receiver_gets_merged_deltas_and_no_token_twice(
         deltas = [delta for delta in bench.outputs.deltas if delta.rid == request.rid]
         assert tuple(token for delta in deltas for token in delta.output.token_ids) == request.output_ids
         assert len(deltas) < 20
-
-
-def test_times_of_requests_and_of_prefill_are_in_the_reports(make_bench: Callable) -> None:
-    bench = make_bench(chunk_tokens=6)
-    bench.submit("r", range(10), 3)
-    bench.submit("gone", range(10), 3)
-    bench.scheduler.abort("gone")
-    bench.drain()
-    stats = bench.sink.stats[-1]
-    latencies = stats.latencies
-    assert (latencies.time_to_first_token.count, latencies.inter_token.count) == (1, 2)
-    assert (latencies.queue.count, latencies.e2e.count) == (1, 2)
-    assert stats.load.total_prefill_uncached_tokens == 10
 
 
 def test_each_episode_of_a_failing_device_is_logged_once(

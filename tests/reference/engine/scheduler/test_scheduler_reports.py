@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 
 import pytest
 
@@ -101,23 +100,6 @@ def test_an_idle_step_is_harmless(make_bench: Callable) -> None:
     assert (result.step, result.num_updated_requests, result.num_prefill_tokens) == (1, 0, 0)
     assert bench.journal == []
     assert not bench.scheduler.has_work
-
-
-def test_decode_moments_and_preemptions_are_reported(make_bench: Callable) -> None:
-    bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
-    ticks = count()
-    bench.scheduler.request_metrics.clock = lambda: next(ticks) * 0.25
-    for name in "ab":
-        bench.submit(name, range(8), 16)
-    results = bench.drain()
-    assert sum(result.num_retracted for result in results) > 0
-    decoded = [each.num_decode_tokens for each in results if each.num_decode_tokens and not each.num_prefill_tokens]
-    load, totals = bench.sink.stats[-1].load, bench.sink.stats[-1].counters
-    moments = load.decode_moments
-    assert moments.steps == len(decoded)
-    assert moments.requests == moments.tokens == sum(decoded)
-    assert moments.time_us > 0
-    assert totals.preemptions_per_s > 0
 
 
 def test_after_a_clear_waiting_requests_have_no_cached_tokens(make_bench: Callable) -> None:

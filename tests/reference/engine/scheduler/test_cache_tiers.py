@@ -1,4 +1,4 @@
-"""Reports of a scheduler with a hierarchical cache have the counters of the cache."""
+"""A scheduler with a hierarchical cache reports the tiers of cached prompts."""
 
 from __future__ import annotations
 

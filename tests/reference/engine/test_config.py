@@ -1,0 +1,31 @@
+"""Sizes of an engine are checked, and an invalid one is named with a hint."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_components import ConfigError
+from scheduler_components.reference.engine.config import SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "hint"),
+    [
+        ("page_size", 0, "at least 1"),
+        ("kv_tokens", -16, "at least 1"),
+        ("kv_tokens", 100, "give 96"),
+        ("kv_tokens", 15, "give 16"),
+        ("max_running_requests", 0, "at least 1"),
+        ("max_prefill_tokens", True, "at least 1"),
+        ("chunk_tokens", 0, "at least 1"),
+        ("new_token_ratio", 1.5, "from 0 to 1"),
+        ("new_token_ratio", float("nan"), "from 0 to 1"),
+        ("min_new_token_ratio", 0.9, "at most 0.7"),
+        ("kv_metrics_every_steps", 0, "at least 1"),
+    ],
+)
+def test_an_invalid_size_is_named_with_its_hint(field: str, value: float, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        SchedulerConfig(**{field: value})
+    assert error.value.field == field
+    assert hint in error.value.hint
