@@ -24,6 +24,7 @@ def bind_pull(context: zmq.Context[SocketT], address: str, *, high_water_mark: i
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
+        socket.close(linger=0)
         hint = "set TMPDIR to a short path to a writable directory"
         raise StartError(address, str(error), hint) from error
     return socket

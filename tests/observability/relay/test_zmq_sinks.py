@@ -1,22 +1,22 @@
-"""The default sinks of a relay publish by ZMQ at clock numbers."""
+"""The publishers of a relay are described with their bound ports, and begin as streams that are not complete."""
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
-from observability.relay import (
-    parse_relay_config,
-)
-from scheduler_components import ConfigError
+from observability.relay import parse_relay_config
+from observability.relay.zmq_sinks import ZmqRelaySinks
 
 pytestmark = pytest.mark.sockets
 
 
-def test_the_default_config_publishes_by_zmq_at_clock_numbers() -> None:
-    settings = parse_relay_config('{"endpoint": "tcp://*:5557"}')
-    assert (settings.publisher, settings.seq_base) == ("zmq", "clock")
-    assert settings.dialect == "native"
-    assert parse_relay_config('{"seq_base": "zero", "dialect": "map"}').changed(publisher="zmq").dialect == "map"
-    assert parse_relay_config('{"seq_base": "zero"}').seq_base == "zero"
-    with pytest.raises(ConfigError, match="publisher='null'"):
-        parse_relay_config('{"publisher": "null"}')
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_the_description_has_the_bound_ports_and_the_known_block_size(block_size: int | None) -> None:
+    sinks = ZmqRelaySinks(parse_relay_config('{"endpoint": "tcp://127.0.0.1:0"}'))
+    with closing(sinks.open(0)) as publisher:
+        described = sinks.server_info(block_size, 1)["kv_events"]
+        assert isinstance(described, dict)
+        assert publisher.endpoint.endswith(f":{described['endpoint_port_base']}")
+        assert described["block_size"] == block_size
