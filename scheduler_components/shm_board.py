@@ -90,7 +90,7 @@ class ReportCodec(Generic[Report]):
     subject: str
     layout_id: bytes = attrs.field(validator=[attrs.validators.min_len(8), attrs.validators.max_len(8)])
     buffer_bytes: int
-    encode: Callable[[Report], bytes]  # noqa: SCH005 a codec consists of two stateless functions
+    encode: Callable[[Report], bytes]
     decode: Callable[[bytes], Report]
     head: bytes = attrs.field(init=False, default=attrs.Factory(lambda self: _MAGIC + self.layout_id, takes_self=True))
 
