@@ -26,7 +26,7 @@ POLICY = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_thres
 
 
 @dataclass(slots=True, kw_only=True)
-class LastMomentMover(LastMomentMover):
+class LayerwiseMover(LastMomentMover):
     """A ``LastMomentMover`` and the ``LayerDoneCounter`` over it.
 
     Attributes:
@@ -64,7 +64,7 @@ class LastMomentMover(LastMomentMover):
 
 @dataclass(slots=True, frozen=True)
 class Fence:
-    mover: LastMomentMover
+    mover: LayerwiseMover
 
     def start_batch(self) -> None:
         self.mover.begin()
@@ -73,11 +73,11 @@ class Fence:
         self.mover.wait_for_layer(layer)
 
 
-def open_bench(model: Any, judge: GreedyTextVerifier) -> tuple[ModelBench, LastMomentMover]:
-    bench = ModelBench(model, judge, tiers=Tiers(host_pages=64, make_mover=LastMomentMover, policy=POLICY))
+def open_bench(model: Any, judge: GreedyTextVerifier) -> tuple[ModelBench, LayerwiseMover]:
+    bench = ModelBench(model, judge, tiers=Tiers(host_pages=64, make_mover=LayerwiseMover, policy=POLICY))
     tiers = bench.scheduler.tiers
     assert isinstance(tiers, BenchTiers)
-    assert isinstance(tiers.mover, LastMomentMover)
+    assert isinstance(tiers.mover, LayerwiseMover)
     assert isinstance(bench.scheduler.device, TorchDevice)
     tiers.mover.tiers = tiers
     bench.scheduler.device.layer_counter = Fence(tiers.mover)
