@@ -512,7 +512,7 @@ _BEYOND = (
         "a publisher without the extension replies to its 37 bytes with a bare end marker",
         "readers cannot detect which publishers have the extension",
         "reply with the end marker to any unknown request",
-        verified_by="tests/kv_events/test_replay.py: test_requests_are_the_golden_bytes",
+        verified_by="tests/kv_events/test_replay_messages.py: test_requests_are_the_golden_bytes",
         is_error=False,
     ),
     _rule(

@@ -7,17 +7,15 @@ import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
-from scheduler_components.cache import BlockTableRecorder, PrefixNamespace, signed_block_hash
+from scheduler_components.cache import BlockTableRecorder, PrefixNamespace
 from scheduler_components.cache.recorder import MAX_EVENT_TOKENS
 from scheduler_components.events import Tier
-from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.testing import EventLedger, RecorderMachine
 from scheduler_components.testing.interfaces import BLOCK_SIZE
 
@@ -196,17 +194,6 @@ def test_a_collapsed_backlog_does_not_grow() -> None:
         tracemalloc.stop()
     assert grown_bytes < 100_000  # 5,000 events would be ten times as many
     assert recorder.num_collapses == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "signed"),
-    [(5, 5), (-5, -5), (2**64 - 5, -5), (2**63, -(2**63)), (2**100 + 7, 7), (b"\x07", 7), (b"\1" + b"\xff" * 8, -1)],
-)
-def test_a_hash_is_folded_to_its_low_64_bits_as_readers_fold_it(given: int | bytes, signed: int) -> None:
-    assert signed_block_hash(given) == signed
-    if isinstance(given, bytes) or given < 2**64:
-        peer = msgspec.msgpack.encode([1.0, [["BlockRemoved", [given]]], 0])
-        assert BatchDecoder().decode(peer).events == (BlockRemoved((signed,)),)
 
 
 @pytest.mark.parametrize(

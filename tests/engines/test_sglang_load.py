@@ -1,4 +1,4 @@
-"""The adapters of SGLang without SGLang: counted queues, the parallel state, settings."""
+"""The components for SGLang without SGLang: counted queues, the parallel state, hooks and settings."""
 
 from __future__ import annotations
 
@@ -340,26 +340,6 @@ def test_invalid_settings_that_require_keys_disable_publishing(
     [record] = caplog.records
     assert "no KV events are published, because the settings require keys: " in record.message
     assert hooks.targets["describe_kv_events_publisher"](original, SimpleNamespace(kv_events_config=ZMQ)) is None
-
-
-@pytest.mark.parametrize(
-    ("bound", "described"),
-    [
-        ("tcp://0.0.0.0:5557", "tcp://127.0.0.1:5557"),
-        ("tcp://[::]:5557", "tcp://[::1]:5557"),
-        ("tcp://127.0.0.2:5557", "tcp://127.0.0.2:5557"),
-        ("ipc:///run/events", "ipc:///run/events"),
-        ("ipc://@events", "ipc://@events"),
-        ("inproc://events", None),
-    ],
-)
-def test_the_described_endpoint_is_reachable_from_this_machine(bound: str, described: str | None) -> None:
-    stream = SimpleNamespace(endpoint=bound, replay_endpoint=None)
-    listening = SglangEventPublisher(dp_rank=0, topic="kv", binds=True, stream=stream)
-    expected = {"dp_rank": 0, "endpoint": described, "topic": "kv", "block_size": 64}
-    assert listening.describe_local_source(64) == (expected if described else None)
-    dialing = SglangEventPublisher(dp_rank=0, topic="kv", binds=False, stream=stream)
-    assert dialing.describe_local_source(64) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -72,13 +71,6 @@ def test_all_ranks_settle_the_same_operations(
             popped.append(number)
     assert popped == list(range(num_operations))
     assert not any(len(queue) for queue in queues)
-
-
-@pytest.mark.parametrize(("num_tokens", "max_wait_s"), [(0, 1.5), (1024, 1.75), (4096, 2.5)])
-def test_a_timeout_grows_with_the_tokens_that_are_read(num_tokens: int, max_wait_s: float) -> None:
-    policy = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.5, prefetch_timeout_s_per_ki_token=0.25)
-    assert policy.prefetch_max_wait_s(num_tokens) == max_wait_s
-    assert HiCachePolicy(prefetch="best_effort").prefetch_max_wait_s(num_tokens) == math.inf
 
 
 def test_an_operation_ends_once() -> None:

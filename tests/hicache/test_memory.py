@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.hicache import CheckedPageStore, HostPool, MemoryPageStore, SimulatedDeviceMemory
 from scheduler_components.page_shape import PageShape
 
@@ -192,9 +192,3 @@ def test_device_pages_that_do_not_exist_are_refused(page: int) -> None:
     pool.commit(pages)
     with pytest.raises(CacheIntegrityError, match=f"device page {page} is not one of 0 to 1"):
         pool.copy_to_device(pages, device, [page])
-
-
-@pytest.mark.parametrize(("layers", "width"), [(0, 1), (1, 0)])
-def test_an_empty_page_is_refused(layers: int, width: int) -> None:
-    with pytest.raises(ConfigError, match="is not a size"):
-        PageShape(num_layers=layers, layer_page_bytes=width)

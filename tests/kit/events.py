@@ -8,9 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchEncoder
 
 _MOST_TOKENS = 2**31
+
+MEDIA = {
+    None: Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
+    "STORAGE": Tier.STORAGE,
+    "TAPE": None,
+}
+"""Media of events and their tiers. The last one is an unknown medium."""
 
 
 def stored(

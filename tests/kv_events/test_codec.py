@@ -95,16 +95,6 @@ def test_batch_keeps_a_rank_of_its_own() -> None:
     assert BatchDecoder().decode(BatchEncoder().encode(batch, 0)).attn_dp_rank == 5
 
 
-def test_lists_given_to_an_event_cannot_change_it_later() -> None:
-    token_ids, events = [1, 2], [AllBlocksCleared()]
-    event = BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=token_ids, block_size=2, lora_id=None)  # type: ignore[arg-type]
-    batch = KVEventBatch(ts=1.0, events=events)  # type: ignore[arg-type]
-    token_ids.append(3)
-    events.clear()
-    assert event.token_ids == (1, 2)
-    assert batch.events == (AllBlocksCleared(),)
-
-
 class Unknown(KVCacheEvent, frozen=True):
     """An event of another class."""
 

@@ -27,11 +27,6 @@ def test_the_zmq_publisher_passes(check: Callable[[checks.OpenPublisher], None],
     check(lambda: open_zmq(dialect, framing))
 
 
-@pytest.mark.parametrize("check", checks.PUBLISHER_CHECKS)
-def test_the_scripted_publisher_passes(check: Callable[[checks.OpenPublisher], None]) -> None:
-    check(ScriptedPublisher.open)
-
-
 class SendsTwoFrames(ScriptedPublisher):
     def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
         return [frames[1:] for frames in super().live_messages(sequence, payload)]

@@ -9,24 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.events import stored
+from kit.events import MEDIA, stored
 
 from observability.kv_stream import BlockView, Tier
 from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES
 from observability.kv_stream.view import CountingView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from scheduler_components.events import medium_tier
-
-MEDIA = {
-    None: Tier.DEVICE,
-    "GPU": Tier.DEVICE,
-    "CPU": Tier.HOST,
-    "CPU_PINNED": Tier.HOST,
-    "DISK": Tier.STORAGE,
-    "EXTERNAL": Tier.STORAGE,
-    "STORAGE": Tier.STORAGE,
-    "TAPE": None,
-}
 
 HASHES = st.lists(st.integers(-4, 4), min_size=1, max_size=5)
 RANKS = st.integers(0, 3)
@@ -95,11 +83,6 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
             assert set(view.ranks_holding(block_hash, tier)) == holders
     for rank in range(4):
         assert view.block_count(rank) == sum(len(naive.held(rank, tier)) for tier in Tier)
-
-
-@pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
-def test_known_media_map_to_three_tiers(medium: str | None, tier: Tier | None) -> None:
-    assert medium_tier(medium) is tier
 
 
 def test_harmless_events_are_counted() -> None:
