@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
+from kit.hicache_rank import PAGE_SIZE, Rank, prompt
 
 from scheduler_components import CacheIntegrityError
 from scheduler_components.cache import DEFAULT_NAMESPACE
 from scheduler_components.cache.block_hash import DIGEST_BYTES, pack_tokens, page_digests
-from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache
+from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.tiers import TierTree
@@ -22,8 +21,6 @@ from scheduler_components.page_operations import (
     CancelPrefetch,
     CopyToDevice,
     CopyToHost,
-    Instruction,
-    LoadBackDone,
     PagesRead,
     QueryDone,
     QueryStorage,
@@ -34,105 +31,6 @@ from scheduler_components.page_operations import (
 )
 from scheduler_components.ports import NullPageHook
 from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-
-PAGE_SIZE = 2
-PATIENT = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)
-
-AnInstruction = TypeVar("AnInstruction", bound=Instruction)
-
-
-class Rank:
-    """One rank whose I/O ends when the test says so. Storage is attached while ``has_storage`` is True."""
-
-    def __init__(self, policy: HiCachePolicy = PATIENT, *, num_device_pages: int = 8, num_host_pages: int = 16) -> None:
-        self.host = SimulatedHostPages(num_host_pages, rng=random.Random(0), failure=0.0)
-        self.cache = HiRadixCache(
-            page_size=PAGE_SIZE,
-            capacity_tokens=num_device_pages * PAGE_SIZE,
-            host=self.host,
-            num_host_pages=num_host_pages,
-            policy=policy,
-        )
-        self.has_storage, self.load_back_budget_pages = True, 100
-        self._instructions: list[Instruction] = []
-        self._step = 0
-        self.step()
-
-    def step(self) -> None:
-        """Agree once, without ending any I/O."""
-        self._step += 1
-        cache = self.cache
-        proposal = cache.proposal(
-            self._step,
-            has_storage=self.has_storage,
-            load_back_budget_pages=self.load_back_budget_pages,
-            now_s=float(self._step),
-        )
-        cache.apply(self._step, proposal.unpack(proposal.pack(0)))
-        cache.check_integrity()
-
-    def pop(self, kind: type[AnInstruction]) -> list[AnInstruction]:
-        """Return the new instructions of one kind."""
-        self._instructions += self.cache.pop_instructions()
-        popped = [instruction for instruction in self._instructions if isinstance(instruction, kind)]
-        self._instructions = [instruction for instruction in self._instructions if not isinstance(instruction, kind)]
-        return popped
-
-    def end_writes(self, *, is_ok: bool = True) -> None:
-        for copy in self.pop(CopyToHost):
-            self.cache.handle(WriteDone(copy.op, is_ok))
-
-    def end_loads(self, *, is_ok: bool = True) -> int:
-        """End all loads and return their number of pages."""
-        loads = self.pop(CopyToDevice)
-        for copy in loads:
-            self.cache.handle(LoadBackDone(copy.op, is_ok))
-        return sum(len(copy.device_pages) for copy in loads)
-
-    def end_backups(self, *, is_ok: bool = True) -> int:
-        """End all backups and return their number of pages."""
-        writes = self.pop(WriteToStorage)
-        for write in writes:
-            self.cache.handle(BackupDone(write.op, is_ok))
-        return sum(len(write.host_pages) for write in writes)
-
-    def compute(self, chat: int, num_pages: int) -> None:
-        """Compute a prompt of a chat after its cached prefix, without ending any I/O."""
-        tokens = prompt(chat, num_pages)
-        match = self.cache.match_prefix(tokens)
-        self.cache.lock(match.node)
-        self.cache.insert(tokens, [*match.pages, *self.cache.allocate(num_pages - len(match.pages))])
-        self.cache.unlock(match.node)
-
-    def cache_on_host(self, chat: int, num_pages: int) -> None:
-        """Compute a prompt, copy it to the host and evict it from the device. Backups stay in flight."""
-        self.compute(chat, num_pages)
-        self.end_writes()
-        self.step()
-        assert self.cache.evict(num_pages) == num_pages
-
-    def read(self, rid: str, chat: int, num_pages: int, *, num_hit: int) -> ReadFromStorage:
-        """Start a prefetch and return its read."""
-        self.cache.prefetch_queue.start(rid, prompt(chat, num_pages))
-        [query] = self.pop(QueryStorage)
-        self.cache.handle(QueryDone(query.op, num_hit))
-        self.step()
-        self.step()
-        [read] = self.pop(ReadFromStorage)
-        return read
-
-    def end_read(self, read: ReadFromStorage, num_read: int) -> None:
-        self.cache.handle(PagesRead(read.op, num_read))
-        self.cache.handle(ReadDone(read.op))
-
-    def pages_on(self) -> tuple[int, int, int]:
-        device, host, storage = (self.cache.num_pages_on(tier) for tier in Tier)
-        return device, host, storage
-
-
-def prompt(chat: int, num_pages: int) -> list[int]:
-    return [chat * 100 + at for at in range(num_pages * PAGE_SIZE)]
-
 
 # --- pages counted as stored ---
 
@@ -193,104 +91,6 @@ def test_pages_missing_from_storage_are_written_again() -> None:
 
 
 # --- prefetches ---
-
-
-class Waiter:
-    """A waiting request for a prompt of four pages."""
-
-    def __init__(self, policy: HiCachePolicy) -> None:
-        self.rank = Rank(policy)
-        self.rank.cache.prefetch_queue.start("r", prompt(0, 4))
-
-    def answer(self, num_hit: int) -> None:
-        [query] = self.rank.pop(QueryStorage)
-        self.rank.cache.handle(QueryDone(query.op, num_hit))
-        self.rank.step()
-
-    def steps_until_query(self, at_most: int, *, is_next: bool = False) -> int | None:
-        """Return the steps until storage is queried again; None if it is not."""
-        for num_steps in range(1, at_most + 1):
-            self.rank.cache.prefetch_queue.is_done("r", prompt(0, 4), is_next=is_next)
-            self.rank.step()
-            if self.rank.cache.num_operations:
-                return num_steps
-        return None
-
-
-RETRYING = HiCachePolicy(prefetch_threshold_pages=2, prefetch_retry_steps=3, prefetch_max_retries=2)
-
-
-@pytest.mark.parametrize("num_hit", [0, 1])
-def test_a_miss_is_retried_at_intervals_up_to_the_limit(num_hit: int) -> None:
-    """A later query may find pages that another request was writing. A hit that is too short counts as a miss."""
-    it = Waiter(RETRYING)
-    it.answer(num_hit)
-    assert it.steps_until_query(9) == 3
-    it.answer(num_hit)
-    assert it.steps_until_query(9) == 3
-    it.answer(num_hit)
-    assert it.steps_until_query(9) is None
-    assert it.rank.cache.stats().prefetches == 3
-
-
-def test_pages_found_by_a_retry_are_used() -> None:
-    it = Waiter(RETRYING)
-    it.answer(0)
-    it.steps_until_query(3)
-    it.answer(4)
-    it.rank.step()
-    [read] = it.rank.pop(ReadFromStorage)
-    it.rank.end_read(read, 4)
-    it.rank.step()
-    assert it.rank.pages_on() == (0, 4, 4)
-    assert it.rank.cache.stats().prefetches_revoked == 1
-    assert it.steps_until_query(9) == 1  # waits for a load only
-    assert not it.rank.pop(QueryStorage)
-
-
-def test_wait_complete_waits_for_a_retry() -> None:
-    it = Waiter(HiCachePolicy(prefetch="wait_complete", prefetch_retry_steps=1))
-    it.answer(0)
-    assert it.steps_until_query(1) == 1
-    assert not it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    it.answer(0)
-    assert it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
-
-
-def test_a_request_without_start_does_not_query_storage() -> None:
-    it = Rank(RETRYING)
-    for _ in range(9):
-        assert it.cache.prefetch_queue.is_done("unknown", prompt(0, 4), is_next=False)
-        it.step()
-    assert it.cache.stats().prefetches == 0
-
-
-def test_a_request_that_is_next_does_not_retry() -> None:
-    it = Waiter(RETRYING)
-    it.answer(0)
-    assert it.steps_until_query(2) is None
-    assert it.steps_until_query(9, is_next=True) is None
-    assert it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4))
-
-
-@pytest.mark.parametrize("policy", [{"prefetch_retry_steps": 0}, {"prefetch_max_retries": 0}])
-def test_without_retries_storage_is_queried_once(policy: dict[str, int]) -> None:
-    it = Waiter(HiCachePolicy(prefetch_threshold_pages=2, **policy))
-    it.answer(0)
-    assert it.steps_until_query(20) is None
-
-
-def test_a_retry_skips_pages_that_are_cached_by_then() -> None:
-    it = Waiter(RETRYING)
-    it.answer(0)
-    it.rank.cache_on_host(0, 4)
-    it.rank.end_backups()
-    it.rank.step()
-    it.rank.cache.prefetch_queue.is_done("r", prompt(0, 4), is_next=False)
-    it.rank.end_loads()
-    it.rank.step()
-    assert it.steps_until_query(9) is None
-    assert it.rank.cache.stats().prefetches == 1
 
 
 def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
@@ -392,14 +192,6 @@ def test_a_hit_of_threshold_length_is_read_if_the_host_has_room() -> None:
     assert it.host.pool.num_free == 5
 
 
-def test_a_cancelled_request_reads_no_further() -> None:
-    it = Rank()
-    read = it.read("r", 0, 4, num_hit=4)
-    it.cache.prefetch_queue.cancel("r")
-    it.step()
-    assert it.pop(CancelPrefetch) == [CancelPrefetch(read.op)]
-
-
 def test_a_clear_during_a_prefetch_raises() -> None:
     """The prefetch locks no page of the tree, so the check counts operations."""
     it = Rank()
@@ -483,23 +275,6 @@ def test_loads_of_one_step_share_the_agreed_budget() -> None:
     assert [len(copy.device_pages) for copy in it.pop(CopyToDevice)] == [3, 1]
 
 
-def test_a_request_waits_for_budget_only_if_a_load_is_under_way() -> None:
-    it = Rank()
-    for chat in range(3):
-        it.cache_on_host(chat, 3)
-    it.load_back_budget_pages = 0
-    it.step()
-    assert it.cache.prefetch_queue.is_done("not loaded", prompt(0, 3))
-    it.load_back_budget_pages = 3
-    it.step()
-    assert not it.cache.prefetch_queue.is_done("loads", prompt(1, 3))
-    assert not it.cache.prefetch_queue.is_done("waits", prompt(2, 3))
-    it.end_loads()
-    it.step()
-    assert not it.cache.prefetch_queue.is_done("waits", prompt(2, 3))
-    assert [len(copy.device_pages) for copy in it.pop(CopyToDevice)] == [3]
-
-
 def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
     """Otherwise two requests that evict each other's pages would load forever."""
     it = Rank()
@@ -517,29 +292,6 @@ def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
     it.step()
     assert it.cache.evict(1) == 1
     assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-
-
-def test_a_request_waits_until_its_load_has_ended() -> None:
-    it = Rank()
-    it.cache_on_host(0, 4)
-    for _ in range(3):
-        assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-        it.step()
-    assert it.end_loads() == 4
-    it.step()
-    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-
-
-def test_a_request_recomputes_after_a_failed_load() -> None:
-    it = Rank()
-    it.cache_on_host(0, 4)
-    it.load_back_budget_pages = 2
-    it.step()
-    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    assert it.end_loads(is_ok=False) == 2
-    it.step()
-    assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    assert it.pop(CopyToDevice) == []
 
 
 def test_the_parent_of_a_load_stays_on_the_device() -> None:
@@ -714,41 +466,6 @@ def test_counts_of_prefetched_pages_add_up() -> None:
     stats = it.cache.stats()
     assert (stats.pages_prefetched, stats.pages_revoked) == (3 + 2, 1 + 3)
     assert (stats.prefetches, stats.prefetches_revoked) == (3, 1)
-
-
-def test_an_admission_counts_each_token_where_it_was_found() -> None:
-    it = Rank(num_device_pages=16)
-    it.compute(0, 3)
-    read = it.read("r", 0, 7, num_hit=2)
-    it.end_writes()
-    it.end_read(read, 2)
-    it.step()
-    it.end_backups()
-    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 7))
-    assert it.end_loads() == 2
-    it.step()
-    for rid in ("r", "not prefetched"):
-        assert it.cache.prefetch_queue.is_done(rid, prompt(0, 7))
-        it.cache.prefetch_queue.record_admission(rid, prompt_tokens=14, cached_tokens=10)
-    stats = it.cache.stats()
-    assert (stats.prompt_tokens, stats.storage_hit_tokens, stats.host_hit_tokens) == (28, 4, 0)
-    assert stats.device_hit_tokens == 6 + 10
-
-
-def test_pages_that_a_prefetch_did_not_read_are_no_storage_hits() -> None:
-    it = Rank()
-    it.cache_on_host(0, 2)
-    it.cache.prefetch_queue.start("r", prompt(0, 4))
-    [query] = it.pop(QueryStorage)
-    it.cache.handle(QueryDone(query.op, 0))
-    it.step()
-    assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    it.end_loads()
-    it.step()
-    it.cache.prefetch_queue.record_admission("r", prompt_tokens=8, cached_tokens=4)
-    it.cache.prefetch_queue.record_admission("not prefetched", prompt_tokens=8, cached_tokens=4)
-    stats = it.cache.stats()
-    assert (stats.device_hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (4, 4, 0)
 
 
 def test_an_admitted_request_may_load_again_after_a_retraction() -> None:
