@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.kv_pool_routes import CPU, GPU, fetched, page, run
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from observability import fetch_kv_pool, kv_pool_route
+from observability import kv_pool_route
 from observability.http_kv_pool import MIN_READ_INTERVAL_S
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolUnreadableError
-from scheduler_components import ComponentError, ConfigError
-from scheduler_components.events import medium_group
-from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components import ComponentError
 from scheduler_components.testing import FakeClock
 from scheduler_components.values import KvPoolSnapshot
-
-GPU, CPU = medium_group(None), ("CPU", 1)
 
 
 class Pools:
@@ -46,28 +41,6 @@ class Pools:
         if self.problem is not None:
             raise self.problem
         return self.readings[rank]
-
-
-@asynccontextmanager
-async def serving(*routes: Route) -> AsyncIterator[str]:
-    with bind_http("127.0.0.1", 0) as listener:
-        async with open_http_server(Starlette(routes=list(routes)), listener) as url:
-            yield url
-
-
-def run(scenario: Callable[[str], Awaitable[Any]], *routes: Route) -> Any:
-    async def whole() -> Any:
-        async with serving(*routes) as url:
-            return await scenario(url)
-
-    return asyncio.run(asyncio.wait_for(whole(), timeout=60))
-
-
-def fetched(*routes: Route, rank: int = 0) -> KvPoolSnapshot:
-    async def fetch(url: str) -> KvPoolSnapshot:
-        return await asyncio.to_thread(fetch_kv_pool, url, rank)
-
-    return run(fetch, *routes)
 
 
 def as_sets(reading: KvPoolSnapshot) -> dict[object, set[int]]:
@@ -144,61 +117,6 @@ def test_a_scheduler_that_does_not_answer_is_said_and_asked_again() -> None:
         fetched(kv_pool_route(pools))
     pools.problem = None
     assert as_sets(fetched(kv_pool_route(pools))) == {GPU: {1}}
-
-
-def test_an_engine_without_the_route_and_one_that_is_not_there_are_told_with_a_hint() -> None:
-    with pytest.raises(KvPoolUnreadableError, match=r"/kv_pool.*answers 404; start the engine with --kv-pool"):
-        fetched()
-    with pytest.raises(KvPoolUnreadableError, match="check that the worker runs"):
-        fetch_kv_pool("http://127.0.0.1:1/kv_pool", timeout_s=1.0)
-    with pytest.raises(ConfigError, match="give http://host:port"):
-        fetch_kv_pool("tcp://127.0.0.1:1")
-
-
-def page(**fields: object) -> dict[str, object]:
-    place = {"medium": "GPU", "group_idx": None, "num_blocks": 1}
-    return {
-        "reading": "r",
-        "rank": 0,
-        "sequence": 3,
-        "page": 0,
-        "num_pages": 1,
-        "places": [place],
-        "hashes": [1],
-    } | fields
-
-
-def answering(*answers: object) -> Route:
-    """Give these one after the other, the last one for ever."""
-    left = list(answers)
-
-    async def answer(_: Request) -> JSONResponse:
-        return JSONResponse(left.pop(0) if len(left) > 1 else left[0])
-
-    return Route("/kv_pool", answer)
-
-
-def test_hashes_of_other_engines_are_folded_to_signed_64_bits() -> None:
-    got = fetched(answering(page(hashes=[2**64 - 1], places=[{"medium": None, "num_blocks": 1}])))
-    assert dict(got.blocks) == {GPU: [-1]}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        [], {}, "pool", page(hashes=["1"]), page(hashes=[1, 2]), page(num_pages=0), page(num_pages=10**9),
-        page(places=[{"medium": "GPU", "num_blocks": -1}]), page(sequence=-2),
-        page(hashes=[0] * (MAX_HASHES_PER_PAGE + 1)),
-        page(num_pages=2), page(places=None),
-        page(num_pages=2, places=[{"medium": "GPU", "num_blocks": 2}]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_no_reading_is_told_in_one_sentence(wrong: object) -> None:
-    with pytest.raises(KvPoolUnreadableError) as failed:
-        fetched(answering(wrong))
-    assert "/kv_pool" in str(failed.value)
-    assert "\n" not in str(failed.value)
 
 
 def test_a_reading_that_goes_away_between_two_pages_is_begun_again() -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Mapping, Sequence
-from html.parser import HTMLParser
-from typing import Any
-
-import httpx
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from kit.status_engine import NOW, StatusEngine, ask, make_load
 from prometheus_client import CollectorRegistry
-from starlette.applications import Starlette
 
-from observability import PrometheusSink, status_routes
-from observability.http_status_page import render_status_page
+from observability import PrometheusSink
 from scheduler_components import ParallelState
 from scheduler_components.values import (
     DisaggregationLoad,
@@ -28,30 +18,6 @@ from scheduler_components.values import (
     SpeculativeLoad,
 )
 
-NOW = 1_700_000_000.0
-
-
-class StatusEngine:
-    def __init__(self, *loads: LoadSnapshot) -> None:
-        self.loads = loads
-        self.problem: str | None = None
-
-    def health_problem(self) -> str | None:
-        return self.problem
-
-    def server_info(self) -> Mapping[str, Any]:
-        return {"version": "1", "kv_events": None}
-
-    def model_info(self) -> Mapping[str, Any]:
-        return {"model_path": "simulated", "served_model_name": "tiny"}
-
-    def load_snapshots(self) -> Sequence[LoadSnapshot]:
-        return self.loads
-
-
-def make_load(dp_rank: int, **fields: Any) -> LoadSnapshot:
-    return LoadSnapshot(sequence=5, timestamp=NOW - 1.5, dp_rank=dp_rank, **fields)
-
 
 def whole_load() -> LoadSnapshot:
     return make_load(
@@ -62,23 +28,6 @@ def whole_load() -> LoadSnapshot:
         speculative=SpeculativeLoad(2.0, 0.5),
         memory=MemoryLoad(1.0, 2.0, 3.0, 4),
     )
-
-
-def ask(
-    path: str,
-    engine: StatusEngine | None = None,
-    method: str = "GET",
-    registry: CollectorRegistry | None = None,
-    **headers: str,
-) -> httpx.Response:
-    routes = status_routes(engine or StatusEngine(), registry=registry or CollectorRegistry(), clock=lambda: NOW)
-
-    async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(Starlette(routes=routes), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.request(method, path, headers=headers)
-
-    return asyncio.run(request())
 
 
 @pytest.mark.parametrize(
@@ -104,71 +53,6 @@ def test_every_path_answers_get_and_head_and_nothing_else(path: str) -> None:
     head = ask(path, method="HEAD")
     assert (head.status_code, head.content) == (200, b"")
     assert ask(path, method="POST").status_code == 405
-
-
-STREAMS = {
-    "endpoint_host": "*",
-    "endpoint_port_base": 5557,
-    "replay_endpoint_port_base": 5657,
-    "dp_size": 2,
-    "topic": "kv",
-}
-
-
-class Described(StatusEngine):
-    info: Mapping[str, Any] = {"served_model_name": "tiny", "kv_events": STREAMS}
-
-    def server_info(self) -> Mapping[str, Any]:
-        return self.info
-
-
-def test_the_page_shows_ranks_load_streams_and_links() -> None:
-    answer = ask("/", Described(make_load(1, num_running_reqs=1234), make_load(0)))
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    for shown in ("tiny", "healthy", "1,234", "1.5 s", "tcp://engine:5558", "tcp://engine:5658"):
-        assert shown in answer.text
-    for link in re.findall(r'href="([^"]*)"', answer.text):
-        assert ask(link, Described()).status_code == 200
-
-
-def test_the_page_loads_nothing_from_elsewhere_and_says_what_is_wrong() -> None:
-    engine = Described()
-    engine.problem = "rank 3 has said nothing for 12 s"
-    page = ask("/", engine).text
-    assert "rank 3 has said nothing for 12 s" in page
-    assert "No rank has reported yet." in page
-    assert not re.search(r"https?:|<script|<img|<link|@import|url\(", page)
-
-
-@given(st.text(), st.text(), st.text(), st.text())
-@example("<b>&\"'", "</title><script>", "</p><img src=x onerror=alert(1)>", "*<i>")
-def test_the_page_escapes_what_it_shows(name: str, problem: str, reason: str, host: str) -> None:
-    engine = Described()
-    engine.problem = problem
-    for described in ({"kv_events": None, "kv_events_error": reason}, {"kv_events": STREAMS | {"endpoint_host": host}}):
-        engine.info = {"served_model_name": name} | described
-        text = render_status_page("http://engine/", problem=problem, info=engine.info, loads=[make_load(0)], now=NOW)
-        parser = Tags()
-        parser.feed(text)
-        assert parser.seen <= SAFE_TAGS
-        assert parser.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "href"}
-
-
-SAFE_TAGS = {"html", "meta", "title", "style", "h1", "h2", "p", "span", "div", "table", "tr", "th", "td", "a"}
-
-
-class Tags(HTMLParser):
-    """The elements that a browser would make of a text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-        self.attributes: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
-        self.attributes |= {name for name, _ in attrs}
 
 
 def test_health_follows_the_engine() -> None:
