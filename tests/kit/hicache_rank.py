@@ -62,7 +62,7 @@ class Rank:
     def pop(self, kind: type[AnInstruction]) -> list[AnInstruction]:
         """Return the new instructions of one kind."""
         self._instructions += self.cache.pop_instructions()
-        popped = [instruction for instruction in self._instructions if isinstance(instruction, kind)]
+        popped: list[AnInstruction] = [each for each in self._instructions if isinstance(each, kind)]
         self._instructions = [instruction for instruction in self._instructions if not isinstance(instruction, kind)]
         return popped
 
