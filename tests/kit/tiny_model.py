@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+with suppress(ImportError):
+    import tqdm  # type: ignore[import-untyped]
+
+    tqdm.tqdm.monitor_interval = 0  # a bar that a model draws starts a thread that never ends
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 
@@ -51,10 +57,7 @@ def make_model_folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None
 
     torch = pytest.importorskip("torch", reason="needs torch: pip install scheduler-components[model]")
     pytest.importorskip("transformers", reason="needs transformers: pip install scheduler-components[model]")
-    import tqdm  # type: ignore[import-untyped]
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    tqdm.tqdm.monitor_interval = 0  # saving a model draws a bar, and the thread that watches bars would never end
 
     def make(*, seed: int = 0, **sizes: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")
