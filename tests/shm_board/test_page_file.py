@@ -115,7 +115,7 @@ os._exit(0)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdin is not None
         assert owner.stdout is not None
-        assert [owner.stdout.readline() for _ in range(3)] == [b"True\n"] * 3
+        assert owner.stdout.read(15).count(b"True") == 3  # of two processes, in any order
         with pytest.raises(StartError, match="another process writes"):
             open_shm_page_file(tmp_path / "page", NUM_BYTES)
         owner.kill()
