@@ -41,7 +41,7 @@ FLOORS = (
     ("quiesce",),
     ("scheduler_components",),
     ("engines",),
-    ("testing", "component_lint"),
+    ("testing", "component_lint", "refactor"),
     ("observability.kv_stream",),
     ("observability.jetstream",),
     ("observability",),
