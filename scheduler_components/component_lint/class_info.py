@@ -34,6 +34,7 @@ _DATACLASS = {"dataclasses.dataclass"}
 _MUTABLE_ATTRS = {"attrs.define", "attrs.mutable", "attr.define", "attr.mutable", "attr.s", "attr.attrs"}
 _FROZEN_ATTRS = {"attrs.frozen", "attr.frozen"}
 _DECLARING = _DATACLASS | _MUTABLE_ATTRS | _FROZEN_ATTRS
+_WITHOUT_SLOTS_BY_DEFAULT = _DATACLASS | {"attr.s", "attr.attrs"}
 _VALUE_BASES = {"msgspec.Struct", "pydantic.BaseModel", "typing.NamedTuple", "typing.TypedDict", "enum.Enum"}
 _INTERFACE_BASES = {"typing.Protocol", "typing_extensions.Protocol"}
 _CALLABLES = {"typing.Callable", "collections.abc.Callable", "types.FunctionType", "types.MethodType", "callable"}
@@ -79,11 +80,16 @@ class FieldInfo(msgspec.Struct, frozen=True):
 
 
 class ClassInfo(msgspec.Struct, frozen=True):
-    """One class of a file."""
+    """One class of a file.
+
+    Attributes:
+        lacks_slots: a dataclass or an attrs class that is declared without slots.
+    """
 
     node: ast.ClassDef
     kind: ClassKind
     fields: tuple[FieldInfo, ...]
+    lacks_slots: bool
 
 
 class ImportedNames:
@@ -191,7 +197,15 @@ def read_class(node: ast.ClassDef, names: ImportedNames, siblings: Mapping[str, 
     fields = tuple(reversed(by_name.values()))
     if is_data_class and kind is not ClassKind.INTERFACE and not _has_behaviour(node, fields):
         kind = ClassKind.RECORD
-    return ClassInfo(node, kind, fields)
+    return ClassInfo(node, kind, fields, any(_lacks_slots(decorator, names) for decorator in node.decorator_list))
+
+
+def _lacks_slots(decorator: ast.expr, names: ImportedNames) -> bool:
+    name, keywords = _call(decorator)
+    dotted, slots = names.dotted(name), keywords.get("slots")
+    if slots is None:
+        return dotted in _WITHOUT_SLOTS_BY_DEFAULT
+    return dotted in _DECLARING and not _is_true(slots)
 
 
 def _declared_kind(

@@ -129,6 +129,12 @@ TOO_MANY_PARAMETERS = Rule(
     "a component whose constructor has more parameters than the limit (an option, default 7)",
     "split the component by subject, or pass values that belong together as one value",
 )
+NO_SLOTS = Rule(
+    "SCH011",
+    "no-slots",
+    "a component that is a dataclass or an attrs class without slots",
+    "declare it with slots=True, so that no other class can add fields to it",
+)
 
 RULES: Mapping[str, Rule] = {
     rule.code: rule
@@ -143,6 +149,7 @@ RULES: Mapping[str, Rule] = {
         IO_IN_CONSTRUCTOR,
         ENABLED_GATE,
         TOO_MANY_PARAMETERS,
+        NO_SLOTS,
     )
 }
 """Every rule by its code. A code is never used for another rule."""
@@ -188,6 +195,8 @@ def _all_problems(tree: ast.Module, filename: str, limits: Limits) -> Iterator[P
         if facts.kind is ClassKind.COMPONENT:
             yield from _check_counts(facts, limits)
             yield from _check_any(facts, names)
+            if facts.lacks_slots:
+                yield NO_SLOTS.at(node, f"{node.name} has no slots, so that any other class can add fields to it")
     yield from _check_ambient_context(tree, names, filename)
     yield from _check_enabled_gates(tree)
 

@@ -27,7 +27,7 @@ _POLL_S = 0.005
 OpenSubscriber = Callable[[StreamEndpoints], StreamSubscriber]
 
 
-@dataclass
+@dataclass(slots=True)
 class _StreamBench:
     trace: CheckTrace
     publisher: ScriptedPublisher

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import re
 from pathlib import Path
 
@@ -29,3 +31,17 @@ def test_the_kit_breaks_a_rule_only_where_a_noqa_comment_gives_a_reason() -> Non
             assert len(reason.split()) >= 3, f"{path}:{number} gives no reason"
         num_accepted += len(accepted)
     assert num_accepted
+
+
+def test_no_component_of_the_kit_takes_a_field_that_it_does_not_declare() -> None:
+    """The rule reads the declarations; a base class without slots would undo them."""
+    components = [
+        value
+        for path in (ROOT / "scheduler_components").glob("*.py")
+        if not path.stem.startswith(("_", "torch_"))
+        for value in vars(importlib.import_module(f"scheduler_components.{path.stem}")).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+    ]
+    assert len(components) > 20
+    for component in components:
+        assert not component.__dictoffset__, f"{component.__name__} has a __dict__"

@@ -226,6 +226,34 @@ BROKEN = [
                 self.sizes = (a, b, c, d, e, f, g, h)
         """,
     ),
+    (
+        "SCH011",
+        "a component",
+        """
+        @dataclass
+        class Load:  # found
+            queues: Queues
+            def get_loads(self): return self.queues.num
+        """,
+    ),
+    (
+        "SCH011",
+        "slots that are turned off",
+        """
+        @dataclass(slots=False, kw_only=True)
+        class Load:  # found
+            queues: Queues
+            def get_loads(self): return self.queues.num
+        @attrs.define(slots=False)
+        class Other:  # found
+            queues: Queues
+            def get_loads(self): return self.queues.num
+        @attr.s
+        class Old:  # found
+            queues: Queues = attr.ib()
+            def get_loads(self): return self.queues.num
+        """,
+    ),
     ("SCH009", "in an expression", "class A:\n    def f(self): return 1 if self.metrics_enabled else 0  # found"),
 ]
 

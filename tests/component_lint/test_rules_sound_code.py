@@ -156,6 +156,25 @@ SOUND = [
         def make(a, b, c, d, e, f, g, h): ...
         """,
     ),
+    (
+        "SCH011",
+        """
+        @dataclass(slots=True)
+        class Load:
+            queues: Queues
+            def get_loads(self): return self.queues.num
+        @attrs.define
+        class Other:
+            queues: Queues
+            def get_loads(self): return self.queues.num
+        @dataclass
+        class Record:
+            num_waiting: int
+        class Plain:
+            def __init__(self, queues): self.queues = queues
+            def get_loads(self): return self.queues.num
+        """,
+    ),
 ]
 
 
