@@ -63,22 +63,6 @@ def test_a_published_batch_cannot_change() -> None:
     assert sink.batches[0].events == (AllBlocksCleared(),)
 
 
-@pytest.mark.parametrize(("attn_dp_size", "attn_cp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
-def test_one_rank_of_each_cache_publishes_and_every_cache_is_drained(attn_dp_size: int, attn_cp_size: int) -> None:
-    sink = ListEventSink()
-    for tp_rank in range(8):
-        parallel = ParallelState.from_tp_rank(tp_rank, tp_size=8, attn_dp_size=attn_dp_size, attn_cp_size=attn_cp_size)
-        cache, metrics_sink = ScriptedEventSource([AllBlocksCleared()]), ListSink()
-        publisher = SchedulerKvEventsPublisher(
-            parallel=parallel, source=cache, sink=sink, load=BUSY, metrics_sink=metrics_sink
-        )
-        publisher.publish_kv_events()
-        publisher.emit_kv_metrics()
-        assert cache.steps == []
-        assert len(metrics_sink.sent) == int(parallel.owns_kv_stream)
-    assert [batch.attn_dp_rank for batch in sink.batches] == list(range(attn_dp_size))
-
-
 @pytest.mark.parametrize("error", [PublisherClosedError("closed"), OSError("no route"), TypeError("bad event")])
 def test_a_batch_that_the_sink_refuses_is_counted_and_never_raises(
     error: Exception, caplog: pytest.LogCaptureFixture
