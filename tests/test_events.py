@@ -9,7 +9,7 @@ from kit.events import MEDIA
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.cache import signed_block_hash
 from scheduler_components.events import Tier, medium_tier
-from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder
 
 
 def test_lists_given_to_an_event_cannot_change_it_later() -> None:
@@ -20,6 +20,15 @@ def test_lists_given_to_an_event_cannot_change_it_later() -> None:
     events.clear()
     assert event.token_ids == (1, 2)
     assert batch.events == (AllBlocksCleared(),)
+
+
+def test_plain_msgspec_writes_also_the_fields_that_the_encoder_omits() -> None:
+    """As `docs/how-to/custom-publisher.md` says."""
+    batch = KVEventBatch(1.0, (BlockRemoved((1,)),), 0)
+    plain, encoded = msgspec.msgpack.encode(batch), BatchEncoder("array").encode(batch, rank=0)
+    assert msgspec.msgpack.decode(plain)[1] == [["BlockRemoved", [1], None, None, None, None]]
+    assert msgspec.msgpack.decode(encoded)[1] == [["BlockRemoved", [1]]]
+    assert BatchDecoder().decode(plain).events == BatchDecoder().decode(encoded).events == batch.events
 
 
 @pytest.mark.parametrize(("medium", "tier"), MEDIA.items())
