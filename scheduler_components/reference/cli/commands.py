@@ -27,12 +27,14 @@ from scheduler_components.reference.cli.client_keys import PublisherKey, SecretK
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
+from scheduler_components.reference.cli.refactor_commands import make_refactor_app
 from scheduler_components.reference.cli.relay_command import relay
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
 __all__ = [
     "COMMANDS",
+    "GROUPS",
     "Shell",
     "completion",
     "conformance",
@@ -193,6 +195,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 """Commands by name."""
 
+GROUPS: dict[str, Callable[[], App]] = {"refactor": make_refactor_app}
+"""Groups of commands by name."""
+
 
 def run_command(arguments: Sequence[str]) -> tuple[int, str]:
     """Run the command of a command line.
@@ -234,4 +239,6 @@ def make_app() -> App:
     )
     for name, command in COMMANDS.items():
         app.command(command, name=name)
+    for make_group in GROUPS.values():
+        app.command(make_group())
     return app
