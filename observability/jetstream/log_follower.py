@@ -7,12 +7,11 @@ than ``next_deadline_s``. Requests go out through a ``LogChannel``.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from observability.kv_stream import BatchApplier, FollowPolicy, StreamPosition, StreamState, StreamStats
+from observability.kv_stream import StreamState
 from observability.kv_stream.cursor_events import (
     BatchesApplied,
     ConnectionTimedOut,
@@ -24,14 +23,13 @@ from observability.kv_stream.cursor_events import (
     RetryDue,
     SnapshotRead,
 )
-from observability.kv_stream.follow_policy import Deadlines
+from observability.kv_stream.follower import FollowerBase
 from observability.kv_stream.instructions import (
     LogInstruction,
     ReadLog,
     ReadPointer,
     ReadSnapshot,
     RequestSnapshot,
-    RetryLater,
 )
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
@@ -64,40 +62,16 @@ class LogChannel(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class LogFollower:
-    """One stream's cursor, applier and deadlines. ``now_s`` is always the caller's monotonic clock.
+class LogFollower(FollowerBase[LogCursor]):
+    """Follows one stream of a log.
 
     Applying a snapshot of every block takes long, so these methods are iterators: between two steps other threads may
     query the view.
     """
 
-    applier: BatchApplier
     channel: LogChannel
-    policy: FollowPolicy
-    jitter: Callable[[], float] = random.random
     cursor: LogCursor = field(default_factory=LogCursor, init=False)
-    _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
     _reading_id: int = field(default=0, init=False)
-
-    @property
-    def next_deadline_s(self) -> float:
-        """The latest time for the next ``tick``; infinite without a deadline."""
-        return self._deadlines.next_s()
-
-    @property
-    def position(self) -> StreamPosition:
-        """The position of the view."""
-        cursor = self.cursor
-        return StreamPosition(self.applier.rank, cursor.state, cursor.last_seq, cursor.is_settled)
-
-    def stats(self, endpoint: str) -> StreamStats:
-        """Return the statistics of the stream except those of its transport."""
-        cursor = self.cursor
-        return self.applier.stats(cursor.counters, state=cursor.state, last_seq=cursor.last_seq, endpoint=endpoint)
-
-    def begin(self, now_s: float) -> None:
-        """Start to wait for the writer."""
-        self._deadlines.dead_s = now_s + self.policy.dead_after_s
 
     def on_reconnected(self) -> None:
         """The broker is reachable, again or for the first time: continue reading the log."""
@@ -176,8 +150,6 @@ class LogFollower:
         """Carry out the instructions one by one, then report a change of state."""
         for instruction in instructions:
             match instruction:
-                case RetryLater(failures):
-                    self._deadlines.retry_s = now_s + self.policy.pause_s(failures, self.jitter())
                 case ReadPointer(request_id):
                     self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
                     self.channel.read_pointer(request_id)
@@ -189,17 +161,14 @@ class LogFollower:
                 case RequestSnapshot():
                     self.channel.request_snapshot()
                 case _:
-                    feedback = self.applier.carry_out(instruction)
-                    if feedback is not None:
-                        self.cursor.handle(feedback)
+                    self._carry_out_locally(instruction, now_s)
             yield None
         if self.cursor.open_request_id is None:
             self._deadlines.answer_s = math.inf
         if self.cursor.state not in UNCONNECTED and self._deadlines.silent_s == math.inf:
             # A snapshot and the log can make the view LIVE without another heartbeat. Silence must end that state too.
             self._deadlines.silent_s = now_s + self.policy.answer_timeout_s
-        if self.cursor.state is not self.applier.state:
-            self.applier.report_state(self.cursor.state)
+        self._report_state()
 
     def _read_log(self, log_seq: int) -> None:
         self._reading_id += 1

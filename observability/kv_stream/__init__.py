@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from observability.kv_stream.batch_applier import BatchApplier
-from observability.kv_stream.follow_policy import FollowPolicy
-from observability.kv_stream.follower import StreamFollower
+from observability.kv_stream.batch_applier import BatchApplier, NullStreamListener, StreamListener
+from observability.kv_stream.follower import FollowPolicy, StreamFollower
 from observability.kv_stream.frames import FrameParser
-from observability.kv_stream.listener import NullStreamListener, StreamListener
 from observability.kv_stream.rank_set import RankSet
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import StreamState

@@ -7,23 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import assert_never
 
-from observability.kv_stream.cursor_events import (
-    BatchDamaged,
-    ClearApplied,
-    Connected,
-    ConnectionTimedOut,
-    CreditAvailable,
-    CursorEvent,
-    Disconnected,
-    ProbeDue,
-    ReplayBatchReceived,
-    ReplayEndReceived,
-    ReplayMetaReceived,
-    ReplayTimedOut,
-    RetryDue,
-)
 from observability.kv_stream.instructions import (
     AbortStaging,
     Apply,
@@ -34,7 +18,6 @@ from observability.kv_stream.instructions import (
     RetryLater,
     SendReplayRequest,
     StartStaging,
-    request_token,
 )
 from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
@@ -200,7 +183,7 @@ class _ExtendedRequest:
 
 
 class DigestCursor:
-    """Recovers one stream by status, incremental replay and snapshot.
+    """Recovers one stream by status, incremental replay and snapshot. ``stream_cursor.dispatch`` calls its methods.
 
     Args:
         patience: failed requests in a row after which a followed view counts as not proved. The same number of bare end
@@ -273,38 +256,9 @@ class DigestCursor:
         """True while a gap has ended LIVE and no request is open, even if the missing batches arrived late since."""
         return self._state is StreamState.RECOVERING and self._request is None and not self._failures
 
-    def handle(self, event: CursorEvent) -> tuple[Instruction, ...]:
-        """Process one event and return the instructions to carry out, in order, before the next event."""
-        match event:
-            case ReplayBatchReceived(request_id, seq, payload):
-                return self._on_replay_batch(request_id, seq, payload)
-            case ReplayMetaReceived(request_id, meta):
-                return self._on_replay_meta(request_id, meta)
-            case ReplayEndReceived(request_id):
-                return self._on_replay_end(request_id)
-            case ReplayTimedOut(request_id):
-                return self._on_replay_timeout(request_id)
-            case Connected():
-                return self._on_connected()
-            case Disconnected():
-                return self._on_disconnected()
-            case ConnectionTimedOut():
-                return self._on_connection_timeout()
-            case CreditAvailable():
-                return self._on_credit_available()
-            case RetryDue():
-                return self._on_retry_due()
-            case ProbeDue():
-                return self._on_probe_due()
-            case ClearApplied():
-                return self._on_clear_applied()
-            case BatchDamaged():
-                return self._on_batch_damaged()
-        assert_never(event)
-
     def on_live_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """Process one batch of the live channel; see ``StreamCursor.on_live_batch``."""
-        before = self._on_connected()
+        before = self.on_connected()
         if not self.is_accepting_live:
             if self._request is not None:
                 self._newest_dropped = max(seq, self._newest_dropped)
@@ -323,12 +277,12 @@ class DigestCursor:
 
     # --- the connection ---
 
-    def _on_connected(self) -> tuple[Instruction, ...]:
+    def on_connected(self) -> tuple[Instruction, ...]:
         if self._state not in UNCONNECTED:
             return _NONE
         return self._sync()
 
-    def _on_disconnected(self) -> tuple[Instruction, ...]:
+    def on_disconnected(self) -> tuple[Instruction, ...]:
         if self._state is StreamState.DEAD:
             return _NONE
         self._failures = 0
@@ -336,7 +290,7 @@ class DigestCursor:
         self._change_state(StreamState.CONNECTING)
         return self._drop_request()
 
-    def _on_connection_timeout(self) -> tuple[Instruction, ...]:
+    def on_connection_timeout(self) -> tuple[Instruction, ...]:
         self._failures = 0
         self._position = Position()
         self._damaged_at = None
@@ -345,7 +299,7 @@ class DigestCursor:
 
     # --- gaps ---
 
-    def _on_credit_available(self) -> tuple[Instruction, ...]:
+    def on_credit_available(self) -> tuple[Instruction, ...]:
         is_due = self._awaits_credit or (self._has_gap and not self._failures)
         return self._recover_gap() if is_due else _NONE
 
@@ -361,11 +315,9 @@ class DigestCursor:
 
     # --- answers ---
 
-    def _on_replay_batch(self, request_id: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         request = self._request
-        if request is None or request.request_id != request_id:
-            self.counters.stale_replays += 1
-            return _NONE
+        assert request is not None
         fit = request.accept_payload(seq, payload)
         if fit is _Fit.REPEATED:
             self.counters.duplicates += 1
@@ -379,11 +331,9 @@ class DigestCursor:
         self.counters.recovered += 1
         return (Apply(seq, payload, True) if staging is None else ApplyStaged(seq, payload, False),)
 
-    def _on_replay_meta(self, request_id: int, meta: ReplayMeta) -> tuple[Instruction, ...]:
+    def on_replay_meta(self, meta: ReplayMeta) -> tuple[Instruction, ...]:
         request = self._request
-        if request is None or request.request_id != request_id or meta.token != request_token(request_id):
-            self.counters.stale_replays += 1
-            return _NONE
+        assert request is not None
         self.has_extension = self._shown_on_connection = True
         fit = request.accept_meta(meta)
         if fit is _Fit.SPLICED:
@@ -449,18 +399,14 @@ class DigestCursor:
         self._damaged_at = staging.next if request.is_damaged else None
         return (CommitStaging(),)
 
-    def _on_replay_end(self, request_id: int) -> tuple[Instruction, ...]:
+    def on_replay_end(self) -> tuple[Instruction, ...]:
         """Handle a bare end marker: the publisher has no extension, or had to cut its answer."""
-        if request_id != self.open_request_id:
-            return _NONE
         instructions = self._on_answer_failed()
         if self._failures >= self._patience and not self._shown_on_connection:
             self.lacks_extension = True
         return instructions
 
-    def _on_replay_timeout(self, request_id: int) -> tuple[Instruction, ...]:
-        if request_id != self.open_request_id:
-            return _NONE
+    def on_replay_timeout(self) -> tuple[Instruction, ...]:
         self.counters.replays_unanswered += 1
         return self._on_answer_failed()
 
@@ -487,19 +433,19 @@ class DigestCursor:
 
     # --- time, which the follower measures ---
 
-    def _on_retry_due(self) -> tuple[Instruction, ...]:
+    def on_retry_due(self) -> tuple[Instruction, ...]:
         if self._request is not None or not self._failures:
             return _NONE
         return self._send(ReplayVerb.STATUS) if self._state in _FOLLOWING else self._sync()
 
-    def _on_probe_due(self) -> tuple[Instruction, ...]:
+    def on_probe_due(self) -> tuple[Instruction, ...]:
         if self._state not in _FOLLOWING or self._request is not None or self._failures:
             return _NONE
         return self._send(ReplayVerb.STATUS)
 
     # --- what the follower found in a batch ---
 
-    def _on_clear_applied(self) -> tuple[Instruction, ...]:
+    def on_clear_applied(self) -> tuple[Instruction, ...]:
         """Forget earlier damage: a clear removes whatever an unreadable batch would have changed."""
         if self._request is not None and self._request.staging is not None:
             self._request.is_damaged = False
@@ -509,7 +455,7 @@ class DigestCursor:
             self._settle()
         return _NONE
 
-    def _on_batch_damaged(self) -> tuple[Instruction, ...]:
+    def on_batch_damaged(self) -> tuple[Instruction, ...]:
         if self._request is not None and self._request.staging is not None:
             self._request.is_damaged = True
             return _NONE

@@ -1,5 +1,7 @@
 """Following one stream: carries out its cursor's instructions on a view, and keeps its deadlines by a clock.
 
+``FollowerBase`` is the part that streams over ZeroMQ and streams in a log have in common.
+
 The owner of a ``StreamFollower`` has the sockets and the clock. It passes on each message and calls ``tick`` no later
 than ``next_deadline_s``. Requests go out through a ``ReplayChannel``.
 """
@@ -10,7 +12,9 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
+
+import attrs
 
 from observability.kv_stream.batch_applier import BatchApplier
 from observability.kv_stream.cursor_events import (
@@ -25,15 +29,122 @@ from observability.kv_stream.cursor_events import (
     ReplayTimedOut,
     RetryDue,
 )
-from observability.kv_stream.follow_policy import Deadlines, FollowPolicy
-from observability.kv_stream.instructions import Instruction, RetryLater, SendReplayRequest
+from observability.kv_stream.instructions import Instruction, RetryLater, SendReplayRequest, ViewInstruction
+from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
 from observability.kv_stream.stream_stats import StreamPosition, StreamStats
 from scheduler_components import DecodeError
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
+from scheduler_components.validators import number_validator
 
-__all__ = ["ReplayChannel", "StreamFollower"]
+__all__ = ["Deadlines", "FollowPolicy", "FollowerBase", "ReplayChannel", "StreamFollower"]
+
+CursorT = TypeVar("CursorT", StreamCursor, LogCursor)
+
+
+@attrs.frozen(kw_only=True)
+class FollowPolicy:
+    """How long a follower waits, in seconds.
+
+    Attributes:
+        answer_timeout_s: silence within a replay answer after which the answer counts as lost. Dynamo has no such limit
+            and receives nothing more after one lost end marker.
+        retry_min_s, retry_max_s: the pause after an unanswered request doubles between these, with jitter. A publisher
+            that comes back gets a request within the longest pause.
+        request_interval_s: a stream sends four requests without a pause, and then one per interval: in ``t`` seconds at
+            most ``4 + t / request_interval_s``.
+        probe_interval_s: time between two probes. It bounds how long a lost last batch stays unnoticed. A publisher
+            without the extension is probed after this time of silence.
+        dead_after_s: time without a connection after which the publisher counts as dead.
+
+    Raises:
+        ConfigError: a time is not above 0.
+    """
+
+    answer_timeout_s: float = attrs.field(default=5.0, validator=number_validator())
+    retry_min_s: float = attrs.field(default=0.2, validator=number_validator())
+    retry_max_s: float = attrs.field(default=2.0, validator=number_validator())
+    request_interval_s: float = attrs.field(default=0.5, validator=number_validator())
+    probe_interval_s: float = attrs.field(default=2.0, validator=number_validator())
+    dead_after_s: float = attrs.field(default=15.0, validator=number_validator())
+
+    def pause_s(self, failures: int, jitter: float) -> float:
+        """Return the pause after ``failures`` in a row. ``jitter`` from 0 to 1 shortens it by up to half."""
+        longest = min(self.retry_max_s, self.retry_min_s * 2.0 ** min(failures - 1, 30))
+        return longest * (1.0 - jitter / 2)
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """Times on the caller's monotonic clock, in seconds; infinite when not set.
+
+    Attributes:
+        answer_s: the answer to the open request is overdue.
+        retry_s: a failed request may be sent again.
+        credit_s: the follower restores one replay request.
+        probe_s: a probe is due.
+        silent_s: the heartbeat is overdue.
+        dead_s: the publisher counts as dead.
+    """
+
+    answer_s: float = math.inf
+    retry_s: float = math.inf
+    credit_s: float = math.inf
+    probe_s: float = math.inf
+    silent_s: float = math.inf
+    dead_s: float = math.inf
+
+    def next_s(self) -> float:
+        return min(self.answer_s, self.retry_s, self.credit_s, self.probe_s, self.silent_s, self.dead_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class FollowerBase(Generic[CursorT]):
+    """One stream's cursor, applier and deadlines. ``now_s`` is always the caller's monotonic clock.
+
+    ``StreamFollower`` and ``LogFollower`` inherit from this class, because the owner of either calls these methods.
+    """
+
+    cursor: CursorT
+    applier: BatchApplier
+    policy: FollowPolicy
+    jitter: Callable[[], float] = random.random
+    _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The latest time for the next ``tick``; infinite without a deadline."""
+        return self._deadlines.next_s()
+
+    @property
+    def position(self) -> StreamPosition:
+        """The position of the view."""
+        cursor = self.cursor
+        return StreamPosition(self.applier.rank, cursor.state, cursor.last_seq, cursor.is_settled)
+
+    def stats(self, endpoint: str) -> StreamStats:
+        """Return the statistics of the stream except those of its transport."""
+        cursor = self.cursor
+        return self.applier.stats(cursor.counters, state=cursor.state, last_seq=cursor.last_seq, endpoint=endpoint)
+
+    def begin(self, now_s: float) -> None:
+        """Start to wait for the first connection."""
+        self._deadlines.dead_s = now_s + self.policy.dead_after_s
+
+    def _carry_out_locally(self, instruction: ViewInstruction | RetryLater, now_s: float) -> None:
+        """Carry out an instruction that needs no channel, and report to the cursor what the batch contained."""
+        if isinstance(instruction, RetryLater):
+            self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
+            return
+        feedback = self.applier.carry_out(instruction)
+        if feedback is not None:
+            self.cursor.handle(feedback)
+
+    def _report_state(self) -> None:
+        state = self.cursor.state
+        if state is not self.applier.state:
+            self.applier.report_state(state)
 
 
 class ReplayChannel(Protocol):
@@ -62,36 +173,11 @@ class _OpenRequest:
 
 
 @dataclass(slots=True, kw_only=True)
-class StreamFollower:
-    """One stream's cursor, applier and deadlines. ``now_s`` is always the caller's monotonic clock."""
+class StreamFollower(FollowerBase[StreamCursor]):
+    """Follows one stream over ZeroMQ. It sends requests through ``channel``, and limits them by a credit."""
 
-    cursor: StreamCursor
-    applier: BatchApplier
     channel: ReplayChannel
-    policy: FollowPolicy
-    jitter: Callable[[], float] = random.random
-    _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
     _open_request: _OpenRequest = field(default_factory=_OpenRequest, init=False)
-
-    @property
-    def next_deadline_s(self) -> float:
-        """The latest time for the next ``tick``; infinite without a deadline."""
-        return self._deadlines.next_s()
-
-    @property
-    def position(self) -> StreamPosition:
-        """The position of the view."""
-        cursor = self.cursor
-        return StreamPosition(self.applier.rank, cursor.state, cursor.last_seq, cursor.is_settled)
-
-    def stats(self, endpoint: str) -> StreamStats:
-        """Return the statistics of the stream except those of its transport."""
-        cursor = self.cursor
-        return self.applier.stats(cursor.counters, state=cursor.state, last_seq=cursor.last_seq, endpoint=endpoint)
-
-    def begin(self, now_s: float) -> None:
-        """Start to wait for the first connection."""
-        self._deadlines.dead_s = now_s + self.policy.dead_after_s
 
     def on_connected(self, now_s: float) -> None:
         """The live connection is up."""
@@ -176,16 +262,11 @@ class StreamFollower:
         for instruction in instructions:
             if isinstance(instruction, SendReplayRequest):
                 self._send(instruction, now_s)
-            elif isinstance(instruction, RetryLater):
-                self._deadlines.retry_s = now_s + self.policy.pause_s(instruction.failures, self.jitter())
             else:
-                feedback = self.applier.carry_out(instruction)
-                if feedback is not None:
-                    self.cursor.handle(feedback)
+                self._carry_out_locally(instruction, now_s)
         if self._open_request.is_sent and self.cursor.open_request_id is None:
             self._cancel()
-        if self.cursor.state is not self.applier.state:
-            self.applier.report_state(self.cursor.state)
+        self._report_state()
 
     def _send(self, request: SendReplayRequest, now_s: float) -> None:
         """Send a request, or hold it until there is credit."""

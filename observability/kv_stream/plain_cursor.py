@@ -6,23 +6,7 @@ The theory is at the top of ``stream_cursor``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
-from observability.kv_stream.cursor_events import (
-    BatchDamaged,
-    ClearApplied,
-    Connected,
-    ConnectionTimedOut,
-    CreditAvailable,
-    CursorEvent,
-    Disconnected,
-    ProbeDue,
-    ReplayBatchReceived,
-    ReplayEndReceived,
-    ReplayMetaReceived,
-    ReplayTimedOut,
-    RetryDue,
-)
 from observability.kv_stream.instructions import Apply, Clear, Instruction, RetryLater, SendReplayRequest
 from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
 
@@ -69,7 +53,7 @@ class _PlainRequest:
 
 
 class PlainCursor:
-    """Recovers one stream by numbers and the last payload.
+    """Recovers one stream by numbers and the last payload. ``stream_cursor.dispatch`` calls its methods.
 
     Without a replay channel, or while it does not answer, nothing proves the stream, and it is never ``LIVE``.
 
@@ -133,39 +117,9 @@ class PlainCursor:
     def _is_replay_silent(self) -> bool:
         return self._failures >= self._patience
 
-    def handle(self, event: CursorEvent) -> tuple[Instruction, ...]:
-        """Process one event and return the instructions to carry out, in order, before the next event."""
-        match event:
-            case ReplayBatchReceived(request_id, seq, payload):
-                return self._on_replay_batch(request_id, seq, payload)
-            case ReplayMetaReceived():
-                self.counters.stale_replays += 1  # no plain request has such an answer
-                return _NONE
-            case ReplayEndReceived(request_id):
-                return self._on_replay_end(request_id)
-            case ReplayTimedOut(request_id):
-                return self._on_replay_timeout(request_id)
-            case Connected():
-                return self._on_connected()
-            case Disconnected():
-                return self._on_disconnected()
-            case ConnectionTimedOut():
-                return self._on_connection_timeout()
-            case CreditAvailable():
-                return self._on_credit_available()
-            case RetryDue():
-                return self._on_retry_due()
-            case ProbeDue():
-                return self._on_probe_due()
-            case ClearApplied():
-                return self._on_clear_applied()
-            case BatchDamaged():
-                return self._on_batch_damaged()
-        assert_never(event)
-
     def on_live_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         """Process one batch of the live channel; see ``StreamCursor.on_live_batch``."""
-        before = self._on_connected()
+        before = self.on_connected()
         run = self._run
         is_advance = seq > self._last_live_seq
         self._last_live_seq = seq
@@ -193,7 +147,7 @@ class PlainCursor:
 
     # --- the connection ---
 
-    def _on_connected(self) -> tuple[Instruction, ...]:
+    def on_connected(self) -> tuple[Instruction, ...]:
         if self._state not in UNCONNECTED:
             return _NONE
         if self._has_replay:
@@ -202,7 +156,7 @@ class PlainCursor:
         self._change_state(StreamState.PARTIAL)
         return (Clear("nothing is replayed: earlier batches are unknown"),)
 
-    def _on_disconnected(self) -> tuple[Instruction, ...]:
+    def on_disconnected(self) -> tuple[Instruction, ...]:
         if self._state is not StreamState.DEAD:
             self._request = None
             self._has_gap = False
@@ -211,7 +165,7 @@ class PlainCursor:
             self._change_state(StreamState.CONNECTING)
         return _NONE
 
-    def _on_connection_timeout(self) -> tuple[Instruction, ...]:
+    def on_connection_timeout(self) -> tuple[Instruction, ...]:
         self._request = None
         self._has_gap = False
         self._failures = 0
@@ -221,7 +175,7 @@ class PlainCursor:
 
     # --- gaps ---
 
-    def _on_credit_available(self) -> tuple[Instruction, ...]:
+    def on_credit_available(self) -> tuple[Instruction, ...]:
         return self._recover_gap() if self._has_gap and not self._failures else _NONE
 
     def _recover_gap(self) -> tuple[Instruction, ...]:
@@ -234,11 +188,9 @@ class PlainCursor:
 
     # --- answers ---
 
-    def _on_replay_batch(self, request_id: int, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+    def on_replay_batch(self, seq: int, payload: bytes) -> tuple[Instruction, ...]:
         request = self._request
-        if request is None or request.request_id != request_id:
-            self.counters.stale_replays += 1
-            return _NONE
+        assert request is not None
         request.num_batches += 1
         if request.num_batches == 1:
             return self._on_first_batch(request, seq, payload)
@@ -262,10 +214,9 @@ class PlainCursor:
             return _NONE
         return self._resync("the publisher restarted and passed the held number")
 
-    def _on_replay_end(self, request_id: int) -> tuple[Instruction, ...]:
+    def on_replay_end(self) -> tuple[Instruction, ...]:
         request = self._request
-        if request is None or request.request_id != request_id:
-            return _NONE
+        assert request is not None
         self._request = None
         self._failures = 0
         if not request.full and not request.num_batches:
@@ -287,10 +238,9 @@ class PlainCursor:
         self._change_state(StreamState.PARTIAL if self._run.adopting else StreamState.SYNCING)
         return _NONE if run.last == NO_SEQUENCE else (Clear("the publisher has no history"),)
 
-    def _on_replay_timeout(self, request_id: int) -> tuple[Instruction, ...]:
+    def on_replay_timeout(self) -> tuple[Instruction, ...]:
         request = self._request
-        if request is None or request.request_id != request_id:
-            return _NONE
+        assert request is not None
         self._request = None
         self.counters.replays_unanswered += 1
         if request.num_applied:
@@ -309,7 +259,7 @@ class PlainCursor:
 
     # --- time, which the follower measures ---
 
-    def _on_retry_due(self) -> tuple[Instruction, ...]:
+    def on_retry_due(self) -> tuple[Instruction, ...]:
         if self._request is not None or not self._failures:
             return _NONE
         return self._send(
@@ -317,7 +267,7 @@ class PlainCursor:
             probing=self._state in _FOLLOWING,
         )
 
-    def _on_probe_due(self) -> tuple[Instruction, ...]:
+    def on_probe_due(self) -> tuple[Instruction, ...]:
         """Check whether the last batches were lost, or the publisher restarted."""
         if not self._has_replay or self._failures or not self.is_accepting_live:
             return _NONE
@@ -325,14 +275,14 @@ class PlainCursor:
 
     # --- what the follower found in a batch ---
 
-    def _on_clear_applied(self) -> tuple[Instruction, ...]:
+    def on_clear_applied(self) -> tuple[Instruction, ...]:
         """Mark the run as complete: after a clear of all blocks the publisher's state is known."""
         self._run.complete = True
         if self._state is StreamState.PARTIAL:
             self._settle()
         return _NONE
 
-    def _on_batch_damaged(self) -> tuple[Instruction, ...]:
+    def on_batch_damaged(self) -> tuple[Instruction, ...]:
         self._run.complete = False
         if self._state is StreamState.LIVE:
             self._change_state(StreamState.PARTIAL)

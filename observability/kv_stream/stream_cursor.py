@@ -62,22 +62,30 @@ extension, ``PlainCursor`` where it has not.
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from observability.kv_stream.cursor_events import (
+    BatchDamaged,
+    ClearApplied,
     Connected,
+    ConnectionTimedOut,
+    CreditAvailable,
     CursorEvent,
     Disconnected,
     ProbeDue,
+    ReplayBatchReceived,
     ReplayEndReceived,
     ReplayMetaReceived,
     ReplayTimedOut,
+    RetryDue,
 )
 from observability.kv_stream.digest_cursor import DigestCursor
-from observability.kv_stream.instructions import Clear, Instruction, SendReplayRequest
+from observability.kv_stream.instructions import Clear, Instruction, SendReplayRequest, request_token
 from observability.kv_stream.plain_cursor import PlainCursor
 from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState
 from scheduler_components.kv_events.replay_messages import ReplayVerb
 
-__all__ = ["StreamCursor"]
+__all__ = ["StreamCursor", "dispatch"]
 
 _NONE: tuple[Instruction, ...] = ()
 _UNSETTLED = (*UNCONNECTED, StreamState.RECOVERING)
@@ -178,17 +186,17 @@ class StreamCursor:
         match event:
             case ReplayMetaReceived(request_id) if self._is_extension_probe(request_id):
                 self._rules = self._new_digest_cursor()
-                return self._rules.handle(Connected())
+                return self._rules.on_connected()
             case ReplayEndReceived(request_id) | ReplayTimedOut(request_id) if self._is_extension_probe(request_id):
                 self._extension_request_id = 0
-                return self._rules.handle(ProbeDue())  # the plain probe that was due
+                return self._rules.on_probe_due()  # the plain probe that was due
             case ProbeDue():
                 if self._count_probe():
                     return self._probe_extension()
             case Disconnected():
                 self._extension_request_id = 0
                 self._probes_left = 1
-        instructions = self._rules.handle(event)
+        instructions = dispatch(self._rules, event)
         if isinstance(self._rules, DigestCursor) and self._rules.lacks_extension:
             return self._follow_plainly(self._rules)
         return instructions
@@ -222,4 +230,41 @@ class StreamCursor:
         self._rules = self._new_plain_cursor()
         self._probes_left = self._probes_per_extension_probe
         cleared = (Clear("the publisher answers no request of the extension"),) if has_blocks else _NONE
-        return (*cleared, *self._rules.handle(Connected()))
+        return (*cleared, *self._rules.on_connected())
+
+
+def dispatch(rules: DigestCursor | PlainCursor, event: CursorEvent) -> tuple[Instruction, ...]:
+    """Pass one event to a set of rules. A message that does not answer the open request has no effect."""
+    match event:
+        case ReplayBatchReceived(request_id, seq, payload):
+            if request_id == rules.open_request_id:
+                return rules.on_replay_batch(seq, payload)
+            rules.counters.stale_replays += 1
+            return _NONE
+        case ReplayMetaReceived(request_id, meta):
+            is_answer = request_id == rules.open_request_id and meta.token == request_token(request_id)
+            if is_answer and isinstance(rules, DigestCursor):  # no plain request has such an answer
+                return rules.on_replay_meta(meta)
+            rules.counters.stale_replays += 1
+            return _NONE
+        case ReplayEndReceived(request_id):
+            return rules.on_replay_end() if request_id == rules.open_request_id else _NONE
+        case ReplayTimedOut(request_id):
+            return rules.on_replay_timeout() if request_id == rules.open_request_id else _NONE
+        case Connected():
+            return rules.on_connected()
+        case Disconnected():
+            return rules.on_disconnected()
+        case ConnectionTimedOut():
+            return rules.on_connection_timeout()
+        case CreditAvailable():
+            return rules.on_credit_available()
+        case RetryDue():
+            return rules.on_retry_due()
+        case ProbeDue():
+            return rules.on_probe_due()
+        case ClearApplied():
+            return rules.on_clear_applied()
+        case BatchDamaged():
+            return rules.on_batch_damaged()
+    assert_never(event)

@@ -94,8 +94,7 @@ class SubscriberBase(StreamQueries, ABC):
 
     ``poll`` and ``wait_until`` belong to one thread, which also closes. The queries may be called from any thread.
 
-    The subscribers of each transport inherit from this class: it is the one base class of the package, because users
-    call all of its methods on either subscriber.
+    The subscribers of each transport inherit from this class, because users call all of its methods on either one.
     """
 
     def __init__(

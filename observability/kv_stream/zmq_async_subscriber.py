@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from observability.kv_stream.follow_policy import FollowPolicy
-from observability.kv_stream.listener import StreamListener
+from observability.kv_stream.batch_applier import StreamListener
+from observability.kv_stream.follower import FollowPolicy
 from observability.kv_stream.stream_stats import StreamPosition
 from observability.kv_stream.subscriber_base import StreamQueries
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber

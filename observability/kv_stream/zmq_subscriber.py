@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
-from observability.kv_stream.batch_applier import BatchApplier, PayloadDecoder
-from observability.kv_stream.follow_policy import FollowPolicy
-from observability.kv_stream.follower import StreamFollower
-from observability.kv_stream.listener import NullStreamListener, StreamListener
+from observability.kv_stream.batch_applier import BatchApplier, NullStreamListener, PayloadDecoder, StreamListener
+from observability.kv_stream.follower import FollowPolicy, StreamFollower
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
 from observability.kv_stream.thread_fair_rlock import FairRLock

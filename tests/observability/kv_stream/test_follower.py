@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.events import stored
 from kit.follower_bench import FollowerBench, live_bench, payload, plain_bench
 
-from observability.kv_stream import (
-    StreamState,
-)
-from scheduler_components import AllBlocksCleared
+from observability.kv_stream import FollowPolicy, StreamState
+from scheduler_components import AllBlocksCleared, ConfigError
 
 
 def test_a_replay_fills_the_view_and_closes_its_channel() -> None:
@@ -120,3 +119,20 @@ def test_junk_ends_the_live_state_and_changes_no_block(junk: bytes) -> None:
     assert bench.state is (StreamState.LIVE if readable else StreamState.PARTIAL)
     bench.follower.on_live_batch(2, payload(AllBlocksCleared(), stored(7)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, {7})
+
+
+POLICY = FollowPolicy(answer_timeout_s=5.0, retry_min_s=1.0, retry_max_s=8.0, probe_interval_s=2.0, dead_after_s=15.0)
+
+
+@given(failures=st.integers(1, 10_000), jitter=st.floats(0, 1))
+@settings(deadline=None)
+def test_pauses_grow_and_stay_within_their_bounds(failures: int, jitter: float) -> None:
+    pause_s = POLICY.pause_s(failures, jitter)
+    assert POLICY.retry_min_s / 2 <= pause_s <= POLICY.retry_max_s
+    assert pause_s <= POLICY.pause_s(failures + 1, jitter)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_an_invalid_time_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="dead_after_s"):
+        FollowPolicy(dead_after_s=value)

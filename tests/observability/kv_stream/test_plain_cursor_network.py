@@ -27,6 +27,7 @@ from observability.kv_stream.cursor_events import (
 )
 from observability.kv_stream.instructions import Apply, Clear, Instruction, RetryLater, SendReplayRequest
 from observability.kv_stream.plain_cursor import PlainCursor
+from observability.kv_stream.stream_cursor import dispatch
 
 END = None
 CLEAR = -1
@@ -89,7 +90,7 @@ class PlainNetworkModel:
                     self.view.discard(block)
                 else:
                     self.view.clear()
-                    self.cursor.handle(ClearApplied())
+                    dispatch(self.cursor, ClearApplied())
             elif isinstance(instruction, Clear):
                 self.view.clear()
             elif isinstance(instruction, SendReplayRequest):
@@ -112,14 +113,14 @@ class PlainNetworkModel:
     def connect(self) -> None:
         if not self.is_connected:
             self.is_connected = True
-            self.carry_out(self.cursor.handle(Connected()))
+            self.carry_out(dispatch(self.cursor, Connected()))
 
     def disconnect(self) -> None:
         if self.is_connected:
             self.is_connected = False
             self.live.clear()
             self.request = self.answer = None
-            self.cursor.handle(Disconnected())
+            dispatch(self.cursor, Disconnected())
 
     def publish(self, ops: list[int]) -> None:
         batches = [self.publisher.publish(op) for op in ops]
@@ -154,38 +155,38 @@ class PlainNetworkModel:
             if self.answer is None:
                 self.answer = self.publisher.answer(request.start)
             if fault == "silence" and not is_first:
-                self.carry_out(self.cursor.handle(ReplayTimedOut(request.request_id)))
+                self.carry_out(dispatch(self.cursor, ReplayTimedOut(request.request_id)))
                 return
             message = self.answer.pop(0)
             if message is END:
-                self.carry_out(self.cursor.handle(ReplayEndReceived(request.request_id)))
+                self.carry_out(dispatch(self.cursor, ReplayEndReceived(request.request_id)))
             elif fault != "drop" or is_first:
-                self.carry_out(self.cursor.handle(ReplayBatchReceived(request.request_id, *message)))
+                self.carry_out(dispatch(self.cursor, ReplayBatchReceived(request.request_id, *message)))
 
     def serve_stale(self) -> None:
         if self.old_answers:
             request_id, answer = self.old_answers.pop()
             for message in answer:
                 if message is END:
-                    self.carry_out(self.cursor.handle(ReplayEndReceived(request_id)))
+                    self.carry_out(dispatch(self.cursor, ReplayEndReceived(request_id)))
                 else:
-                    self.carry_out(self.cursor.handle(ReplayBatchReceived(request_id, *message)))
+                    self.carry_out(dispatch(self.cursor, ReplayBatchReceived(request_id, *message)))
 
     def fail(self) -> None:
         if self.request is not None:
-            self.carry_out(self.cursor.handle(ReplayTimedOut(self.request.request_id)))
+            self.carry_out(dispatch(self.cursor, ReplayTimedOut(self.request.request_id)))
 
     def retry(self) -> None:
         if self.retry_is_due:
             self.retry_is_due = False
-            self.carry_out(self.cursor.handle(RetryDue()))
+            self.carry_out(dispatch(self.cursor, RetryDue()))
 
     def time_out(self) -> None:
         if not self.is_connected:
-            self.carry_out(self.cursor.handle(ConnectionTimedOut()))
+            self.carry_out(dispatch(self.cursor, ConnectionTimedOut()))
 
     def probe(self) -> None:
-        self.carry_out(self.cursor.handle(ProbeDue()))
+        self.carry_out(dispatch(self.cursor, ProbeDue()))
 
     def recover(self) -> None:
         """Stop the faults: deliver, answer and retry everything until the cursor settles."""

@@ -19,10 +19,12 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
-from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower
+from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower, stream_cursor
+from observability.kv_stream.cursor_events import CursorEvent, ReplayBatchReceived
 from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
 from observability.kv_stream.instructions import Apply, Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
+from observability.kv_stream.stream_cursor import dispatch
 from observability.kv_stream.stream_state import ReplayCredit
 from observability.testing import RecoverySimulation
 from observability.testing.recovery_model import Steps
@@ -299,7 +301,7 @@ ONE_LOST_OF_TWO = [
 @caught_by(*ONE_LOST_OF_TWO * 6)
 def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:
     for each in (DigestCursor, PlainCursor):
-        patch.setattr(each, "_on_credit_available", lambda self: ())
+        patch.setattr(each, "on_credit_available", lambda self: ())
 
 
 @caught_by(("send_other_topic", 2, 0), is_searched=True)
@@ -330,7 +332,7 @@ def future_frame_causes_no_request(patch: pytest.MonkeyPatch) -> None:
         "on_live_batch",
         lambda self, seq, payload: () if seq > self._position.next else live(self, seq, payload),
     )
-    patch.setattr(DigestCursor, "_on_probe_due", lambda self: ())
+    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
 
 
 @caught_by(*[("store", 0, 1, False)] * 2, ("restart", False), is_searched=True)
@@ -347,12 +349,12 @@ def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by(("restart", True), seq_base="clock", is_searched=True)
 def truncated_answer_accepted_as_complete(patch: pytest.MonkeyPatch) -> None:
-    def believe(self: DigestCursor, request_id: int) -> tuple[Instruction, ...]:
+    def believe(self: DigestCursor) -> tuple[Instruction, ...]:
         request = self._request
         end = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
         return () if request is None or request.is_status else self._finish(request, end)
 
-    patch.setattr(DigestCursor, "_on_replay_end", believe)
+    patch.setattr(DigestCursor, "on_replay_end", believe)
 
 
 @caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
@@ -377,22 +379,22 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
     *[("serve", 0, 1, "none"), ("deliver_late", 0), ("serve", 0, 9, "none")],
 )
 def answers_to_older_requests_accepted(patch: pytest.MonkeyPatch) -> None:
-    on_replay_batch = DigestCursor._on_replay_batch
-    patch.setattr(
-        DigestCursor,
-        "_on_replay_batch",
-        lambda self, request_id, seq, payload: on_replay_batch(self, self.open_request_id or 0, seq, payload),
-    )
+    def answer_any_request(rules: DigestCursor | PlainCursor, event: CursorEvent) -> tuple[Instruction, ...]:
+        if isinstance(event, ReplayBatchReceived):
+            event = ReplayBatchReceived(rules.open_request_id or 0, event.seq, event.payload)
+        return dispatch(rules, event)
+
+    patch.setattr(stream_cursor, "dispatch", answer_any_request)
 
 
 @caught_by(("disconnect", 1), ("connect", 1), ("serve", 1, 8, "lose"), is_searched=True)
 def retry_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "_on_retry_due", lambda self: ())
+    patch.setattr(DigestCursor, "on_retry_due", lambda self: ())
 
 
 @caught_by(("forge", 0, 0, 1), is_searched=True)
 def probe_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "_on_probe_due", lambda self: ())
+    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
 
 
 @caught_by(("restart", True), ("clear",), is_searched=True)
