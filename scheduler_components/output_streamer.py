@@ -185,7 +185,7 @@ class OutputStreamer:
         for request in requests:
             rid = request.rid
             if request.finish_reason is not None:
-                self.held.add(self._read(request) or self._end_without_tokens(request))
+                self.held.add(self._read(request, request.finish_reason) or self._end_without_tokens(request))
                 self._num_sent.pop(rid, None)
                 self._due.pop(rid, None)
             elif self._is_due(request):
@@ -210,7 +210,7 @@ class OutputStreamer:
         num_new = request.num_output_tokens - num_sent
         return num_new >= interval or (num_sent == 0 and num_new > 0)
 
-    def _read(self, request: StreamedRequest) -> OutputDelta | None:
+    def _read(self, request: StreamedRequest, finish_reason: str | None) -> OutputDelta | None:
         """Build the delta of a request; None if its output cannot be read. The next token of a running one retries."""
         start = self._num_sent.get(request.rid, 0)
         try:
@@ -218,7 +218,7 @@ class OutputStreamer:
         except Exception as error:  # noqa: BLE001 - counted; a guard per request costs 5 us of a step of 64 requests
             self.failures.failed(_READING, error)
             return None
-        return OutputDelta(request.rid, start, request.num_output_tokens, request.finish_reason, output)
+        return OutputDelta(request.rid, start, request.num_output_tokens, finish_reason, output)
 
     def _end_without_tokens(self, request: StreamedRequest) -> OutputDelta:
         """Build an end without the last tokens, so that the client does not wait forever."""
@@ -238,7 +238,8 @@ class OutputStreamer:
         return False
 
     def _next_batch(self) -> OutputBatch:
-        running = [self._read(request) for request in self._due.values()]
+        # A request of `_due` may have ended since. Its end belongs to the `stream` call that brings it.
+        running = [self._read(request, None) for request in self._due.values()]
         if None not in running:
             self.failures.succeeded(_READING)  # once per pass, or one bad request would log twice per step
         deltas = (*self.held.deltas, *(delta for delta in running if delta is not None))

@@ -87,6 +87,7 @@ GENERATE, RETRACT, FINISH, ABORT, QUIET = range(5)
 steps = st.lists(
     st.tuples(
         st.sampled_from(MODES),
+        st.booleans(),
         st.lists(st.tuples(st.integers(0, 3), st.sampled_from([GENERATE, GENERATE, RETRACT, FINISH, ABORT, QUIET]))),
     ),
     max_size=25,
@@ -95,15 +96,16 @@ steps = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 4), min_size=4, max_size=4), steps)
-@example([1, 1, 1, 1], [("full", [(0, GENERATE)]), ("full", [(0, RETRACT)]), ("open", [(0, FINISH)])])
-@example([1, 1, 1, 1], [("torn", [(0, GENERATE)]), ("open", [(0, GENERATE)])])
+@example([1] * 4, [("full", False, [(0, GENERATE)]), ("full", False, [(0, RETRACT)]), ("open", False, [(0, FINISH)])])
+@example([1] * 4, [("torn", False, [(0, GENERATE)]), ("open", False, [(0, GENERATE)])])
+@example([1] * 4, [("full", False, [(0, GENERATE)]), ("open", True, [(0, FINISH)])])
 def test_each_client_reads_its_output_and_end_exactly_once(
-    intervals: list[int], history: list[tuple[str, list[tuple[int, int]]]]
+    intervals: list[int], history: list[tuple[str, bool, list[tuple[int, int]]]]
 ) -> None:
     sink = ScriptedOutputSink()
     streamer = OutputStreamer(sink=sink)
     requests = [StreamedRequest(str(index), interval) for index, interval in enumerate(intervals)]
-    for mode, actions in history:
+    for mode, flushes_before, actions in history:
         sink.mode = mode
         news: dict[str, StreamedRequest] = {}
         for index, action in actions:
@@ -118,6 +120,8 @@ def test_each_client_reads_its_output_and_end_exactly_once(
             elif action != QUIET:
                 request.finish_reason = "stop" if action == FINISH else "abort"
             news[request.rid] = request
+        if flushes_before:
+            streamer.flush()
         streamer.stream(news.values())
     sink.mode = "open"
     streamer.flush()
@@ -135,7 +139,7 @@ def test_each_client_reads_its_output_and_end_exactly_once(
             assert bool(output) == bool(request.output)
         else:
             assert output == []
-    if not any(mode == "torn" for mode, _ in history):
+    if not any(mode == "torn" for mode, *_ in history):
         assert all(len(ends) == 1 for ends in read.ends.values())
         assert streamer.stats().tokens_sent == sum(map(len, read.outputs.values()))
         assert [batch.sequence for batch in sink.batches] == list(range(len(sink.batches)))
@@ -250,3 +254,19 @@ def test_one_unreadable_request_among_others_is_logged_once(caplog: pytest.LogCa
     requests[1].output.append(7)
     streamer.stream(requests)
     assert "works again after 3 failures" in caplog.text
+
+
+def test_a_flush_before_the_step_that_streams_an_end_leaves_the_end_to_it() -> None:
+    sink = ScriptedOutputSink("full")
+    streamer = OutputStreamer(sink=sink)
+    request = StreamedRequest("a", output=[1, 2])
+    streamer.stream([request])
+    request.finish_reason = "abort"
+    sink.mode = "open"
+    streamer.flush()
+    streamer.stream([request])
+    sent = [
+        (delta.start, delta.output.token_ids, delta.finish_reason) for batch in sink.batches for delta in batch.deltas
+    ]
+    assert sent == [(0, (1, 2), None), (2, (), "abort")]
+    assert not streamer.has_backlog
