@@ -12,6 +12,7 @@ import msgspec
 
 from scheduler_components.events import KVCacheEvent, KVEventBatch
 from scheduler_components.failure_log import FailureLog
+from scheduler_components.kv_events.event_publisher import EventPublisher
 from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
@@ -129,14 +130,26 @@ class SchedulerKvEventsPublisher:
         with self.failures.guard(_IDLE):
             self.sink.idle()
 
-    def flush(self) -> None:
+    def flush(self, deadline_s: float = 0.0) -> bool:
         """Publish and send the events that were recorded since the last step. Call it before waiting for requests.
 
         A flush of the cache in an idle engine records events outside of any step. Without this call, readers would
         keep the removed blocks until the next request arrives.
+
+        Args:
+            deadline_s: time to wait, in seconds, for a thread of an ``EventPublisher`` that uses its sockets. With 0
+                such a thread sends what is left.
+
+        Returns:
+            True if every batch has its number, which ``stats().last_sequence`` then shows.
         """
         self.publish_kv_events()
-        self.idle()
+        with self.failures.guard(_IDLE):
+            if isinstance(self.sink, EventPublisher):
+                return self.sink.flush(deadline_s)
+            self.sink.idle()
+            return not self.sink.stats().batches_pending
+        return False
 
     def emit_kv_metrics(self) -> None:
         """Send this rank's slots and blocks to the serving process, if this rank reports metrics."""

@@ -107,6 +107,38 @@ def test_hooks_and_counters_of_a_broken_sink_do_not_raise() -> None:
     assert publisher.failures.total == 2
 
 
+class SinkWithPendingBatches(ListEventSink):
+    num_pending = 1
+
+    def stats(self) -> PublisherStats:
+        return PublisherStats(batches_pending=self.num_pending)
+
+
+class PublisherThatNeedsTime(NullEventPublisher):
+    def flush(self, deadline_s: float = 0.0) -> bool:
+        return deadline_s >= 2.0
+
+
+def test_flush_says_whether_every_batch_has_its_number() -> None:
+    sink = SinkWithPendingBatches()
+    source = ScriptedEventSource([AllBlocksCleared()])
+    publisher = SchedulerKvEventsPublisher(parallel=ParallelState(), source=source, sink=sink)
+    assert not publisher.flush(5.0)
+    assert (len(sink.batches), sink.num_idled) == (1, 1)
+    sink.num_pending = 0
+    assert publisher.flush()
+    sink.error = OSError("gone")
+    assert not publisher.flush()
+    publisher = SchedulerKvEventsPublisher(
+        parallel=ParallelState(), source=ScriptedEventSource(), sink=PublisherThatNeedsTime()
+    )
+    assert (publisher.flush(), publisher.flush(2.0)) == (False, True)
+    publisher = SchedulerKvEventsPublisher(
+        parallel=ParallelState(), source=ScriptedEventSource(), sink=NullEventPublisher()
+    )
+    assert publisher.flush()
+
+
 def test_shutdown_sends_the_last_step_and_closes_both_sinks_though_one_fails() -> None:
     sink, metrics_sink = ListEventSink(), ListSink()
     publisher = SchedulerKvEventsPublisher(

@@ -769,6 +769,23 @@ class ZmqEventPublisher(EventPublisher):
                 if not self._backstop.watch():
                     self._may_defer = False
 
+    def flush(self, deadline_s: float = 0.0) -> bool:
+        """Send the pending batches. Wait up to ``deadline_s`` seconds for a thread that uses the sockets.
+
+        Return True if every batch that was published before has its number and was passed to libzmq.
+
+        Raises:
+            ForkedPublisherError: in a child process.
+        """
+        until_s = time.monotonic() + deadline_s
+        self.idle()
+        while self._closed is None and self._edge.live.num_unsent:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._drain(DrainReason.WAIT, wait_s=left_s)
+        return not self._edge.live.num_unsent
+
     def set_upstream_state(self, state: str | None) -> None:
         """Publish how completely a relay knows its own sources; see ``ReplayMeta.upstream``.
 
@@ -788,11 +805,11 @@ class ZmqEventPublisher(EventPublisher):
         """Let ``publish()`` send the next batch, because the backstop stops polling."""
         self._may_defer = False
 
-    def _drain(self, reason: DrainReason) -> None:
+    def _drain(self, reason: DrainReason, *, wait_s: float = 0.0) -> None:
         self._drained_at_s = time.monotonic()
         try:
-            # Never waits: the owner checks the pending batches again after it has released the lock.
-            while self._closed is None and self._owner.acquire(blocking=False):
+            # A step never waits: the owner checks the pending batches again after it has released the lock.
+            while self._closed is None and self._owner.acquire(timeout=wait_s):
                 try:
                     unfinished = self._edge.drain(reason, self._drained_at_s)
                 finally:

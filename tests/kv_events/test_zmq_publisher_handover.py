@@ -273,3 +273,44 @@ def test_a_batch_that_the_thread_encodes_just_now_is_pending(
     assert (stats.batches_pending, stats.last_sequence) == (1, -1)
     eventually(lambda: publisher.stats().batches_pending == 0)
     assert publisher.stats().last_sequence == 0
+
+
+class WatchedLock:
+    """A lock that says when a caller waits for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.has_waiter = threading.Event()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
+        if timeout > 0.0:
+            self.has_waiter.set()
+        return self.lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+def test_a_flush_waits_for_the_thread_that_uses_the_sockets(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread encodes the first batch until a flush waits for it. The second batch is left to the flush."""
+    encode, encodes = zmq_publisher.BatchEncoder.encode_with_changes, threading.Event()
+    owner = WatchedLock()
+
+    def slow(encoder: Any, *args: Any) -> Any:
+        encodes.set()
+        assert owner.has_waiter.wait(30.0)
+        return encode(encoder, *args)
+
+    publisher = opened()
+    monkeypatch.setattr(publisher, "_owner", owner)
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
+    publisher.publish(numbered_batch(0))
+    assert encodes.wait(30.0)
+    publisher.publish(numbered_batch(1))
+    assert not publisher.flush()
+    assert publisher.stats().last_sequence == -1
+    assert publisher.flush(30.0)
+    stats = publisher.stats()
+    assert (stats.batches_pending, stats.last_sequence) == (0, 1)
+    publisher.shutdown()
+    assert publisher.flush(30.0)

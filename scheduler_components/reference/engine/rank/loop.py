@@ -68,8 +68,7 @@ __all__ = [
     "CommandDecoder",
 ]
 
-_MAX_SENDS = 10_000  # calls of ``idle``, which last longer than the publisher's thread holds the sockets
-
+_FLUSH_DEADLINE_S = 1.0  # the publisher's thread uses the sockets for some milliseconds
 _BACKLOG_S = 0.02  # wait before sending outputs again that the frontend's queue had no room for
 _MAX_DUMP_DELAY_STEPS = 10_000
 
@@ -169,12 +168,7 @@ class RankWorker:
 
     def _dump(self, dump_id: int, step: int) -> CacheDump:
         scheduler = self.scheduler
-        for _ in range(
-            _MAX_SENDS
-        ):  # assign sequence numbers to pending batches, also while the publisher's thread sends
-            scheduler.kv_events.idle()
-            if not scheduler.kv_events.stats().batches_pending:
-                break
+        scheduler.kv_events.flush(_FLUSH_DEADLINE_S)  # every batch has its number before ``last_sequence`` is read
         dump = CacheDump(
             dump_id=dump_id,
             rank=self.parallel.world_rank,
