@@ -57,12 +57,12 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
                 40.0,
             ),
             "the new-token ratio": (tracker.decay_step, 1.0),
-            "decode moments": (lambda: work.record_decode(64, 0.006, 64), 2.0),
-            "a session of profiles that records nothing": (lambda: session.on_step_start("decode"), 0.5),
-            "the length of a chunk, by a model": (lambda: sized.chunk_tokens(30_000, 2_048), 3.0),
-            "the length of a chunk, without one": (lambda: sizer.chunk_tokens(30_000, 2_048), 0.5),
-            "counts of how batches are made, every 16 steps": (terms.stats, 3.0),
-            "the whole internal state, when asked": (state.get, 200.0),
+            "recording a decode step": (lambda: work.record_decode(64, 0.006, 64), 2.0),
+            "a profiler that records nothing": (lambda: session.on_step_start("decode"), 0.5),
+            "dynamic chunk size, with a model": (lambda: sized.chunk_tokens(30_000, 2_048), 3.0),
+            "dynamic chunk size, without a model": (lambda: sizer.chunk_tokens(30_000, 2_048), 0.5),
+            "batch counters, every 16 steps": (terms.stats, 3.0),
+            "the internal state, per query": (state.get, 200.0),
         }
         calls = {name: call for name, (call, _) in parts.items()}
         us = _us(_measured({**calls, "a batch": scheduler.batcher.next_batch}, scale, 2_000))

@@ -29,7 +29,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
         for size in sizes:
             beside = {} if size == sizes[0] else {f"{sizes[0]:,} pages": costs[sizes[0]][operation]}
             goal = Goal(2.0, f"{sizes[0]:,} pages") if beside else None
-            what = f"{operation} a page, tree of {size:,} pages"
+            what = f"{operation} per page, tree of {size:,} pages"
             rows.append(Measurement(NAME, what, "us", costs[size][operation], beside, goal))
     return rows
 
@@ -39,7 +39,10 @@ def _long_match(scale: Scale) -> list[Measurement]:
     tokens = array("I", range(_PROMPT_TOKENS))
     page_keys = {key: number for number, key in enumerate(_pages_of(tokens))}
     rows = []
-    for nodes, cache in (("one node", _cache_of_one_node(tokens)), ("a node a page", _cache_of_single_pages(tokens))):
+    for nodes, cache in (
+        ("one node", _cache_of_one_node(tokens)),
+        ("one node per page", _cache_of_single_pages(tokens)),
+    ):
         for kind, prompt in (("array", tokens), ("list", tokens.tolist())):
             calls: dict[str, Callable[[], object]] = {
                 "ours": partial(cache.match_prefix, prompt),

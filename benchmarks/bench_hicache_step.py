@@ -44,9 +44,9 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     grid = _GRIDS["4 ranks (CP2 x TP2)"]
     for num_operations in _QUEUES:
         result = _measure(scale, "zmq", grid, num_operations)
-        what = f"{num_operations:,} operations under way, 4 ranks"
+        what = f"{num_operations:,} operations in flight, 4 ranks"
         rows.append(Measurement(NAME, f"a step, {what}, zmq", "us", result.us_a_step))
-        rows.append(Measurement(NAME, f"reductions a step, {what}", "1", [result.collectives_a_step]))
+        rows.append(Measurement(NAME, f"reductions per step, {what}", "1", [result.collectives_a_step]))
     return rows
 
 

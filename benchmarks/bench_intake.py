@@ -75,7 +75,7 @@ def _receives(scale: Scale) -> Iterator[Measurement]:
     for num_others in (0, 1, 3, 7):
         with _leader(num_others) as leader:
             us = _us({"ours": leader.receiving(1), "poll": leader.look}, scale, scale.of(5_000))
-        what = f"a receive in which nothing came, {num_others} other ranks"
+        what = f"a receive without input, {num_others} other ranks"
         yield Measurement(NAME, what, "us", us["ours"], {"one poll of the socket": us["poll"]})
     with _leader(3) as leader:
         us = _us({"ours": leader.taking_in(), "sent": leader.sending()}, scale, scale.of(500))

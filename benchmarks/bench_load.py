@@ -84,7 +84,7 @@ def _upkeep(scale: Scale) -> Measurement:
     calls = {"counted": through_counted, "limit": through_plain}
     found = measure_interleaved(calls, turns=scale.turns, number=scale.of(50_000))
     upkeep = [(ours - least) / 1e3 for ours, least in zip(found["counted"], found["limit"], strict=True)]
-    return Measurement(NAME, "upkeep a request, above a list's", "us", upkeep, {}, Goal(0.5))
+    return Measurement(NAME, "cost per request, above a list's", "us", upkeep, {}, Goal(0.5))
 
 
 def _us(samples_ns: Sequence[float]) -> list[float]:

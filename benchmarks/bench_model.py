@@ -202,14 +202,16 @@ def _throughput(bench: _Bench, scale: Scale) -> list[Measurement]:
                 ours.append(count * _NEW_TOKENS / took_s)
                 theirs.append(count * _NEW_TOKENS / bench.serve_by_peer(manager, prompts))
                 bench.settle()
-            what = f"output, {count} at once" + (f", a shared prefix of {_PREFIX_TOKENS} tokens" if prefix else "")
+            what = f"output, {count} concurrent request{'s' * (count > 1)}" + (
+                f", a shared prefix of {_PREFIX_TOKENS} tokens" if prefix else ""
+            )
             rows.append(Measurement(NAME, what, "tok/s", ours, {_PEER: theirs}, Goal(1.0, _PEER, at_least=True)))
-    what = "the kit's own code, of the time to serve 32 at once"
+    what = "share of the kit's own code in the time of 32 concurrent requests"
     return [*rows, Measurement(NAME, what, "%", kit_shares, goal=Goal(3.0))]
 
 
 def _first_tokens(bench: _Bench, scale: Scale) -> list[Measurement]:
-    """Measure the time to the first token behind a prefix that is uncached, in files, on the host, on the device.
+    """Measure the time to the first token after a prefix that is uncached, in files, on the host, on the device.
 
     The two rows from the host differ by the part of the copy that the forward pass hides.
     """
@@ -233,7 +235,7 @@ def _first_tokens(bench: _Bench, scale: Scale) -> list[Measurement]:
         bench.load_by("whole")
         bench.forget()
         found["file"].append(1e3 * bench.first_token_s(prompt()))
-    what = f"first token behind a prefix of {_PREFIX_TOKENS} tokens, "
+    what = f"first token after a prefix of {_PREFIX_TOKENS} tokens, "
     return [
         Measurement(NAME, what + tier, "ms", values, {} if tier == "cold" else {"cold": found["cold"]})
         for tier, values in found.items()
@@ -265,6 +267,6 @@ def _memory(bench: _Bench) -> list[Measurement]:
     sizes = {
         f"KV pool of {_KV_TOKENS:,} tokens": page_bytes * bench.pool.num_pages,
         f"host tier of {_HOST_TOKENS:,} tokens": page_bytes * (_HOST_TOKENS // _PAGE_SIZE),
-        "this process at its largest": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak of this process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     return [Measurement(NAME, f"memory: {name}", "MB", [size / 1e6]) for name, size in sizes.items()]

@@ -52,20 +52,22 @@ def _rows(shape: str, number: int, scale: Scale, peers: Sequence[str]) -> list[M
     payload = bare(batch)
     assert encode(batch, 0) == payload
     relay, decode = _Relay(), BatchDecoder().decode
-    written_anew = BatchEncoder("vllm").encode
+    encode_again = BatchEncoder("vllm").encode
     assert relay.passes_on(payload) == payload
     calls = {
         "ours": lambda: encode(batch, 0),
         "limit": lambda: bare(batch),
         "passed on": lambda: relay.passes_on(payload),
-        "anew": lambda: written_anew(_checked(decode(payload).events), 0),
+        "again": lambda: encode_again(_checked(decode(payload).events), 0),
     }
     found = measure_interleaved(calls, turns=2 * scale.turns, number=scale.of(number))
     spent = {name: [ns / 1e3 for ns in samples] for name, samples in found.items()}
     own = "vLLM's own encoder" if "vLLM" in peers else "the engine's own encoder"
     return [
         Measurement(NAME, f"encode, {shape}", "us", spent["ours"], {own: spent["limit"]}),
-        Measurement(NAME, f"relay, bytes to bytes, {shape}", "us", spent["passed on"], {"written anew": spent["anew"]}),
+        Measurement(
+            NAME, f"relay, bytes to bytes, {shape}", "us", spent["passed on"], {"encoded again": spent["again"]}
+        ),
     ]
 
 

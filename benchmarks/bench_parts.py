@@ -50,10 +50,12 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
             {
                 "encoding": lambda: encoder.encode_with_changes(batch, 0),
                 "of it: events to plain tuples": lambda: DIALECT_WRITERS["array"].trusted(batch.events),
-                "number, window and digest": lambda: stream.append(payload, changes),
+                "number, replay buffer and digest": lambda: stream.append(payload, changes),
                 "of it: the digest": lambda: digest_after(bytes(8), 7, payload),
-                "folding, once it leaves the window, and removing as much": _folding(shape, tells=True),
-                "the same where the encoder told nothing": _folding(shape, tells=False),
+                "folding a batch that leaves the replay buffer, and removing as many blocks": _folding(
+                    shape, tells=True
+                ),
+                "the same without the encoder's changes": _folding(shape, tells=False),
                 "whole": lambda: publisher.publish(batch),
             },
             turns=scale.turns,

@@ -161,7 +161,7 @@ def _cpu(loop: Loop, shape: str, case: str, runs: Runs, ours: str) -> Measuremen
 
     beside = {name: cpu(name) for name in runs if name not in (OFF, loop.ours, KIT_CACHE)}
     goal = Goal(loop.cpu[shape], "SGLang") if shape in loop.cpu else None
-    what = "CPU of a step's publishing, all threads, window full"
+    what = "CPU of publishing per step, all threads, replay buffer full"
     what += ", events of the kit's caches" if ours == KIT_CACHE else ""
     return Measurement(NAME, f"{what}, {case}", "us", cpu(ours), beside, goal)
 
@@ -178,7 +178,7 @@ def _deliveries(loop: Loop, case: str, runs: Runs, rivals: Sequence[str]) -> lis
         rows.append(Measurement(NAME, f"delivery p{percent}, {case}", "ms", ours, spans, goal))
     heard = [run for run in runs[loop.ours] if run.deliveries]
     last = [max(run.deliveries.delays_s[-_TAIL:]) * 1e3 for run in heard if run.deliveries]
-    rows.append(Measurement(NAME, f"the tail, after which nothing is called, {case}", "ms", last, {}, Goal(20.0)))
+    rows.append(Measurement(NAME, f"the last batches, without a further call, {case}", "ms", last, {}, Goal(20.0)))
     missing = [float(len(run.publish_us) - len(run.deliveries.delays_s)) for run in heard if run.deliveries]
     rows.append(Measurement(NAME, f"batches lost, {case}", "", missing, {}, Goal(0.0)))
     return rows

@@ -41,8 +41,8 @@ def _steps(scale: Scale) -> Iterator[Measurement]:
             scheduler.step()
 
         us = _us({"on": on, "off": scheduler.step}, scale, _STEPS_PER_TURN)
-    what = f"a step, {_RUNNING} running, orders can come and none stands"
-    yield Measurement(NAME, what, "us", us["on"], {"no orders": us["off"]}, Goal(1.02, "no orders"))
+    what = f"a step, {_RUNNING} running, control requests enabled, none pending"
+    yield Measurement(NAME, what, "us", us["on"], {"no control requests": us["off"]}, Goal(1.02, "no control requests"))
     with _scheduler(scale, 2) as (scheduler, stepper), _scheduler(scale, 2) as (other, _):
         stepper.enqueue(1, PauseGeneration(PauseMode.FINISH, _FOR_EVER_S))
 
@@ -51,15 +51,15 @@ def _steps(scale: Scale) -> Iterator[Measurement]:
             scheduler.step()
 
         us = _us({"on": asking, "off": other.step}, scale, _STEPS_PER_TURN)
-    what = f"a step, {_RUNNING} running, an order stands: one question"
-    yield Measurement(NAME, what, "us", us["on"], {"no orders": us["off"]})
+    what = f"a step, {_RUNNING} running, a control request pending: one agreement"
+    yield Measurement(NAME, what, "us", us["on"], {"no control requests": us["off"]})
 
 
 def _question(scale: Scale) -> Measurement:
     with _scheduler(scale, 1) as (_, stepper):
         stepper.enqueue(1, FlushCache(_FOR_EVER_S))
         us = _us({"ours": stepper.step}, scale, 2_000)
-    return Measurement(NAME, "one question: propose, agree, settle; one rank", "us", us["ours"], {}, Goal(20.0))
+    return Measurement(NAME, "one agreement: propose, reduce, apply; one rank", "us", us["ours"], {}, Goal(20.0))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     for loop, spec in loops.items():
         # Most of the requested batches have left the replay buffer, so the kit answers with the snapshot.
         folded = replace(spec, replay="loop", buffer_steps=_KEPT // 10, steps=2_000)
-        rows += _live_meanwhile(f"{loop}, folded base", _run(folded, (KIT,), scale), waits=spec.loop == "waits")
+        rows += _live_meanwhile(f"{loop}, with a snapshot", _run(folded, (KIT,), scale), waits=spec.loop == "waits")
     return rows
 
 
@@ -131,7 +131,7 @@ def _live_meanwhile(loop: str, runs: dict[str, list[LoopResult]], *, waits: bool
             longest,
             Goal(1.0) if waits else None,
         ),
-        Measurement(NAME, f"whole replays meanwhile, {loop}", "", answers.pop(KIT), answers),
+        Measurement(NAME, f"complete replays meanwhile, {loop}", "", answers.pop(KIT), answers),
     ]
 
 

@@ -24,9 +24,9 @@ _IMPORTS = {
 _LIBRARIES = "import attrs, msgspec"
 _MEMORY = {
     "cache": ("radix cache, 100,000 pages of 16 tokens", "bytes a page", COUNT),
-    "window": ("publisher's window, 10,000 batches of 1.7 KB", "bytes a batch", NUM_BATCHES),
-    "base1": ("publisher's base, 400,000 blocks of 16 tokens, 1 per event and batch", "bytes a block", BASE_BLOCKS),
-    "base64": ("publisher's base, the same, 64 per event", "bytes a block", BASE_BLOCKS),
+    "window": ("publisher's replay buffer, 10,000 batches of 1.7 KB", "bytes a batch", NUM_BATCHES),
+    "base1": ("publisher's snapshot, 400,000 blocks of 16 tokens, 1 per event and batch", "bytes a block", BASE_BLOCKS),
+    "base64": ("publisher's snapshot, the same, 64 per event", "bytes a block", BASE_BLOCKS),
 }
 _MEMORY_GOALS = {"base1": Goal(200.0), "base64": Goal(60.0)}
 

@@ -125,10 +125,10 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
     """Time the pool checks of a step, and whole steps with and without them."""
     every_step = IntegrityConfig(checks=CheckPolicy(count_every_steps=1), owners_one_in=1)
     with running_scheduler(64) as usual, running_scheduler(64, integrity=every_step) as thorough:
-        ledger = _us(_measured({"ours": _ledger_of(usual), "all watched": _ledger_of(thorough)}, scale, 10_000))
+        ledger = _us(_measured({"ours": _ledger_of(usual), "all recorded": _ledger_of(thorough)}, scale, 10_000))
         checks = _us(_measured({"ours": _checks_of(usual), "in each step": _checks_of(thorough)}, scale, 5_000))
-    beside = {"all watched": ledger["all watched"]}
-    what = "ledger of owners, a step of 64 running, one of four watched"
+    beside = {"all recorded": ledger["all recorded"]}
+    what = "allocation log, a step of 64 running, one page of four recorded"
     yield Measurement(NAME, what, "us", ledger["ours"], beside, Goal(2.0))
     what = "checks and phases, a step of 64 running, counts every 16 steps"
     yield Measurement(NAME, what, "us", checks["ours"], {"in each step": checks["in each step"]}, Goal(2.0))
@@ -136,7 +136,7 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
     with running_scheduler(64) as usual, running_scheduler(64, integrity=without) as bare:
         us = _us(_measured({"ours": usual.step, "without": bare.step}, scale, 80))
     yield Measurement(
-        NAME, "a step of 64 running, with checks and ledger", "us", us["ours"], {"without": us["without"]}
+        NAME, "a step of 64 running, with checks and allocation log", "us", us["ours"], {"without": us["without"]}
     )
 
 

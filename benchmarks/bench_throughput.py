@@ -29,7 +29,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
         per_event = {name: [_cpu_s(each, shape) for each in found] for name, found in runs.items()}
         ours = per_event.pop(KIT)
         bound = Goal(0.2, "SGLang") if shape == "1 block" else None
-        rows.append(Measurement(NAME, f"CPU a million events, {shape}", "s", ours, per_event, bound))
+        rows.append(Measurement(NAME, f"CPU per million events, {shape}", "s", ours, per_event, bound))
     return rows
 
 

@@ -100,7 +100,7 @@ def _unequal_row(num_ranks: int, scale: Scale) -> Measurement:
     for rank in range(num_ranks):
         view.apply(rank, [_stored(prompt[: _DEPTH - rank * _DEPTH // num_ranks])])
     us = _timed_us({"ours": lambda: view.match_lengths(prompt), "limit": _lookups(prompt)}, scale)
-    what = f"deepest prefix of {_DEPTH} blocks, {num_ranks:,} rank{'s' * (num_ranks > 1)} of many depths"
+    what = f"match lengths of {_DEPTH} blocks, {num_ranks:,} rank{'s' * (num_ranks > 1)} of many depths"
     return Measurement(NAME, what, "us", us["ours"], {"limit": us["limit"]}, Goal(25.0) if num_ranks <= 64 else None)
 
 
@@ -119,14 +119,14 @@ def _equal_rows(num_ranks: int, scale: Scale) -> list[Measurement]:
         for rank in range(num_ranks):
             tree.store(rank, prompt)
         if len(tree.match_lengths(unsigned)) != num_ranks:
-            raise AssertionError("Dynamo's tree does not hold what it was told: its events have another form now")
+            raise AssertionError("Dynamo's tree does not hold the events that it received: they have another form now")
         calls |= {"Dynamo": lambda: tree.match_lengths(unsigned), "Dynamo, no dict": lambda: tree.find(unsigned)}
     us = _timed_us(calls, scale)
     ours, best = us.pop("ours"), us.pop("best")
     what = f"of {_DEPTH} blocks, {num_ranks:,} ranks of one depth"
     return [
-        Measurement(NAME, f"deepest prefix {what}", "us", ours, us, Goal(_EQUAL_GOALS[num_ranks])),
-        Measurement(NAME, f"deepest holders only, {what}", "us", best, us, Goal(10.0)),
+        Measurement(NAME, f"match lengths {what}", "us", ours, us, Goal(_EQUAL_GOALS[num_ranks])),
+        Measurement(NAME, f"best ranks only, {what}", "us", best, us, Goal(10.0)),
     ]
 
 

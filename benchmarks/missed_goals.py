@@ -6,7 +6,7 @@ __all__ = ["REASONS"]
 
 REASONS: tuple[tuple[str, str], ...] = (
     (
-        "publish: CPU of a step",
+        "publish: CPU of publishing per step",
         "The encoder checks each value, 4 ns per token and 200 ns per event (`codec`). The peers check none, and their "
         "encoder takes 120 ns per event. Each block enters the snapshot and leaves it again, 0.2 to 0.3 us each in a "
         "loop with pauses. The peers have no snapshot. A step of 512 blocks pays this 1,024 times. Without the fold, "
@@ -27,7 +27,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "publish: loop excess",
-        "See CPU of a step's publishing. Without `idle()`, a step of 8,192 tokens encodes, sends and folds for longer "
+        "See CPU of publishing per step. Without `idle()`, a step of 8,192 tokens encodes, sends and folds for longer "
         "than the 0.2 ms for which its loop releases the GIL. With `idle()`, SGLang's excess at 256 events is 1.5 "
         "times as long.",
     ),
@@ -42,7 +42,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "ranks took 1.16 times a step without input. Input after eight decode steps pays for them too.",
     ),
     (
-        "model: output, 1 at once",
+        "model: output, 1 concurrent request",
         "A run takes one second, so single runs vary: the ratio of the medians of twelve pairs was 1.04.",
     ),
     (
@@ -75,7 +75,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "It took 12.7 and 12.9 us in the last two runs.",
     ),
     (
-        "start: memory of publisher's base",
+        "start: memory of publisher's snapshot",
         "The integer of a hash takes 48 bytes, its entry in the table 30 to 60, and the event 89: 16 tokens of five "
         "bytes, as they were sent. Only a table outside Python or native code would take less. Sorted numpy arrays "
         "took 163 and 130 bytes, see `publish`.",

@@ -13,7 +13,7 @@ __all__ = ["draw_scaling_plot"]
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 110, 40, 48
 _COLOURS = {"match": "#1b7f5c", "insert": "#2a5db0", "evict": "#b0522a"}
-_GROWTH_ROW = re.compile(r"(match|insert|evict) a page, tree of ([\d,]+) pages")
+_GROWTH_ROW = re.compile(r"(match|insert|evict) per page, tree of ([\d,]+) pages")
 
 
 def draw_scaling_plot(rows: Sequence[Measurement]) -> str:
@@ -62,7 +62,7 @@ def _axes(x_decades: range, y_decades: range) -> str:
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#e4e4e4"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
     parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">pages in the tree</text>')
-    parts.append(f'<text x="16" y="{_TOP - 8}">us a page</text>')
+    parts.append(f'<text x="16" y="{_TOP - 8}">us per page</text>')
     return "\n".join(parts)
 
 

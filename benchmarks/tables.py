@@ -22,14 +22,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmark-results.md"
 HEADLINE = (
     ("publish", "publish() p50, 64 events, idle() called"),
     ("publish", "publish() p50, 64 events, no idle()"),
-    ("publish", "CPU of a step's publishing, all threads, window full, 64 events, idle() called"),
+    ("publish", "CPU of publishing per step, all threads, replay buffer full, 64 events, idle() called"),
     ("saturated", "delivery p99, 64 events"),
     ("replay", "live p99 while replaying, loop that also waits"),
     ("replay", "first answer of an idle publisher"),
     ("load", "get_loads(), 10,000 waiting"),
     ("step", "emit(), 64 running, publisher attached, in process"),
     ("trace", "a request of a trace, pages of 16, no events"),
-    ("view", "deepest prefix of 128 blocks, 256 ranks of one depth"),
+    ("view", "match lengths of 128 blocks, 256 ranks of one depth"),
     ("relay", "added delay p50, 2,000 batches/s of 1 block"),
 )
 """Selected rows: section, and the first words of the row."""
