@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler_components import GaugePacer, LoadPublisher, ParallelState
+from scheduler_components import EventBatch, GaugePacer, LoadPublisher, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import LockstepError
 from scheduler_components.internal_state import InternalState
+from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.recv_skipper import RecvSkipper
@@ -47,7 +48,14 @@ from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettin
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing.fakes import ListSink
-from scheduler_components.values import FinishReason, LoadSnapshot, OutputDelta, RelayedInput, SchedulerStats
+from scheduler_components.values import (
+    FinishReason,
+    LoadSnapshot,
+    OutputDelta,
+    PublisherStats,
+    RelayedInput,
+    SchedulerStats,
+)
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
@@ -272,6 +280,33 @@ def test_every_rank_dumps_the_cache_as_it_is_after_the_step(sockets: ReplicaSock
     assert unpack_hashes(dump.block_hashes) == set(rank.worker.scheduler.cache.block_hashes())
     assert len(unpack_hashes(dump.block_hashes)) == 2
     assert dump.digest == rank.worker.scheduler.state_digest
+
+
+class PublisherWithThread(NullEventPublisher):
+    """A publisher whose thread uses the sockets: only a flush that waits for it numbers the pending batches."""
+
+    num_published = num_numbered = 0
+
+    def publish(self, events: EventBatch) -> None:
+        self.num_published += 1
+
+    def flush(self, deadline_s: float = 0.0) -> bool:
+        if deadline_s > 0.0:
+            self.num_numbered = self.num_published
+        return self.num_numbered == self.num_published
+
+    def stats(self) -> PublisherStats:
+        return PublisherStats(
+            batches_pending=self.num_published - self.num_numbered, last_sequence=self.num_numbered - 1
+        )
+
+
+def test_a_dump_names_the_number_of_a_batch_that_another_thread_sends(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=9)
+    rank.worker.scheduler.kv_events.sink = publisher = PublisherWithThread()
+    rank.worker.execute(1, (submit("a"), DumpCache(5)))
+    (dump,) = rank.reports(CacheDump)
+    assert dump.last_sequence == publisher.num_published - 1 >= 0
 
 
 def test_an_idle_leader_has_reported_that_it_is_idle(sockets: ReplicaSockets) -> None:
