@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from observability.kv_stream import StreamState
-from observability.kv_stream.rank_blocks import location_of
+from observability.kv_stream.view import location_of
 from observability.relay.block_set import BlockSet
 from observability.relay.passthrough import split_removal
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent

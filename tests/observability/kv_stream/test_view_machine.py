@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from observability.kv_stream import BlockView, Tier, holder_tables, rank_blocks, view
-from observability.kv_stream.rank_blocks import ViewCounters
+from observability.kv_stream import BlockView, Tier, holder_tables, view
+from observability.kv_stream.view import ViewCounters
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import BlockLocation, block_location, medium_tier
 
@@ -211,7 +211,7 @@ class ViewMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_view_always_equals_plain_sets(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_tables, "SWEEP_SLICE_HASHES", stride)
-    monkeypatch.setattr(rank_blocks, "_MAX_EARLY_HASHES", 4)
+    monkeypatch.setattr(view, "_MAX_EARLY_HASHES", 4)
     monkeypatch.setattr(view, "_SLICES_PER_BATCH", 1)
     monkeypatch.setattr(view, "_SLICES_PER_SWEEP", 1)
     run_state_machine_as_test(ViewMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
