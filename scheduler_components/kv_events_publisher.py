@@ -12,7 +12,7 @@ import msgspec
 
 from scheduler_components.events import KVCacheEvent, KVEventBatch
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.kv_events.event_publisher import EventPublisher
+from scheduler_components.kv_events import EventPublisher
 from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import (
