@@ -53,9 +53,9 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
                 "number, replay buffer and digest": lambda: stream.append(payload, changes),
                 "of it: the digest": lambda: digest_after(bytes(8), 7, payload),
                 "folding a batch that leaves the replay buffer, and removing as many blocks": _folding(
-                    shape, tells=True
+                    shape, has_changes=True
                 ),
-                "the same without the encoder's changes": _folding(shape, tells=False),
+                "the same without the encoder's changes": _folding(shape, has_changes=False),
                 "whole": lambda: publisher.publish(batch),
             },
             turns=scale.turns,
@@ -69,16 +69,16 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
 _CYCLE = 64
 
 
-def _folding(shape: str, *, tells: bool) -> Callable[[], None]:
+def _folding(shape: str, *, has_changes: bool) -> Callable[[], None]:
     """Fold one more batch. Each batch removes the blocks of half a cycle before, so that the snapshot does not grow."""
     encoder, base = BatchEncoder(), StreamSnapshot()
     stored = [tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(step, tuple)) for step in range(_CYCLE)]
     hashes = [tuple(each for event in events for each in event.block_hashes) for events in stored]
-    told = [
+    with_changes = [
         encoder.encode_with_changes(KVEventBatch(1.5, (*events, BlockRemoved(hashes[step - _CYCLE // 2], "GPU")), 0), 0)
         for step, events in enumerate(stored)
     ]
-    coming = cycle(told if tells else [(payload, None) for payload, _ in told])
+    coming = cycle(with_changes if has_changes else [(payload, None) for payload, _ in with_changes])
 
     def fold() -> None:
         base.fold(*next(coming))

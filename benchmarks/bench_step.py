@@ -93,9 +93,9 @@ def _emits(scale: Scale, folder: Path) -> Iterator[Measurement]:
                 "counters": scheduler.kv_events.stats,
             }
             us = _us(_measured(calls, scale, 20_000))
-        beside = {"its load inquiry": us["load"], "the publisher's counters alone": us["counters"]}
+        peers = {"its load inquiry": us["load"], "the publisher's counters alone": us["counters"]}
         what = f"emit(), 64 running, publisher attached, {name}"
-        yield Measurement(NAME, what, "us", us["ours"], beside, Goal(goal_us))
+        yield Measurement(NAME, what, "us", us["ours"], peers, Goal(goal_us))
     shared.close()
 
 
@@ -117,8 +117,8 @@ def _latencies(scale: Scale) -> Measurement:
 
         calls = {"ours": lambda: book.on_tokens(requests, ones), "one by one": one_by_one}
         us = _us(_measured(calls, scale, 2_000))
-    beside = {"one by one": us["one by one"]}
-    return Measurement(NAME, "latencies and rates, a step of 64 running", "us", us["ours"], beside, Goal(15.0))
+    peers = {"one by one": us["one by one"]}
+    return Measurement(NAME, "latencies and rates, a step of 64 running", "us", us["ours"], peers, Goal(15.0))
 
 
 def _guards(scale: Scale) -> Iterator[Measurement]:
@@ -127,9 +127,9 @@ def _guards(scale: Scale) -> Iterator[Measurement]:
     with running_scheduler(64) as usual, running_scheduler(64, integrity=every_step) as thorough:
         ledger = _us(_measured({"ours": _ledger_of(usual), "all recorded": _ledger_of(thorough)}, scale, 10_000))
         checks = _us(_measured({"ours": _checks_of(usual), "in each step": _checks_of(thorough)}, scale, 5_000))
-    beside = {"all recorded": ledger["all recorded"]}
+    peers = {"all recorded": ledger["all recorded"]}
     what = "allocation log, a step of 64 running, one page of four recorded"
-    yield Measurement(NAME, what, "us", ledger["ours"], beside, Goal(2.0))
+    yield Measurement(NAME, what, "us", ledger["ours"], peers, Goal(2.0))
     what = "checks and phases, a step of 64 running, counts every 16 steps"
     yield Measurement(NAME, what, "us", checks["ours"], {"in each step": checks["in each step"]}, Goal(2.0))
     without = IntegrityConfig(checks=CheckPolicy(count_every_steps=10**9), owners_one_in=0)
