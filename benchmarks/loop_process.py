@@ -75,7 +75,8 @@ def _warm_up(subject: BenchmarkedPublisher, spec: LoopSpec) -> None:
     subject.idle()
 
 
-def _run_steps(subject: BenchmarkedPublisher, spec: LoopSpec) -> LoopResult:
+def run_steps(subject: BenchmarkedPublisher, spec: LoopSpec) -> LoopResult:
+    """Run the measured steps of a loop in this process."""
     publish_us, iteration_us = [], []
     clock, cpu, idle, publish = time.perf_counter, time.thread_time, subject.idle, subject.publish
     calls_cpu_s = 0.0
@@ -134,7 +135,7 @@ def _measure(subject: BenchmarkedPublisher, spec: LoopSpec, endpoint: str, repla
     steps = range(0 if spec.works else spec.steps)
     prebuilt = [subject.make_batch(subject.make_events(step), time.time()) for step in steps]
     cpu_before = time.process_time()
-    result = _run_steps(subject, spec) if spec.works else _publish_all(subject, prebuilt)
+    result = run_steps(subject, spec) if spec.works else _publish_all(subject, prebuilt)
     deliveries = subscriber.result(Delivery) if subscriber else None
     cpu_s = time.process_time() - cpu_before
     replays = _together([each.result(Replays) for each in replayers])
