@@ -13,7 +13,7 @@ from benchmarks.measure import Measurement, Scale, measure_interleaved
 from benchmarks.workloads import SHAPES
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import BatchEncoder, EventStream, KVEventsConfig, ZmqEventPublisher
-from scheduler_components.kv_events.dialects import DIALECT_WRITERS
+from scheduler_components.kv_events.dialects import dialect_writer
 from scheduler_components.kv_events.snapshot import StreamSnapshot
 from scheduler_components.kv_events.stream_digest import digest_after
 
@@ -35,7 +35,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
 
 def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
     batch = KVEventBatch(1.5, tuple(BlockStored(**fields) for fields in SHAPES[shape].fields(1, tuple)), 0)
-    encoder = BatchEncoder()
+    encoder, writer = BatchEncoder(), dialect_writer("array")
     payload, changes = encoder.encode_with_changes(batch, 0)
     stream = EventStream(epoch=bytes(16), max_steps=number * (scale.turns + 1), max_bytes=_WINDOW_BYTES)
     publisher = ZmqEventPublisher(
@@ -49,7 +49,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
         found = measure_interleaved(
             {
                 "encoding": lambda: encoder.encode_with_changes(batch, 0),
-                "of it: events to plain tuples": lambda: DIALECT_WRITERS["array"].trusted(batch.events),
+                "of it: events to plain tuples": lambda: writer.trusted(batch.events),
                 "number, replay buffer and digest": lambda: stream.append(payload, changes),
                 "of it: the digest": lambda: digest_after(bytes(8), 7, payload),
                 "folding a batch that leaves the replay buffer, and removing as many blocks": _folding(

@@ -46,13 +46,14 @@ from scheduler_components.kv_events.dialects import (
     BlockChanges,
     DialectWriter,
     compile_function,
+    dialect_writer,
     first_token_mismatch,
     validated_event,
 )
 from scheduler_components.kv_events.native_events import (
-    NATIVE_WRITER,
     NativeDialectWriter,
     event_fields,
+    native_writer,
     slice_raw_event,
     summarize_event,
 )
@@ -139,7 +140,7 @@ class BatchEncoder:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
         self._writer: DialectWriter | NativeDialectWriter = (
-            NATIVE_WRITER if dialect == "native" else DIALECT_WRITERS[dialect]
+            native_writer() if dialect == "native" else dialect_writer(dialect)
         )
 
     def encode(self, batch: EventBatch, rank: int) -> bytes:

@@ -18,7 +18,7 @@ much as packing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from struct import Struct
 from struct import error as PackError
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
@@ -47,6 +47,7 @@ __all__ = [
     "BlockChange",
     "BlockChanges",
     "DialectWriter",
+    "dialect_writer",
     "compile_function",
     "first_token_mismatch",
     "TOKEN_PACKERS",
@@ -466,7 +467,7 @@ def unknown_event(event: object) -> TypeError:
 def _is_valid(event: KVCacheEvent) -> bool:
     """Return True if all readers accept every value; False if the event needs a closer check."""
     try:
-        return DIALECT_WRITERS["array"].checked_one(event) is not None
+        return dialect_writer("array").checked_one(event) is not None
     except PackError:
         return False
 
@@ -547,9 +548,15 @@ def _of_maps(nil_fields: frozenset[str]) -> DialectWriter:
     return DialectWriter(lambda kind: _map_form(kind, nil_fields), writers)
 
 
-DIALECT_WRITERS = {
-    "array": DialectWriter(_array_form, {}),
-    "map": _of_maps(frozenset()),
-    "vllm": _of_maps(VLLM_NIL_FIELDS),
+DIALECT_WRITERS: dict[str, Callable[[], DialectWriter]] = {
+    "array": lambda: DialectWriter(_array_form, {}),
+    "map": lambda: _of_maps(frozenset()),
+    "vllm": lambda: _of_maps(VLLM_NIL_FIELDS),
 }
-"""The writer of each dialect."""
+"""Makes the writer of each dialect."""
+
+
+@cache
+def dialect_writer(dialect: str) -> DialectWriter:
+    """Return the writer of a dialect. The first call compiles it, so that a process compiles those that it uses."""
+    return DIALECT_WRITERS[dialect]()

@@ -17,6 +17,7 @@ attend to all blocks (a sliding window) an event includes the tokens of the skip
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from struct import error as PackError
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
@@ -38,18 +39,18 @@ from scheduler_components.events import (
     signed_block_hash,
 )
 from scheduler_components.kv_events.dialects import (
-    DIALECT_WRITERS,
     NOT_BLOCK_ALIGNED,
     REQUIRED,
     TOKEN_PACKERS,
     BlockChanges,
     compile_function,
+    dialect_writer,
     pack_changes,
     unknown_event,
     validated_event,
 )
 
-__all__ = ["NATIVE_WRITER", "EventSummary", "slice_raw_event", "event_fields", "summarize_event"]
+__all__ = ["native_writer", "EventSummary", "slice_raw_event", "event_fields", "summarize_event"]
 
 
 _BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVENTS}
@@ -283,7 +284,10 @@ def _validated_raw(event: msgspec.Raw) -> msgspec.Raw:
 class NativeDialectWriter:
     """The writer of the dialect ``native``: an engine's events are their own rows, and this kit's become maps."""
 
-    __slots__ = ()
+    __slots__ = ("_own_row",)
+
+    def __init__(self) -> None:
+        self._own_row = dialect_writer("vllm").trusted_one  # readers of both engines accept its maps
 
     def validate(self, event: Any) -> Any:
         """Return ``event`` as it can be encoded.
@@ -310,7 +314,7 @@ class NativeDialectWriter:
 
     def trusted_one(self, event: Any) -> Any:
         """Return the row of a checked event."""
-        return _VLLM.trusted_one(event) if isinstance(event, KVCacheEvent) else event
+        return self._own_row(event) if isinstance(event, KVCacheEvent) else event
 
     def checked(self, events: Sequence[Any]) -> tuple[list[Any], BlockChanges | None]:
         """Return the rows of events, and their changes if known. Raises as ``validate`` does."""
@@ -335,8 +339,10 @@ class NativeDialectWriter:
         return [self.trusted_one(event) for event in events]
 
 
-_VLLM = DIALECT_WRITERS["vllm"]  # readers of both engines accept its maps
-NATIVE_WRITER = NativeDialectWriter()
+@cache
+def native_writer() -> NativeDialectWriter:
+    """Return the writer of the dialect ``native``. The first call compiles that of this kit's events."""
+    return NativeDialectWriter()
 
 
 # Summarize an event, and cut it between blocks.
