@@ -9,8 +9,11 @@ TEST_ARGS ?=
 CHAT_ARGS ?=
 BENCH_ARGS ?=
 # Many tests wait for sockets and processes: three workers keep two cores busy. A file stays on one worker, so that what
-# a file builds once (wheel, site, groups of ranks) is built once. To debug: make test TEST_WORKERS=0 TEST_ARGS='--pdb'
+# a file starts once (engines, groups of ranks, a model) is started once. To debug: make test TEST_WORKERS=0 TEST_ARGS='--pdb'
+# Where the time goes: make test TEST_ARGS='--durations 40'
 TEST_WORKERS ?= 3
+# Marked tests that another target runs: engines, soak, docs, types, wheel.
+ELSEWHERE := engines_only or soak_only or site or types or packaging
 SOAK_SECONDS ?= 60
 MUTANTS ?=
 DOCS_PORT ?= 8000
@@ -28,7 +31,7 @@ NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fast
 	scipy sentencepiece setproctitle soundfile tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chat bench soak mutants engines lint types format docs docs-serve generated clean
+.PHONY: help demo test chat bench soak mutants engines lint types format docs docs-serve wheel generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
@@ -39,15 +42,18 @@ help:
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
-	@echo "make docs    build the documentation into site/, strictly;  make docs-serve  show it on loopback"
+	@echo "make docs    build the documentation into site/, strictly, and check it;  make docs-serve  show it on loopback"
+	@echo "make wheel   build the wheel, install it in an empty environment from the package index, and run it there"
 	@echo "make generated   write the pages that come from the code: metrics table, code map, specification, benchmark results, dashboard"
 	@echo "make clean   remove the environment and caches"
 
 demo: $(VENV)/.engine
 	$(BIN)/scheduler-components demo --hicache $(DEMO_ARGS)
 
+# Tests start hundreds of interpreters. Without cached byte code, each of them compiles the kit again.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not engines_only' $(TEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m 'not ($(ELSEWHERE))' $(TEST_ARGS)
 
 chat: $(VENV)/.chat
 	HF_HUB_OFFLINE=1 $(BIN)/scheduler-components chat $(CHAT_ARGS)
@@ -56,7 +62,8 @@ bench: $(VENV)/.engine
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 soak: $(VENV)/.dev
-	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -n 2 -m soak --hypothesis-profile soak $(TEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -n 2 -m 'soak or soak_only' \
+		--hypothesis-profile soak $(TEST_ARGS)
 
 # Each engine in an environment of its own, which runs the test files that have the engine's name in theirs. Warnings of
 # engines are no errors of ours, and an engine may take minutes to start.
@@ -78,6 +85,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/pytest -m types tests/refactor
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -86,9 +94,13 @@ format: $(VENV)/.dev
 # A broken link, anchor or reference is a warning, and a warning fails. The variable silences an advertisement.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	SITE=site $(BIN)/pytest -m site tests/test_site.py
 
 docs-serve: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
+
+wheel: $(VENV)/.dev
+	$(BIN)/pytest -m packaging tests/test_wheel.py
 
 generated: $(VENV)/.dev
 	$(BIN)/python docs/make_metrics_table.py

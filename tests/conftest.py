@@ -1,17 +1,18 @@
 """Fixtures that all tests share, and the lengths of searches.
 
-Markers say what a test needs: ``pytest --markers`` lists them, and ``-m "not processes and not packaging"`` is quick.
+Markers say what a test needs: ``pytest --markers`` lists them, and ``-m "not processes and not site"`` is quick.
 
-``make test`` runs the tests that are not marked ``engines_only``, with the profile ``default``. ``make soak`` runs the
-tests marked ``soak`` again with the profile ``soak``: ten times the examples for a property whose ``max_examples`` is a
-multiple of the profile's, and the long form of a test that asks for ``soaking``. CI runs the suite with the profile
-``ci``, whose examples are the same in each run, and the tests marked ``soak`` with new ones. To repeat a failure:
-``pytest TEST --hypothesis-seed N``.
+``make test`` runs the tests without a marker of another target (``engines_only``, ``soak_only``, ``site``, ``types``,
+``packaging``), with the profile ``default``. ``make soak`` runs the tests marked ``soak`` again with the profile
+``soak``: thirty times the examples for a property that asks for ``num_examples``, and the long form of a test that
+asks for ``soaking``. CI runs the suite with the profile ``ci``, whose examples are the same in each run, and the tests
+marked ``soak`` with new ones. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import secrets
 import select
@@ -44,6 +45,31 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
 )
 settings.load_profile("default")
+
+
+LONGEST_FILES = (
+    "test_engine_commands.py",
+    "test_torch_sync.py",
+    "test_engine.py",
+    "test_nats_subscriber.py",
+    "test_engine_commands_hicache.py",
+    "test_hicache_torchrun.py",
+    "test_torch_tensor_parallel_processes.py",
+    "test_torch_text_verifier.py",
+    "test_growth.py",
+    "test_http_kv_pool.py",
+)
+"""They run first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what the collection has made from garbage collection: tests that collect would walk it each time."""
+    gc.freeze()
 
 
 pytest_plugins = ["kit.faults", "kit.http_worker", "kit.served", "kit.sockets", "kit.tiny_model"]
