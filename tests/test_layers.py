@@ -79,18 +79,16 @@ def room_of(module: str) -> str:
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+def imports(path: Path) -> list[tuple[str, str]]:
     """Module and name of everything that a file imports, wherever in the file; TYPE_CHECKING blocks included."""
-    for node in ast.walk(parse(path)):
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative imports hide which room is asked"
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
 
 
 def kit_imports(path: Path) -> Iterator[tuple[str, str]]:
@@ -99,7 +97,7 @@ def kit_imports(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def exports(path: Path) -> list[str]:
-    for node in parse(path).body:
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
             return [str(ast.literal_eval(each)) for each in node.value.elts]  # type: ignore[attr-defined]
     return []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import OutputStreamer
 from scheduler_components.output_streamer import FinalDeltaBuffer
@@ -94,7 +95,8 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(2))
 @given(st.lists(st.integers(0, 4), min_size=4, max_size=4), steps)
 @example([1] * 4, [("full", False, [(0, GENERATE)]), ("full", False, [(0, RETRACT)]), ("open", False, [(0, FINISH)])])
 @example([1] * 4, [("torn", False, [(0, GENERATE)]), ("open", False, [(0, GENERATE)])])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVCacheEvent
@@ -57,9 +58,11 @@ class CrampedTableMachine(BlockTableMachine):
     max_pending_blocks = 3
 
 
-TestBlockTable = BlockTableMachine.TestCase
-TestCrampedTable = CrampedTableMachine.TestCase
-TestBlockTable.settings = TestCrampedTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockTable = pytest.mark.soak(BlockTableMachine.TestCase)
+TestCrampedTable = pytest.mark.soak(CrampedTableMachine.TestCase)
+TestBlockTable.settings = TestCrampedTable.settings = settings(
+    max_examples=num_examples(1), stateful_step_count=40, deadline=None
+)
 
 
 # Sequences of calls, and their events.

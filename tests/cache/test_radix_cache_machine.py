@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
+from kit.searches import num_examples
 
 from scheduler_components.cache import RadixCache
 from scheduler_components.testing import PrefixCacheMachine
@@ -24,5 +25,5 @@ class RadixCacheMachine(PrefixCacheMachine):
 
 
 TestRadixCacheMachine = RadixCacheMachine.TestCase
-TestRadixCacheMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=60)
+TestRadixCacheMachine.settings = settings(max_examples=num_examples(1), stateful_step_count=60)
 TestRadixCacheMachine = pytest.mark.soak(pytest.mark.timeout(600)(TestRadixCacheMachine))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import OutOfPagesError
 from scheduler_components.cache import RadixCache, RadixNode
@@ -136,8 +137,9 @@ CALLS = st.one_of(
 )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("has_tiers", [False, True], ids=["device", "three tiers"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(2), deadline=None)
 @given(calls=st.lists(CALLS, min_size=20, max_size=60))
 @example(calls=[("begin", 0, 0), ("grow", 0, 4), ("step", 0, 8), ("grow", 0, 4), ("step", 0, 8), ("evict", 0, 1)])
 def test_merges_keep_the_prefix_of_every_lock(has_tiers: bool, calls: list[tuple[str, int, int]]) -> None:

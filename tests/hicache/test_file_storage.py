@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError, StartError
 from scheduler_components.errors import StorageError
@@ -332,7 +333,8 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
 PLACES = st.sampled_from(["page", "folder", "foreign", "unfinished"])
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(1))
 @given(obstacles=st.lists(st.tuples(st.sampled_from(sorted(OBSTACLES)), PLACES, st.integers(0, 11)), max_size=6))
 @example(obstacles=[("directory", "page", 0)])
 @example(obstacles=[("file", "foreign", 0)])

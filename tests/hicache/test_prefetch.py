@@ -17,8 +17,10 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache
@@ -148,6 +150,8 @@ class Ranks:
             reader.query_steps = reader.page_steps = 1
             reader.spent_steps = min(reader.spent_steps, 1)
         for _ in range(400):
+            if not any(cache.num_operations for cache in self.caches):
+                break
             self.step()
         for cache, host in zip(self.caches, self.hosts, strict=True):
             assert not cache.num_operations
@@ -165,7 +169,8 @@ READERS = st.builds(Reader, query_steps=TIMES, page_steps=TIMES)
 RATES = st.sampled_from([0.5, 1.0, 2.0])
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=num_examples(1), deadline=None)
 @given(
     prefetch=st.sampled_from(["best_effort", "timeout", "wait_complete"]),
     readers=st.tuples(READERS, READERS),

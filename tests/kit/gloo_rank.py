@@ -123,10 +123,13 @@ def main(
         world = world_rank_groups(
             ParallelState.from_tp_rank(rank, tp_size=size, attn_dp_size=dp_size, attn_cp_size=cp_size)
         )
-        # Each scenario opens its own groups, so groups also work after a divergence or a close.
-        found = {scenario: run(scenario, world, timeout_s) for scenario, timeout_s in scenarios}
+        # Each scenario opens its own groups, so groups also work after a divergence or a close. The results are written
+        # after each one, because a rank that stops or dies in the last one ends none after it.
+        found = {}
+        for scenario, timeout_s in scenarios:
+            found[scenario] = run(scenario, world, timeout_s)
+            (folder / f"{rank}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
     except BaseException:
         (folder / f"{rank}.txt").write_text(traceback.format_exc())
         raise
-    (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -183,7 +184,8 @@ def peers_maps(draw: st.DrawFn) -> dict[str, object]:
     return fields | draw(st.dictionaries(st.sampled_from([*sorted(fields), "locality"]), JUNK, max_size=1))
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @given(sent=st.lists(peers_maps(), max_size=4))
 def test_a_batch_of_maps_is_read_as_each_of_its_events_is(sent: list[dict[str, object]]) -> None:
     decoder = BatchDecoder()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
@@ -105,7 +106,8 @@ def replayed(payloads: Payloads, encoder: BatchEncoder, *, kept: int) -> Payload
     return answer + [stream.payload(sequence) for sequence in range(stream.first, stream.next_sequence)]
 
 
-@settings(deadline=None, max_examples=400)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(history=[(BlockStored((5, 2**64 - 1), None, (7, 7), 1, None),), (BlockRemoved((-1,)),), ()], dialect="array")
 @example(history=[(BlockStored((5,), None, (7,), 1, None, medium=""),), (), ()], dialect="array")
 @example(history=[(BlockStored((5,), None, (7,), 1, None), BlockRemoved((5,), "")), (), ()], dialect="vllm")
@@ -120,7 +122,8 @@ def test_a_late_reader_has_the_view_of_a_live_one(history: list[tuple[KVCacheEve
     assert view_of(replayed(sent, encoder, kept=1)) == view_of(sent)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(history=[(BlockStored((5, 2**64 - 1), None, (7, 7), 1, None),), (BlockRemoved((-1,)),)], dialect="array")
 @example(history=[(SEVEN_TIMES,), (BlockRemoved((5.0,)),)], dialect="array")  # type: ignore[arg-type]
 @given(history=ODD_HISTORIES, dialect=st.sampled_from(DIALECTS))

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, Tier
 from scheduler_components import AllBlocksCleared, BlockStored, KVEventBatch
@@ -332,7 +333,8 @@ def sent_of(history: list[list[Any]]) -> list[bytes]:
 PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 
 
-@settings(deadline=None, max_examples=400)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(history=[[VllmStored([5], None, [7], 1, None, "GPU", None), VllmRemoved([5], "CPU"), AllBlocksCleared()]])
 @example(history=[[VllmRemoved([5], "GPU"), VllmRemoved([6], "GPU", 1), VllmRemoved([7], "GPU", 1, "REMOTE")]])
 @given(history=NATIVE_HISTORIES)
@@ -353,7 +355,8 @@ def test_of_plain_events_of_an_engine_no_payload_is_read() -> None:
         assert BatchEncoder("native").encode_with_changes(VllmBatch(1.0, events), 0)[1] is not None
 
 
-@settings(deadline=None, max_examples=400)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(history=[[PAIR], [VllmRemoved([-3], "GPU")], []])  # type: ignore[list-item]
 @example(history=[[ArrayStored([5, DIGEST], None, [7, 7], 1, None)], [VllmRemoved([5], None)], []])
 @example(history=[[PAIR], [VllmRemoved([5], "GPU", None, "REMOTE")], []])  # another worker's copy is removed
@@ -363,7 +366,8 @@ def test_a_late_reader_has_the_view_of_a_live_one(history: list[list[Any]]) -> N
     assert view_of(replayed(sent)) == view_of(sent)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(history=[[PAIR], [VllmRemoved([WIDE], "GPU")]])
 @given(history=NATIVE_HISTORIES)
 def test_a_collapsed_queue_has_the_effect_of_the_queue(history: list[list[Any]]) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.events import MediumGroup, ValidatedEvents
@@ -90,7 +91,8 @@ def stored_event(segment: RunSegment[msgspec.Raw]) -> KVCacheEvent:
     return decode_event(bytes(event if segment.is_whole else slice_raw_event(event, segment.first, segment.stop)))
 
 
-@settings(deadline=None, max_examples=600)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(history=PARENT_STORED_AGAIN, dialect="array", with_changes=True, shared_bytes=10_000)
 @example(history=CYCLE, dialect="array", with_changes=True, shared_bytes=1)
 @given(
@@ -115,7 +117,8 @@ def test_a_folded_history_has_the_state_of_the_history(
     assert len(state) == len(expected)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @example(before=[], history=PARENT_STORED_AGAIN)
 @given(before=invalid_histories(), history=invalid_histories())
 def test_a_collapsed_queue_ends_where_the_queue_ends(before: list[KVEventBatch], history: list[KVEventBatch]) -> None:
@@ -216,7 +219,8 @@ def test_a_snapshot_fits_into_as_few_messages_as_it_needs() -> None:
     assert least == -(-num_bytes // MAX_CHUNK_BYTES)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @given(events=any_events(), dialect=st.sampled_from(DIALECTS), are_checked=st.booleans())
 def test_the_changes_of_the_encoder_equal_those_of_the_payload(
     joined: Callable[[BlockChanges], object], events: tuple[KVCacheEvent, ...], dialect: str, *, are_checked: bool

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import MetricsBoardCollector, PrometheusSink
@@ -123,7 +124,12 @@ def across_processes(
         yield RankSinks(Path(directory), stack)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@pytest.mark.soak
+@settings(
+    deadline=None,
+    max_examples=num_examples(1),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(st.lists(reports, max_size=5), st.booleans(), st.sampled_from(["", "tiny"]))
 def test_a_scrape_is_that_of_a_sink_in_process(
     recorded: list[SchedulerStats], vllm_names: bool, model_name: str

@@ -9,6 +9,7 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import DecodeError
 from scheduler_components.shm_board import DoubleBufferedPage, ReportCodec, read_newest
@@ -74,7 +75,8 @@ def test_a_report_is_read_as_it_was_written(codec: ReportCodec[Any], report: Cal
         assert (found[0], codec.decode(found[1])) == (sequence, report(sequence))
 
 
-@settings(for_each_kind, max_examples=300)
+@pytest.mark.soak
+@settings(for_each_kind, max_examples=num_examples(3))
 @given(st.integers(1, 6), st.lists(st.booleans(), min_size=120, max_size=120))
 @example(1, [False] * 120)
 @example(1, [True] * 120)

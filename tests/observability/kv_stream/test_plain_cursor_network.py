@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.kv_stream import StreamState
 from observability.kv_stream.cursor_events import (
@@ -219,10 +221,11 @@ def run(world: PlainNetworkModel, steps: list[tuple]) -> None:
         getattr(world, name)(*arguments)
 
 
+@pytest.mark.soak
 @given(
     window=st.integers(0, 6), has_replay=st.booleans(), patience=st.integers(1, 3), steps=st.lists(STEPS, max_size=60)
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=num_examples(6), deadline=None)
 def test_no_wrong_view_is_live_and_the_cursor_settles(
     window: int, has_replay: bool, patience: int, steps: list[tuple]
 ) -> None:
@@ -234,8 +237,9 @@ def test_no_wrong_view_is_live_and_the_cursor_settles(
     assert world.cursor.is_accepting_live and world.cursor.state is not StreamState.CONNECTING
 
 
+@pytest.mark.soak
 @given(steps=st.lists(STEPS, max_size=60), last=OPS)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=num_examples(6), deadline=None)
 def test_converges_when_the_publisher_has_its_history(steps: list[tuple], last: list[int]) -> None:
     """With all history in the replay buffer, the view converges after the faults and one probe."""
     world = PlainNetworkModel(window=1_000, has_replay=True)

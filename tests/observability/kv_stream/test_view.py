@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.events import MEDIA, stored
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, Tier
 from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES
@@ -65,8 +66,9 @@ class NaiveView:
 CHANGES = st.lists(st.tuples(RANKS, st.lists(EVENTS, max_size=4)), max_size=25)
 
 
+@pytest.mark.soak
 @given(changes=CHANGES, prompt=st.lists(st.integers(-4, 4)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(4), deadline=None)
 def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], prompt: list[int]) -> None:
     view, naive = BlockView(), NaiveView()
     for rank, events in changes:
@@ -181,8 +183,9 @@ def test_an_unknown_rank_holds_nothing() -> None:
     assert view.match_lengths([]) == view.match_lengths([1]) == {}
 
 
+@pytest.mark.soak
 @given(changes=CHANGES, aside=CHANGES, later=CHANGES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(2), deadline=None)
 def test_a_replaced_rank_keeps_nothing_of_its_old_blocks(
     changes: list[tuple[int, list[KVCacheEvent]]],
     aside: list[tuple[int, list[KVCacheEvent]]],

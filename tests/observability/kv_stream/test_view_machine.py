@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, Tier, holder_tables, view
 from observability.kv_stream.view import ViewCounters
@@ -208,13 +209,16 @@ class ViewMachine(RuleBasedStateMachine):
         self.shows_what_plain_sets_show()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_view_always_equals_plain_sets(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_tables, "SWEEP_SLICE_HASHES", stride)
     monkeypatch.setattr(view, "_MAX_EARLY_HASHES", 4)
     monkeypatch.setattr(view, "_SLICES_PER_BATCH", 1)
     monkeypatch.setattr(view, "_SLICES_PER_SWEEP", 1)
-    run_state_machine_as_test(ViewMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        ViewMachine, settings=settings(max_examples=num_examples(1), stateful_step_count=40, deadline=None)
+    )
 
 
 near_places = st.sampled_from(PLACES[1:4])
@@ -229,8 +233,9 @@ near_removals = st.builds(lambda hashes, where: BlockRemoved(hashes, **where), f
 near_events = st.one_of(near_stores, near_stores, near_removals, st.just(AllBlocksCleared()))
 
 
+@pytest.mark.soak
 @given(changes=st.lists(st.tuples(st.sampled_from((0, 0, 1)), near_events), max_size=40))
-@settings(max_examples=500)
+@settings(max_examples=num_examples(3))
 def test_locations_and_groups_of_one_tier_are_separate(changes: list[tuple[int, KVCacheEvent]]) -> None:
     """Few locations and hashes, so that each event meets the blocks of earlier ones."""
     machine = ViewMachine()

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from observability.kv_stream import BatchApplier
 from observability.kv_stream.view import CountingView
@@ -252,7 +253,8 @@ ODD_EVENTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=1_000)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(10))
 @given(event=ODD_EVENTS)
 def test_forwarded_bytes_are_valid_in_the_dialect(event: Any) -> None:
     """An overflowing queue decodes the events again, and must not lose one."""

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
 TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]
+TWO_RANKS = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2"]
 DEADLINE_S = 90
 
 
@@ -72,7 +73,7 @@ def test_the_demo_passes_its_own_checks() -> None:
 
 
 def test_the_json_lines_of_the_demo_have_the_facts_of_its_text() -> None:
-    with started("demo", *TWO_BY_TWO, "--requests", "8", "--speed", "4", "--json") as process:
+    with started("demo", *TWO_RANKS, "--requests", "8", "--speed", "4", "--json") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
     printed = [json.loads(line) for line in out.splitlines()]
@@ -91,7 +92,7 @@ def test_modules_in_the_working_directory_reach_no_rank(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     kit = str(Path(scheduler_components.__file__).parent.parent)
     script = f"import sys; sys.path[0] = {kit!r}; from scheduler_components.reference.cli.main import main; main()"
-    arguments = [sys.executable, "-c", script, "demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8"]
+    arguments = [sys.executable, "-c", script, "demo", *TWO_RANKS, "--requests", "4", "--speed", "8"]
     ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
 
@@ -120,7 +121,7 @@ def test_a_stream_too_many_fails_the_run() -> None:
 
 
 def test_a_workload_of_which_nothing_finishes_fails_the_run() -> None:
-    with started("demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8", "--kv-tokens", "64") as process:
+    with started("demo", *TWO_RANKS, "--requests", "4", "--speed", "8", "--kv-tokens", "64") as process:
         code, out, _ = finish(process)
     assert code == 1
     assert re.search(r"requests +FAIL", out)
@@ -128,7 +129,7 @@ def test_a_workload_of_which_nothing_finishes_fails_the_run() -> None:
 
 def test_without_a_publisher_the_streams_are_not_verified() -> None:
     arguments = ["--requests", "6", "--speed", "8", "--kv-events-config", '{"publisher": "null"}']
-    with started("demo", *TWO_BY_TWO, *arguments) as process:
+    with started("demo", *TWO_RANKS, *arguments) as process:
         code, out, _ = finish(process)
     assert code == 0
     assert re.search(r"streams +ok +not checked: ", out)
@@ -144,7 +145,7 @@ def test_a_trace_is_replayed_and_verified(tmp_path: Path) -> None:
         )
     )
     with started(
-        "serve", *TWO_BY_TWO, "--port", "0", "--trace", str(path), "--speed", "20", "--kv-tokens", "4096"
+        "serve", *TWO_RANKS, "--port", "0", "--trace", str(path), "--speed", "20", "--kv-tokens", "4096"
     ) as process:
         code, out, _ = finish(process)
     assert code == 0
@@ -156,7 +157,7 @@ def test_a_trace_is_replayed_and_verified(tmp_path: Path) -> None:
 def test_a_bad_trace_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\nnonsense\n')
-    with started("serve", *TWO_BY_TWO, "--port", "0", "--trace", str(path)) as process:
+    with started("serve", *TWO_RANKS, "--port", "0", "--trace", str(path)) as process:
         code, out, err = finish(process)
     assert (code, out) == (2, ""), "a process was started for a trace that cannot be replayed"
     assert f"{path}:2" in err
@@ -172,7 +173,7 @@ def expect_stop(process: subprocess.Popen[str], code: int) -> None:
 
 
 def test_an_interrupt_ends_an_open_stream_and_stops_everything_without_a_traceback() -> None:
-    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
+    with started("serve", *TWO_RANKS, "--port", "0") as process:
         url = wait_for_url(process)
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 100_000}, "stream": True}
         with httpx.stream("POST", f"{url}/generate", json=body) as answer:
@@ -186,7 +187,7 @@ def test_an_interrupt_ends_an_open_stream_and_stops_everything_without_a_traceba
 
 
 def test_ranks_end_when_their_parent_is_killed() -> None:
-    with started("serve", *TWO_BY_TWO, "--port", "0") as process:
+    with started("serve", *TWO_RANKS, "--port", "0") as process:
         wait_for_url(process)
         process.kill()
         finish(process)  # returns when the last rank has closed the output that it inherited

@@ -28,7 +28,14 @@ pytestmark = [
 PATIENCE_S = 90
 
 
-@pytest.mark.parametrize("size, cp_size, pp_size", [(4, 2, 1), (2, 2, 1), (2, 1, 2)], ids=["TP2 x CP2", "CP2", "PP2"])
+@pytest.mark.parametrize(
+    "size, cp_size, pp_size",
+    [
+        pytest.param(4, 2, 1, id="TP2 x CP2"),
+        pytest.param(2, 2, 1, id="CP2", marks=pytest.mark.soak_only),
+        pytest.param(2, 1, 2, id="PP2", marks=pytest.mark.soak_only),
+    ],
+)
 def test_ranks_hold_the_same_pages_at_every_step(size: int, cp_size: int, pp_size: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
     command += [

@@ -56,6 +56,7 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
 )
+ONE_REPLICA = attrs.evolve(SMALL, dp_size=1)
 
 
 @pytest.fixture
@@ -337,7 +338,7 @@ def test_blocked_input_waits_and_a_draining_replica_refuses_requests(private_tmp
         assert counts().receives_skipped > 0
 
     sizes = SchedulerConfig(page_size=4, kv_tokens=1024, recv_interval=4)
-    run_engine(scenario, attrs.evolve(SMALL, dp_size=1, scheduler=sizes))
+    run_engine(scenario, attrs.evolve(ONE_REPLICA, scheduler=sizes))
 
 
 def test_a_closed_request_frees_its_pages(run_on_shared_engine: RunScenario) -> None:
@@ -359,35 +360,41 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
         with pytest.raises(EngineFailedError):
             await generate(engine, make_request(range(4)))
 
-    run_engine(scenario)
+    run_engine(scenario, ONE_REPLICA)
 
 
-@pytest.mark.parametrize("tp_rank", [0, 1])
-def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp: Path, tp_rank: int) -> None:
-    async def scenario(engine: Engine) -> None:
-        engine.frontend.heartbeats.timeout_s = 3.0
-        app = make_app(engine, CollectorRegistry())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-            assert (await client.get("/health")).status_code == 200
-            async with engine.frontend.open_request(make_request(range(40), max_new_tokens=900)) as stream:
-                assert stream.replica == 0
-                await anext(stream)
-                os.kill(engine.ranks[tp_rank].process.pid, signal.SIGSTOP)
-                with pytest.raises(RankSilentError, match=rf"^rank dp0/pp0/tp{tp_rank}.* no heartbeat for [\d.]+ s$"):
-                    async for _ in stream:
-                        pass
-            answer = await client.get("/health")
-            assert answer.status_code == 503
-            assert f"rank dp0/pp0/tp{tp_rank}" in answer.json()["problem"]
-            assert len(await generate(engine, make_request(range(40)))) == 5  # by the other replica
-            os.kill(engine.ranks[tp_rank].process.pid, signal.SIGCONT)
-            while (await client.get("/health")).status_code != 200:
-                await asyncio.sleep(0.02)
+def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp: Path) -> None:
+    """First the leader of a replica, then a follower."""
+
+    async def stop_and_continue(engine: Engine, client: httpx.AsyncClient, tp_rank: int) -> None:
+        assert (await client.get("/health")).status_code == 200
+        async with engine.frontend.open_request(make_request(range(40), max_new_tokens=900)) as stream:
+            name = f"rank dp{stream.replica}/pp0/tp{tp_rank}"
+            process = engine.ranks[2 * stream.replica + tp_rank].process
+            await anext(stream)
+            os.kill(process.pid, signal.SIGSTOP)
+            with pytest.raises(RankSilentError, match=rf"^{name}.* no heartbeat for [\d.]+ s$"):
+                async for _ in stream:
+                    pass
+        answer = await client.get("/health")
+        assert answer.status_code == 503
+        assert name in answer.json()["problem"]
+        assert len(await generate(engine, make_request(range(40)))) == 5  # by the other replica
+        os.kill(process.pid, signal.SIGCONT)
+        while (await client.get("/health")).status_code != 200:
+            await asyncio.sleep(0.02)
         await engine.wait_until_idle()  # what was given up is over there too
         answers = await asyncio.gather(
             *(generate(engine, make_request(range(start, start + 40))) for start in range(8))
         )
         assert all(len(tokens) == 5 for tokens in answers)
+
+    async def scenario(engine: Engine) -> None:
+        engine.frontend.heartbeats.timeout_s = 3.0
+        app = make_app(engine, CollectorRegistry())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+            for tp_rank in (0, 1):
+                await stop_and_continue(engine, client, tp_rank)
 
     # So slow that the request takes seconds: a busy machine stops the rank before its last token.
     run_engine(scenario, attrs.evolve(SMALL, speed=1.0))
@@ -398,7 +405,7 @@ def test_a_rank_that_cannot_start_reports_why(private_tmp: Path) -> None:
         raise AssertionError("it started")
 
     complaints: list[str] = []
-    config = attrs.evolve(SMALL, kv_events='{"publisher": "carrier-pigeon"}')
+    config = attrs.evolve(ONE_REPLICA, kv_events='{"publisher": "carrier-pigeon"}')
     with pytest.raises(EngineFailedError, match="carrier-pigeon"):
         run_engine(scenario, config, complaints)
     assert any("carrier-pigeon" in line for line in complaints)
@@ -409,7 +416,7 @@ def test_an_exception_of_the_caller_stops_the_engine(private_tmp: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_engine(scenario)
+        run_engine(scenario, ONE_REPLICA)
 
 
 def test_a_rank_without_a_configuration_ends_with_one_line() -> None:

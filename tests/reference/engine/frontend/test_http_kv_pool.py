@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 CONFIG = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=512), speed=20.0
 )
-OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=500, answer_s=5.0)
+OPTIONS = ProbeOptions(listen_s=20.0, enough_batches=150, answer_s=5.0)
 
 
 async def examined(config: EngineConfig) -> tuple[ConformanceReport, set[str]]:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kit.ledger_sink import LedgerSink
+from kit.searches import num_examples
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
@@ -287,5 +288,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=50)
+TestSchedulerMachine.settings = settings(max_examples=num_examples(1), stateful_step_count=50)
 TestSchedulerMachine = pytest.mark.soak(pytest.mark.timeout(600)(TestSchedulerMachine))
