@@ -96,7 +96,7 @@ def _whole_scrape(num_ranks: int, stats: SchedulerStats, scale: Scale) -> Measur
         )
     ms = [ns / 1e6 / num_ranks for ns in found["ours"]]
     what = f"a scrape of {num_ranks} rank{'s' * (num_ranks > 1)} with all request times, per rank"
-    return Measurement(NAME, what, "ms", ms, {}, Goal(2.0))
+    return Measurement(NAME, what, "ms", ms, {}, Goal(0.5))
 
 
 def _across_processes(scale: Scale, stats: SchedulerStats) -> list[Measurement]:
@@ -121,7 +121,7 @@ def _across_processes(scale: Scale, stats: SchedulerStats) -> list[Measurement]:
     beside = {"limit": us["limit"], peer: us["gauges"]}
     whole = {"limit": us["limit whole"]}
     return [
-        Measurement(NAME, "record() of the sink alone, without times", "us", us["record"], beside, Goal(4.0)),
+        Measurement(NAME, "record() of the sink alone, without times", "us", us["record"], beside, Goal(2.0)),
         Measurement(NAME, "the same, with tiers, and times that changed", "us", us["record whole"], whole),
         Measurement(NAME, "one scrape, across processes", "ms", ms["scrape"], {peer: ms["scrape gauges"]}),
     ]

@@ -83,7 +83,7 @@ def _emits(scale: Scale, folder: Path) -> Iterator[Measurement]:
     shared = open_shm_metrics_sink(folder, _PARALLEL)
     sinks: dict[str, tuple[MetricsSink, float]] = {
         "in process": (PrometheusSink(CollectorRegistry()), 1.5),
-        "shared memory": (shared, 6.0),
+        "shared memory": (shared, 4.0),
     }
     for name, (sink, goal_us) in sinks.items():
         with running_scheduler(64, sink, bind=f"ipc://{folder}/{name[:2]}") as scheduler:
