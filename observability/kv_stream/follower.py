@@ -193,11 +193,12 @@ class StreamFollower(FollowerBase[StreamCursor]):
 
     def on_live_batch(self, seq: int, payload: bytes, now_s: float) -> None:
         """A live batch came; pass it on only while ``cursor.is_accepting_live``."""
-        last, gaps = self.cursor.last_seq, self.cursor.counters.gaps
-        instructions = self.cursor.on_live_batch(seq, payload)
-        if self.cursor.counters.gaps != gaps:
+        cursor = self.cursor
+        last, gaps = cursor.last_seq, cursor.counters.gaps
+        instructions = cursor.on_live_batch(seq, payload)
+        if cursor.counters.gaps != gaps:
             self.applier.listener.on_gap(self.applier.rank, last + 1, seq)
-        if instructions and not self.cursor.is_extended:
+        if instructions and not cursor.is_extended:
             self._postpone_probe(now_s)  # a batch without effect proves nothing
         self._carry_out(instructions, now_s)
 
