@@ -62,6 +62,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         kind: what the use does.
         via: how the host is reached.
         member: for ``invoke`` and ``mutate`` by a call, the method of the value.
+        is_named: whether the attribute's name is written there, and not an alias of its value or a string.
         is_certain: false if the object may be another one.
         is_deferred: whether it is inside of a nested function or lambda, which runs later.
         is_conditional: whether it is inside of a branch or a loop.
@@ -74,6 +75,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kind: AccessKind
     via: Via = "self"
     member: str = ""
+    is_named: bool = True
     is_certain: bool = True
     is_deferred: bool = False
     is_conditional: bool = False
@@ -89,6 +91,7 @@ class Escape(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         how: an argument, a return value, or stored.
         callee: the called expression of an argument, as text.
         parameter: the argument's place, from 0, or its name; ``*`` for a starred one.
+        via: how the host is reached.
         is_certain: false if the object may be another one.
     """
 
@@ -98,6 +101,7 @@ class Escape(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     how: Literal["argument", "returned", "stored"]
     callee: str = ""
     parameter: str = ""
+    via: Via = "self"
     is_certain: bool = True
 
 
@@ -570,6 +574,7 @@ class AccessReader:
             kind=kind,
             via=origin.via,
             member=member if kind in ("invoke", "mutate") else "",
+            is_named=isinstance(node, ast.Attribute),
             is_certain=origin.is_certain,
             is_deferred=self._depth > 0,
             is_conditional=self._branches > 0,
@@ -598,6 +603,7 @@ class AccessReader:
                 how=how,
                 callee=callee,
                 parameter=parameter,
+                via=origin.via,
                 is_certain=origin.is_certain,
             )
             self.escapes.append(escape)

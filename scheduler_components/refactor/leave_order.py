@@ -16,7 +16,7 @@ import msgspec
 from scheduler_components.refactor.host_access import Access
 from scheduler_components.refactor.measurement import Measurement, MethodUse, Part
 
-__all__ = ["LeavePlan", "MethodGroup", "PortMember", "group_methods", "plan_leaving"]
+__all__ = ["LeavePlan", "MethodGroup", "PortMember", "group_methods", "plan_leaving", "rebindings_after_start"]
 
 NeedKind: TypeAlias = Literal["fact", "late", "written", "method", "property", "unknown"]
 
@@ -105,6 +105,11 @@ def group_methods(measurement: Measurement) -> tuple[MethodGroup, ...]:
     return tuple(sorted(groups, key=lambda group: (-group.num_lines, group.part, group.methods)))
 
 
+def rebindings_after_start(measurement: Measurement) -> dict[str, Access]:
+    """Return, for each attribute that is bound again after the construction, one place that does so."""
+    return _Facts(measurement).rebound_later
+
+
 @dataclass(slots=True)
 class _Facts:
     """Who defines, binds and uses each member of the host."""
@@ -112,7 +117,7 @@ class _Facts:
     measurement: Measurement
     definer: dict[str, tuple[Part, MethodUse]] = field(default_factory=dict)
     binders: dict[str, set[str]] = field(default_factory=dict)
-    rebound_later: set[str] = field(default_factory=set)
+    rebound_later: dict[str, Access] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for part in self.measurement.own_parts():
@@ -128,7 +133,7 @@ class _Facts:
                         self.binders.setdefault(access.attribute, set()).add(part.name)
                         own = part.role in ("host", "mixin", "base")
                         if not own or use.name not in starting or access.is_deferred:
-                            self.rebound_later.add(access.attribute)
+                            self.rebound_later.setdefault(access.attribute, access)
 
     def _starting(self) -> set[str]:
         """Return the methods that run during the construction only: all their callers do."""

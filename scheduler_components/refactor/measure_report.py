@@ -9,13 +9,13 @@ from html import escape
 
 import msgspec
 
-from scheduler_components.refactor.host_access import Access
+from scheduler_components.refactor.host_access import Access, AccessKind
 from scheduler_components.refactor.leave_order import LeavePlan, MethodGroup, PortMember, group_methods, plan_leaving
 from scheduler_components.refactor.measurement import Measurement, MethodUse
 
 __all__ = ["Edge", "MeasureReport", "part_edges", "render_mermaid", "render_svg", "render_text"]
 
-_KINDS = (
+_KINDS: tuple[tuple[str, AccessKind], ...] = (
     ("reads", "read"),
     ("rebinds", "rebind"),
     ("mutates", "mutate"),
@@ -230,8 +230,8 @@ def _method_lines(use: MethodUse) -> Iterator[str]:
         yield f"    the whole host: {place.how} {place.callee} (line {place.line})".rstrip()
 
 
-def _names(accesses: Iterable[Access], kind: str) -> list[str]:
-    found = {}
+def _names(accesses: Iterable[Access], kind: AccessKind) -> list[str]:
+    found: dict[str, bool] = {}
     for access in accesses:
         if access.kind == kind:
             known = found.get(access.attribute, False)

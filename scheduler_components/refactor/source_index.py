@@ -14,7 +14,15 @@ from typing import TypeAlias
 
 from scheduler_components.errors import ConfigError
 
-__all__ = ["ClassSource", "FunctionSource", "ModuleSource", "SourceIndex", "dotted_name", "parse_module"]
+__all__ = [
+    "ClassSource",
+    "FunctionSource",
+    "ModuleSource",
+    "SourceIndex",
+    "absolute_module",
+    "dotted_name",
+    "parse_module",
+]
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -100,7 +108,7 @@ def parse_module(path: str, text: str) -> ModuleSource:
     module = ModuleSource(path=path, tree=tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            source = _absolute(path, node)
+            source = absolute_module(path, node)
             for alias in node.names:
                 module.imports[alias.asname or alias.name] = (source, alias.name)
         elif isinstance(node, ast.Import):
@@ -219,14 +227,14 @@ class SourceIndex:
         source, imported = module.imports[first]
         if imported:
             if not rest:
-                found = self._file_of(source, path)
+                found = self.file_of(source, path)
                 return self._resolve(found, imported, depth + 1) if found else None
             source = f"{source}.{imported}"
         *modules, last = rest.split(".")
-        found = self._file_of(".".join([source, *modules]), path)
+        found = self.file_of(".".join([source, *modules]), path)
         return self._resolve(found, last, depth + 1) if found and last else None
 
-    def _file_of(self, module: str, importer: str) -> str | None:
+    def file_of(self, module: str, importer: str) -> str | None:
         """Return the path that ends as the dotted name does, the importer's neighbour first, or read the file."""
         parts = tuple(module.strip(".").split("."))
         fitting = [path for path in self._by_stem.get(parts[-1], ()) if _module_parts(path)[-len(parts) :] == parts]
@@ -247,7 +255,8 @@ def _module_parts(path: str) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
 
 
-def _absolute(path: str, node: ast.ImportFrom) -> str:
+def absolute_module(path: str, node: ast.ImportFrom) -> str:
+    """Return the dotted name of the module that an import statement of a file names."""
     if not node.level:
         return node.module or ""
     package = list(PurePosixPath(path).parts)[: -node.level]
