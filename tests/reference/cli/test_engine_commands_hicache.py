@@ -19,7 +19,7 @@ from scheduler_components.reference.engine.config import HiCacheConfig
 pytestmark = pytest.mark.processes
 
 MODULE = [sys.executable, "-m", "scheduler_components"]
-SMALL = ["--hicache", "--speed", "4", "--dp-size", "1", "--kv-tokens", "2048"]
+SMALL = ["--hicache", "--speed", "16", "--dp-size", "1", "--kv-tokens", "2048"]
 DEADLINE_S = 90
 
 

@@ -24,6 +24,7 @@ DEADLINE_S = 200
 PROMPT = (7, 90, 211, 34, 9)
 
 
+@pytest.mark.soak_only  # a real model in the engine and over chat, and the comparison itself, run in the suite
 def test_the_demo_compares_its_answers_with_transformers(model_folder: Path) -> None:
     """A pool so small that prompts go to the host and come back."""
     arguments = ["--model", str(model_folder), "--requests", "5", "--chats-per-s", "50", "--speed", "50"]

@@ -31,8 +31,8 @@ PATIENCE_S = 90
 @pytest.mark.parametrize(
     "size, cp_size, pp_size",
     [
-        pytest.param(4, 2, 1, id="TP2 x CP2"),
-        pytest.param(2, 2, 1, id="CP2", marks=pytest.mark.soak_only),
+        pytest.param(4, 2, 1, id="TP2 x CP2", marks=pytest.mark.soak_only),
+        pytest.param(2, 2, 1, id="CP2"),
         pytest.param(2, 1, 2, id="PP2", marks=pytest.mark.soak_only),
     ],
 )

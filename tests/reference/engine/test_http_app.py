@@ -15,7 +15,7 @@ from scheduler_components.reference.engine.http_app import make_app
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 CONFIG = EngineConfig(
-    dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=512), speed=20.0
+    dp_size=1, attn_cp_size=1, attn_tp_size=1, scheduler=SchedulerConfig(page_size=4, kv_tokens=512), speed=20.0
 )
 
 
