@@ -24,7 +24,7 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, Ca
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.errors import SyncTimeoutError, TierDivergenceError
 from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, KeySpace, Placement
 from scheduler_components.reference.device.hicache_sim import (
     FaultRates,
     SimulatedReplica,
@@ -59,6 +59,7 @@ CONFIGS = st.builds(
     attn_cp_size=st.integers(1, 3),
     attn_tp_size=st.integers(1, 3),
     pp_size=st.integers(1, 2),
+    placement=st.sampled_from([Placement(), Placement.mla()]),
     policy=POLICIES,
     rates=RATES,
     page_size=st.integers(1, 3),
@@ -97,6 +98,7 @@ class TierView:
 @given(config=CONFIGS, seed=st.integers(0, 10_000), num_steps=st.integers(1, 80))
 @example(config=SimulationConfig(), seed=0, num_steps=150)
 @example(config=SimulationConfig(attn_cp_size=1, pp_size=2), seed=0, num_steps=150)
+@example(config=SimulationConfig(placement=Placement.mla()), seed=0, num_steps=150)
 @example(
     config=SimulationConfig(
         attn_cp_size=1, policy=HiCachePolicy(load="by_layer", prefetch_threshold_pages=1), device_pages=30
@@ -228,6 +230,59 @@ def test_without_the_agreed_state_a_diverged_rank_is_not_detected() -> None:
     replica = diverged_replica("state")
     replica.step(StepCommands())
     assert replica.has_diverged
+
+
+MLA = SimulationConfig(
+    placement=Placement.mla(),
+    policy=HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1),
+    rates=FaultRates(failure=0.0, no_host_page=0.0, no_load_room=0.0, storage_outage=0.0),
+    device_pages=24,
+    host_pages=24,
+)
+"""Pages of a latent that CP and TP ranks replicate, and that return from storage."""
+
+
+def run_replica(config: SimulationConfig) -> SimulatedReplica:
+    replica = SimulatedReplica(config, seed=0)
+    for commands in SimulatedWorkload(seed=0, page_size=config.page_size).steps(200):
+        replica.step(commands)
+    return replica
+
+
+def test_one_rank_writes_a_replicated_latent_and_every_rank_reads_it() -> None:
+    replica = run_replica(MLA)
+    writers = [number for number, rank in replica.ranks.items() if rank.mover.keys.is_writer]
+    assert writers == [0]
+    assert len({rank.mover.keys.key(bytes(32)) for rank in replica.ranks.values()}) == 1
+    assert all(cache.stats().pages_prefetched > 0 for cache in replica.caches)
+    assert not replica.has_diverged
+
+
+@pytest.mark.broken_variants
+@pytest.mark.parametrize("axis", ["attn_tp", "pp"])
+def test_a_key_without_a_sharded_axis_returns_the_slice_of_another_rank(
+    axis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for grouped-query attention over TP, once for a latent over pipeline stages."""
+    placement = Placement() if axis == "attn_tp" else Placement.mla()
+    config = attrs.evolve(MLA, placement=placement, pp_size=2)
+    run_replica(config)
+    suffix = KeySpace._make_suffix
+
+    def shorter(self: KeySpace) -> str:
+        return ".".join(part for part in suffix(self).split(".") if not part.startswith(axis))
+
+    monkeypatch.setattr(KeySpace, "_make_suffix", shorter)
+    with pytest.raises(CacheIntegrityError, match="holds the content of another page"):
+        run_replica(config)
+
+
+@pytest.mark.broken_variants
+def test_a_key_with_a_replicated_axis_is_written_by_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank looks for its own copy of the latent. Only the first one is there, so no rank uses it."""
+    suffix = KeySpace._make_suffix
+    monkeypatch.setattr(KeySpace, "_make_suffix", lambda self: f"{suffix(self)}.rank{self.parallel.tp_rank}")
+    assert all(cache.stats().pages_prefetched == 0 for cache in run_replica(MLA).caches)
 
 
 def test_ranks_diverge_over_tp_only_and_never_over_cp_x_tp() -> None:

@@ -8,10 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from scheduler_components import AllBlocksCleared, BlockStored, CacheIntegrityError, ConfigError, OutOfPagesError
+from scheduler_components import (
+    AllBlocksCleared,
+    BlockStored,
+    CacheIntegrityError,
+    ConfigError,
+    OutOfPagesError,
+    ParallelState,
+)
 from scheduler_components.errors import SettingsDivergenceError
 from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, MemoryPageStore
+from scheduler_components.hicache import (
+    HiCachePolicy,
+    HiCacheStepper,
+    HiRadixCache,
+    KeySpace,
+    MemoryPageStore,
+    Placement,
+)
 from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
 from scheduler_components.thread_sync import ThreadSyncHub
@@ -223,6 +237,11 @@ FIELDS: dict[str, dict[str, object]] = {
 }
 
 
+KEYS = KeySpace(
+    model="model", dtype="digest", page_size=2, layout="digest", placement=Placement(), parallel=ParallelState()
+)
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
     hub = ThreadSyncHub({0: ((0, 1),), 1: ((0, 1),)}, timeout_s=60)
@@ -230,9 +249,7 @@ def test_the_first_step_compares_the_settings_of_all_ranks(field: str) -> None:
     def first_step(rank: int) -> SettingsDivergenceError:
         host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
         sizes = {"page_size": 2, "capacity_tokens": 8, "num_host_pages": 8} | (FIELDS[field] if rank else {})
-        mover = SimulatedMover(
-            rng=random.Random(0), rates=FaultRates(), store=MemoryPageStore(1 << 20), slice_name="all", is_writer=True
-        )
+        mover = SimulatedMover(rng=random.Random(0), rates=FaultRates(), store=MemoryPageStore(1 << 20), keys=KEYS)
         key_space = f"model-{rank}" if field == "key namespace" else "model"
         stepper = HiCacheStepper(
             cache=HiRadixCache(host=host, **sizes),

@@ -4,7 +4,8 @@ N ranks run in one process, each with a small scheduler over a real cache. All r
 only in their I/O: each transfer takes a random time and may fail. Every seed runs with the full agreement, without the
 reduction over pipeline stages, and also without the reduction over attention-CP.
 
-A page's content is its digest instead of its bytes, so a page stored under the wrong digest is detected.
+A page's content is its digest and the name of the rank's slice instead of its bytes, so a page that is stored under the
+wrong digest or read from another rank's slice is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.cache import PagePool, RadixNode
 from scheduler_components.cache.block_hash import split_digests
 from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiRadixCache, MemoryPageStore
+from scheduler_components.hicache import HiCachePolicy, HiRadixCache, KeySpace, MemoryPageStore, Placement
 from scheduler_components.page_operations import (
     BackupDone,
     CancelPrefetch,
@@ -130,15 +131,15 @@ class SimulatedMover:
         rng: the random numbers of this rank.
         rates: the faults to simulate.
         store: the storage that all ranks share.
-        slice_name: the slice of each page that this rank reads, as a prefix of its keys.
-        is_writer: this rank writes its slice.
+        keys: the keys of this rank's slices in it.
+        slice_name: the slice of each page that this rank computes, as a prefix of the page's content.
     """
 
     rng: random.Random
     rates: FaultRates
     store: PageStore
-    slice_name: str
-    is_writer: bool
+    keys: KeySpace
+    slice_name: bytes = b""
     _device: dict[int, bytes] = field(default_factory=dict, init=False)
     _host: dict[int, bytes] = field(default_factory=dict, init=False)
     _copies: list[tuple[int, Instruction]] = field(default_factory=list, init=False)
@@ -180,11 +181,11 @@ class SimulatedMover:
         pass
 
     def on_computed(self, digests: bytes, pages: Sequence[int]) -> None:
-        self._device.update(zip(pages, split_digests(digests), strict=True))
+        self._device.update(zip(pages, self._contents(digests), strict=True))
 
     def on_loaded_back(self, digests: bytes, pages: Sequence[int]) -> None:
-        for digest, page in zip(split_digests(digests), pages, strict=True):
-            if self._device.get(page) != digest:
+        for content, page in zip(self._contents(digests), pages, strict=True):
+            if self._device.get(page) != content:
                 raise CacheIntegrityError(f"device page {page} holds the content of another page after a load")
 
     def _end(self, instruction: Instruction) -> IoEvent:
@@ -206,7 +207,7 @@ class SimulatedMover:
         return QueryDone(instruction.op, self.store.batch_exists(keys))
 
     def _back_up(self, instruction: WriteToStorage, is_ok: bool) -> bool:
-        if not self.is_writer:
+        if not self.keys.is_writer:
             return True  # the result of the writer decides
         if is_ok and self.has_storage:
             self.store.batch_set(self._keys(instruction.digests), [self._host[page] for page in instruction.host_pages])
@@ -233,7 +234,10 @@ class SimulatedMover:
         return events
 
     def _keys(self, digests: bytes) -> list[str]:
-        return [f"{self.slice_name}/{digest.hex()}" for digest in split_digests(digests)]
+        return [self.keys.key(digest) for digest in split_digests(digests)]
+
+    def _contents(self, digests: bytes) -> list[bytes]:
+        return [self.slice_name + digest for digest in split_digests(digests)]
 
 
 @attrs.frozen
@@ -398,6 +402,7 @@ class SimulationConfig:
 
     Attributes:
         attn_cp_size, attn_tp_size, pp_size: parallel sizes.
+        placement: how a page is distributed over the ranks; ``Placement.mla()`` for a latent that TP ranks replicate.
         scope: the axes over which the ranks agree.
         policy: policy of every cache.
         rates: faults of every rank's I/O.
@@ -410,6 +415,7 @@ class SimulationConfig:
     attn_cp_size: int = attrs.field(default=2, validator=integer_validator())
     attn_tp_size: int = attrs.field(default=2, validator=integer_validator())
     pp_size: int = attrs.field(default=1, validator=integer_validator())
+    placement: Placement = attrs.field(factory=Placement)
     scope: AgreementScope = "cp x tp x pp"
     policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
     rates: FaultRates = attrs.field(factory=FaultRates)
@@ -529,11 +535,22 @@ def make_rank(config: SimulationConfig, rank: int, store: PageStore, seed: int) 
     """Make one rank. ``seed`` and ``rank`` determine its I/O."""
     rng = random.Random(f"{seed}/{rank}")  # noqa: S311  a simulation
     stage, tp_rank = divmod(rank, config.tp_size)
-    cp_rank, attn_tp_rank = divmod(tp_rank, config.attn_tp_size)
     host = SimulatedHostPages(config.host_pages, rng=rng, failure=config.rates.no_host_page)
-    # All CP ranks hold the same bytes of a page; TP and PP ranks hold different slices.
-    slice_name = f"pp{stage}-tp{attn_tp_rank}"
-    mover = SimulatedMover(rng=rng, rates=config.rates, store=store, slice_name=slice_name, is_writer=cp_rank == 0)
+    parallel = ParallelState.from_tp_rank(
+        tp_rank, tp_size=config.tp_size, attn_cp_size=config.attn_cp_size, pp_rank=stage, pp_size=config.pp_size
+    )
+    keys = KeySpace(
+        model="simulated",
+        dtype="digest",
+        page_size=config.page_size,
+        layout="digest",
+        placement=config.placement,
+        parallel=parallel,
+    )
+    slice_name = f"pp{stage}"
+    if config.placement.attn_tp == "sharded":
+        slice_name += f"-tp{parallel.attn_tp_rank}"
+    mover = SimulatedMover(rng=rng, rates=config.rates, store=store, keys=keys, slice_name=slice_name.encode())
     cache = HiRadixCache(
         page_size=config.page_size,
         capacity_tokens=config.device_pages * config.page_size,
