@@ -156,7 +156,7 @@ class PrefillChunk:
     Attributes:
         first_row, end_row: range of their rows in the batch.
         pages: pages of all positions up to the end of the chunk.
-        mask: added to the scores, ``[rows, positions]``; None for a chunk at the start of its request.
+        mask: added to the scores, ``[rows, positions]``; None for a whole chunk at the start of its request.
     """
 
     first_row: int
@@ -171,8 +171,9 @@ class PagedBatch:
 
     Attributes:
         pool: the KV layers.
-        slots: slot of the key and value of each row: page times page size plus offset.
-        decodes, prefills: the rows and the pages that they read.
+        slots: slot of the key and value of each row: page times page size plus offset. If several ranks divide the
+            rows, it has all of them.
+        decodes, prefills: the rows that this rank computes and the pages that they read.
     """
 
     pool: KvLayers
@@ -183,9 +184,19 @@ class PagedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
+        self.write(layer, key, value)
+        return self.read(layer, query, key, value, scaling)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the key and value of each row of ``slots`` to the pool."""
+        self.pool.keys[layer].flatten(0, 1).index_copy_(0, self.slots, key)
+        self.pool.values[layer].flatten(0, 1).index_copy_(0, self.slots, value)
+
+    def read(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attend like ``attend``, after the keys and values were written."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        keys.flatten(0, 1).index_copy_(0, self.slots, key)
-        values.flatten(0, 1).index_copy_(0, self.slots, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self.decodes:
             rows = slice(group.first_row, group.end_row)
@@ -242,13 +253,19 @@ def _prefill(
     return out[0].transpose(0, 1)
 
 
-def pack_batch(pool: KvLayers, decodes: Sequence[RowSpan], prefills: Sequence[RowSpan]) -> tuple[PagedBatch, list[int]]:
+def pack_batch(
+    pool: KvLayers,
+    decodes: Sequence[RowSpan],
+    prefills: Sequence[RowSpan],
+    computed: Sequence[Sequence[int]] | None = None,
+) -> tuple[PagedBatch, list[int]]:
     """Pack a batch: decodes, sorted by length, then prefills in the given order.
 
     Args:
         pool: the KV layers.
         decodes: spans of one position.
         prefills: spans of any length.
+        computed: positions of each prefill that this rank computes; None for all.
 
     Returns:
         The batch, and the order of the decodes: row ``i`` is ``decodes[order[i]]``.
@@ -257,8 +274,10 @@ def pack_batch(pool: KvLayers, decodes: Sequence[RowSpan], prefills: Sequence[Ro
     order = sorted(range(len(decodes)), key=lambda place: decodes[place].end)
     slots = [_slot(decodes[place].pages, decodes[place].end - 1, page_size) for place in order]
     chunks = []
-    for span in prefills:
-        chunks.append(_chunk(span, len(slots), pool))
+    first_row = len(slots)
+    for place, span in enumerate(prefills):
+        chunks.append(_chunk(span, first_row, pool, computed[place] if computed else None))
+        first_row = chunks[-1].end_row
         slots += [_slot(span.pages, position, page_size) for position in range(span.start, span.end)]
     return (
         PagedBatch(
@@ -313,11 +332,16 @@ def _group(decodes: Sequence[RowSpan], first_row: int, pool: KvLayers) -> Decode
     )
 
 
-def _chunk(span: RowSpan, first_row: int, pool: KvLayers) -> PrefillChunk:
+def _chunk(span: RowSpan, first_row: int, pool: KvLayers, computed: Sequence[int] | None) -> PrefillChunk:
     keys = pool.keys[0]
-    num_rows = span.end - span.start
     pages = torch.tensor(span.pages[: _num_pages(span, keys.shape[1])], dtype=torch.int64, device=keys.device)
     mask = None
-    if span.start:
-        mask = torch.full((num_rows, span.end), -torch.inf, dtype=keys.dtype, device=keys.device).triu_(span.start + 1)
+    if computed is not None:
+        rows = torch.tensor(computed, device=keys.device)
+        hidden = torch.arange(span.end, device=keys.device) > rows[:, None]
+        mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
+    elif span.start:
+        shape = (span.end - span.start, span.end)
+        mask = torch.full(shape, -torch.inf, dtype=keys.dtype, device=keys.device).triu_(span.start + 1)
+    num_rows = span.end - span.start if computed is None else len(computed)
     return PrefillChunk(first_row=first_row, end_row=first_row + num_rows, pages=pages, mask=mask)

@@ -10,7 +10,13 @@ from transformers import PreTrainedModel
 
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledChunk
-from scheduler_components.reference.device.torch_attention import KvLayers, PagedBatch, pack_batch
+from scheduler_components.reference.device.torch_attention import AttentionBackend, KvLayers, PagedBatch, pack_batch
+from scheduler_components.reference.device.torch_context_parallel import (
+    computed_positions,
+    context_parallel_attention,
+    use_logits_of_first_rank,
+)
+from scheduler_components.reference.device.torch_model_parallel import ModelParallelGroup, NullModelParallelGroup
 from scheduler_components.reference.device.torch_sampling import SamplingDraw, choose_tokens, token_logprobs
 
 __all__ = ["TorchDevice"]
@@ -31,14 +37,14 @@ class _Span:
 class _LayerWaitingAttention:
     """An ``AttentionBackend`` that waits before each layer for pages that are still being copied to the device."""
 
-    paged: PagedBatch
+    attention: AttentionBackend
     layer_counter: LayerDoneCounter
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         self.layer_counter.wait_until(layer)
-        return self.paged.attend(layer, query, key, value, scaling)
+        return self.attention.attend(layer, query, key, value, scaling)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -49,7 +55,7 @@ class _Forward:
         chunks: the chunks in the order of their rows.
         places: index of each chunk in the scheduler's batch.
         paged: the packed batch for attention.
-        first_rows: first row of each chunk, then the number of rows.
+        first_rows: first row of each chunk in the batch of all ranks, then the number of its rows.
         logits: logits of each chunk's last row; ``[chunks, vocabulary]``.
     """
 
@@ -78,11 +84,13 @@ class TorchDevice:
         model: loaded with ``torch_attention.PAGED_ATTENTION``, in evaluation mode.
         pool: KV layers of the model, on its device and of its dtype, initially zeros.
         layer_counter: the device waits on it, layer by layer, for pages from the host.
+        context: the ranks that divide the rows of prefills; by default this rank computes all of them.
     """
 
     model: PreTrainedModel = field(repr=False)
     pool: KvLayers = field(repr=False)
     layer_counter: LayerDoneCounter = field(default_factory=NullLayerDoneCounter)
+    context: ModelParallelGroup = field(default_factory=NullModelParallelGroup, repr=False)
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False, repr=False)
     _forward: _Forward | None = field(default=None, init=False, repr=False)
 
@@ -107,27 +115,36 @@ class TorchDevice:
         chunks = batch.chunks
         decodes = [place for place, chunk in enumerate(chunks) if chunk.num_tokens == 1]
         prefills = [place for place, chunk in enumerate(chunks) if chunk.num_tokens > 1]
+        computed = [computed_positions(chunk.start, chunk.end, self.context) for chunk in chunks]
         paged, order = pack_batch(
-            self.pool, [_Span(chunks[place]) for place in decodes], [_Span(chunks[place]) for place in prefills]
+            self.pool,
+            [_Span(chunks[place]) for place in decodes],
+            [_Span(chunks[place]) for place in prefills],
+            [computed[place] for place in prefills] if self.context.size > 1 else None,
         )
         places = [decodes[each] for each in order] + prefills
         laid_out = [chunks[place] for place in places]
-        first_rows = [0]
+        first_rows, last_rows = [0], []
         tokens: list[int] = []
         positions: list[int] = []
-        for chunk in laid_out:
-            tokens += chunk.request.token_ids[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            first_rows.append(len(tokens))
+        for place in places:
+            positions += computed[place]
+            tokens += [chunks[place].request.token_ids[position] for position in computed[place]]
+            first_rows.append(first_rows[-1] + chunks[place].num_tokens)
+            last_rows.append(len(tokens) - 1)
+        attention: AttentionBackend = paged
+        if self.context.size > 1:
+            spans = [range(chunk.start, chunk.end) for chunk in laid_out]
+            attention = context_parallel_attention(paged, spans, [computed[place] for place in places], self.context)
         device = self.model.device
-        last_rows = torch.tensor(first_rows[1:], device=device) - 1
         logits = self.model(
             input_ids=torch.tensor([tokens], device=device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
-            logits_to_keep=last_rows,
-            paged=_LayerWaitingAttention(paged=paged, layer_counter=self.layer_counter),
+            logits_to_keep=torch.tensor(last_rows, device=device),
+            paged=_LayerWaitingAttention(attention=attention, layer_counter=self.layer_counter),
         ).logits[0]
+        use_logits_of_first_rank(logits, self.context)
         return _Forward(chunks=laid_out, places=places, paged=paged, first_rows=first_rows, logits=logits)
 
 

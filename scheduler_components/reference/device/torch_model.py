@@ -27,7 +27,7 @@ from scheduler_components.errors import first_line
 from scheduler_components.reference.device.model_spec import KvShape, ModelDtype, ModelSpec, TokenSpec
 from scheduler_components.reference.device.torch_attention import PAGED_ATTENTION, pack_batch, register_paged_attention
 from scheduler_components.reference.device.torch_tensor_parallel import (
-    ShapeOnlyTensorParallelGroup,
+    ShapeOnlyModelParallelGroup,
     max_tp_size,
     shard_model,
 )
@@ -317,7 +317,7 @@ def _max_shards(place: Path, model: PreTrainedModel, config: PretrainedConfig, k
     units = max_tp_size(model, kv)
     if units == 1:
         return 1
-    shard_model(model, ShapeOnlyTensorParallelGroup(size=units))
+    shard_model(model, ShapeOnlyModelParallelGroup(size=units))
     try:
         part = _probe(place, model, config)
     except ConfigError:  # the modules have a fixed number of heads, so the model cannot be sharded

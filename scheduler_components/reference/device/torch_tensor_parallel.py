@@ -8,8 +8,8 @@ every rank has the same logits.
 Every rank reads the whole model and keeps its shard. A model whose plan asks for anything else is not sharded
 (``max_tp_size`` is 1).
 
-The sums of all ranks are bitwise equal, because gloo and NCCL reduce each element once and distribute the result. They
-differ from the sums of a single rank in the order of additions, so two tokens of nearly equal probability may swap.
+The sums differ from those of a single rank in the order of additions, so two tokens of nearly equal probability may
+swap.
 """
 
 from __future__ import annotations
@@ -17,29 +17,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from math import gcd
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from scheduler_components import ConfigError, StartError
-from scheduler_components.errors import first_line
+from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import KvShape
+from scheduler_components.reference.device.torch_model_parallel import ModelParallelGroup
 from scheduler_components.torch_weight_updater import TensorShards
 
 __all__ = [
-    "NullTensorParallelGroup",
-    "TensorParallelGroup",
-    "TorchTensorParallelGroup",
-    "ShapeOnlyTensorParallelGroup",
+    "ShapeOnlyModelParallelGroup",
     "shard_model",
     "max_tp_size",
-    "open_tensor_parallel_group",
 ]
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
@@ -50,56 +42,9 @@ _WHOLE = frozenset({"replicated_with_grad_allreduce"})
 _WHOLE_OUTSIDE_LAYERS = frozenset({"embedding_rowwise", "colwise_gather_output"})
 """Styles whose output is whole on each rank, so that a replicated layer computes the same."""
 
-_TIMEOUT_S = 120.0  # a rank may compute its shard of a long chunk on a core that other processes use
-
-
-class TensorParallelGroup(Protocol):
-    """The ranks over which layers are sharded. Used by one thread."""
-
-    @property
-    def rank(self) -> int:
-        """This rank within the group, from 0."""
-        ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce(self, partial: torch.Tensor) -> None:
-        """Replace ``partial`` by its sum over all ranks. All ranks pass equal shapes in equal order.
-
-        Raises:
-            RuntimeError: a rank did not join in time or has exited.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the group. Idempotent."""
-        ...
-
-
-class _Wait(Protocol):
-    def wait(self) -> object: ...
-
-
-class _ProcessGroup(Protocol):
-    """The used members of torch's process groups, whose stubs declare none."""
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> _Wait: ...
-
-
-class NullTensorParallelGroup:
-    """A rank that holds the whole model."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, partial: torch.Tensor) -> None:
-        """Leave ``partial`` as it is."""
-
-    def close(self) -> None: ...
-
 
 @dataclass(slots=True, kw_only=True)
-class ShapeOnlyTensorParallelGroup:
+class ShapeOnlyModelParallelGroup:
     """Rank 0 of a group without other ranks, to shard a model without weights."""
 
     size: int
@@ -111,70 +56,6 @@ class ShapeOnlyTensorParallelGroup:
     def close(self) -> None: ...
 
 
-@dataclass(slots=True, kw_only=True)
-class TorchTensorParallelGroup:
-    """A ``TensorParallelGroup`` over gloo or NCCL. It does not touch the default group of the process.
-
-    Attributes:
-        rank, size: this rank and the number of ranks.
-        group: the process group of these ranks, from ``open_tensor_parallel_group``; None once closed.
-    """
-
-    rank: int
-    size: int
-    group: _ProcessGroup | None
-
-    def all_reduce(self, partial: torch.Tensor) -> None:
-        if self.group is None:
-            raise RuntimeError("the tensor-parallel group is closed")
-        self.group.allreduce([partial]).wait()
-
-    def close(self) -> None:
-        self.group = None
-
-
-def open_tensor_parallel_group(
-    meeting: Path, *, rank: int, size: int, on_cuda: bool = False, timeout_s: float = _TIMEOUT_S
-) -> TorchTensorParallelGroup:
-    """Join the other ranks. All ranks are on this machine: gloo connects over loopback.
-
-    Args:
-        meeting: a new file that all ranks can write.
-        rank, size: this rank and the number of ranks.
-        on_cuda: reduce over NCCL, one CUDA device per rank. This path has not been run for lack of a device.
-        timeout_s: longest wait for the other ranks, here and in each sum.
-
-    Raises:
-        StartError: not all ranks joined in time.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store: Any = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-        store.set_timeout(timeout)
-        group = _nccl(store, rank, size, timeout) if on_cuda else _gloo(store, rank, size, timeout)
-    except RuntimeError as error:
-        raise StartError(
-            f"rank {rank} of {size} of the model", first_line(error), "see why the others ended"
-        ) from error
-    return TorchTensorParallelGroup(rank=rank, size=size, group=group)
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
-    # torch's stubs omit these members, and only the options select the interface to listen on.
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
-    group: _ProcessGroup = gloo(store, rank, size, options)
-    return group
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> _ProcessGroup:
-    nccl: Any = dist.ProcessGroupNCCL  # missing from CPU builds of torch
-    group: _ProcessGroup = nccl(store, rank, size, timeout)
-    return group
-
-
 class RowParallelLinear(torch.nn.Module):
     """A linear layer over a shard of its inputs, which adds its partial sums to those of the other ranks.
 
@@ -184,7 +65,7 @@ class RowParallelLinear(torch.nn.Module):
         ranks: the ranks that hold the other inputs.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, ranks: TensorParallelGroup) -> None:
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, ranks: ModelParallelGroup) -> None:
         super().__init__()
         self.weight, self.bias, self._ranks = weight, bias, ranks
 
@@ -216,7 +97,7 @@ def max_tp_size(model: PreTrainedModel, kv: KvShape) -> int:
     return units if len(cuts) == len(_CUT_DIMENSION) else 1
 
 
-def shard_model(model: PreTrainedModel, ranks: TensorParallelGroup) -> TensorShards:
+def shard_model(model: PreTrainedModel, ranks: ModelParallelGroup) -> TensorShards:
     """Keep this rank's shard of each layer, and return the description of the shards for weight updates.
 
     Args:
@@ -244,7 +125,7 @@ def shard_model(model: PreTrainedModel, ranks: TensorParallelGroup) -> TensorSha
 
 
 def _part(
-    name: str, whole: torch.nn.Module, style: str, parts: TensorShards, ranks: TensorParallelGroup
+    name: str, whole: torch.nn.Module, style: str, parts: TensorShards, ranks: ModelParallelGroup
 ) -> torch.nn.Linear | RowParallelLinear:
     assert type(whole) is torch.nn.Linear
     weight = _parameter(parts.shard_of(f"{name}.weight", whole.weight))

@@ -229,7 +229,8 @@ class EngineConfig:
         attn_cp_size, attn_tp_size, pp_size: ranks per replica, along attention context parallelism, attention tensor
             parallelism and pipeline stages. The simulated device of each stage returns what the last one would.
         scheduler: sizes of each replica's scheduler.
-        model: a real model, sharded over the attention-TP ranks of each replica; None for a simulated device.
+        model: a real model; the attention-TP ranks of each replica share its layers, the attention-CP ranks the rows of
+            prefills. None for a simulated device.
         speed: divides the simulated device's time.
         seed: seed of the simulated model's tokens.
         kv_events: configuration of the event publisher as JSON text; None publishes nothing.
@@ -264,9 +265,9 @@ class EngineConfig:
             raise ConfigError("dp_size", 1, "is too few replicas for DP attention", hint)
 
     def _check_model_ranks(self, model: ModelSpec) -> None:
-        for name in ("attn_cp_size", "pp_size"):
-            if (size := getattr(self, name)) != 1:
-                raise ConfigError(name, size, "is not supported with a real model", "give 1, and raise dp_size")
+        if self.pp_size != 1:
+            hint = "give 1, and raise attn_tp_size or attn_cp_size"
+            raise ConfigError("pp_size", self.pp_size, "is not supported with a real model", hint)
         if (units := model.max_tp_size) % self.attn_tp_size:
             problem = f"does not divide the {units} parts into which this model can be sharded"
             raise ConfigError("attn_tp_size", self.attn_tp_size, problem, f"give a divisor of {units}")
@@ -349,9 +350,12 @@ class EnginePaths:
         """Collectives of ``rank`` with its counterparts in the other replicas; ``rank`` binds."""
         return self._address(f"dp-sync-{rank}")
 
-    def tensor_rendezvous(self, replica: int) -> Path:
-        """Rendezvous file of the ranks that share the layers of ``replica``."""
-        return Path(self.directory) / f"tensor-meeting-{replica}"
+    def model_rendezvous(self, replica: int, axis: str, line: int) -> Path:
+        """Rendezvous file of the ranks of ``replica`` that differ along ``axis`` only, ``"tp"`` or ``"cp"``.
+
+        ``line`` is their rank along the other axis.
+        """
+        return Path(self.directory) / f"model-{replica}-{axis}-{line}"
 
     def _address(self, name: str) -> str:
         return f"ipc://{Path(self.directory) / name}"

@@ -5,98 +5,42 @@ The ranks are threads here and communicate over gloo like processes.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.model_ranks import NUM_PAGES, PAGE_SIZE, ModelRank, model_ranks, prompts_of_families
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models import gemma, gpt2, olmo2, phi3
 
-from scheduler_components import ConfigError, ParallelState, StartError
-from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.reference.device.model_spec import KvShape, ModelSpec
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.device.torch_device import TorchDevice
+from scheduler_components import ConfigError, StartError
+from scheduler_components.reference.device.model_spec import KvShape
 from scheduler_components.reference.device.torch_model import inspect_model, load_model
+from scheduler_components.reference.device.torch_model_parallel import (
+    ModelParallelGroup,
+    NullModelParallelGroup,
+    open_model_parallel_group,
+)
 from scheduler_components.reference.device.torch_tensor_parallel import (
-    NullTensorParallelGroup,
-    ShapeOnlyTensorParallelGroup,
-    TensorParallelGroup,
+    ShapeOnlyModelParallelGroup,
     max_tp_size,
-    open_tensor_parallel_group,
     shard_model,
 )
-from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 from scheduler_components.torch_weight_updater import TorchWeightStore
 
 pytestmark = [pytest.mark.model, pytest.mark.ranks]
 
-PAGE_SIZE, NUM_PAGES = 4, 96
-
-
-class ModelRank:
-    """One rank: its part of the model, its pool, its scheduler."""
-
-    def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
-        self.ranks = ranks
-        self.model = load_model(spec)
-        self.parts = shard_model(self.model, ranks)
-        self.pool = TorchDeviceMemory.allocate(
-            num_layers=spec.kv.num_layers,
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-            kv_heads=spec.kv.kv_heads // ranks.size,
-            head_dim=spec.kv.head_dim,
-        )
-        self.scheduler = Scheduler.compose(
-            SchedulerConfig(page_size=PAGE_SIZE, kv_tokens=NUM_PAGES * PAGE_SIZE, chunk_tokens=7),
-            ParallelState(),
-            TorchDevice(model=self.model, pool=self.pool),
-        )
-
-    def serve(self, prompts: list[list[int]]) -> list[Request]:
-        limits = SamplingLimits(max_new_tokens=8)
-        requests = [Request(f"r{number}", prompt, limits) for number, prompt in enumerate(prompts)]
-        for request in requests:
-            self.scheduler.submit(request)
-        for _ in self.scheduler.drain():
-            pass
-        return requests
-
 
 @pytest.fixture
 def each_rank(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
-    """``each_rank(size, work)`` calls ``work(ranks)`` on a thread per rank; returns what each came to."""
-    opened: list[TensorParallelGroup] = []
-
-    def run(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
-        def rank(number: int) -> Any:
-            opened.append(open_tensor_parallel_group(tmp_path / "meeting", rank=number, size=size, timeout_s=30))
-            return work(opened[-1])
-
-        with ThreadPoolExecutor(size) as threads:
-            running = [threads.submit(rank, number) for number in range(size)]
-        return [each.result() for each in running]
-
-    yield run
-    for each in opened:
-        each.close()
-        each.close()
-
-
-def prompts_of_families(seed: int) -> list[list[int]]:
-    """Some share prefixes."""
-    draw = random.Random(seed)
-    families = [draw.choices(range(6, 319), k=50) for _ in range(2)]
-    return [families[number % 2][: draw.randint(1, 50)] for number in range(6)]
+    """``each_rank(size, work)`` calls ``work(shards)`` on a thread per rank; returns what each came to."""
+    with model_ranks(tmp_path) as run:
+        yield lambda size, work: run(size, 1, lambda shards, _: work(shards))
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(2, 4, 2), (4, 8, 4)])
@@ -140,14 +84,14 @@ def test_biases_are_added_once(each_rank: Callable[..., list[Any]]) -> None:
             torch.nn.init.normal_(tensor)
     tokens = torch.arange(20)[None]
 
-    def logits(ranks: TensorParallelGroup) -> torch.Tensor:
+    def logits(ranks: ModelParallelGroup) -> torch.Tensor:
         model = AutoModelForCausalLM.from_config(config).eval()
         model.load_state_dict(whole.state_dict())
         shard_model(model, ranks)
         with torch.inference_mode():
             return model(input_ids=tokens, use_cache=False).logits
 
-    expected = logits(NullTensorParallelGroup())
+    expected = logits(NullModelParallelGroup())
     found = each_rank(2, logits)
     assert torch.equal(found[0], found[1]), "all ranks have the same logits, bit by bit"
     assert torch.allclose(found[0], expected, atol=1e-4)
@@ -160,7 +104,7 @@ def test_each_rank_takes_its_part_of_new_weights(
     other, spec = load_model(inspect_model(other_folder)), inspect_model(model_folder)
     judge = GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(other_folder, dtype=torch.float32))
 
-    def updated(ranks: TensorParallelGroup) -> tuple[int, list[Request]]:
+    def updated(ranks: ModelParallelGroup) -> tuple[int, list[Request]]:
         rank = ModelRank(spec, ranks)
         weights = TorchWeightStore(model=rank.model, parts=rank.parts)
         weights.begin("v2")
@@ -206,12 +150,12 @@ def test_the_valid_numbers_of_ranks_follow_from_the_heads(config: Any, units: in
 
 def test_a_missing_rank_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="rank 0 of 2 of the model"):
-        open_tensor_parallel_group(tmp_path / "meeting", rank=0, size=2, timeout_s=1)
+        open_model_parallel_group(tmp_path / "meeting", rank=0, size=2, timeout_s=1)
 
 
 def test_a_size_that_divides_no_heads_is_refused(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="attn_tp_size"):
-        shard_model(load_model(inspect_model(model_folder)), ShapeOnlyTensorParallelGroup(size=3))
+        shard_model(load_model(inspect_model(model_folder)), ShapeOnlyModelParallelGroup(size=3))
 
 
 def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +176,7 @@ def test_a_model_whose_modules_count_heads_is_served_whole(model_folder: Path, m
 def test_a_rank_without_its_peer_fails_without_waiting(each_rank: Callable[..., list[Any]]) -> None:
     met = threading.Barrier(2)
 
-    def work(ranks: TensorParallelGroup) -> str:
+    def work(ranks: ModelParallelGroup) -> str:
         met.wait()
         if ranks.rank == 1:
             ranks.close()

@@ -14,7 +14,7 @@ from scheduler_components.weight_updater import WeightStore
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
-    from scheduler_components.reference.device.torch_tensor_parallel import TorchTensorParallelGroup
+    from scheduler_components.reference.device.torch_model_parallel import ModelParallelGroup
 
 __all__ = ["RankCompute", "open_rank_device"]
 
@@ -28,19 +28,19 @@ class RankCompute:
         weights: loads new weights.
         memory: releases and resumes device memory.
         pool: KV pages that the device computes into; None for a simulated device.
-        group: ranks that hold the other shards of each layer; None if this rank holds all layers whole.
+        groups: the ranks that compute the model together with this one; empty for a simulated device.
     """
 
     device: LayerwiseDevice
     weights: WeightStore
     memory: MemoryOccupation
     pool: TorchDeviceMemory | None = None
-    group: TorchTensorParallelGroup | None = None
+    groups: tuple[ModelParallelGroup, ...] = ()
 
     def close(self) -> None:
-        """Leave the group of ranks. Safe to call twice."""
-        if self.group is not None:
-            self.group.close()
+        """Leave the groups of ranks. Safe to call twice."""
+        for group in self.groups:
+            group.close()
 
 
 def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: EnginePaths | None = None) -> RankCompute:
@@ -49,22 +49,21 @@ def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: Engin
     Args:
         config: configuration of the engine.
         parallel: this rank.
-        paths: rendezvous files of ranks that share the layers of a model; other ranks need none.
+        paths: rendezvous files of ranks that compute a model together; other ranks need none.
 
     Raises:
         ConfigError: the model cannot be loaded, or its KV pool does not fit.
-        StartError: a rank that shares the layers did not connect in time.
+        StartError: a rank that shares the model did not connect in time.
     """
     if config.model is not None:
         # Imported here, so that an engine without a model starts without torch.
         from scheduler_components.reference.engine.rank.torch_compute import open_torch_rank
 
-        rendezvous = None if paths is None else paths.tensor_rendezvous(parallel.attn_dp_rank)
         rank = open_torch_rank(
-            config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, rendezvous=rendezvous
+            config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, paths=paths
         )
         return RankCompute(
-            device=rank.device, weights=rank.weights, memory=NullMemoryOccupation(), pool=rank.pool, group=rank.group
+            device=rank.device, weights=rank.weights, memory=NullMemoryOccupation(), pool=rank.pool, groups=rank.groups
         )
     simulated = SimulatedDevice(model=SimulatedModel(seed=config.seed), speed=config.speed)
     return RankCompute(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import attrs
 import torch
@@ -14,13 +13,13 @@ from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import load_model
-from scheduler_components.reference.device.torch_tensor_parallel import (
-    NullTensorParallelGroup,
-    TorchTensorParallelGroup,
-    open_tensor_parallel_group,
-    shard_model,
+from scheduler_components.reference.device.torch_model_parallel import (
+    ModelParallelGroup,
+    NullModelParallelGroup,
+    open_model_parallel_group,
 )
-from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.device.torch_tensor_parallel import shard_model
+from scheduler_components.reference.engine.config import EnginePaths, SchedulerConfig
 from scheduler_components.torch_weight_updater import TorchWeightStore
 
 __all__ = ["TorchRank", "open_torch_rank", "rank_torch_device"]
@@ -34,13 +33,13 @@ class TorchRank:
         device: computes batches with the model and the pool.
         weights: this rank's shard of the weights.
         pool: this rank's slice of each KV page.
-        group: the ranks that hold the other shards; None for a rank that holds the whole model.
+        groups: the ranks that hold the other shards, and those that compute other rows of a prefill.
     """
 
     device: TorchDevice
     weights: TorchWeightStore
     pool: TorchDeviceMemory
-    group: TorchTensorParallelGroup | None = None
+    groups: tuple[ModelParallelGroup, ModelParallelGroup]
 
 
 def rank_torch_device(first: str, parallel: ParallelState) -> str:
@@ -48,7 +47,9 @@ def rank_torch_device(first: str, parallel: ParallelState) -> str:
     device = torch.device(first)
     if device.type == "cpu":
         return first
-    number = (parallel.dp_rank or 0) * parallel.attn_tp_size + parallel.attn_tp_rank
+    ranks_per_replica = parallel.attn_cp_size * parallel.attn_tp_size
+    rank_in_replica = parallel.attn_cp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+    number = (parallel.dp_rank or 0) * ranks_per_replica + rank_in_replica
     return f"{device.type}:{(device.index or 0) + number}"
 
 
@@ -58,7 +59,7 @@ def open_torch_rank(
     *,
     num_ranks: int,
     parallel: ParallelState,
-    rendezvous: Path | None = None,
+    paths: EnginePaths | None = None,
 ) -> TorchRank:
     """Load the model, keep this rank's shard, and allocate a pool with one page per page of the scheduler.
 
@@ -66,28 +67,21 @@ def open_torch_rank(
         model: the model.
         scheduler: number and size of the pages.
         num_ranks: number of ranks on this machine, which share its cores.
-        parallel: this rank. The attention-TP ranks of a replica share the model.
-        rendezvous: file in which these ranks find each other.
+        parallel: this rank. The attention-TP ranks of a replica share the layers of the model, its attention-CP ranks
+            the rows of prefills.
+        paths: files in which these ranks find each other; None for a replica of one rank.
 
     Raises:
         ConfigError: the model cannot be loaded, or the pool does not fit.
         StartError: another rank of the replica did not connect in time.
     """
-    assert parallel.attn_cp_size == parallel.pp_size == 1, f"{parallel}: a model can be sharded by attention TP only"
+    assert parallel.pp_size == 1, f"{parallel}: a model has no pipeline stages"
     model = attrs.evolve(model, device=rank_torch_device(model.device, parallel))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
-    group = None
-    if parallel.attn_tp_size > 1:
-        assert rendezvous is not None, "ranks that share a model need a rendezvous file"
-        # Connect before loading the weights, which may take much longer on some ranks than on others.
-        group = open_tensor_parallel_group(
-            rendezvous,
-            rank=parallel.attn_tp_rank,
-            size=parallel.attn_tp_size,
-            on_cuda=torch.device(model.device).type == "cuda",
-        )
+    # Connect before loading the weights, which may take much longer on some ranks than on others.
+    shards, context = _open_groups(parallel, paths, on_cuda=torch.device(model.device).type == "cuda")
     loaded = load_model(model)
-    parts = shard_model(loaded, NullTensorParallelGroup() if group is None else group)
+    parts = shard_model(loaded, shards)
     pool = TorchDeviceMemory.allocate(
         num_layers=model.kv.num_layers,
         num_pages=scheduler.kv_pages,
@@ -98,8 +92,25 @@ def open_torch_rank(
         device=loaded.device,
     )
     return TorchRank(
-        device=TorchDevice(model=loaded, pool=pool),
+        device=TorchDevice(model=loaded, pool=pool, context=context),
         weights=TorchWeightStore(model=loaded, parts=parts),
         pool=pool,
-        group=group,
+        groups=(shards, context),
     )
+
+
+def _open_groups(
+    parallel: ParallelState, paths: EnginePaths | None, *, on_cuda: bool
+) -> tuple[ModelParallelGroup, ModelParallelGroup]:
+    """Join the ranks that share the layers, then those that share the rows. All ranks join in this order."""
+
+    def join(axis: str, rank: int, size: int, line: int) -> ModelParallelGroup:
+        if size == 1:
+            return NullModelParallelGroup()
+        assert paths is not None, "ranks that share a model need rendezvous files"
+        meeting = paths.model_rendezvous(parallel.attn_dp_rank, axis, line)
+        return open_model_parallel_group(meeting, rank=rank, size=size, on_cuda=on_cuda)
+
+    tp_rank, cp_rank = parallel.attn_tp_rank, parallel.attn_cp_rank
+    shards = join("tp", tp_rank, parallel.attn_tp_size, cp_rank)
+    return shards, join("cp", cp_rank, parallel.attn_cp_size, tp_rank)
