@@ -18,15 +18,18 @@ from itertools import chain, count
 from typing import Protocol
 
 import msgspec
-from starlette.datastructures import QueryParams
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from observability.http_status import error_response
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolPage, KvPoolPlace
 from scheduler_components import ComponentError, ConfigError
+from scheduler_components._extras import naming_extras
 from scheduler_components.values import KvPoolSnapshot
+
+with naming_extras:
+    from starlette.datastructures import QueryParams
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
 
 __all__ = ["KvPoolSource", "kv_pool_route"]
 

@@ -16,16 +16,19 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import msgspec
-from prometheus_client import CollectorRegistry
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 
 from observability.http_status_page import PAGE_POLICY, render_status_page
 from observability.prometheus_page import render_metrics
 from scheduler_components import ConfigError, __version__
+from scheduler_components._extras import naming_extras
 from scheduler_components.values import LoadSnapshot
+
+with naming_extras:
+    from prometheus_client import CollectorRegistry
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
 
 __all__ = [
     "StatusSource",

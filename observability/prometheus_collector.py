@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric as MetricFamily
-from prometheus_client.registry import Collector
-
 from observability.catalog import Metric
 from scheduler_components import ConfigError
+from scheduler_components._extras import naming_extras
+
+with naming_extras:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.metrics_core import Metric as MetricFamily
+    from prometheus_client.registry import Collector
 
 __all__ = ["CatalogCollector", "new_family"]
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import choose_encoder
+from scheduler_components._extras import naming_extras
+
+with naming_extras:
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.exposition import choose_encoder
 
 __all__ = ["render_metrics"]
 

@@ -13,11 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import ClassVar, TypeAlias
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as MetricFamily
-from prometheus_client.samples import Sample
-
 from observability.catalog import (
     INFO_METRICS,
     LOAD_AGE_METRIC,
@@ -34,8 +29,15 @@ from observability.catalog import (
 )
 from observability.prometheus_collector import CatalogCollector, new_family
 from scheduler_components import ConfigError
+from scheduler_components._extras import naming_extras
 from scheduler_components.shm_board import ShmBoard
 from scheduler_components.values import HistogramSnapshot, SchedulerStats
+
+with naming_extras:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import GaugeMetricFamily
+    from prometheus_client.metrics_core import Metric as MetricFamily
+    from prometheus_client.samples import Sample
 
 __all__ = ["MetricsBoardCollector", "PrometheusSink"]
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric as MetricFamily
-
 from observability.catalog import (
     LOG_METRICS,
     LOG_PREFIX,
@@ -26,7 +23,12 @@ from observability.catalog import (
 from observability.jetstream import LogStats
 from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_collector import CatalogCollector, new_family
+from scheduler_components._extras import naming_extras
 from scheduler_components.ports import StatsSource
+
+with naming_extras:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric as MetricFamily
 
 __all__ = ["LogCollector", "RelayCollector", "RelayStatsSource", "StreamCollector"]
 

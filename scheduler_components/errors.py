@@ -15,6 +15,7 @@ __all__ = [
     "ForkedPublisherError",
     "LoadBackError",
     "LockstepError",
+    "MissingExtraError",
     "OutOfPagesError",
     "PoolInvariantError",
     "PublisherClosedError",
@@ -110,6 +111,22 @@ class RefusedError(ComponentError):
     def __init__(self, refusals: tuple[Refusal, ...]) -> None:
         self.refusals = refusals
         super().__init__("\n".join(map(str, refusals)))
+
+
+class MissingExtraError(StartError, ModuleNotFoundError):
+    """A library of an optional extra is not installed. Also a ModuleNotFoundError, as the import itself raises.
+
+    Args:
+        module: the missing module, for example ``"httpx"``; also in ``name``.
+        extra: the extra of this package that installs it.
+        otherwise: what else the user can do, as a clause; empty for nothing.
+    """
+
+    def __init__(self, module: str, extra: str, otherwise: str = "") -> None:
+        self.extra = extra
+        hint = f"pip install 'scheduler-components[{extra}]'"
+        super().__init__(module, "is not installed", f"{hint}, or {otherwise}" if otherwise else hint)
+        self.name = module
 
 
 class PublisherClosedError(ComponentError, RuntimeError):

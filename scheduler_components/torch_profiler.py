@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
+from scheduler_components._extras import naming_extras
 from scheduler_components.errors import ConfigError, StartError
+
+with naming_extras:
+    import torch
 
 __all__ = ["TorchProfiler"]
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic
 
-import torch
-import torch.distributed as dist
-
+from scheduler_components._extras import naming_extras
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.errors import ConfigError, StartError, SyncDivergenceError, SyncTimeoutError, first_line
 from scheduler_components.rank_groups import RankGroups, agreeing_ranks, ordered_groups
 from scheduler_components.sync_call import SYNC_CALL_INTS, describe_calls, pack_call, unpack_call
 from scheduler_components.values import SyncCall
+
+with naming_extras:
+    import torch
+    import torch.distributed as dist
 
 __all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups"]
 

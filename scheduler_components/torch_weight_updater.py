@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
-
+from scheduler_components._extras import naming_extras
 from scheduler_components.errors import ConfigError
 from scheduler_components.weight_updater import LoadedTensors
+
+with naming_extras:
+    import torch
 
 __all__ = ["TensorShards", "TorchWeightStore"]
 

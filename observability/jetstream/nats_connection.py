@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import nats.errors
-from nats.aio.client import Client
-
 from observability.jetstream.config import JetStreamConfig
+from scheduler_components._extras import naming_extras
+
+with naming_extras:
+    import nats.errors
+    from nats.aio.client import Client
 
 __all__ = ["NATS_ERRORS", "NatsThread", "NatsHandler"]
 

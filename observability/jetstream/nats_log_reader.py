@@ -12,10 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.log_follower import LogFollower
@@ -23,7 +19,14 @@ from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.kv_stream import StreamPosition, StreamStats
 from observability.kv_stream.log_records import LogHeartbeat, Snapshot, SnapshotPointer, read_message
 from scheduler_components import DecodeError
+from scheduler_components._extras import naming_extras
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
+
+with naming_extras:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js import JetStreamContext
+    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 __all__ = ["Inbox", "InboxItem", "LogStream"]
 

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from nats.js.api import PubAck
 
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.log_writer import LogWriter
 from observability.kv_stream.log_records import LogMessage
 from scheduler_components import EventBatch
+from scheduler_components._extras import naming_extras
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 from scheduler_components.values import PublisherStats
+
+with naming_extras:
+    from nats.js.api import PubAck
 
 __all__ = ["JetStreamSink", "WrittenStream"]
 

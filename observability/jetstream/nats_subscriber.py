@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from nats.aio.client import Client
-
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.log_follower import LogFollower
@@ -21,7 +19,11 @@ from observability.jetstream.nats_log_reader import Inbox, LogStream
 from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullStreamListener, StreamListener
 from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
 from observability.kv_stream.thread_fair_rlock import FairRLock
+from scheduler_components._extras import naming_extras
 from scheduler_components.kv_events import BatchDecoder
+
+with naming_extras:
+    from nats.aio.client import Client
 
 __all__ = ["JetStreamSubscriber", "open_jetstream_subscriber"]
 

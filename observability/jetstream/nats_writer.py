@@ -16,22 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from nats.aio.client import Client
-from nats.js import JetStreamContext
-from nats.js.api import (
-    DiscardPolicy,
-    KeyValueConfig,
-    ObjectStoreConfig,
-    PubAck,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-    StreamInfo,
-)
-from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
-from nats.js.kv import KeyValue
-from nats.js.object_store import ObjectStore
-
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.log_writer import LogLimits, LogStats, LogTraffic, LogWriter
@@ -39,8 +23,26 @@ from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.nats_sink import JetStreamSink, WrittenStream
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from scheduler_components import DecodeError
+from scheduler_components._extras import naming_extras
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
+
+with naming_extras:
+    from nats.aio.client import Client
+    from nats.js import JetStreamContext
+    from nats.js.api import (
+        DiscardPolicy,
+        KeyValueConfig,
+        ObjectStoreConfig,
+        PubAck,
+        RetentionPolicy,
+        StorageType,
+        StreamConfig,
+        StreamInfo,
+    )
+    from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
+    from nats.js.kv import KeyValue
+    from nats.js.object_store import ObjectStore
 
 __all__ = ["JetStreamWriter", "open_jetstream_writer"]
 

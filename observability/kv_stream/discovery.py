@@ -9,6 +9,7 @@ import msgspec
 
 from observability.kv_stream.stream_stats import MAX_STREAMS
 from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
+from scheduler_components._extras import require_modules
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
 if TYPE_CHECKING:
@@ -90,13 +91,11 @@ def parse_worker_url(text: str) -> httpx.URL:
 
     Raises:
         ConfigError: the text is not an http or https URL with a host.
-        StartError: httpx is not installed.
+        MissingExtraError: httpx is not installed.
     """
-    try:
-        import httpx  # imported here because a bare endpoint needs no HTTP client
-    except ImportError as error:
-        hint = "pip install 'scheduler-components[http]', or give the streams' endpoints"
-        raise StartError("httpx", "is not installed", hint) from error
+    require_modules("httpx", otherwise="give the streams' endpoints")
+    import httpx  # imported here because a bare endpoint needs no HTTP client
+
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:

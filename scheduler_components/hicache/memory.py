@@ -16,14 +16,16 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 from zlib import crc32
 
-import numpy as np
-import numpy.typing as npt
-
+from scheduler_components._extras import naming_extras
 from scheduler_components.cache import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError
 from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout, PageShape
 from scheduler_components.ports import CopyEvent, DeviceMemory, HostLayerView, NullCopyEvent, PageBytes
 from scheduler_components.validators import check_choice
+
+with naming_extras:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["HostMemory", "HostPool", "SimulatedDeviceMemory", "merged_runs"]
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
+from scheduler_components._extras import naming_extras
 from scheduler_components.errors import ConfigError, first_line
 from scheduler_components.hicache.memory import merged_runs
 from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
 from scheduler_components.validators import check_integer
+
+with naming_extras:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
 
 __all__ = ["TorchDeviceMemory"]
 

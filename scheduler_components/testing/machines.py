@@ -21,10 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
+from scheduler_components._extras import naming_extras
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.replay_messages import END_SEQ
@@ -41,6 +39,10 @@ from scheduler_components.testing.interfaces import (
     page_of,
 )
 from scheduler_components.testing.recorder_checks import BlockLocation, CopyCountingTable
+
+with naming_extras:
+    from hypothesis import strategies as st
+    from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 __all__ = [
     "FollowerMachine",

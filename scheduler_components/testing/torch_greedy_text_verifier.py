@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import torch
 
+from scheduler_components._extras import naming_extras
 from scheduler_components.testing.check_trace import ConformanceError
+
+with naming_extras:
+    import torch
 
 __all__ = ["GreedyTextVerifier", "GeneratedText", "NearTie"]
 
