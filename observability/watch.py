@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
@@ -9,13 +10,21 @@ from typing import Any, TextIO
 import attrs
 import msgspec
 
-from observability.kv_stream import StreamState, discover, escape_unprintable, open_subscriber, static_address
+from observability.kv_stream import (
+    StreamState,
+    UnreachableError,
+    discover,
+    escape_unprintable,
+    open_subscriber,
+    static_address,
+)
 from scheduler_components import BlockRemoved, BlockStored, ConfigError, DecodeError, KVCacheEvent
 from scheduler_components.kv_events import CurveClientKeys, DecodedBatch, StreamAddress
 
 __all__ = ["EventPrinter", "WatchOptions", "watch_streams"]
 
 _POLL_S = 0.1
+_WARN_AFTER_S = 2.0  # a publisher on another continent accepts a connection sooner
 _UINT64_MASK = (1 << 64) - 1
 
 
@@ -69,19 +78,40 @@ def watch_streams(
     Args:
         target: the URL of a worker, or the endpoint of one stream.
         out: receives the lines and is flushed after each one.
-        should_stop: polled ten times per second.
+        should_stop: polled ten times per second. When it ends the watch, streams that did not answer are no error.
 
     Raises:
         ConfigError: the target is neither, or its endpoint cannot be dialled.
         StartError, NoStreamsError, DecodeError: as ``discover``.
+        UnreachableError: the watch ended, by its duration or by Ctrl-C, and no stream had accepted a connection.
     """
     wanted = options or WatchOptions()
     printer = EventPrinter(out, as_json=wanted.as_json, max_events=wanted.max_events)
-    stop_at_s = clock() + wanted.duration_s if wanted.duration_s is not None else None
-    with open_subscriber(_addresses_of(target, wanted), listener=printer, keys=wanted.keys) as subscriber:
-        while not printer.is_done and not should_stop() and (stop_at_s is None or clock() < stop_at_s):
-            subscriber.poll(_POLL_S)
+    addresses = _addresses_of(target, wanted)
+    start_s = clock()
+    stop_at_s = start_s + wanted.duration_s if wanted.duration_s is not None else math.inf
+    warn_at_s = start_s + _WARN_AFTER_S
+    try:
+        with open_subscriber(addresses, listener=printer, keys=wanted.keys) as subscriber:
+            while not printer.is_done and (now_s := clock()) < stop_at_s:
+                if should_stop():
+                    return printer.num_events
+                if now_s >= warn_at_s:
+                    warn_at_s = math.inf
+                    printer.note_silence(addresses)
+                subscriber.poll(_POLL_S)
+    except KeyboardInterrupt:
+        _check_answered(printer, addresses)
+        raise
+    _check_answered(printer, addresses)
     return printer.num_events
+
+
+def _check_answered(printer: EventPrinter, addresses: Iterable[StreamAddress]) -> None:
+    """Raise an UnreachableError if no stream has accepted a connection."""
+    if not printer.answering:
+        endpoints = " or ".join(str(address.events) for address in addresses)
+        raise UnreachableError(endpoints, "accepted no connection", "check that a publisher listens there")
 
 
 class EventPrinter:
@@ -91,10 +121,15 @@ class EventPrinter:
         out: receives the lines.
         as_json: write objects with ``kind``, ``rank`` and the fields of the kind, instead of text.
         max_events: number of events to write.
+
+    Attributes:
+        num_events: number of events written.
+        answering: ranks whose streams have accepted a connection.
     """
 
     def __init__(self, out: TextIO, *, as_json: bool = False, max_events: int | None = None) -> None:
         self.num_events = 0
+        self.answering: set[int] = set()
         self._out = out
         self._as_json = as_json
         self._max_events = max_events
@@ -141,8 +176,17 @@ class EventPrinter:
         text = "the snapshot replaces what was known" if was_used else "the snapshot was cut, and is forgotten"
         self._write_note("snapshot_end", rank, text, was_used=was_used)
 
+    def note_silence(self, addresses: Iterable[StreamAddress]) -> None:
+        """Write which streams have accepted no connection so far."""
+        for address in addresses:
+            if address.rank not in self.answering:
+                text = f"{address.events} accepts no connection; trying again until this command ends"
+                self._write_note("unreachable", address.rank, text, endpoint=str(address.events))
+
     def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         """Write the new state."""
+        if new not in (StreamState.CONNECTING, StreamState.DEAD):
+            self.answering.add(rank)
         self._write_note("state", rank, f"is {new}", state=str(new), was=str(old))
 
     def _write_note(self, kind: str, rank: int, text: str, **facts: object) -> None:

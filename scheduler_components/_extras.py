@@ -28,6 +28,7 @@ EXTRA_OF = {
     "mooncake": "mooncake",
     "nats": "jetstream",
     "hypothesis": "testing",
+    "libcst": "refactor",
 }
 """Importable module -> the extra of this package that installs it. A test compares it with ``pyproject.toml``."""
 

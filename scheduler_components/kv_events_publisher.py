@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ class SchedulerKvEventsPublisher:
     @classmethod
     def open(
         cls,
-        config: str | KVEventsConfig | None,
+        config: str | Mapping[str, object] | KVEventsConfig | None,
         *,
         parallel: ParallelState,
         source: KvEventSource,
@@ -81,7 +81,7 @@ class SchedulerKvEventsPublisher:
         """Open the publisher that the configuration describes, with this rank's own sockets and ports.
 
         Args:
-            config: text of ``--kv-events-config``, a ``KVEventsConfig``, or None for no events.
+            config: text of ``--kv-events-config``, its settings by name, a ``KVEventsConfig``, or None for no events.
             parallel: a rank that owns no stream gets the null sink and opens no socket.
             source: the cache.
             load: read by ``emit_kv_metrics``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -179,7 +179,7 @@ def _content(load: LoadSnapshot) -> tuple[object, ...]:
 
 
 def open_load_publisher(
-    config: str | KVEventsConfig | None,
+    config: str | Mapping[str, object] | KVEventsConfig | None,
     *,
     parallel: ParallelState,
     load: LoadSource,
@@ -193,7 +193,7 @@ def open_load_publisher(
     The gauge opens nothing on a rank that owns no stream, and in an engine without ``load_endpoint``.
 
     Args:
-        config: text of ``--kv-events-config``, a parsed configuration, or None for no load gauge.
+        config: text of ``--kv-events-config``, its settings by name or parsed, or None for no load gauge.
         parallel: decides whether this rank sends, and for which stream.
         load: read when a report is due.
         sinks: further sinks of the same reports.

@@ -7,7 +7,7 @@ several nodes or the system chose their ports, `publishers` has one entry per ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -22,7 +22,7 @@ LOAD_TOPIC = "load"
 
 
 def describe_kv_events_publisher(
-    config: str | KVEventsConfig | None,
+    config: str | Mapping[str, object] | KVEventsConfig | None,
     *,
     block_size: int | None,
     dp_size: int,
@@ -31,7 +31,7 @@ def describe_kv_events_publisher(
     """Return a description of the streams for readers; None if there is no stream that a reader could follow.
 
     Args:
-        config: the value of ``--kv-events-config``, as text or parsed. Invalid text gives None, never an error.
+        config: the value of ``--kv-events-config``, text, by name or parsed. An invalid one gives None, never an error.
         block_size: tokens per block in the events: the page size, multiplied by the DCP size if pages are split by it.
         dp_size: number of streams (`ParallelState.kv_stream_count`).
         publishers: endpoints of all publishers, in any order; empty if the configuration determines them. Needed for
@@ -53,7 +53,7 @@ def describe_kv_events_publisher(
 
 
 def kv_events_server_info(
-    config: str | KVEventsConfig | None,
+    config: str | Mapping[str, object] | KVEventsConfig | None,
     *,
     block_size: int | None,
     dp_size: int,
@@ -75,7 +75,10 @@ def kv_events_server_info(
 
 
 def _describe(
-    config: str | KVEventsConfig | None, block_size: int | None, dp_size: int, publishers: Iterable[ListeningStream]
+    config: str | Mapping[str, object] | KVEventsConfig | None,
+    block_size: int | None,
+    dp_size: int,
+    publishers: Iterable[ListeningStream],
 ) -> dict[str, object]:
     """Return the description; raise a ConfigError if there is nothing to describe."""
     settings = _published(config)
@@ -155,7 +158,7 @@ def _has_load(plan: PortPlan, bound: tuple[ListeningStream, ...]) -> bool:
     return bool(plan.load and plan.load.port) or any(stream.load for stream in bound)
 
 
-def _published(config: str | KVEventsConfig | None) -> KVEventsConfig:
+def _published(config: str | Mapping[str, object] | KVEventsConfig | None) -> KVEventsConfig:
     hint = 'give --kv-events-config with "publisher": "zmq" to publish them'
     if not config:
         raise ConfigError("kv_events_config", config, "is not set, so KV events are not published", hint)
@@ -175,7 +178,7 @@ def _side_channel(name: str, base: Endpoint | None, events: Endpoint) -> dict[st
     return keys
 
 
-def _warning(config: str | KVEventsConfig | None, bound: tuple[ListeningStream, ...]) -> str:
+def _warning(config: str | Mapping[str, object] | KVEventsConfig | None, bound: tuple[ListeningStream, ...]) -> str:
     """Return facts that are valid but may surprise a reader; empty without any."""
     settings = _published(config)
     plan = settings.port_plan(1)

@@ -9,9 +9,10 @@ import importlib.util
 import re
 import subprocess
 import sys
+from code import InteractiveConsole
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import pytest
 from kit.documents import REFERENCE, ROOT
@@ -58,6 +59,41 @@ def test_imports_in_python_blocks_are_sorted_and_merged(path: Path) -> None:
     for code, _ in BLOCK.findall(path.read_text()):
         ran = subprocess.run(command, input=code, check=False, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout
+
+
+class Prompt(InteractiveConsole):
+    """Python's prompt, which reads a pasted block line by line. It compiles, and runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complaints = ""
+
+    def runcode(self, code: CodeType) -> None:
+        """Ignore the statement."""
+
+    def write(self, data: str) -> None:
+        self.complaints += data
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if BLOCK.search(path.read_text())], ids=name)
+def test_python_blocks_can_be_pasted_into_a_prompt(path: Path) -> None:
+    """There an empty line ends a definition, and only an empty line does."""
+    for block, _ in BLOCK.findall(path.read_text()):
+        prompt = Prompt()
+        for line in [*block.splitlines(), ""]:
+            prompt.push(line)
+        assert prompt.complaints == ""
+
+
+def test_the_tutorial_runs_at_a_prompt() -> None:
+    blocks = BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())
+    pasted = "".join(f"{block}\n" for block, _ in blocks)
+    command = [sys.executable, "-W", "error", "-i", "-q", "-c", "import sys; sys.ps1 = sys.ps2 = ''"]
+    ran = subprocess.run(command, input=pasted, check=False, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr.strip()) == (0, "")
+    assert [line for _, printed in blocks for line in printed.splitlines()] == [
+        line for line in ran.stdout.splitlines() if not re.match(r"(MatchResult|<|Prefix)", line)
+    ]
 
 
 def anchors(path: Path) -> set[str]:

@@ -22,6 +22,7 @@ SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observ
 
 FLOORS = (
     ("_version", "_lazy", "errors", "events", "failure_log", "fork_hook"),
+    ("_extras",),
     ("file_lock", "validators"),
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),
@@ -47,6 +48,7 @@ FLOORS = (
     ("observability",),
     ("observability.testing", "observability.grafana", "observability.relay"),
     ("reference", "reference.device", "reference.text"),
+    ("reference.engine.log_output",),
     ("reference.engine.messages", "reference.engine.config", "reference.engine.zmq_sockets"),
     ("reference.engine.scheduler", "reference.engine.frontend"),
     ("reference.engine.rank",),

@@ -132,11 +132,11 @@ def test_every_door_opens_in_what_is_installed(clean: Path) -> None:
 
 def test_the_core_runs_without_extras_then_the_engine_with_its_own(built: tuple[Path, Path], clean: Path) -> None:
     run(clean / "python", "-W", "error", "-c", CORE, cwd=clean)
-    bare = subprocess.run([clean / "scheduler-components", "--version"], check=False, capture_output=True, text=True)
+    assert run(clean / "scheduler-components", "--version", cwd=clean).strip() == scheduler_components.__version__
+    bare = subprocess.run([clean / "scheduler-components", "--help"], check=False, capture_output=True, text=True)
     assert (bare.returncode, bare.stderr.count("\n")) == (2, 1)
     assert "pip install 'scheduler-components[engine]'" in bare.stderr
     install(clean, f"{built[1]}[engine]")
-    assert run(clean / "scheduler-components", "--version", cwd=clean).strip() == scheduler_components.__version__
     assert "PASS" in run(clean / "scheduler-components", *DEMO, cwd=clean)
 
 

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -120,10 +122,8 @@ class KVEventsConfig(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
 
     def __init__(self, /, **settings: Any) -> None:
-        try:
+        with _as_config_error():
             super().__init__(**settings)
-        except ValidationError as error:
-            raise _config_error(error.errors(include_url=False)[0]) from None
 
     @classmethod
     def from_cli(cls, text: str) -> KVEventsConfig:
@@ -135,9 +135,27 @@ class KVEventsConfig(BaseModel):
         return cls(**parse_json_object(text, field="kv_events_config", example=_EXAMPLE))
 
     @classmethod
-    def read(cls, config: str | KVEventsConfig) -> KVEventsConfig:
-        """Return ``config``, parsed by ``from_cli`` if it is text."""
+    def read(cls, config: str | Mapping[str, object] | KVEventsConfig) -> KVEventsConfig:
+        """Return the configuration that ``config`` is: the JSON of ``from_cli``, its settings by name, or itself.
+
+        Raises:
+            ConfigError: as ``from_cli``.
+        """
+        if isinstance(config, Mapping):
+            return cls.model_validate({str(name): value for name, value in config.items()})
         return config if isinstance(config, KVEventsConfig) else cls.from_cli(config)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """As pydantic's, with a ConfigError for an invalid setting."""
+        with _as_config_error():
+            return super().model_validate(obj, **how)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **how: Any) -> Self:
+        """As pydantic's, with a ConfigError for an invalid setting or text. A repeated key is invalid, too."""
+        text = json_data if isinstance(json_data, str) else _utf8(json_data)
+        return cls.model_validate(parse_json_object(text, field="kv_events_config", example=_EXAMPLE), **how)
 
     def changed(self, **settings: Any) -> KVEventsConfig:
         """Return this configuration with other ``settings``, validated again. Settings that are ``msgspec.UNSET`` stay.
@@ -225,6 +243,23 @@ class KVEventsConfig(BaseModel):
             load=_optional_endpoint("load_endpoint", self.load_endpoint),
             stream_count=stream_count,
         )
+
+
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Raise the first error of pydantic as a ConfigError."""
+    try:
+        yield
+    except ValidationError as error:
+        raise _config_error(error.errors(include_url=False)[0]) from None
+
+
+def _utf8(data: bytes | bytearray) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError("kv_events_config", bytes(data), problem, f"give a JSON object, such as {_EXAMPLE}") from None
 
 
 def _optional_endpoint(field: str, text: str | None) -> Endpoint | None:

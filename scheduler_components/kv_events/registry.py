@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -92,7 +92,9 @@ class EventPublisherFactory:
         cls._openers[name] = _opener_of(ctor)
 
     @classmethod
-    def create(cls, config: str | KVEventsConfig | None, attn_dp_rank: int = 0) -> EventPublisher:
+    def create(
+        cls, config: str | Mapping[str, object] | KVEventsConfig | None, attn_dp_rank: int = 0
+    ) -> EventPublisher:
         """Open the publisher of stream ``attn_dp_rank``, or the null publisher without a configuration.
 
         Prefer ``open_event_publisher``, which also decides whether this rank publishes at all.
@@ -153,7 +155,7 @@ def _check_signature(settings: KVEventsConfig, constructor: PublisherConstructor
 
 
 def open_event_publisher(
-    config: str | KVEventsConfig | None,
+    config: str | Mapping[str, object] | KVEventsConfig | None,
     *,
     parallel: ParallelState,
     factory: type[EventPublisherFactory] = EventPublisherFactory,
@@ -164,7 +166,7 @@ def open_event_publisher(
     configuration fails on all ranks alike and leaves no socket open.
 
     Args:
-        config: the operator's configuration; None or "" publishes nothing.
+        config: the operator's configuration, as text, by name or parsed; None or "" publishes nothing.
         parallel: decides whether this rank publishes, and as which stream.
         factory: looks up publishers by name.
 

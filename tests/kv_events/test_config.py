@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -221,3 +222,51 @@ def test_an_invalid_setting_raises_a_config_error_that_names_it(case: tuple[str,
         assert error.field == field
         return
     raise AssertionError(f"accepted: {text}")
+
+
+READERS = {
+    "text": lambda given: KVEventsConfig.read(json.dumps(given)),
+    "mapping": KVEventsConfig.read,
+    "model_validate": KVEventsConfig.model_validate,
+    "model_validate_json": lambda given: KVEventsConfig.model_validate_json(json.dumps(given)),
+    "model_validate_json of bytes": lambda given: KVEventsConfig.model_validate_json(json.dumps(given).encode()),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    "given_settings",
+    [
+        {"publisher": "zmq", "bind": True, "endpoint": "tcp://127.0.0.1:0"},
+        {"publisher": "other", "options": {"depth": [1, {"a": None}]}},
+        {"endpont": "tcp://*:1"},
+        {"hwm": "5"},
+        {"hwm": 0},
+        {"publisher": "", "topic": 1},
+        {"replay_endpoint": "tcp://*:5557"},
+        {"topic": "a\0"},
+    ],
+)
+def test_every_reader_gives_the_same_config_or_the_same_error(
+    read: Callable[[dict[str, Any]], KVEventsConfig], given_settings: dict[str, Any]
+) -> None:
+    def outcome(reader: Callable[[dict[str, Any]], KVEventsConfig]) -> KVEventsConfig | tuple[str, str]:
+        try:
+            return reader(given_settings)
+        except ConfigError as error:
+            return error.field, str(error)
+
+    assert outcome(read) == outcome(lambda given: KVEventsConfig(**given))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "5", '{"hwm": 1, "hwm": 2}', b"\xff{}", b"{"])
+def test_json_that_is_no_config_is_a_config_error_of_one_line(text: str | bytes) -> None:
+    with pytest.raises(ConfigError) as raised:
+        KVEventsConfig.model_validate_json(text)
+    assert "\n" not in str(raised.value)
+    assert raised.value.field in ("kv_events_config", "hwm")
+
+
+def test_a_key_that_is_no_text_is_an_unknown_setting() -> None:
+    with pytest.raises(ConfigError, match=r"^1=2: is not a setting of KV events"):
+        KVEventsConfig.read({1: 2})  # type: ignore[dict-item]

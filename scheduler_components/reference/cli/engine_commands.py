@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -12,7 +11,8 @@ import attrs
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from scheduler_components import ConfigError, StartError
+from scheduler_components import ConfigError
+from scheduler_components._extras import require_modules
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load.zmq_load import check_load_endpoint
@@ -34,12 +34,14 @@ from scheduler_components.reference.engine.config import (
     StorageKind,
 )
 from scheduler_components.reference.engine.free_ports import default_kv_events
+from scheduler_components.reference.engine.log_output import LogConfig
 
 __all__ = [
     "DemoOptions",
     "EngineOptions",
     "EngineSizes",
     "HiCacheOptions",
+    "Logs",
     "ModelOptions",
     "demo",
     "engine_config",
@@ -55,6 +57,7 @@ Port = Annotated[
 AsJson = Annotated[
     bool, Parameter(name="--json", show_default=False, help="One JSON object per line, each with a kind.")
 ]
+Logs = Annotated[LogConfig, Parameter(parse=False)]  # from the options that all commands have
 RunningRequests = Annotated[int, Parameter(help="Request slots of each replica.")]
 
 
@@ -100,6 +103,9 @@ class EngineOptions:
         int | None, Parameter(help="Ranks per replica along attention tensor parallelism. Default: 2; with --model 1.")
     ] = None
     pp_size: Annotated[int, Parameter(help="Pipeline stages.")] = 1
+    moe_dp_size: Annotated[
+        int, Parameter(help="Data-parallel copies of the experts, over all ranks of a stage; only described.")
+    ] = 1
     dp_attention: Annotated[
         bool,
         Parameter(show_default=False, help="Replicas share the layers behind attention and step in lockstep."),
@@ -182,15 +188,14 @@ class ModelOptions:
 
         Raises:
             ConfigError: the model cannot be served, or an option needs ``--model``.
-            StartError: a library of an extra is not installed.
+            MissingExtraError: a library of an extra is not installed.
         """
         if self.model is None:
             for name in ("dtype", "device"):
                 if (value := getattr(self, name)) != getattr(_SIMULATED, name):
                     raise ConfigError(name, value, "has no effect by itself", "add --model")
             return None
-        for module in ("torch", "transformers", "gguf", "accelerate"):
-            _require(module, "model", "leave --model out")
+        require_modules("torch", "transformers", "gguf", "accelerate", otherwise="leave --model out")
         # Other commands, and an engine without a model, must start without torch.
         from scheduler_components.reference.device.torch_model import inspect_model
 
@@ -230,6 +235,9 @@ class HiCacheOptions:
         int, Parameter(validator=Number(gte=1), help="Hits before write_through_selective copies a page.")
     ] = _POLICY.write_threshold_hits
     hicache_prefetch: Annotated[PrefetchPolicy, Parameter(help="When to stop a prefetch from storage.")] = "best_effort"
+    hicache_prefetch_pages: Annotated[
+        int, Parameter(validator=Number(gte=1), help="Shorter hits in storage are computed, not prefetched.")
+    ] = _POLICY.prefetch_threshold_pages
     hicache_retry_steps: Annotated[
         int, Parameter(validator=Number(gte=0), help="Steps after a miss until storage is queried again; 0: never.")
     ] = _POLICY.prefetch_retry_steps
@@ -245,7 +253,7 @@ class HiCacheOptions:
 
         Raises:
             ConfigError: an option has an invalid value; the error names it.
-            StartError: a library of an extra is not installed.
+            MissingExtraError: a library of an extra is not installed. The ranks would report it once each.
         """
         if not self.hicache:
             return None
@@ -262,23 +270,19 @@ class HiCacheOptions:
                 write=self.hicache_write,
                 write_threshold_hits=self.hicache_write_hits,
                 prefetch=self.hicache_prefetch,
+                prefetch_threshold_pages=self.hicache_prefetch_pages,
                 prefetch_retry_steps=self.hicache_retry_steps,
                 load=self.hicache_load,
                 load_threshold_pages=self.hicache_load_pages,
             ),
         )
-        _require("numpy", "hicache", "leave --hicache out")
+        require_modules("numpy", otherwise="leave --hicache out")
         if self.hicache_storage == "mooncake":
-            _require("mooncake", "mooncake", "choose another --hicache-storage")
+            require_modules("mooncake", otherwise="choose another --hicache-storage")
         return config
 
 
-def _require(module: str, extra: str, otherwise: str) -> None:
-    """Check for a library that the ranks import, so that one error reports it instead of one per rank."""
-    if find_spec(module) is None:
-        raise StartError(module, "is not installed", f"pip install 'scheduler-components[{extra}]', or {otherwise}")
-
-
+_TEXT_LOGS = LogConfig()
 _SERVE, _DEMO, _NO_TIERS, _SIMULATED = EngineOptions(), DemoOptions(), HiCacheOptions(), ModelOptions()
 
 
@@ -297,6 +301,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
         attn_cp_size=sizes.attn_cp_size,
         attn_tp_size=sizes.attn_tp_size,
         pp_size=options.pp_size,
+        moe_dp_size=options.moe_dp_size,
         scheduler=SchedulerConfig(
             page_size=options.page_size,
             kv_tokens=sizes.kv_tokens,
@@ -372,11 +377,12 @@ def serve(
         float | None, Parameter(validator=Number(gte=0), help="Stop serving after this many seconds.")
     ] = None,
     as_json: AsJson = False,
+    logs: Logs = _TEXT_LOGS,
 ) -> int:
     """Run the engine and serve HTTP until Ctrl-C, or replay a trace against it."""
     return _run(
         SessionConfig(
-            engine=engine_config(options, hicache, model),
+            engine=attrs.evolve(engine_config(options, hicache, model), logs=logs),
             host=options.host,
             port=options.port,
             kv_pool=options.kv_pool,
@@ -400,12 +406,13 @@ def demo(
     ] = None,
     chats_per_s: Annotated[float, Parameter(help="New chats per second.")] = _DEFAULT_WORKLOAD.chats_per_s,
     as_json: AsJson = False,
+    logs: Logs = _TEXT_LOGS,
 ) -> int:
     """Run the engine under a generated workload, follow its event streams, and verify the run.
 
     With --model the command also compares every answer, token by token, with transformers' generate.
     """
-    engine = engine_config(options, hicache, model)
+    engine = attrs.evolve(engine_config(options, hicache, model), logs=logs)
     workload = WorkloadConfig(seed=options.seed, chats_per_s=chats_per_s, **_workload_of(engine.model))
     return _run(
         SessionConfig(

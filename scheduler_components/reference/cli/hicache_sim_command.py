@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from scheduler_components import StartError
+from scheduler_components._extras import require_modules
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.device.hicache_sim import (
     AgreementScope,
@@ -165,13 +166,11 @@ def draw_divergence(
 
 
 def _new_figure() -> Figure:
+    require_modules("matplotlib", otherwise="leave --picture out")
     # Imported here because only --picture needs it.
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        hint = "pip install 'scheduler-components[plot]', or leave --picture out"
-        raise StartError("matplotlib", "is not installed", hint) from error
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     mpl.rcParams.update({"svg.hashsalt": "hicache-sim", "svg.fonttype": "none"})  # the same runs, the same file
     return Figure(figsize=(8, 4), layout="constrained")
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -31,7 +30,8 @@ from observability.relay import (
     open_relay,
     parse_relay_config,
 )
-from scheduler_components import ConfigError, StartError
+from scheduler_components import ConfigError
+from scheduler_components._extras import require_modules
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.cli.sigterm import cancel_on_sigterm
@@ -97,12 +97,11 @@ def jetstream_writer(settings: str | None, worker: str | None, topic: str) -> Je
 
     Raises:
         ConfigError: a setting that cannot work, or no name of the worker.
-        StartError: the extra ``jetstream`` is not installed.
+        MissingExtraError: the extra ``jetstream`` is not installed.
     """
     if settings is None:
         return None
-    if find_spec("nats") is None:
-        raise StartError("nats-py", "is not installed", "pip install 'scheduler-components[jetstream]'")
+    require_modules("nats", otherwise="leave --jetstream out")
     config = JetStreamConfig.from_cli(settings)
     if worker is None:
         raise ConfigError("worker", worker, "is missing", "give the name that JetStream readers ask for")

@@ -22,6 +22,7 @@ from rich.table import Table
 from observability.kv_stream import StreamStats
 from scheduler_components.ports import StatsSource
 from scheduler_components.reference.cli.run_report import RunReport
+from scheduler_components.reference.cli.terminal import make_console
 from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 from scheduler_components.shm_board import ShmBoard
 from scheduler_components.values import LoadSnapshot, SchedulerStats, TierStats
@@ -272,10 +273,18 @@ class RunReporter(Protocol):
 
 @asynccontextmanager
 async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run ``work`` while the block runs."""
+    """Run ``work`` while the block runs. An error of ``work`` ends the block: the reader of the output may be gone."""
+    block = asyncio.current_task()
+    assert block is not None
     task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() or done.exception() is None else block.cancel())
     try:
         yield
+    except asyncio.CancelledError:
+        if task.done() and not task.cancelled():
+            block.uncancel()
+            task.result()  # raises its error
+        raise
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -297,7 +306,7 @@ class ConsoleReporter:
     @classmethod
     def standard(cls) -> ConsoleReporter:
         """Standard output and standard error."""
-        return cls(out=Console(highlight=False, emoji=False), err=Console(stderr=True, highlight=False, emoji=False))
+        return cls(out=make_console(), err=make_console(stderr=True))
 
     def note(self, text: str) -> None:
         self.out.print(text, markup=False, soft_wrap=True)

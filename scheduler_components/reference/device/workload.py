@@ -64,6 +64,8 @@ ARRIVAL_QUANTUM_S = 3.0
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it before the first line
 _MAX_LINE_BYTES = 1 << 20  # a prompt of ten million tokens; keeps a file without line breaks out of memory
 
+_MAX_TIMESTAMP_MS = 366 * 24 * 3600 * 1000  # refuses milliseconds since 1970, for which a replay would wait for decades
+
 _TOKEN_BYTES = 4
 _CACHED_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent conversations
 _TOKEN_MASK = int.from_bytes(
@@ -289,6 +291,9 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[Trac
         blocks = -(-line.input_length // TRACE_BLOCK_TOKENS)
         if blocks != len(line.hash_ids):
             problem = f"input_length {line.input_length} needs {blocks} hash_ids, there are {len(line.hash_ids)}"
+            raise _line_error(name, number, problem)
+        if line.timestamp > _MAX_TIMESTAMP_MS:
+            problem = f"timestamp {line.timestamp:g} is more than a year after the start of the trace, which is 0"
             raise _line_error(name, number, problem)
         if line.timestamp < latest_ms:
             raise _line_error(name, number, f"timestamp {line.timestamp} is before the previous {latest_ms}")

@@ -18,6 +18,7 @@ from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout
 from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
+from scheduler_components.reference.engine.log_output import LogConfig
 from scheduler_components.validators import choice_validator, integer_validator, number_validator
 
 __all__ = [
@@ -228,6 +229,8 @@ class EngineConfig:
         dp_size: number of replicas, which are independent KV caches under DP attention.
         attn_cp_size, attn_tp_size, pp_size: ranks per replica, along attention context parallelism, attention tensor
             parallelism and pipeline stages. The simulated device of each stage returns what the last one would.
+        moe_dp_size: data-parallel copies of the experts, over all ranks of a stage. It only enters the ranks'
+            ``ParallelState``, because the simulated device has no experts.
         scheduler: sizes of each replica's scheduler.
         model: a real model; the attention-TP ranks of each replica share its layers, the attention-CP ranks the rows of
             prefills. None for a simulated device.
@@ -238,6 +241,7 @@ class EngineConfig:
         hicache: tiers behind the device, or None.
         profile_directory: directory for the ranks' profiles; empty disables profiles.
         dp_attention: replicas take every step together; None lets each replica step by itself.
+        logs: level and format of the log of every process.
 
     Raises:
         ConfigError: a value is invalid; the error names it.
@@ -247,6 +251,7 @@ class EngineConfig:
     attn_cp_size: int = attrs.field(default=2, validator=integer_validator())
     attn_tp_size: int = attrs.field(default=2, validator=integer_validator())
     pp_size: int = attrs.field(default=1, validator=integer_validator())
+    moe_dp_size: int = attrs.field(default=1, validator=integer_validator())
     scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
     speed: float = attrs.field(default=1.0, validator=number_validator("is not a speed"))
     seed: int = 0
@@ -256,10 +261,14 @@ class EngineConfig:
     profile_directory: str = ""
     dp_attention: DpAttentionConfig | None = None
     model: ModelSpec | None = None
+    logs: LogConfig = attrs.field(factory=LogConfig)
 
     def __attrs_post_init__(self) -> None:
         if self.model is not None:
             self._check_model_ranks(self.model)
+        if self.tp_size % self.moe_dp_size:
+            problem = f"does not divide the {self.tp_size} ranks of a stage"
+            raise ConfigError("moe_dp_size", self.moe_dp_size, problem, f"give a divisor of {self.tp_size}")
         if self.dp_attention is not None and self.dp_size == 1:
             hint = "give 2 or more replicas, or leave DP attention out"
             raise ConfigError("dp_size", 1, "is too few replicas for DP attention", hint)
@@ -268,6 +277,8 @@ class EngineConfig:
         if self.pp_size != 1:
             hint = "give 1, and raise attn_tp_size or attn_cp_size"
             raise ConfigError("pp_size", self.pp_size, "is not supported with a real model", hint)
+        if self.moe_dp_size != 1:
+            raise ConfigError("moe_dp_size", self.moe_dp_size, "is not supported with a real model", "give 1")
         if (units := model.max_tp_size) % self.attn_tp_size:
             problem = f"does not divide the {units} parts into which this model can be sharded"
             raise ConfigError("attn_tp_size", self.attn_tp_size, problem, f"give a divisor of {units}")
@@ -298,6 +309,7 @@ class EngineConfig:
             tp_size=self.tp_size,
             attn_dp_size=self.dp_size,
             attn_cp_size=self.attn_cp_size,
+            moe_dp_size=self.moe_dp_size,
             pp_rank=stage,
             pp_size=self.pp_size,
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from scheduler_components import StartError
 from scheduler_components.reference.engine.config import RankConfig
+from scheduler_components.reference.engine.log_output import LogFormat, format_rank_line
 
 __all__ = [
     "RankExit",
@@ -50,11 +51,18 @@ class RankExit:
 
 @dataclass(slots=True, kw_only=True)
 class RankProcess:
-    """One scheduler process; ``name`` is ``str(ParallelState)`` of its rank."""
+    """One scheduler process.
+
+    Attributes:
+        rank, name: number of its rank in the world, and ``str(ParallelState)``.
+        process: the process.
+        log_format: format of the lines for ``wait``.
+    """
 
     rank: int
     name: str
     process: asyncio.subprocess.Process
+    log_format: LogFormat = "text"
 
     def configure(self, config: RankConfig) -> None:
         """Send the rank its configuration. If the process has died already, ``wait`` reports it."""
@@ -67,7 +75,7 @@ class RankProcess:
         last_line = ""
         async for line in self.process.stderr:
             last_line = line.decode(errors="replace").rstrip()
-            show(f"rank {self.rank}: {last_line}")
+            show(format_rank_line(last_line, self.rank, self.log_format))
         return_code = await self.process.wait()
         return RankExit(rank=self.name, return_code=return_code, last_line=last_line)
 
@@ -104,7 +112,8 @@ async def open_ranks(
     try:
         for config in configs:
             name = str(config.engine.parallel(config.rank))
-            rank = RankProcess(rank=config.rank, name=name, process=await _start(name))
+            logs = config.engine.logs
+            rank = RankProcess(rank=config.rank, name=name, process=await _start(name), log_format=logs.format)
             ranks.append(rank)
             rank.configure(config)
             watcher = asyncio.create_task(rank.wait(show), name=f"rank {name}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -28,6 +29,17 @@ class Ran(NamedTuple):
 
 
 CommandLine = Callable[..., Ran]
+
+
+@pytest.fixture(autouse=True)
+def log_of_the_tests() -> Iterator[None]:
+    """Give the log of this process back after a command has configured it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture

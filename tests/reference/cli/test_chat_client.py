@@ -19,7 +19,6 @@ from scheduler_components.reference.cli.chat_command import (
     ChatOptions,
     find_default_model,
     format_answer_stats,
-    read_lines,
     run_chat,
 )
 from scheduler_components.values import CachedTokens
@@ -114,11 +113,18 @@ def test_the_cost_of_an_answer_is_one_line() -> None:
     assert AnswerStats().tokens_per_s == 0.0
 
 
-def test_lines_are_read_to_their_end() -> None:
-    async def read() -> list[str]:
-        return [line async for line in read_lines(StringIO("one\n\n two \nlast"))]
+def test_a_slash_and_a_word_is_a_command(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+    text = shown(served, given("/help", "/nwe", "/exit", "never asked"))
+    assert all(f"\n{command} " in text for command in ("/new", "/help", "/exit"))
+    assert "/nwe is not a command; /help lists them" in text
+    assert served.replicas[0].submitted == []
 
-    assert asyncio.run(asyncio.wait_for(read(), timeout=30)) == ["one", "", "two", "last"]
+
+def test_a_path_is_a_question(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+    shown(served, given("/etc/hosts has what", "/ is what"))
+    assert len(served.replicas[0].submitted) == 2
 
 
 def test_without_the_small_model_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

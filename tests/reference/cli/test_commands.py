@@ -25,6 +25,7 @@ MISTAKES = [
     (["serve", "--dp-size", "0"], "dp_size=0"),
     (["serve", "--attn-cp-size", "-1"], "attn_cp_size=-1"),
     (["serve", "--page-size", "0"], "page_size=0"),
+    (["serve", "--moe-dp-size", "3"], "give a divisor of 8"),
     (["serve", "--kv-tokens", "1000"], "give 992"),
     (["serve", "--speed", "nan"], "speed=nan"),
     (["serve", "--port", "70000"], "--port"),
@@ -42,6 +43,8 @@ MISTAKES = [
     (["demo", "--requests", "0"], "num_requests=0"),
     (["demo", "--chats-per-s", "0"], "chats_per_s=0"),
     (["watch"], "TARGET"),
+    (["watch", "tcp://127.0.0.1:1", "--log-level", "loud"], "--log-level"),
+    (["--log-format", "xml", "doctor", "http://h"], "--log-format"),
     (["watch", "localhost"], "localhost"),
     (["watch", "tcp://*:5557"], "cannot be dialled"),
     (["doctor", "ftp://host"], "ftp://host"),
@@ -62,9 +65,10 @@ MISTAKES = [
 ENGINE = """
     affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-attention dp-size hicache hicache-host-layout
     hicache-host-tokens hicache-load hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata
-    hicache-prefetch hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path hicache-write
-    hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests page-size port pp-size
-    prefill-delay-low-usage prefill-delay-steps profile-directory recv-interval seed speed
+    hicache-prefetch hicache-prefetch-pages hicache-retry-steps hicache-storage hicache-storage-checksum
+    hicache-storage-path hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens
+    max-running-requests moe-dp-size page-size port pp-size prefill-delay-low-usage prefill-delay-steps
+    profile-directory recv-interval seed speed
 """
 OPTIONS = {
     "serve": f"{ENGINE} device dtype duration json keep-serving limit model trace",
@@ -100,7 +104,10 @@ def test_the_help_of_a_command_names_each_of_its_options_and_no_other(command_li
     ran = command_line(command, "--help")
     assert ran.code == 0
     assert f"scheduler-components {command}" in ran.out
-    assert set(re.findall(r"^│ (?:\*  |   )?--(\S+)", ran.out, re.MULTILINE)) == set(OPTIONS[command].split())
+    assert set(re.findall(r"^│ (?:\*  |   )?--(\S+)", ran.out, re.MULTILINE)) == set(OPTIONS[command].split()) | {
+        "log-level",
+        "log-format",
+    }
 
 
 def test_without_a_command_the_help_is_shown(command_line: Callable) -> None:
@@ -122,6 +129,12 @@ def test_a_stream_that_does_not_answer_is_exit_code_3(command_line: Callable, ar
     as_json = command_line(*arguments, "--json")
     assert as_json.code == 3
     assert "refused" in str(json.loads(as_json.out))
+
+
+def test_watching_an_endpoint_that_accepts_no_connection_is_exit_code_3(command_line: Callable) -> None:
+    ran = command_line("watch", "tcp://127.0.0.1:1", "--duration", "0.1")
+    assert (ran.code, ran.out) == (3, "")
+    assert "accepted no connection" in ran.complaint
 
 
 @pytest.mark.parametrize("command", ["watch", "conformance"])

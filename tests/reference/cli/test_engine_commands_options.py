@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 
 from scheduler_components import ConfigError, StartError
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.reference.cli import engine_commands
 from scheduler_components.reference.cli.commands import COMMANDS, make_app
 from scheduler_components.reference.cli.engine_commands import (
     DemoOptions,
@@ -62,7 +62,7 @@ def test_the_options_of_a_model_are_refused_without_one(field: str, value: str) 
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_commands, "find_spec", lambda name: None if name == "transformers" else object())
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(StartError, match=r"transformers.*scheduler-components\[model\]"):
         ModelOptions(model=Path("anywhere")).spec()
 
@@ -95,9 +95,11 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         *("--hicache-write", "write_back", "--hicache-prefetch", "timeout"),
         *("--hicache-write-hits", "4", "--hicache-retry-steps", "5"),
         *("--hicache-load-pages", "6", "--recv-interval", "4"),
+        *("--hicache-prefetch-pages", "9", "--moe-dp-size", "6"),
     )
     engine = engine_config(bound["options"], bound["hicache"])
     assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size, engine.pp_size) == (1, 3, 4, 2)
+    assert (engine.moe_dp_size, engine.parallel(11).moe_dp_rank, engine.parallel(11).moe_dp_size) == (6, 5, 6)
     assert (engine.speed, engine.seed, engine.kv_events) == (2.5, 7, '{"publisher": "null"}')
     assert engine.scheduler == SchedulerConfig(
         page_size=8,
@@ -117,6 +119,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
             write="write_back",
             write_threshold_hits=4,
             prefetch="timeout",
+            prefetch_threshold_pages=9,
             prefetch_retry_steps=5,
             load_threshold_pages=6,
         ),

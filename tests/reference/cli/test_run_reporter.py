@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -11,14 +13,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from observability.kv_stream import StreamState, StreamStats
+from scheduler_components.reference.cli import run_reporter
 from scheduler_components.reference.cli.run_reporter import (
     ConsoleReporter,
     CounterRates,
+    JsonReporter,
+    NullStreamStatsSource,
+    RunView,
     format_progress,
     format_rank_line,
     make_rank_rows,
     render_rank_table,
 )
+from scheduler_components.reference.cli.terminal import make_console
 from scheduler_components.reference.cli.workload_driver import ScheduleLag, WorkloadCounters, percentile
 from scheduler_components.values import LoadSnapshot, SchedulerStats
 
@@ -126,3 +133,50 @@ def test_text_between_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str
     screen.note("tcp://host:warning:1 [bold]")
     screen.warn("rank 3: :bomb:")
     assert capsys.readouterr() == ("tcp://host:warning:1 [bold]\n", "rank 3: :bomb:\n")
+
+
+class GoneReader(io.StringIO):
+    """Standard output whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+class NoReports:
+    def read(self) -> dict[int, SchedulerStats]:
+        return {}
+
+
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_a_run_ends_when_the_reader_of_its_progress_is_gone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_reporter, "_LINE_INTERVAL_S", 0)
+    gone = GoneReader()
+    view = RunView(counters=WorkloadCounters(), board=NoReports(), streams=NullStreamStatsSource())  # type: ignore[arg-type]
+    console = make_console()
+    console.file = gone
+    reporter = JsonReporter(out=gone, err=gone) if kind == "json" else ConsoleReporter(out=console, err=console)
+
+    async def run() -> None:
+        async with reporter.live_view(view):
+            await asyncio.Event().wait()
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_cancelled_run_stays_cancelled() -> None:
+    view = RunView(counters=WorkloadCounters(), board=NoReports(), streams=NullStreamStatsSource())  # type: ignore[arg-type]
+
+    async def run() -> bool:
+        async def work() -> None:
+            async with JsonReporter(out=io.StringIO(), err=io.StringIO()).live_view(view):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return task.cancelled()
+
+    assert asyncio.run(run())

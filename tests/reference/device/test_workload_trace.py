@@ -73,6 +73,8 @@ def test_blank_lines_are_skipped_and_not_numbered_as_requests() -> None:
         (line(hash_ids=[1, 2, 3]), "needs 2 hash_ids, there are 3"),
         (line(hash_ids=[1, -2]), "hash_ids"),
         (line(timestamp=1999), "before the previous"),
+        (line(timestamp=1e300), "timestamp 1e+300 is more than a year after the start"),
+        (line(timestamp=1.7e12), "more than a year after the start"),
     ],
 )
 def test_a_bad_line_is_named(bad: bytes, complaint: str) -> None:

@@ -140,7 +140,7 @@ async def open_http_server(
         app,
         http=cast("type[H11Protocol]", partial(_PunctualProtocol, header_timeout_s=header_timeout_s)),
         lifespan="off",
-        log_level="warning",
+        log_config=None,  # uvicorn's records go where all others do
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,

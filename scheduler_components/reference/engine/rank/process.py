@@ -6,7 +6,6 @@ error it writes one line to standard error and exits with 1.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import ExitStack, suppress
@@ -27,6 +26,7 @@ from scheduler_components.quiesce import QuiesceState
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.reference.engine.config import RankConfig
+from scheduler_components.reference.engine.log_output import configure_logging
 from scheduler_components.reference.engine.messages import MAX_QUEUED_BATCHES, RankHeartbeat, RankReady
 from scheduler_components.reference.engine.rank.compute import RankCompute, open_rank_device
 from scheduler_components.reference.engine.rank.frontend_sinks import (
@@ -64,9 +64,10 @@ _Context = zmq.Context[zmq.Socket[bytes]]
 
 def main() -> int:
     """Run one rank and return the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        run_rank(RankConfig.from_json(_read_line(_STDIN)), StopPipe(_STDIN))
+        config = RankConfig.from_json(_read_line(_STDIN))
+        configure_logging(config.engine.logs, rank=config.rank)
+        run_rank(config, StopPipe(_STDIN))
     except ComponentError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  the engine reads it
         return 1
