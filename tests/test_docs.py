@@ -54,11 +54,14 @@ def test_python_blocks_run_and_print_the_text_below(code: str, printed: str) -> 
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_imports_in_python_blocks_are_sorted_and_merged(path: Path) -> None:
-    command = [sys.executable, "-m", "ruff", "check", "--select", "I", "--quiet", "--stdin-filename", f"{path}.py", "-"]
-    for code, _ in BLOCK.findall(path.read_text()):
-        ran = subprocess.run(command, input=code, check=False, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
+def test_python_blocks_are_formatted_and_their_imports_sorted(path: Path) -> None:
+    """Except for empty lines, because a prompt ends a definition at one."""
+    ruff, name_and_input = [sys.executable, "-m", "ruff"], ["--quiet", "--stdin-filename", f"{path}.py", "-"]
+    for block, _ in BLOCK.findall(path.read_text()):
+        for command in ([*ruff, "check", "--select", "I", *name_and_input], [*ruff, "format", *name_and_input]):
+            ran = subprocess.run(command, input=block, check=False, capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stdout
+        assert [line for line in ran.stdout.splitlines() if line] == [line for line in block.splitlines() if line]
 
 
 class Prompt(InteractiveConsole):
