@@ -126,3 +126,11 @@ def test_the_site_loads_nothing_from_outside(site: Path) -> None:
         assert loaded == [], page.name
     for style in styles:
         assert not re.search(r"(?:url\(|@import)\s*[\"']?\w+://", style.read_text()), style.name
+
+
+def test_the_page_for_a_missing_address_leads_to_pages_that_exist(site: Path) -> None:
+    article = re.search(r"<article.*?</article>", (site / "404.html").read_text(), re.DOTALL)
+    assert article
+    links = re.findall(r"<a href=\"?(/[^\s\">]*)", article[0])
+    assert len(links) >= 5
+    assert [link for link in links if not (site / link.lstrip("/")).is_file()] == []

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
-import libcst as cst
+from scheduler_components._extras import naming_extras
+
+with naming_extras:
+    import libcst as cst
 
 __all__ = [
     "add_delegates",
