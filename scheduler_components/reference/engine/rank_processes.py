@@ -73,7 +73,14 @@ class RankProcess:
         """Pass each line of standard error to ``show`` until the process ends."""
         assert self.process.stderr is not None
         last_line = ""
-        async for line in self.process.stderr:
+        while True:
+            try:
+                line = await self.process.stderr.readline()
+            except ValueError:  # the reader has dropped the part of a line that reached its limit
+                show(f"rank {self.rank}: (a line of more than {_MAX_LINE_BYTES} bytes is left out)")
+                continue
+            if not line:
+                break
             last_line = line.decode(errors="replace").rstrip()
             show(format_rank_line(last_line, self.rank, self.log_format))
         return_code = await self.process.wait()

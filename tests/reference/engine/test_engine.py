@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -417,22 +415,6 @@ def test_an_exception_of_the_caller_stops_the_engine(private_tmp: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_engine(scenario, ONE_REPLICA)
-
-
-def test_a_rank_without_a_configuration_ends_with_one_line() -> None:
-    command = [sys.executable, "-m", "scheduler_components.reference.engine.rank.process"]
-    done = subprocess.run(command, input=b"nonsense\n", capture_output=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(b"DecodeError: ")
-    assert done.stderr.count(b"\n") == 1
-
-
-def test_a_rank_loads_no_module_of_the_frontend() -> None:
-    """Eight of them start together, often on few cores."""
-    program = "import sys, scheduler_components.reference.engine.rank.process; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    heavy = {"cyclopts", "rich", "starlette", "uvicorn", "httpx", "prometheus_client", "numpy"}
-    assert heavy.isdisjoint(loaded.stdout.split())
 
 
 def test_a_configuration_survives_encoding() -> None:

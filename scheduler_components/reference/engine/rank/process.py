@@ -155,7 +155,9 @@ def _open_watchdog(
     after_s = config.engine.scheduler.integrity.stall_timeout_s(config.engine.relative_speed)
     if not after_s:
         return
-    sink = FrontendStallSink(reports=ZmqReportSender(socket=connect_push(context, config.paths.reports)), alive=alive)
+    socket = connect_push(context, config.paths.reports)
+    opened.callback(socket.close, linger=0)
+    sink = FrontendStallSink(reports=ZmqReportSender(socket=socket), alive=alive)
     watchdog = open_thread_watchdog(
         scheduler.integrity.progress, rank=alive.rank, after_s=after_s, sink=sink, stack_dump_file=sys.stderr
     )

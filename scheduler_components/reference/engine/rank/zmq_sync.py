@@ -190,7 +190,12 @@ def open_zmq_groups(
     wait_for: WaitForSocket,
     timeout_s: float,
 ) -> ParallelGroups:
-    """Open a hub as ``open_zmq_sync_hub`` does and return its ``ParallelGroups``. Closing them closes the hub."""
+    """Open a hub as ``open_zmq_sync_hub`` does and return its ``ParallelGroups``. Closing them closes the hub.
+
+    A rank without groups gets no hub, because no group would close it.
+    """
+    if not reduce_groups:
+        return ParallelGroups(rank=rank)
     hub = open_zmq_sync_hub(
         context, rank=rank, reduce_groups=reduce_groups, address_of=address_of, wait_for=wait_for, timeout_s=timeout_s
     )
