@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.rank_grid import grid, on_threads
 
-from scheduler_components import ParallelState
 from scheduler_components.agreement import BLOCK_INTS, AgreedValues, ParallelGroups, Proposal, Slots, elementwise_min
 from scheduler_components.errors import SettingsDivergenceError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.thread_sync import ThreadSyncHub
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
@@ -118,30 +113,6 @@ def test_slots_that_do_not_fit_are_refused() -> None:
         proposal.pack(0)
 
 
-Hops = dict[int, tuple[tuple[int, ...], ...]]
-
-
-def grid(cp: int, tp: int) -> Hops:
-    world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp))
-    return {sets.rank: sets.reduce_groups for sets in world}
-
-
-def on_threads(
-    reduce_groups: Hops, work: Callable[[ParallelGroups], object], *, timeout_s: float = 20.0
-) -> list[object]:
-    """Run ``work`` on one thread a rank; a raised error is that rank's result."""
-    hub = ThreadSyncHub(reduce_groups, timeout_s=timeout_s)
-
-    def run(rank: int) -> object:
-        try:
-            return work(hub.parallel_groups(rank))
-        except (SettingsDivergenceError, SyncDivergenceError, SyncTimeoutError) as error:
-            return error
-
-    with ThreadPoolExecutor(len(reduce_groups)) as threads:
-        return list(threads.map(run, sorted(reduce_groups)))
-
-
 def ask(groups: ParallelGroups) -> AgreedValues:
     mine = groups.rank
     groups.barrier("start", step=0)
@@ -209,18 +180,6 @@ def test_proposals_of_different_length_diverge_in_the_first_block() -> None:
         return groups.reduce(proposal)
 
     assert all(isinstance(error, SyncDivergenceError) for error in on_threads(grid(2, 2), work))
-
-
-@pytest.mark.parametrize("dead_rank", range(4))
-def test_a_dead_rank_is_named_on_all_survivors(dead_rank: int) -> None:
-    def work(groups: ParallelGroups) -> object:
-        groups.barrier("start", step=0)
-        return None if groups.rank == dead_rank else groups.all_reduce_min("landed", 1, step=9)
-
-    for rank, error in enumerate(on_threads(grid(2, 2), work, timeout_s=0.2)):
-        if rank != dead_rank:
-            assert isinstance(error, SyncTimeoutError)
-            assert (error.operation, error.step, error.missing_ranks) == ("landed", 9, (dead_rank,))
 
 
 def test_groups_repeat_their_first_error() -> None:

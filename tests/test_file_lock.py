@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kit.contention import count_most_holders
 
 from scheduler_components.file_lock import acquire_file_lock, open_file_lock
 
@@ -98,31 +100,13 @@ def test_a_file_that_its_holder_removed_is_created_again(tmp_path: Path, monkeyp
 
 
 def test_many_contenders_get_one_lock_in_turn(tmp_path: Path) -> None:
-    path, holders, most = tmp_path / "lock", [0], [0]
-    counting = threading.Lock()
+    def acquire() -> Callable[[], object] | None:
+        try:
+            return acquire_file_lock(tmp_path / "lock").remove
+        except BlockingIOError:
+            return None
 
-    def take_often() -> None:
-        taken = 0
-        while taken < 200:
-            try:
-                lock = acquire_file_lock(path)
-            except BlockingIOError:
-                os.sched_yield()
-                continue
-            with counting:
-                holders[0] += 1
-                most[0] = max(most[0], holders[0])
-            taken += 1
-            with counting:
-                holders[0] -= 1
-            lock.remove()
-
-    threads = [threading.Thread(target=take_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1]
+    assert count_most_holders(acquire) == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kit.quiescable_replica import GOOD, RANKS, Given, OwnFacts, Replica
+from kit.quiescable_replica import GOOD, RANKS, Given, OwnFacts, QuiescableReplica
 
 from scheduler_components.quiesce import PauseState
 from scheduler_components.values import (
@@ -32,7 +32,7 @@ def where(rank: int, facts: OwnFacts) -> tuple[OwnFacts, ...]:
     return tuple(facts if each == rank else OwnFacts() for each in RANKS)
 
 
-def done(replica: Replica, *orders: ControlRequest) -> list[ControlReply]:
+def done(replica: QuiescableReplica, *orders: ControlRequest) -> list[ControlReply]:
     answers = [replica.carry_out(Given(order))[0] for order in orders]
     assert [answer.problem for answer in answers] == [""] * len(orders)
     return answers
@@ -40,7 +40,7 @@ def done(replica: Replica, *orders: ControlRequest) -> list[ControlReply]:
 
 @pytest.mark.parametrize("order", [LoadWeights("a", b"a"), CheckWeights(), EndWeightUpdate(GOOD)])
 def test_a_failure_on_one_rank_ends_the_update_on_all(order: ControlRequest) -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     done(replica, BeginWeightUpdate("v1"))
     answers = replica.carry_out(Given(order, where(2, OwnFacts(fails=True))))
     assert {answer.problem.partition(":")[0] for answer in answers} == {
@@ -55,7 +55,7 @@ def test_a_failure_on_one_rank_ends_the_update_on_all(order: ControlRequest) -> 
 
 
 def test_an_update_does_not_open_if_one_rank_has_no_memory() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     answer = replica.carry_out(Given(BeginWeightUpdate("v1"), where(1, OwnFacts(fails=True))))[0]
     assert answer.problem == "rank 1 could not begin weight update"
     assert all(engine.did == ["old weights"] for engine in replica.engines.values())
@@ -64,7 +64,7 @@ def test_an_update_does_not_open_if_one_rank_has_no_memory() -> None:
 
 @pytest.mark.parametrize("order", [CheckWeights(), EndWeightUpdate(GOOD)])
 def test_ranks_with_different_bytes_keep_the_old_weights(order: ControlRequest) -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     done(replica, BeginWeightUpdate("v1"), LoadWeights("a", b"a"))
     answer = replica.carry_out(Given(order, where(3, OwnFacts(reads=GOOD + 1))))[0]
     assert answer.problem in ("ranks have loaded different weights", "rank 3 could not end weight update")
@@ -73,7 +73,7 @@ def test_ranks_with_different_bytes_keep_the_old_weights(order: ControlRequest) 
 
 
 def test_memory_that_one_rank_cannot_allocate_is_released_by_all() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     done(replica, ReleaseMemory(BOTH))
     answer = replica.carry_out(Given(ResumeMemory(BOTH), where(0, OwnFacts(fails=True))))[0]
     assert answer.problem == "rank 0 could not resume memory: no room"
@@ -86,7 +86,7 @@ def test_memory_that_one_rank_cannot_allocate_is_released_by_all() -> None:
 
 
 def test_discarded_weights_must_be_loaded_again() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     done(replica, ReleaseMemory(BOTH, keep_weights=False), ResumeMemory(BOTH))
     state = replica.ranks[0].state
     assert (state.can_admit, state.stats().has_discarded_all, state.stats().is_awake) == (False, 1, 0)
@@ -97,7 +97,7 @@ def test_discarded_weights_must_be_loaded_again() -> None:
 
 
 def test_a_pause_that_times_out_changes_nothing() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH), new_requests=2))[0]
     assert answer.problem == ""  # no request ran yet
     done(replica, ContinueGeneration())
@@ -110,7 +110,7 @@ def test_a_pause_that_times_out_changes_nothing() -> None:
 
 
 def test_a_waiting_pause_admits_no_request() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     for engine in replica.engines.values():
         engine.running = [3]
     answer = replica.carry_out(Given(PauseGeneration(PauseMode.FINISH, 30.0), new_requests=2))[0]
@@ -118,7 +118,7 @@ def test_a_waiting_pause_admits_no_request() -> None:
 
 
 def test_deadlines_start_when_the_request_arrives() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     replica.num_steps = 1000
     assert replica.carry_out(Given(FlushCache(30.0), new_requests=2))[0].problem == ""
     problem = replica.carry_out(Given(FlushCache(2.0), where(1, OwnFacts(transfers_end_after=5))))[0].problem
@@ -126,7 +126,7 @@ def test_deadlines_start_when_the_request_arrives() -> None:
 
 
 def test_a_tensor_is_loaded_once_however_long_quiescing_takes() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     asked = []
 
     def checksum() -> int:
@@ -156,7 +156,7 @@ def test_a_tensor_is_loaded_once_however_long_quiescing_takes() -> None:
 def test_a_request_that_does_not_fit_the_state_is_rejected_and_counted(
     orders: list[ControlRequest], refused: ControlRequest, problem: str
 ) -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     done(replica, *orders)
     before = replica.ranks[0].state.digest()
     assert replica.carry_out(Given(refused))[0].problem.startswith(problem)
@@ -165,7 +165,7 @@ def test_a_request_that_does_not_fit_the_state_is_rejected_and_counted(
 
 
 def test_requests_paused_in_place_keep_the_cache() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     for engine in replica.engines.values():
         engine.running = [3]
     done(replica, PauseGeneration(PauseMode.IN_PLACE))
@@ -177,7 +177,7 @@ def test_requests_paused_in_place_keep_the_cache() -> None:
 
 
 def test_a_flush_waits_for_waiting_requests_unless_paused() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     problem = replica.carry_out(Given(FlushCache(), new_requests=1))[0].problem
     assert problem.startswith("given up at its deadline: 0 requests run, 1 wait")
     assert replica.engines[0].did == []
@@ -186,7 +186,7 @@ def test_a_flush_waits_for_waiting_requests_unless_paused() -> None:
 
 
 def test_nothing_is_computed_during_an_update() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     done(replica, BeginWeightUpdate("v1"))
     assert replica.carry_out(Given(LoadWeights("a", b"a"), new_requests=2))[0].problem == ""
     replica.step()

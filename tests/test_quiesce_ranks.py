@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from kit.quiescable_replica import GOOD, Given, OwnFacts, Replica
+from kit.quiescable_replica import GOOD, Given, OwnFacts, QuiescableReplica
 
 from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.values import (
@@ -55,7 +55,7 @@ histories = st.lists(givens, min_size=1, max_size=8)
 
 @given(histories)
 def test_all_ranks_reply_alike_in_the_same_step(history: list[Given]) -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     for each in history:
         replica.carry_out(each)
 
@@ -63,7 +63,7 @@ def test_all_ranks_reply_alike_in_the_same_step(history: list[Given]) -> None:
 @given(histories)
 def test_requests_run_only_as_the_replies_allow(history: list[Given]) -> None:
     """Requests run on only where the answers so far say so; the version is that of the last session that ended."""
-    replica, version = Replica(), "default"
+    replica, version = QuiescableReplica(), "default"
     engine, quiesce = replica.engines[0], replica.ranks[0]
     for each in history:
         answer = replica.carry_out(each)[0]
@@ -88,7 +88,7 @@ def test_requests_run_only_as_the_replies_allow(history: list[Given]) -> None:
 
 def parts(history: list[Given], local_slot: str) -> bool:
     """Say whether ranks part somewhere in a history in which they do not agree on one slot."""
-    replica = Replica(local_slot)
+    replica = QuiescableReplica(local_slot)
     try:
         for each in history:
             replica.give(each)
@@ -118,7 +118,7 @@ def test_without_this_agreement_ranks_diverge(slot: str) -> None:
 
 
 def test_a_rank_in_another_state_is_found_at_the_next_request() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     replica.ranks[2].state.weight_version = "v7"
     replica.give(Given(FlushCache()))
     with pytest.raises(QuiesceDivergenceError, match="agreement 1, 'flush cache': ranks are in different states"):
@@ -127,14 +127,14 @@ def test_a_rank_in_another_state_is_found_at_the_next_request() -> None:
 
 
 def test_without_the_agreement_on_state_it_is_not_found() -> None:
-    replica = Replica("state")
+    replica = QuiescableReplica("state")
     replica.ranks[2].state.weight_version = "v7"
     replica.give(Given(FlushCache()))
     assert [answer.problem for answer in replica.step() if answer] == [""] * 4
 
 
 def test_a_rank_with_another_request_is_found_by_the_agreement() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     orders: list[ControlRequest] = [FlushCache(), FlushCache(), ContinueGeneration(), FlushCache()]
     for quiesce, order in zip(replica.ranks.values(), orders, strict=True):
         quiesce.enqueue(1, order, now_s=0.0)
@@ -143,7 +143,7 @@ def test_a_rank_with_another_request_is_found_by_the_agreement() -> None:
 
 
 def test_a_missing_rank_is_named_with_the_request() -> None:
-    replica = Replica()
+    replica = QuiescableReplica()
     replica.give(Given(BeginWeightUpdate("v2", 9.0)))
     proposals = {rank: quiesce.propose(1, rank=rank, now_s=0.0) for rank, quiesce in replica.ranks.items()}
     del proposals[3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kit.quiescable_replica import Replica
+from kit.quiescable_replica import QuiescableReplica
 
 from scheduler_components import ConfigError
 from scheduler_components.torch_weight_updater import TorchWeightStore
@@ -36,7 +36,7 @@ def outputs_of(model: torch.nn.Module) -> list[list[float]]:
         return model(torch.arange(8.0).reshape(2, 4)).tolist()
 
 
-class TorchReplica(Replica):
+class TorchReplica(QuiescableReplica):
     """Four ranks, each with a copy of one model."""
 
     def __init__(self) -> None:

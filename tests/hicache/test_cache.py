@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kit.hicache_rank import PAGE_SIZE, HiCacheRank, prompt
 
 from scheduler_components import (
     AllBlocksCleared,
@@ -26,59 +27,27 @@ from scheduler_components.hicache import (
     MemoryPageStore,
     Placement,
 )
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, LoadBackDone, WriteDone
 from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
 from scheduler_components.thread_sync import ThreadSyncHub
 
-PAGE_SIZE = 2
 
-
-class Cache:
-    """Six device pages, eight host pages, and I/O that ends under control of the test."""
-
-    def __init__(self, policy: HiCachePolicy | None = None) -> None:
-        self.host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
-        self.cache = HiRadixCache(
-            page_size=PAGE_SIZE, capacity_tokens=13, host=self.host, num_host_pages=8, policy=policy, record=True
-        )
-        self._step = 0
-
-    def step(self, *, copies: bool = True) -> None:
-        """End all copies that were begun, well, and agree."""
-        cache = self.cache
-        for instruction in cache.pop_instructions():
-            if isinstance(instruction, CopyToHost):
-                cache.handle(WriteDone(instruction.op, copies))
-            elif isinstance(instruction, CopyToDevice):
-                cache.handle(LoadBackDone(instruction.op, copies))
-        self._step += 1
-        proposal = cache.proposal(self._step, has_storage=False, load_back_budget_pages=100, now_s=0.0)
-        cache.apply(self._step, proposal.unpack(proposal.pack(0)))
-        cache.check_integrity()
-
-    def compute(self, chat: int, num_pages: int) -> None:
-        tokens = prompt(chat, num_pages)
-        self.cache.insert(tokens, self.cache.allocate(num_pages))
-
-    def pages_on(self) -> tuple[int, int]:
-        return self.cache.num_pages_on(Tier.DEVICE), self.cache.num_pages_on(Tier.HOST)
-
-
-def prompt(chat: int, num_pages: int) -> list[int]:
-    return [chat * 100 + at for at in range(num_pages * PAGE_SIZE)]
+def six_pages(policy: HiCachePolicy | None = None) -> HiCacheRank:
+    """Six device pages, eight host pages, no storage."""
+    policy = policy if policy is not None else HiCachePolicy()
+    return HiCacheRank(policy, num_device_pages=6, num_host_pages=8, has_storage=False, record=True)
 
 
 def test_an_evicted_prefix_is_loaded_back_before_its_request_runs() -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(0, 4)
-    it.step()
+    it.end_copies_and_step()
     it.compute(1, 4)
-    assert it.pages_on() == (6, 4)
+    assert it.pages_on() == (6, 4, 0)
     cache = it.cache
     assert cache.match_prefix(prompt(0, 4)).num_tokens == 2 * PAGE_SIZE
-    it.step()
+    it.end_copies_and_step()
     assert not cache.prefetch_queue.is_done("r", prompt(0, 4))
-    it.step()
+    it.end_copies_and_step()
     assert cache.prefetch_queue.is_done("r", prompt(0, 4))
     match = cache.match_prefix(prompt(0, 4))
     assert match.num_tokens == 4 * PAGE_SIZE
@@ -88,51 +57,51 @@ def test_an_evicted_prefix_is_loaded_back_before_its_request_runs() -> None:
 
 
 def test_a_failed_load_frees_its_pages() -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(0, 4)
-    it.step()
+    it.end_copies_and_step()
     it.cache.evict(4)
     assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    it.step(copies=False)
+    it.end_copies_and_step(is_ok=False)
     assert it.cache.prefetch_queue.is_done("r", prompt(0, 4))
-    assert it.pages_on() == (0, 4)
+    assert it.pages_on() == (0, 4, 0)
     assert it.cache.free_tokens == it.cache.capacity_tokens
 
 
 def test_pages_that_a_request_computes_while_they_are_loaded_are_kept_once() -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(0, 2)
-    it.step()
+    it.end_copies_and_step()
     it.cache.evict(2)
     assert not it.cache.prefetch_queue.is_done("r", prompt(0, 2))
     it.compute(0, 1)
-    it.step()
-    assert it.pages_on() == (2, 2)
+    it.end_copies_and_step()
+    assert it.pages_on() == (2, 2, 0)
     assert it.cache.free_tokens == 4 * PAGE_SIZE
 
 
 def test_a_node_without_a_host_copy_is_dropped_at_eviction() -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(0, 4)
-    it.step(copies=False)
-    assert it.pages_on() == (4, 0)
+    it.end_copies_and_step(is_ok=False)
+    assert it.pages_on() == (4, 0, 0)
     it.cache.evict(4)
-    assert it.pages_on() == (0, 0)
+    assert it.pages_on() == (0, 0, 0)
     assert it.cache.stats().pages_dropped == 4
     assert it.host.pool.num_free == 8
 
 
 def test_write_back_copies_the_pages_that_are_evicted_next() -> None:
-    it = Cache(HiCachePolicy(write="write_back", clean_ahead_pages=2))
+    it = six_pages(HiCachePolicy(write="write_back", clean_ahead_pages=2))
     it.compute(0, 3)
-    it.step()
-    assert it.pages_on() == (3, 0)  # there is room enough
+    it.end_copies_and_step()
+    assert it.pages_on() == (3, 0, 0)  # there is room enough
     it.compute(1, 2)
-    it.step()
-    it.step()
-    assert it.pages_on() == (5, 3)
+    it.end_copies_and_step()
+    it.end_copies_and_step()
+    assert it.pages_on() == (5, 3, 0)
     it.cache.evict(3)
-    assert it.pages_on() == (2, 3)
+    assert it.pages_on() == (2, 3, 0)
 
 
 def test_a_host_tier_has_at_least_one_page() -> None:
@@ -144,21 +113,21 @@ def test_a_host_tier_has_at_least_one_page() -> None:
 
 
 def test_pages_of_a_transfer_are_not_evicted() -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(0, 6)
     assert it.cache.evictable_tokens == 0
     with pytest.raises(OutOfPagesError):
         it.cache.allocate(1)
-    it.step()
+    it.end_copies_and_step()
     assert it.cache.evictable_tokens == 6 * PAGE_SIZE
 
 
 def test_a_late_reader_receives_the_content_of_every_tier() -> None:
     """More events than are kept: the present content takes their place, tier by tier."""
-    it = Cache()
+    it = six_pages()
     for chat in range(12):
         it.compute(chat, 4)
-        it.step()
+        it.end_copies_and_step()
     assert it.cache.num_event_collapses == 1
     first, *rest = it.cache.take_events()
     assert first == AllBlocksCleared()
@@ -170,11 +139,11 @@ def test_a_late_reader_receives_the_content_of_every_tier() -> None:
 
 
 def test_a_host_full_of_device_pages_accepts_no_more() -> None:
-    it = Cache()
+    it = six_pages()
     it.host.pool.allocate(5)  # this rank has fewer free pages than the common count
     it.compute(0, 4)
-    it.step()
-    assert it.pages_on() == (4, 0)
+    it.end_copies_and_step()
+    assert it.pages_on() == (4, 0, 0)
     assert it.cache.stats().pages_not_written == 4
 
 
@@ -187,9 +156,9 @@ WRONG_CALLS: dict[str, Callable[[HiRadixCache], object]] = {
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_wrong_call_changes_nothing(name: str) -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(1, 2)
-    it.step()
+    it.end_copies_and_step()
     it.compute(0, 2)
     before = it.cache.state_digest
     with pytest.raises(CacheIntegrityError):
@@ -199,9 +168,9 @@ def test_a_wrong_call_changes_nothing(name: str) -> None:
 
 
 def test_a_node_that_left_the_device_cannot_be_locked() -> None:
-    it = Cache()
+    it = six_pages()
     it.compute(0, 2)
-    it.step()
+    it.end_copies_and_step()
     node = it.cache.match_prefix(prompt(0, 2)).node
     it.cache.evict(2)
     with pytest.raises(CacheIntegrityError, match="not on the device"):
@@ -218,12 +187,12 @@ def test_an_invalid_size_is_refused(field: str, value: int) -> None:
 
 
 def test_insert_checks_pages_before_it_changes_anything() -> None:
-    it = Cache()
+    it = six_pages()
     with pytest.raises(ConfigError, match="give 2 for 4 tokens"):
         it.cache.insert(prompt(0, 2), it.cache.allocate(1))
     with pytest.raises(CacheIntegrityError):
         it.cache.insert(prompt(0, 2), [4, 5])
-    assert it.pages_on() == (0, 0)
+    assert it.pages_on() == (0, 0, 0)
 
 
 FIELDS: dict[str, dict[str, object]] = {

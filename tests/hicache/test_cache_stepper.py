@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
 import pytest
+from kit.hicache_rank import SteppedHiCacheRank, prompt
 
-from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal
 from scheduler_components.errors import TierDivergenceError
 from scheduler_components.events import Tier
-from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
+from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.page_operations import (
     BackupDone,
     CancelPrefetch,
     CopyToDevice,
     CopyToHost,
-    Instruction,
-    IoEvent,
     LoadBackDone,
     QueryDone,
     QueryStorage,
@@ -25,71 +20,13 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
-PROMPT = list(range(4))
-
-
-class RecordingGroups(ParallelGroups):
-    """One rank's groups, which record their calls. The result is the rank's own values unless ``is_alike`` is False."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[tuple[str, int]] = []
-        self.is_alike = True
-
-    def reduce(self, proposal: Proposal) -> AgreedValues:
-        self.asked.append((proposal.operation, proposal.step))
-        agreed = super().reduce(proposal)
-        return agreed if self.is_alike else AgreedValues(agreed.numbers, agreed.flags | {"state": False})
-
-
-class RecordingMover:
-    """A mover whose events, storage and room are what the test says."""
-
-    def __init__(self) -> None:
-        self.has_storage = True
-        self.load_back_budget_pages = 8
-        self.events: list[IoEvent] = []
-        self.submitted: list[Instruction] = []
-
-    def submit(self, instructions: Sequence[Instruction]) -> None:
-        self.submitted += instructions
-
-    def poll(self) -> list[IoEvent]:
-        events, self.events = self.events, []
-        return events
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def take(self) -> list[Instruction]:
-        taken, self.submitted = self.submitted, []
-        return taken
-
-
-class Rank:
-    def __init__(self, policy: HiCachePolicy) -> None:
-        host = SimulatedHostPages(8, rng=random.Random(0), failure=0.0)
-        self.cache = HiRadixCache(page_size=2, capacity_tokens=8, host=host, num_host_pages=8, policy=policy)
-        self.mover, self.groups, self.now_s = RecordingMover(), RecordingGroups(), 0.0
-        self.stepper = HiCacheStepper(
-            cache=self.cache, groups=self.groups, mover=self.mover, settings={"model": "m"}, clock=lambda: self.now_s
-        )
-
-    def step(self, *events: IoEvent) -> list[Instruction]:
-        """Let these things have happened; returns what the mover gets."""
-        self.mover.events = list(events)
-        self.stepper.step()
-        return self.mover.take()
-
-    def compute(self) -> None:
-        self.cache.insert(PROMPT, self.cache.allocate(2))
+PROMPT = prompt(0, 2)
 
 
 def test_a_page_goes_down_and_up_again_a_step_at_a_time() -> None:
-    it = Rank(HiCachePolicy())
-    it.compute()
+    it = SteppedHiCacheRank(HiCachePolicy())
+    it.compute(0, 2)
     [copy] = it.step()
     assert isinstance(copy, CopyToHost)
     [write] = it.step(WriteDone(copy.op, True))
@@ -115,10 +52,10 @@ def test_a_page_goes_down_and_up_again_a_step_at_a_time() -> None:
 
 
 def test_storage_is_released_when_no_operation_uses_it() -> None:
-    it = Rank(HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1))
-    it.compute()
+    it = SteppedHiCacheRank(HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1))
+    it.compute(0, 2)
     [copy] = it.step()
-    it.cache.prefetch_queue.start("r", [9, 9])
+    it.cache.prefetch_queue.start("r", prompt(9, 1))
     query, write = it.step(WriteDone(copy.op, True))
     assert (type(query), type(write)) == (QueryStorage, WriteToStorage)
     it.mover.has_storage = False
@@ -130,7 +67,7 @@ def test_storage_is_released_when_no_operation_uses_it() -> None:
 
 
 def test_the_time_of_a_prefetch_is_this_ranks_clock() -> None:
-    it = Rank(HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.0, prefetch_threshold_pages=1))
+    it = SteppedHiCacheRank(HiCachePolicy(prefetch="timeout", prefetch_timeout_s=1.0, prefetch_threshold_pages=1))
     it.step()
     it.cache.prefetch_queue.start("r", PROMPT)
     it.step()
@@ -144,10 +81,10 @@ def test_the_time_of_a_prefetch_is_this_ranks_clock() -> None:
 
 
 def test_ranks_with_different_pages_raise_in_the_same_step() -> None:
-    it = Rank(HiCachePolicy())
+    it = SteppedHiCacheRank(HiCachePolicy())
     it.step()
     it.groups.is_alike = False
-    it.compute()
+    it.compute(0, 2)
     with pytest.raises(TierDivergenceError, match=r"^step 2: ranks hold different pages") as caught:
         it.step()
     assert (caught.value.step, caught.value.digest) == (2, it.cache.state_digest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kit.hicache_rank import Rank, prompt
+from kit.hicache_rank import HiCacheRank, prompt
 
 from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.page_operations import (
@@ -19,7 +19,7 @@ class Waiter:
     """A waiting request for a prompt of four pages."""
 
     def __init__(self, policy: HiCachePolicy) -> None:
-        self.rank = Rank(policy)
+        self.rank = HiCacheRank(policy)
         self.rank.cache.prefetch_queue.start("r", prompt(0, 4))
 
     def answer(self, num_hit: int) -> None:
@@ -78,7 +78,7 @@ def test_wait_complete_waits_for_a_retry() -> None:
 
 
 def test_a_request_without_start_does_not_query_storage() -> None:
-    it = Rank(RETRYING)
+    it = HiCacheRank(RETRYING)
     for _ in range(9):
         assert it.cache.prefetch_queue.is_done("unknown", prompt(0, 4), is_next=False)
         it.step()
@@ -114,7 +114,7 @@ def test_a_retry_skips_pages_that_are_cached_by_then() -> None:
 
 
 def test_a_cancelled_request_reads_no_further() -> None:
-    it = Rank()
+    it = HiCacheRank()
     read = it.read("r", 0, 4, num_hit=4)
     it.cache.prefetch_queue.cancel("r")
     it.step()
@@ -122,7 +122,7 @@ def test_a_cancelled_request_reads_no_further() -> None:
 
 
 def test_a_request_waits_for_budget_only_if_a_load_is_under_way() -> None:
-    it = Rank()
+    it = HiCacheRank()
     for chat in range(3):
         it.cache_on_host(chat, 3)
     it.load_back_budget_pages = 0
@@ -139,7 +139,7 @@ def test_a_request_waits_for_budget_only_if_a_load_is_under_way() -> None:
 
 
 def test_a_request_waits_until_its_load_has_ended() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 4)
     for _ in range(3):
         assert not it.cache.prefetch_queue.is_done("r", prompt(0, 4))
@@ -150,7 +150,7 @@ def test_a_request_waits_until_its_load_has_ended() -> None:
 
 
 def test_a_request_recomputes_after_a_failed_load() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 4)
     it.load_back_budget_pages = 2
     it.step()
@@ -162,7 +162,7 @@ def test_a_request_recomputes_after_a_failed_load() -> None:
 
 
 def test_an_admission_counts_each_token_where_it_was_found() -> None:
-    it = Rank(num_device_pages=16)
+    it = HiCacheRank(num_device_pages=16)
     it.compute(0, 3)
     read = it.read("r", 0, 7, num_hit=2)
     it.end_writes()
@@ -181,7 +181,7 @@ def test_an_admission_counts_each_token_where_it_was_found() -> None:
 
 
 def test_pages_that_a_prefetch_did_not_read_are_no_storage_hits() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 2)
     it.cache.prefetch_queue.start("r", prompt(0, 4))
     [query] = it.pop(QueryStorage)

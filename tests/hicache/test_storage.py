@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.page_stores import FixedAnswerStore
 
 from scheduler_components.errors import StorageError, StorageStallError
 from scheduler_components.hicache import CheckedPageStore, MemoryPageStore
@@ -15,20 +14,6 @@ from scheduler_components.hicache.storage import FRAME_BYTES, frame_page, unfram
 PAGE_BYTES = 8
 KEYS = ["a", "b"]
 PAGES = {key: key.encode() * PAGE_BYTES for key in KEYS}
-
-
-class FixedAnswerStore:
-    """Answers everything with one object, or raises it."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def _say(self, *_: object) -> Any:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-    batch_exists = batch_get = batch_set = delete = close = _say
 
 
 SEALED = st.sampled_from([frame_page(key, page) for key, page in PAGES.items()])

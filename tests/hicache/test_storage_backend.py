@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.page_stores import GatedPageStore
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
@@ -192,26 +193,19 @@ def test_a_checksum_detects_a_damaged_page(make_rank: MakeRank, damage: str) -> 
 
 def test_a_page_stays_reserved_while_storage_writes_to_it(make_rank: MakeRank, eventually: Eventually) -> None:
     """Also long after the deadline, because the store could write into a page of another request."""
-    is_reading, may_end = threading.Event(), threading.Event()
-
-    class SlowStore(MemoryPageStore):
-        def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-            is_reading.set()
-            may_end.wait(30)
-            return super().batch_get_into(keys, pages)
-
-    rank = make_rank(SlowStore(1 << 20), has_checksums=False, deadline_s=0.001)
+    store = GatedPageStore("batch_get_into")
+    rank = make_rank(store, has_checksums=False, deadline_s=0.001)
     pages = rank.host.reserve(NUM_PAGES)
     rank.mover.submit([ReadFromStorage(2, DIGESTS, tuple(pages))])
-    assert is_reading.wait(30)
+    assert store.entered.wait(30)
     rank.mover.wait(0.05)
     assert rank.mover.poll() == []
-    may_end.set()
+    store.gate.set()
     eventually(lambda: rank.events.extend(rank.mover.poll()) or ReadDone(2) in rank.events)
 
 
-class BadStore(MemoryPageStore):
-    """Says the wrong thing in place."""
+class WrongReportStore(MemoryPageStore):
+    """Reports wrong results of reads and writes in place."""
 
     def __init__(self, answer: Callable[[], Sequence[bool]]) -> None:
         super().__init__(1 << 20)
@@ -231,7 +225,7 @@ def _fail() -> Sequence[bool]:
 @pytest.mark.parametrize("answer", [_fail, lambda: [True], list], ids=["raises", "half", "nothing"])
 @pytest.mark.parametrize("has_checksums", [False, True])
 def test_a_bad_store_is_a_miss(make_rank: MakeRank, answer: Callable[[], Sequence[bool]], has_checksums: bool) -> None:
-    rank = make_rank(BadStore(answer), has_checksums=has_checksums)
+    rank = make_rank(WrongReportStore(answer), has_checksums=has_checksums)
     assert not rank.write()
     assert rank.read() == 0
 

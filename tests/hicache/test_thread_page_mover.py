@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from kit.page_stores import GatedPageStore
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
@@ -60,8 +61,8 @@ PAGE_SIZE = 4
 Eventually = Callable[[Callable[[], object]], None]
 
 
-class Rank:
-    """One rank of its own, with eight device pages."""
+class ThreadedRank:
+    """One rank over a real mover, with eight device pages."""
 
     def __init__(self, mover: ThreadPageMover, num_host_pages: int, policy: HiCachePolicy) -> None:
         self.mover = mover
@@ -99,7 +100,7 @@ def prompt(chat: int, num_pages: int) -> list[int]:
 
 
 @contextmanager
-def opened(num_host_pages: int = 64, prefetch: str = "wait_complete") -> Iterator[Rank]:
+def opened(num_host_pages: int = 64, prefetch: str = "wait_complete") -> Iterator[ThreadedRank]:
     keys = KeySpace(
         model="m",
         dtype="u8",
@@ -110,7 +111,7 @@ def opened(num_host_pages: int = 64, prefetch: str = "wait_complete") -> Iterato
     )
     host = HostPool(SHAPE, num_host_pages, verify=True)
     mover = ThreadPageMover(host=host, device=SimulatedDeviceMemory(SHAPE, 8), keys=keys, max_load_back_pages=3)
-    rank = Rank(mover, num_host_pages, HiCachePolicy(prefetch=prefetch, prefetch_threshold_pages=1))
+    rank = ThreadedRank(mover, num_host_pages, HiCachePolicy(prefetch=prefetch, prefetch_threshold_pages=1))
     try:
         yield rank
         rank.cache.check_integrity()
@@ -163,8 +164,8 @@ def test_pages_outlive_the_cache_in_storage(tmp_path: Path, eventually: Eventual
         assert rank.cache.stats().storage_hit_tokens == 7 * PAGE_SIZE
 
 
-class BadStore:
-    """Holds everything, and nothing of it is right."""
+class WrongPagesStore:
+    """Holds every key, and returns wrong pages."""
 
     def __init__(self, answer: Callable[[], PageBytes | None]) -> None:
         self._answer = answer
@@ -188,7 +189,7 @@ class BadStore:
 @pytest.mark.parametrize("answer", [lambda: None, lambda: b"half", lambda: bytes(1000)])
 def test_a_bad_store_is_a_miss(eventually: Eventually, answer: Callable[[], PageBytes | None]) -> None:
     with opened() as rank:
-        rank.mover.attach(BadStore(answer), deadline_s=10)
+        rank.mover.attach(WrongPagesStore(answer), deadline_s=10)
         rank.step()
         rank.cache.prefetch_queue.start("r", prompt(0, 6))
         eventually(lambda: rank.prepared("r", 0, 6))
@@ -201,7 +202,7 @@ def test_a_bad_store_is_a_miss(eventually: Eventually, answer: Callable[[], Page
 def test_a_stalled_store_delays_no_step_beyond_its_deadline(eventually: Eventually) -> None:
     released = threading.Event()
 
-    class Stalled(BadStore):
+    class Stalled(WrongPagesStore):
         def batch_exists(self, keys: Sequence[str]) -> int:
             released.wait()
             return len(keys)
@@ -288,71 +289,52 @@ def _raise_memory_error(*_: object) -> None:
     raise MemoryError("no memory for a copy")
 
 
-class SlowStore(MemoryPageStore):
-    """Answers the first query when the test allows it, and later ones immediately."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.asked: list[Sequence[str]] = []
-        self.let_go, self.is_asked, self.is_closed = threading.Event(), threading.Event(), threading.Event()
-
-    def batch_exists(self, keys: Sequence[str]) -> int:
-        self.asked.append(keys)
-        self.is_asked.set()
-        self.let_go.wait(30)
-        return super().batch_exists(keys)
-
-    def close(self) -> None:
-        self.let_go.wait(30)
-        self.is_closed.set()
-
-
 def test_aborted_prefetches_do_not_delay_others(eventually: Eventually) -> None:
     """Storage is never asked for them, but for the one that it is at work on."""
     with opened(prefetch="wait_complete") as rank:
-        store = SlowStore()
+        store = GatedPageStore("batch_exists", "close")
         rank.mover.attach(store, deadline_s=30)
         rank.step()
         for chat in range(12):
             rank.cache.prefetch_queue.start(f"aborted {chat}", prompt(chat, 6))
         rank.step()
-        assert store.is_asked.wait(30)
+        assert store.entered.wait(30)
         for chat in range(12):
             rank.cache.prefetch_queue.cancel(f"aborted {chat}")
         rank.cache.prefetch_queue.start("living", prompt(99, 6))
         rank.step()
-        store.let_go.set()
+        store.gate.set()
         eventually(lambda: rank.prepared("living", 99, 6))
-        assert len(store.asked) == 2
+        assert len(store.queries) == 2
         eventually(rank.step)
 
 
 def test_best_effort_never_waits_for_storage() -> None:
     with opened(prefetch="best_effort") as rank:
-        store = SlowStore()
+        store = GatedPageStore("batch_exists", "close")
         rank.mover.attach(store, deadline_s=30)
         rank.step()
         for chat in range(12):
             rank.cache.prefetch_queue.start(f"r{chat}", prompt(chat, 6))
         rank.step()
-        assert store.is_asked.wait(30)
+        assert store.entered.wait(30)
         assert all(rank.cache.prefetch_queue.is_done(f"r{chat}", prompt(chat, 6)) for chat in reversed(range(12)))
-        store.let_go.set()
+        store.gate.set()
 
 
 def test_a_step_does_not_wait_for_a_store_that_is_closed(eventually: Eventually) -> None:
     """The store closes when the test allows it, after the steps."""
     with opened() as rank:
-        store = SlowStore()
+        store = GatedPageStore("batch_exists", "close")
         rank.mover.attach(store, deadline_s=30)
         rank.step()
         rank.mover.detach()
         rank.step()
         rank.step()
-        assert not store.is_closed.is_set()
+        assert not store.closed.is_set()
         rank.mover.attach(MemoryPageStore(1 << 20), deadline_s=10)
-        store.let_go.set()
-        assert store.is_closed.wait(30)
+        store.gate.set()
+        assert store.closed.wait(30)
         rank.step()
         rank.compute(0, 6)
         eventually(rank.step)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from kit.page_stores import GatedPageStore
 
 pytest.importorskip("numpy", reason="needs numpy: pip install scheduler-components[hicache]")
 
@@ -108,28 +108,21 @@ def test_held_pages_are_not_written_again(mover: ThreadPageMover, eventually: Ev
 
 
 def test_a_cancelled_read_ends_after_its_present_slice(mover: ThreadPageMover, eventually: Eventually) -> None:
-    is_reading, may_answer = threading.Event(), threading.Event()
-
-    class SlowStore(MemoryPageStore):
-        def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
-            is_reading.set()
-            may_answer.wait()
-            return super().batch_get(keys)
-
+    store = GatedPageStore("batch_get")
     pages = mover.host.reserve(NUM_PAGES)
     for page in pages:
         mover.host.write(page, bytes(SHAPE.page_bytes))
     mover.host.commit(pages)
-    mover.attach(SlowStore(1 << 20), deadline_s=60)
+    mover.attach(store, deadline_s=60)
     mover.submit([WriteToStorage(1, DIGESTS, tuple(pages))])
     events: list[IoEvent] = []
     eventually(lambda: events.extend(mover.poll()) or events)
     mover.host.release(pages)
     pages = mover.host.reserve(NUM_PAGES)
     mover.submit([ReadFromStorage(2, DIGESTS, tuple(pages))])
-    assert is_reading.wait(60)
+    assert store.entered.wait(60)
     mover.submit([CancelPrefetch(2)])
-    may_answer.set()
+    store.gate.set()
     del events[:]
     eventually(lambda: events.extend(mover.poll()) or ReadDone(2) in events)
     [landed, _] = events

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any
 
 import pytest
+from kit.page_stores import FixedAnswerStore, GatedPageStore
 
 from scheduler_components.errors import StorageError, StorageStallError
 from scheduler_components.hicache import CheckedPageStore, MemoryPageStore, open_deadline_page_store
@@ -21,33 +20,8 @@ PAGE_BYTES = 8
 PAGES = {key: key.encode() * PAGE_BYTES for key in "ab"}
 
 
-class GatedStore:
-    """A memory store whose writes wait at a gate."""
-
-    def __init__(self) -> None:
-        self.pages = MemoryPageStore(1000)
-        self.entered, self.gate = Event(), Event()
-
-    def batch_exists(self, keys: Sequence[str]) -> int:
-        return self.pages.batch_exists(keys)
-
-    def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self.pages.batch_get(keys)
-
-    def batch_set(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
-        self.entered.set()
-        assert self.gate.wait(60)
-        return self.pages.batch_set(keys, pages)
-
-    def delete(self, keys: Sequence[str]) -> int:
-        return self.pages.delete(keys)
-
-    def close(self) -> None:
-        """Keeps its pages, for the test to see."""
-
-
 def test_a_stalled_write_is_a_miss_and_later_stores_the_original_page() -> None:
-    gated = GatedStore()
+    gated = GatedPageStore("batch_set")
     deadline = open_deadline_page_store(gated, deadline_s=0.05)
     store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
     memory = bytearray(PAGES["a"])
@@ -61,7 +35,7 @@ def test_a_stalled_write_is_a_miss_and_later_stores_the_original_page() -> None:
         deadline.close()
     gated.gate.set()
     deadline.join()
-    assert unframe_page("a", gated.pages.batch_get(["a"])[0] or b"") == PAGES["a"]
+    assert unframe_page("a", gated.batch_get(["a"])[0] or b"") == PAGES["a"]
 
 
 def test_a_closed_store_raises_immediately() -> None:
@@ -80,7 +54,7 @@ def test_a_closed_store_raises_immediately() -> None:
 
 
 def test_a_store_that_recovers_is_used_again() -> None:
-    gated = GatedStore()
+    gated = GatedPageStore("batch_set")
     deadline = open_deadline_page_store(gated, deadline_s=0.05)
     store = CheckedPageStore(store=deadline, page_bytes=PAGE_BYTES)
     assert store.batch_set(["a"], [PAGES["a"]]) == [False]
@@ -94,24 +68,10 @@ def test_a_store_that_recovers_is_used_again() -> None:
     store.close()
 
 
-class RaisingStore(GatedStore):
-    """Raises one error whatever it is asked."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self._error = error
-
-    def batch_exists(self, keys: Sequence[str]) -> int:
-        raise self._error
-
-    def close(self) -> None:
-        raise self._error
-
-
 @pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("x")])
 def test_an_error_of_the_store_reaches_its_caller(error: Exception) -> None:
     """An error of the store's own, not a stall: also where the store itself ran into a time limit."""
-    deadline = open_deadline_page_store(RaisingStore(error), deadline_s=60)
+    deadline = open_deadline_page_store(FixedAnswerStore(error), deadline_s=60)
     with pytest.raises(type(error), match="x"):
         deadline.batch_exists(["a"])
     with pytest.raises(type(error), match="x"):
@@ -120,7 +80,7 @@ def test_an_error_of_the_store_reaches_its_caller(error: Exception) -> None:
 
 def test_a_write_queued_behind_a_stalled_one_is_cancelled() -> None:
     """Both callers get a stall in time; the store is at work on the first until the gate opens."""
-    gated = GatedStore()
+    gated = GatedPageStore("batch_set")
     deadline = open_deadline_page_store(gated, deadline_s=0.2)
     with ThreadPoolExecutor(1) as callers:
         first = callers.submit(deadline.batch_set, ["a"], [PAGES["a"]])
@@ -132,7 +92,7 @@ def test_a_write_queued_behind_a_stalled_one_is_cancelled() -> None:
         deadline.batch_exists(["a"])
     gated.gate.set()
     deadline.close()
-    assert [gated.pages.batch_exists([key]) for key in "ab"] == [1, 0]
+    assert [gated.batch_exists([key]) for key in "ab"] == [1, 0]
 
 
 NEVER = """

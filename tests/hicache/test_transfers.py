@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from kit.hicache_rank import PAGE_SIZE, Rank, prompt
+from kit.hicache_rank import PAGE_SIZE, HiCacheRank, prompt
 
 from scheduler_components import CacheIntegrityError
 from scheduler_components.cache import DEFAULT_NAMESPACE
@@ -36,7 +36,7 @@ from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 
 
 def test_a_backup_that_ends_when_storage_is_detached_does_not_count() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 4)
     assert it.end_backups() == 4
     it.has_storage = False
@@ -46,7 +46,7 @@ def test_a_backup_that_ends_when_storage_is_detached_does_not_count() -> None:
 
 
 def test_landed_pages_are_kept_when_storage_is_detached_but_not_counted_as_stored() -> None:
-    it = Rank()
+    it = HiCacheRank()
     read = it.read("r", 0, 4, num_hit=4)
     it.cache.handle(PagesRead(read.op, 4))
     it.step()
@@ -59,7 +59,7 @@ def test_landed_pages_are_kept_when_storage_is_detached_but_not_counted_as_store
 
 
 def test_pages_read_below_an_unstored_prefix_do_not_count_as_stored() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.has_storage = False
     it.step()
     it.cache_on_host(0, 2)
@@ -72,7 +72,7 @@ def test_pages_read_below_an_unstored_prefix_do_not_count_as_stored() -> None:
 
 
 def test_pages_missing_from_storage_are_written_again() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.compute(0, 4)
     it.end_writes()
     it.step()
@@ -95,7 +95,7 @@ def test_pages_missing_from_storage_are_written_again() -> None:
 
 def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
     """The pages that are read need their prefix on the host."""
-    it = Rank(HiCachePolicy(write="write_back", prefetch="wait_complete", prefetch_threshold_pages=1))
+    it = HiCacheRank(HiCachePolicy(write="write_back", prefetch="wait_complete", prefetch_threshold_pages=1))
     it.compute(0, 2)
     assert it.pop(CopyToHost) == []
     it.cache.prefetch_queue.start("r", prompt(0, 6))
@@ -112,7 +112,7 @@ def test_a_prefix_is_written_to_the_host_before_what_follows_is_read() -> None:
 
 def test_a_query_uses_the_chained_digests_after_the_prefix() -> None:
     """A page's digest covers the whole prefix."""
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 3)
     for chat, num_pages, num_cached in ((0, 6, 3), (1, 4, 0)):
         it.cache.prefetch_queue.start(f"r{chat}", prompt(chat, num_pages))
@@ -122,7 +122,7 @@ def test_a_query_uses_the_chained_digests_after_the_prefix() -> None:
 
 
 def test_the_prefix_of_a_prefetch_stays_on_the_host_until_it_ends() -> None:
-    it = Rank(num_host_pages=8)
+    it = HiCacheRank(num_host_pages=8)
     it.cache_on_host(0, 2)
     it.end_backups()
     it.step()
@@ -142,7 +142,7 @@ def test_the_prefix_of_a_prefetch_stays_on_the_host_until_it_ends() -> None:
 
 def test_pages_below_an_evicted_prefix_are_freed() -> None:
     """The prefix was only on the device, where a waiting request does not lock it."""
-    it = Rank()
+    it = HiCacheRank()
     it.compute(0, 4)
     it.end_writes(is_ok=False)
     it.step()
@@ -163,14 +163,14 @@ def test_pages_below_an_evicted_prefix_are_freed() -> None:
 
 
 def test_a_prefetch_uses_at_most_half_of_the_available_host_pages() -> None:
-    it = Rank(num_host_pages=9)
+    it = HiCacheRank(num_host_pages=9)
     read = it.read("r", 0, 8, num_hit=8)
     assert len(read.host_pages) == 4
     assert len(read.digests) == 4 * DIGEST_BYTES
 
 
 def test_evictable_host_pages_count_as_free_for_a_prefetch() -> None:
-    it = Rank(num_host_pages=8)
+    it = HiCacheRank(num_host_pages=8)
     it.cache_on_host(0, 6)
     it.end_backups()
     it.step()
@@ -180,8 +180,8 @@ def test_evictable_host_pages_count_as_free_for_a_prefetch() -> None:
 
 def test_a_hit_of_threshold_length_is_read_if_the_host_has_room() -> None:
     policy = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=3)
-    assert len(Rank(policy).read("r", 0, 4, num_hit=3).host_pages) == 3
-    it = Rank(policy, num_host_pages=5)
+    assert len(HiCacheRank(policy).read("r", 0, 4, num_hit=3).host_pages) == 3
+    it = HiCacheRank(policy, num_host_pages=5)
     it.cache.prefetch_queue.start("r", prompt(0, 4))
     [query] = it.pop(QueryStorage)
     it.cache.handle(QueryDone(query.op, 3))
@@ -194,7 +194,7 @@ def test_a_hit_of_threshold_length_is_read_if_the_host_has_room() -> None:
 
 def test_a_clear_during_a_prefetch_raises() -> None:
     """The prefetch locks no page of the tree, so the check counts operations."""
-    it = Rank()
+    it = HiCacheRank()
     read = it.read("r", 0, 4, num_hit=4)
     with pytest.raises(CacheIntegrityError, match="1 operations are under way"):
         it.cache.clear()
@@ -205,7 +205,7 @@ def test_a_clear_during_a_prefetch_raises() -> None:
 
 
 def test_host_pages_of_a_terminated_prefetch_are_freed_after_the_last_write() -> None:
-    it = Rank(num_host_pages=8)
+    it = HiCacheRank(num_host_pages=8)
     read = it.read("r", 0, 4, num_hit=4)
     it.cache.handle(PagesRead(read.op, 1))
     it.step()
@@ -227,7 +227,7 @@ def test_host_pages_of_a_terminated_prefetch_are_freed_after_the_last_write() ->
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 3])
 def test_write_back_copies_ahead_only_when_free_pages_run_short(num_ahead: int) -> None:
-    it = Rank(HiCachePolicy(write="write_back", clean_ahead_pages=num_ahead))
+    it = HiCacheRank(HiCachePolicy(write="write_back", clean_ahead_pages=num_ahead))
     for chat in range(8 - num_ahead):
         it.compute(chat, 1)
     it.step()
@@ -255,7 +255,7 @@ def test_write_back_copies_ahead_only_when_free_pages_run_short(num_ahead: int) 
 
 
 def test_backups_lock_at_most_a_quarter_of_the_host() -> None:
-    it = Rank(num_host_pages=16)
+    it = HiCacheRank(num_host_pages=16)
     for chat in range(3):
         it.compute(chat, 2)
     it.end_writes()
@@ -265,7 +265,7 @@ def test_backups_lock_at_most_a_quarter_of_the_host() -> None:
 
 
 def test_loads_of_one_step_share_the_agreed_budget() -> None:
-    it = Rank()
+    it = HiCacheRank()
     for chat in range(2):
         it.cache_on_host(chat, 3)
     it.load_back_budget_pages = 4
@@ -277,7 +277,7 @@ def test_loads_of_one_step_share_the_agreed_budget() -> None:
 
 def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
     """Otherwise two requests that evict each other's pages would load forever."""
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 4)
     it.load_back_budget_pages = 3
     it.step()
@@ -295,7 +295,7 @@ def test_a_request_loads_no_more_pages_than_its_prompt_has() -> None:
 
 
 def test_the_parent_of_a_load_stays_on_the_device() -> None:
-    it = Rank(num_device_pages=4)
+    it = HiCacheRank(num_device_pages=4)
     it.cache_on_host(0, 4)
     it.load_back_budget_pages = 2
     it.step()
@@ -311,7 +311,7 @@ def test_the_parent_of_a_load_stays_on_the_device() -> None:
 
 
 def test_a_load_without_device_pages_locks_nothing() -> None:
-    it = Rank(num_device_pages=4, num_host_pages=8)
+    it = HiCacheRank(num_device_pages=4, num_host_pages=8)
     it.cache_on_host(0, 4)
     it.end_backups()
     it.step()
@@ -330,7 +330,7 @@ def test_a_load_without_device_pages_locks_nothing() -> None:
 # --- writes of whole paths ---
 
 
-def cache_two_nodes_unwritten(it: Rank, chat: int) -> None:
+def cache_two_nodes_unwritten(it: HiCacheRank, chat: int) -> None:
     """Cache a prompt and its continuation on the device in two nodes whose writes failed."""
     for num_pages in (2, 4):
         it.compute(chat, num_pages)
@@ -340,14 +340,14 @@ def cache_two_nodes_unwritten(it: Rank, chat: int) -> None:
 
 
 def test_a_path_whose_writes_failed_is_written_at_its_next_use() -> None:
-    it = Rank(num_device_pages=16)
+    it = HiCacheRank(num_device_pages=16)
     cache_two_nodes_unwritten(it, 0)
     it.compute(0, 5)
     assert sum(len(copy.device_pages) for copy in it.pop(CopyToHost)) == 5
 
 
 def test_pages_below_an_unwritten_page_are_not_written() -> None:
-    it = Rank(num_device_pages=16, num_host_pages=4)
+    it = HiCacheRank(num_device_pages=16, num_host_pages=4)
     it.compute(0, 5)
     it.compute(0, 6)
     assert it.pop(CopyToHost) == []
@@ -355,7 +355,7 @@ def test_pages_below_an_unwritten_page_are_not_written() -> None:
 
 
 def test_a_page_is_backed_up_only_with_its_prefix() -> None:
-    it = Rank(num_host_pages=16)
+    it = HiCacheRank(num_host_pages=16)
     it.compute(0, 2)
     it.end_writes()
     it.step()
@@ -363,7 +363,7 @@ def test_a_page_is_backed_up_only_with_its_prefix() -> None:
     it.end_writes()
     it.step()
     assert [len(write.host_pages) for write in it.pop(WriteToStorage)] == [2, 2]
-    it = Rank(num_host_pages=16)
+    it = HiCacheRank(num_host_pages=16)
     it.compute(0, 6)  # more than backups may lock
     it.end_writes()
     it.step()
@@ -375,7 +375,7 @@ def test_a_page_is_backed_up_only_with_its_prefix() -> None:
 
 
 def test_a_page_whose_prefix_was_not_written_is_freed() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.compute(0, 2)
     it.compute(0, 4)
     first, second = it.pop(CopyToHost)
@@ -389,7 +389,7 @@ def test_a_page_whose_prefix_was_not_written_is_freed() -> None:
 
 
 def test_each_page_is_stored_once_and_only_while_storage_is_attached() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.has_storage = False
     it.step()
     it.compute(0, 2)
@@ -429,7 +429,7 @@ def test_check_compares_the_host_pages_with_the_count_of_used_pages() -> None:
 
 
 def test_counts_of_moved_pages_add_up() -> None:
-    it = Rank(num_device_pages=32, num_host_pages=32)
+    it = HiCacheRank(num_device_pages=32, num_host_pages=32)
     for chat, is_ok in enumerate((True, False, True, False, True)):
         it.compute(chat, 1 + chat)
         it.end_writes(is_ok=is_ok)
@@ -444,7 +444,7 @@ def test_counts_of_moved_pages_add_up() -> None:
         it.end_writes()
         it.step()
     assert it.cache.stats().pages_not_backed_up == 1 + 5 + 9 + 9
-    it = Rank()
+    it = HiCacheRank()
     for chat in range(4):
         it.cache_on_host(chat, 2)
         it.end_backups()
@@ -458,7 +458,7 @@ def test_counts_of_moved_pages_add_up() -> None:
 
 
 def test_counts_of_prefetched_pages_add_up() -> None:
-    it = Rank(num_host_pages=32)
+    it = HiCacheRank(num_host_pages=32)
     for chat, num_read in enumerate((3, 2, 0)):
         read = it.read(f"r{chat}", chat, 4, num_hit=3)
         it.end_read(read, num_read)
@@ -469,7 +469,7 @@ def test_counts_of_prefetched_pages_add_up() -> None:
 
 
 def test_an_admitted_request_may_load_again_after_a_retraction() -> None:
-    it = Rank()
+    it = HiCacheRank()
     it.cache_on_host(0, 2)
     assert not it.cache.prefetch_queue.is_done("r", prompt(0, 2))
     it.end_loads()
@@ -484,7 +484,7 @@ def test_an_admitted_request_may_load_again_after_a_retraction() -> None:
 
 @pytest.mark.parametrize("num_hits", [1, 2])
 def test_a_prefix_is_copied_once_enough_requests_have_found_it(num_hits: int) -> None:
-    it = Rank(HiCachePolicy(write="write_through_selective", write_threshold_hits=num_hits))
+    it = HiCacheRank(HiCachePolicy(write="write_through_selective", write_threshold_hits=num_hits))
     it.compute(0, 4)
     for hit in range(num_hits):
         assert it.pop(CopyToHost) == []
@@ -501,7 +501,7 @@ def test_a_prefix_is_copied_once_enough_requests_have_found_it(num_hits: int) ->
 
 
 def test_both_parts_of_a_split_have_the_hits_of_the_run() -> None:
-    it = Rank(HiCachePolicy(write="write_through_selective", write_threshold_hits=2))
+    it = HiCacheRank(HiCachePolicy(write="write_through_selective", write_threshold_hits=2))
     it.compute(0, 4)
     for rid, num_pages, copied in (("a", 4, []), ("b", 2, [2]), ("c", 4, [2])):
         it.cache.prefetch_queue.is_done(rid, prompt(0, num_pages))
@@ -509,7 +509,7 @@ def test_both_parts_of_a_split_have_the_hits_of_the_run() -> None:
 
 
 def test_a_failed_copy_is_repeated_at_the_next_hit() -> None:
-    it = Rank(HiCachePolicy(write="write_through_selective"))
+    it = HiCacheRank(HiCachePolicy(write="write_through_selective"))
     it.compute(0, 2)
     it.cache.prefetch_queue.is_done("r", prompt(0, 2))
     it.end_writes(is_ok=False)
@@ -522,18 +522,18 @@ def test_a_failed_copy_is_repeated_at_the_next_hit() -> None:
 # --- digests that ranks compare ---
 
 
-def read_four(it: Rank) -> None:
+def read_four(it: HiCacheRank) -> None:
     it.read("r", 9, 6, num_hit=4)
 
 
-def read_five(it: Rank) -> None:
+def read_five(it: HiCacheRank) -> None:
     it.read("r", 9, 6, num_hit=5)
 
 
-def on_host_and_device(chat_on_host: int) -> Callable[[Rank], None]:
+def on_host_and_device(chat_on_host: int) -> Callable[[HiCacheRank], None]:
     """Cache two chats of two pages, one only on the host and the other only on the device."""
 
-    def run(it: Rank) -> None:
+    def run(it: HiCacheRank) -> None:
         it.has_storage = False
         it.step()
         it.cache_on_host(chat_on_host, 2)
@@ -545,10 +545,10 @@ def on_host_and_device(chat_on_host: int) -> Callable[[Rank], None]:
     return run
 
 
-def stored(chat_in_storage: int) -> Callable[[Rank], None]:
+def stored(chat_in_storage: int) -> Callable[[HiCacheRank], None]:
     """Cache two chats of two pages on the host, one of them also in storage."""
 
-    def run(it: Rank) -> None:
+    def run(it: HiCacheRank) -> None:
         for chat in (0, 1):
             it.compute(chat, 2)
         it.end_writes()
@@ -562,7 +562,7 @@ def stored(chat_in_storage: int) -> Callable[[Rank], None]:
     return run
 
 
-DIFFERENCES: dict[str, tuple[Callable[[Rank], object], Callable[[Rank], object]]] = {
+DIFFERENCES: dict[str, tuple[Callable[[HiCacheRank], object], Callable[[HiCacheRank], object]]] = {
     "operations under way": (lambda it: None, lambda it: it.cache.prefetch_queue.start("r", prompt(9, 6))),
     "host pages in flight": (read_four, read_five),
     "free device pages": (lambda it: None, lambda it: it.cache.allocate(1)),
@@ -575,7 +575,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Rank], object], Callable[[Rank], object]]
 def test_ranks_in_different_states_have_different_digests(name: str) -> None:
     digests = []
     for change in DIFFERENCES[name]:
-        it, twin = Rank(), Rank()
+        it, twin = HiCacheRank(), HiCacheRank()
         change(it)
         change(twin)
         assert it.cache.state_digest == twin.cache.state_digest

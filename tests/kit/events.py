@@ -13,6 +13,13 @@ from scheduler_components.kv_events import BatchEncoder
 
 _MOST_TOKENS = 2**31
 
+
+class UnknownEvent(KVCacheEvent, frozen=True):
+    """An event of a class that no encoder knows. No encoder has a form for its field."""
+
+    x: object = None
+
+
 MEDIA = {
     None: Tier.DEVICE,
     "GPU": Tier.DEVICE,

@@ -109,7 +109,7 @@ class QuiescableEngine:
         self.age += 1
 
 
-class Replica:
+class QuiescableReplica:
     """Four ranks in lockstep. ``local_slot`` is the one that ranks do not agree on: each uses its own value."""
 
     def __init__(self, local_slot: str = "") -> None:

@@ -19,7 +19,39 @@ from scheduler_components.values import LoadSnapshot
 PAGE_SIZE = 4
 
 
-class ReferenceScheduler:
+class DrivenScheduler:
+    """A reference scheduler with the methods that the checks call.
+
+    Args:
+        ignore_eos: requests run to their last token.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, ignore_eos: bool = False) -> None:
+        self.scheduler, self.ignore_eos = scheduler, ignore_eos
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
+        self.scheduler.submit(
+            Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens, ignore_eos=self.ignore_eos))
+        )
+
+    def abort(self, rid: str) -> object:
+        return self.scheduler.abort(rid)
+
+    def step(self) -> object:
+        return self.scheduler.step()
+
+    def get_loads(self) -> LoadSnapshot:
+        return self.scheduler.load.get_loads()
+
+    def block_hashes(self) -> Iterable[int]:
+        return self.scheduler.cache.block_hashes()
+
+
+class ReferenceScheduler(DrivenScheduler):
     """Over a model that reads its KV from pages, with small chunks and a full pool; with a host tier where asked."""
 
     def __init__(self, events: KvEventSink, outputs: OutputSink, tiers: CacheTiers | None = None) -> None:
@@ -33,35 +65,17 @@ class ReferenceScheduler:
             new_token_ratio=0.1,
         )
         self.events, self.outputs = events, outputs
-        self.scheduler = Scheduler.compose(
+        scheduler = Scheduler.compose(
             config,
             ParallelState.trivial(),
             InstantDevice(lambda batch: DeviceOutput(self.compute(batch))),
             tiers=tiers,
             sinks=SchedulerSinks(events=events, outputs=outputs),
         )
+        super().__init__(scheduler)
 
     def compute(self, batch: ScheduledBatch[DeviceRequest]) -> tuple[int, ...]:
         return tuple(
             self.model.forward(chunk.request.token_ids[: chunk.end], chunk.request.pages, chunk.start)
             for chunk in batch.chunks
         )
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens)))
-
-    def abort(self, rid: str) -> object:
-        return self.scheduler.abort(rid)
-
-    def step(self) -> object:
-        return self.scheduler.step()
-
-    def get_loads(self) -> LoadSnapshot:
-        return self.scheduler.load.get_loads()
-
-    def block_hashes(self) -> Iterable[int]:
-        return self.scheduler.cache.block_hashes()

@@ -36,7 +36,7 @@ FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, con
 _STEP_S = 0.0005  # other tasks run meanwhile, as while a device computes
 
 
-class Replica:
+class ServedReplica:
     """A scheduler that receives commands like a socket and steps while it has work."""
 
     def __init__(self, frontend: Callable[[], Frontend], rank: int, num_replicas: int) -> None:
@@ -102,7 +102,7 @@ class Served:
 
     def __init__(self, num_replicas: int = 1, codec: TextTokenizer | None = None) -> None:
         self.codec = codec if codec is not None else WordTokenizer()
-        self.replicas = [Replica(lambda: self.frontend, rank, num_replicas) for rank in range(num_replicas)]
+        self.replicas = [ServedReplica(lambda: self.frontend, rank, num_replicas) for rank in range(num_replicas)]
         dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas], affinity_tokens=1000)
         self.frontend = Frontend(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
         self.app = Starlette(routes=text_routes(TextFrontend(frontend=self.frontend, codec=self.codec), "simulated"))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.events import UnknownEvent
 from kit.searches import num_examples
 
 from scheduler_components import (
@@ -96,24 +97,20 @@ def test_batch_keeps_a_rank_of_its_own() -> None:
     assert BatchDecoder().decode(BatchEncoder().encode(batch, 0)).attn_dp_rank == 5
 
 
-class Unknown(KVCacheEvent, frozen=True):
-    """An event of another class."""
-
-    x: object
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_an_event_that_cannot_be_encoded_is_refused_alone(dialect: str) -> None:
     good = BlockRemoved((1,))
     too_wide = BlockRemoved((2**64,))
-    payload, sound, refused = BatchEncoder(dialect).encode_valid(KVEventBatch(1.0, (good, Unknown(1), too_wide)), 2)
+    payload, sound, refused = BatchEncoder(dialect).encode_valid(
+        KVEventBatch(1.0, (good, UnknownEvent(1), too_wide)), 2
+    )
     assert payload is not None
     assert BatchDecoder().decode(payload).events == sound == (good,)
-    assert [event.name for event in refused] == ["Unknown", "BlockRemoved"]
+    assert [event.name for event in refused] == ["UnknownEvent", "BlockRemoved"]
 
 
 def test_a_batch_of_nothing_but_poison_gives_no_payload() -> None:
-    payload, sound, refused = BatchEncoder().encode_valid(KVEventBatch(1.0, (Unknown(1),)), 0)
+    payload, sound, refused = BatchEncoder().encode_valid(KVEventBatch(1.0, (UnknownEvent(1),)), 0)
     assert (payload, sound, len(refused)) == (None, (), 1)
 
 

@@ -148,7 +148,7 @@ def test_a_reader_knows_the_new_fields() -> None:
     )  # fmt: skip
 
 
-class Unknown(msgspec.Struct, tag="BlockMoved"):
+class MovedBlock(msgspec.Struct, tag="BlockMoved"):
     block_hashes: list[int]
 
 
@@ -165,7 +165,7 @@ def stored(**fields: Any) -> VllmStored:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (Unknown([1]), "BlockMoved"),
+    (MovedBlock([1]), "BlockMoved"),
     (Untagged([1]), "Untagged"),
     (7, "int"),
     (stored(token_ids=[-1]), "token_ids"),
@@ -246,7 +246,7 @@ def test_fields_that_some_engines_omit_may_be_missing(event: Any) -> None:
 
 def test_an_object_that_is_no_batch_is_refused() -> None:
     with pytest.raises(AttributeError):
-        BatchEncoder("native").encode(Unknown([1]), 0)  # type: ignore[arg-type]
+        BatchEncoder("native").encode(MovedBlock([1]), 0)  # type: ignore[arg-type]
 
 
 def test_events_of_this_kit_are_encoded_as_maps_among_them() -> None:

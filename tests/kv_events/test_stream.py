@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.events import UnknownEvent
 from kit.searches import num_examples
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
@@ -297,12 +298,9 @@ def test_the_garbage_collector_walks_neither_buffer_nor_snapshot(max_steps: int)
 
 
 def test_collapse_keeps_unknown_events_for_the_encoder_to_refuse() -> None:
-    class Unknown(KVCacheEvent, frozen=True):
-        pass
-
-    one = merge_batches([KVEventBatch(1.0, (Unknown(), BlockRemoved((1,))))])
+    one = merge_batches([KVEventBatch(1.0, (UnknownEvent(), BlockRemoved((1,))))])
     assert one is not None
-    assert [type(event).__name__ for event in one.events] == ["Unknown", "BlockRemoved"]
+    assert [type(event).__name__ for event in one.events] == ["UnknownEvent", "BlockRemoved"]
 
 
 @settings(deadline=None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kit.contention import count_most_holders
 
 from scheduler_components import StartError
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
@@ -100,30 +100,13 @@ def test_a_forked_child_keeps_no_lock_alive(tmp_path: Path) -> None:
 
 
 def test_many_contenders_get_one_path_in_turn(tmp_path: Path) -> None:
-    path, holders, most = str(tmp_path / "kv"), [0], [0]
-    counting = threading.Lock()
+    def acquire() -> Callable[[], object] | None:
+        try:
+            lock = lock_ipc_path(str(tmp_path / "kv"))
+        except StartError:
+            return None
+        assert lock is not None
+        return lock.release
 
-    def take_often() -> None:
-        taken = 0
-        while taken < 200:
-            try:
-                lock = lock_ipc_path(path)
-            except StartError:
-                os.sched_yield()
-                continue
-            assert lock is not None
-            with counting:
-                holders[0] += 1
-                most[0] = max(most[0], holders[0])
-            taken += 1
-            with counting:
-                holders[0] -= 1
-            lock.release()
-
-    threads = [threading.Thread(target=take_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1]
+    assert count_most_holders(acquire) == 1
     assert not list(tmp_path.iterdir())

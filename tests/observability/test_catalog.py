@@ -6,6 +6,7 @@ import re
 
 import msgspec
 import pytest
+from kit.scheduler_stats import make_full_stats
 
 from observability.catalog import (
     ALL_METRICS,
@@ -73,24 +74,7 @@ PARTS = {
     "publisher.": PublisherStats,
     "outputs.": OutputStats,
 }
-WHOLE = SchedulerStats(
-    labels=(("dp_rank", "0"),),
-    load=LoadSnapshot(
-        queues=QueueLoad(grammar=3),
-        disaggregation=DisaggregationLoad(kv_transfer_latency_ms=1.5),
-        lora=LoraLoad(1, 2, 0.5),
-        speculative=SpeculativeLoad(2.5, 0.5),
-        memory=MemoryLoad(1.0, 2.0, 3.0, 4),
-        decode_moments=DecodeMoments(),
-    ),
-    tiers=TierStats(),
-    receiver=ReceiverStats(),
-    quiesce=QuiesceStats(),
-    integrity=IntegrityStats(),
-    pools=PoolStats(*[0] * 14),
-    batching=BatchingStats(),
-    outputs=OutputStats(),
-)
+WHOLE = make_full_stats()
 
 
 def test_every_fact_of_a_report_has_one_metric() -> None:

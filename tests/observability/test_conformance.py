@@ -7,11 +7,10 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event
 
 import pytest
+from kit.http_worker import Pages
 
 from observability import check_conformance
 from observability.conformance import ConformanceReport, RuleResult
@@ -191,30 +190,12 @@ def test_a_closed_port_is_told() -> None:
     assert (report.reachable, report.exit_code) == (False, 3)
 
 
-@contextmanager
-def serving(info: object) -> Iterator[str]:
-    class Pages(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps(info).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def server_info(info: object) -> Pages:
+    return {"/server_info": (200, json.dumps(info).encode())}
 
 
 def test_every_advertised_stream_is_judged(
-    ticking: Callable[[BoundPublisher], None], free_ports: Callable[[int], int]
+    ticking: Callable[[BoundPublisher], None], free_ports: Callable[[int], int], serve: Callable[[Pages], str]
 ) -> None:
     base = free_ports(4)
     config = KVEventsConfig(bind=True)
@@ -224,8 +205,7 @@ def test_every_advertised_stream_is_judged(
         "endpoint_host": "127.0.0.1", "endpoint_port_base": base, "replay_endpoint_port_base": base + 2, "dp_size": 2,
         "topic": "", "block_size": BLOCK_SIZE,
     }  # fmt: skip
-    with serving({"kv_events": described}) as url:
-        report = check_conformance(url, QUICK)
+    report = check_conformance(serve(server_info({"kv_events": described})), QUICK)
     assert [(stream.rank, Endpoint.parse(stream.endpoint).port) for stream in report.streams] == [
         (0, base),
         (1, base + 1),
@@ -235,9 +215,8 @@ def test_every_advertised_stream_is_judged(
 
 
 @pytest.mark.parametrize("info", [{}, {"kv_events": None, "kv_events_error": "unset"}, {"kv_events": {"topic": 5}}, []])
-def test_a_bad_descriptor_is_told(info: object) -> None:
-    with serving(info) as url:
-        report = check_conformance(url, HASTY)
+def test_a_bad_descriptor_is_told(info: object, serve: Callable[[Pages], str]) -> None:
+    report = check_conformance(serve(server_info(info)), HASTY)
     assert [each.rule for each in report.engine if each.status == "broken"] == ["descriptor"]
     assert (report.exit_code, report.streams) == (1, ())
 

@@ -6,17 +6,18 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from kit.scheduler_stats import make_stats
 
 from observability import LogSink
-from scheduler_components import ParallelState
-from scheduler_components.values import LoadSnapshot, PublisherStats, SchedulerStats
+from scheduler_components.values import PublisherStats, SchedulerStats
 
 LOGGER = logging.getLogger("test_log_sink")
 
 
-def make_stats(dp_rank: int = 0, publisher: PublisherStats | None = None) -> SchedulerStats:
-    load = LoadSnapshot(
-        dp_rank=dp_rank,
+def busy_stats(dp_rank: int = 0, publisher: PublisherStats | None = None) -> SchedulerStats:
+    return make_stats(
+        dp_rank,
+        publisher=publisher or PublisherStats(events_sent=7, batches_sent=2),
         num_running_reqs=12,
         num_waiting_reqs=3,
         num_pending_tokens=4500,
@@ -25,10 +26,6 @@ def make_stats(dp_rank: int = 0, publisher: PublisherStats | None = None) -> Sch
         token_usage=0.125,
         gen_throughput=1234.5,
         cache_hit_rate=0.4,
-    )
-    labels = ParallelState(dp_rank=dp_rank, dp_size=8).metric_labels
-    return SchedulerStats(
-        labels=labels, load=load, publisher=publisher or PublisherStats(events_sent=7, batches_sent=2)
     )
 
 
@@ -45,14 +42,14 @@ def line_of(caplog: pytest.LogCaptureFixture) -> Callable[[SchedulerStats], str]
 
 
 def test_the_line_says_what_a_person_asks(line_of: Callable[[SchedulerStats], str]) -> None:
-    assert line_of(make_stats(1)) == (
+    assert line_of(busy_stats(1)) == (
         "dp1: 12 running, 3 waiting (4,500 tokens), KV 8,192/65,536 tokens (12.5%), hit rate 40.0%, "
         "1,234.5 tokens/s, 7 events in 2 batches"
     )
 
 
 def test_losses_are_in_capitals(line_of: Callable[[SchedulerStats], str]) -> None:
-    line = line_of(make_stats(publisher=PublisherStats(batches_dropped=3, events_refused=1)))
+    line = line_of(busy_stats(publisher=PublisherStats(batches_dropped=3, events_refused=1)))
     assert line.endswith("3 BATCHES DROPPED, 1 EVENTS REFUSED")
 
 
@@ -62,8 +59,8 @@ def test_each_rank_logs_once_per_interval(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, logger=LOGGER.name):
         for second in range(21):
             now[0] = float(second)
-            sink.record(make_stats(0))
-            sink.record(make_stats(1))
+            sink.record(busy_stats(0))
+            sink.record(busy_stats(1))
     assert [record.message[:3] for record in caplog.records] == ["dp0", "dp1"] * 3
 
 
@@ -71,8 +68,8 @@ def test_a_clock_set_back_does_not_silence_the_log(caplog: pytest.LogCaptureFixt
     now = [5000.0]
     sink = LogSink(logger=LOGGER, clock=lambda: now[0])
     with caplog.at_level(logging.INFO, logger=LOGGER.name):
-        sink.record(make_stats())
+        sink.record(busy_stats())
         now[0] = 10.0
-        sink.record(make_stats())
-        sink.record(make_stats())
+        sink.record(busy_stats())
+        sink.record(busy_stats())
     assert len(caplog.records) == 2

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from kit.scheduler_stats import make_stats
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from observability import PrometheusSink
-from scheduler_components import ConfigError, ParallelState
-from scheduler_components.values import (
-    LoadSnapshot,
-    SchedulerStats,
-)
-
-
-def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:
-    parallel = ParallelState(dp_rank=dp_rank, dp_size=8)
-    return SchedulerStats(labels=parallel.metric_labels, load=LoadSnapshot(dp_rank=dp_rank, **load))
+from scheduler_components import ConfigError
 
 
 def test_two_sinks_of_one_prefix_on_one_registry_are_refused() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.scheduler_stats import make_full_stats
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
@@ -14,22 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from observability import MetricsBoardCollector, PrometheusSink, StreamCollector, render_metrics
 from observability.kv_stream import StreamState, StreamStats
 from scheduler_components import ParallelState
-from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
-    BatchingStats,
-    DisaggregationLoad,
-    IntegrityStats,
     LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    OutputStats,
-    PoolStats,
-    QueueLoad,
-    QuiesceStats,
-    ReceiverStats,
     SchedulerStats,
-    SpeculativeLoad,
-    TierStats,
 )
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -74,29 +62,9 @@ ACCEPTED = {
 def registry_with_all() -> CollectorRegistry:
     """Every metric of the kit, under SGLang's and vLLM's names, and those of a followed stream."""
     registry = CollectorRegistry()
-    load = LoadSnapshot(
-        queues=QueueLoad(),
-        disaggregation=DisaggregationLoad(),
-        lora=LoraLoad(1, 2, 0.5),
-        speculative=SpeculativeLoad(2.5, 0.5),
-        memory=MemoryLoad(1.0, 2.0, 3.0, 4),
-    )
     sink = PrometheusSink(registry, model_name='a "model"\\', vllm_names=True, clock=lambda: 5.0)
     for dp_rank in (0, 1):
-        labels = ParallelState(dp_rank=dp_rank, dp_size=2).metric_labels
-        stats = SchedulerStats(
-            labels=labels,
-            load=load,
-            latencies=RequestLatencyRecorder().stats(),
-            tiers=TierStats(),
-            receiver=ReceiverStats(),
-            quiesce=QuiesceStats(),
-            integrity=IntegrityStats(),
-            pools=PoolStats(*[0] * 14),
-            batching=BatchingStats(),
-            outputs=OutputStats(),
-        )
-        sink.record(stats)
+        sink.record(make_full_stats(dp_rank))
     StreamCollector(registry, Streams())
     return registry
 

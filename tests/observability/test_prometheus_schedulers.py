@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import prometheus_client
 import pytest
+from kit.scheduler_stats import make_stats
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,11 +21,6 @@ from scheduler_components.values import (
     SchedulerStats,
     TierStats,
 )
-
-
-def make_stats(dp_rank: int = 0, **load: object) -> SchedulerStats:
-    parallel = ParallelState(dp_rank=dp_rank, dp_size=8)
-    return SchedulerStats(labels=parallel.metric_labels, load=LoadSnapshot(dp_rank=dp_rank, **load))
 
 
 def read(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

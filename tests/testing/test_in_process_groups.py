@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.rank_grid import Hops, grid
 
-from scheduler_components import ConfigError, ParallelState
+from scheduler_components import ConfigError
 from scheduler_components.agreement import Proposal
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.testing.in_process_groups import InProcessGroups
-
-Hops = dict[int, tuple[tuple[int, ...], ...]]
-
-
-def grid(cp: int, tp: int) -> Hops:
-    world = world_rank_groups(ParallelState.from_tp_rank(0, tp_size=cp * tp, attn_cp_size=cp))
-    return {sets.rank: sets.reduce_groups for sets in world}
 
 
 @settings(deadline=None, max_examples=60)

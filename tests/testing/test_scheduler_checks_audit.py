@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from kit.hybrid_scheduler import SMALL, HybridPages, KeepsStateOfAborted, LosesWindowPages, checker_of, hybrid_scheduler
+from kit.reference_scheduler import DrivenScheduler
 
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import KvEventSink, OutputSink
-from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
 from scheduler_components.testing.strategies import workloads
-from scheduler_components.values import LoadSnapshot
 
 SEEN_BY_THE_CHECKS = IntegrityConfig(checks=CheckPolicy(action="count", count_every_steps=10**6))
 CONFIG = attrs.evolve(
@@ -26,34 +24,16 @@ CONFIG = attrs.evolve(
 )
 
 
-class AuditedReference:
+class AuditedReference(DrivenScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink, pages: type[HybridPages] = HybridPages) -> None:
-        self.scheduler, self.pages = hybrid_scheduler(pages, CONFIG, num_window_pages=256)
-        self.scheduler.kv_events.sink = events  # type: ignore[assignment]
-        self.scheduler.output.sink = outputs
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
+        scheduler, self.pages = hybrid_scheduler(pages, CONFIG, num_window_pages=256)
+        scheduler.kv_events.sink = events  # type: ignore[assignment]
+        scheduler.output.sink = outputs
+        super().__init__(scheduler, ignore_eos=True)
 
     @property
     def pools(self) -> Sequence[AuditedPool]:
         return checker_of(self.scheduler).pools
-
-    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-        self.scheduler.submit(Request(rid, prompt, SamplingLimits(max_new_tokens=max_new_tokens, ignore_eos=True)))
-
-    def abort(self, rid: str) -> object:
-        return self.scheduler.abort(rid)
-
-    def step(self) -> object:
-        return self.scheduler.step()
-
-    def get_loads(self) -> LoadSnapshot:
-        return self.scheduler.load.get_loads()
-
-    def block_hashes(self) -> Iterable[int]:
-        return self.scheduler.cache.block_hashes()
 
 
 @pytest.mark.parametrize("check", POOL_INVARIANT_CHECKS)

@@ -40,7 +40,7 @@ class Wire:
             return self._sent.popleft()
 
 
-class Leader:
+class LeadingRelay:
     def __init__(self, wires: Sequence[Wire]) -> None:
         self.wires = wires
 
@@ -53,7 +53,7 @@ class Leader:
         pass
 
 
-class Follower:
+class FollowingRelay:
     """One way, as over the engine's sockets. ``spoil`` makes something else of what comes."""
 
     def __init__(self, wire: Wire, spoil: Callable[[RelayedInput, RelayedInput], RelayedInput]) -> None:
@@ -77,7 +77,7 @@ def opener(
 
     def open_receivers(source: InputSource) -> list[RequestReceiver[str]]:
         wires = [Wire(), Wire()]
-        relays: list[InputRelay] = [Leader(wires), *(Follower(wire, spoil) for wire in wires)]
+        relays: list[InputRelay] = [LeadingRelay(wires), *(FollowingRelay(wire, spoil) for wire in wires)]
         others = source if source_for_all else NullInputSource()
         return [
             RequestReceiver(

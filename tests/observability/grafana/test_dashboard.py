@@ -8,29 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kit.scheduler_stats import make_full_stats
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import MetricsBoardCollector
 from observability.catalog import ALL_METRICS
 from observability.grafana import DASHBOARD_FILE, render_dashboard
-from scheduler_components import ParallelState
-from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
-    BatchingStats,
-    DecodeMoments,
-    DisaggregationLoad,
-    IntegrityStats,
-    LoadSnapshot,
-    LoraLoad,
-    MemoryLoad,
-    OutputStats,
-    PoolStats,
-    QueueLoad,
-    QuiesceStats,
-    ReceiverStats,
     SchedulerStats,
-    SpeculativeLoad,
-    TierStats,
 )
 
 SERIES = re.compile(r"(sglang:\w+)(\{[^}]*\})")
@@ -62,26 +47,7 @@ class Board:
 def exposed() -> set[tuple[str, frozenset[str]]]:
     """Name and label names of every sample that board and collector expose for an engine with all parts."""
     registry = CollectorRegistry()
-    report = SchedulerStats(
-        labels=ParallelState.trivial().metric_labels,
-        load=LoadSnapshot(
-            decode_moments=DecodeMoments(),
-            queues=QueueLoad(),
-            disaggregation=DisaggregationLoad(),
-            lora=LoraLoad(1, 2, 0.5),
-            speculative=SpeculativeLoad(2.5, 0.5),
-            memory=MemoryLoad(1.0, 2.0, 3.0, 4),
-        ),
-        latencies=RequestLatencyRecorder().stats(),
-        tiers=TierStats(),
-        receiver=ReceiverStats(),
-        quiesce=QuiesceStats(),
-        integrity=IntegrityStats(),
-        pools=PoolStats(*[0] * 14),
-        batching=BatchingStats(),
-        outputs=OutputStats(),
-    )
-    MetricsBoardCollector(registry, board=Board(report))
+    MetricsBoardCollector(registry, board=Board(make_full_stats()))
     found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)
     return {(name, frozenset(re.findall(r'(\w+)="', labels))) for name, labels in found}
 

@@ -8,17 +8,13 @@ import threading
 from typing import Any
 
 import pytest
+from kit.jetstream import config_of
 
 from observability.jetstream import (
-    JetStreamConfig,
     nats_connection,
 )
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes, pytest.mark.faults]
-
-
-def config_of(*servers: Any, **settings: Any) -> JetStreamConfig:
-    return JetStreamConfig(servers=[server.url for server in servers], **settings)
 
 
 class DeafOnce:

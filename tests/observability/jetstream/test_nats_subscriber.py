@@ -10,6 +10,8 @@ from typing import Any
 
 import nats
 import pytest
+from kit.follow_policies import SOON_AGAIN
+from kit.jetstream import config_of
 
 from observability.jetstream import (
     JetStreamConfig,
@@ -25,18 +27,13 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes, pytest.mark.faults]
 
 WORKER = "http://pod-1:30000"
 HERE = LogAddress(WORKER, 0, "kv@pod")
-POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=60.0)
-
-
-def config_of(*servers: Any, **settings: Any) -> JetStreamConfig:
-    return JetStreamConfig(servers=[server.url for server in servers], **settings)
 
 
 def write(config: JetStreamConfig) -> Any:
     return open_jetstream_writer(config, WORKER, topic="kv@pod")
 
 
-def read(config: JetStreamConfig, *addresses: LogAddress, policy: FollowPolicy = POLICY) -> Any:
+def read(config: JetStreamConfig, *addresses: LogAddress, policy: FollowPolicy = SOON_AGAIN) -> Any:
     return open_jetstream_subscriber(config, addresses or (HERE,), policy=policy)
 
 

@@ -1,8 +1,9 @@
-"""The rules of the replay extension, and how the cursor detects whether a publisher has it."""
+"""The rules of the replay extension: LIVE has a proof, and a lost or wrong message is requested again."""
 
 from __future__ import annotations
 
 import pytest
+from kit.stream_cursor import NEW, OLD, at, live_cursor, meta, payload, receive_snapshot
 
 from observability.kv_stream import StreamCursor, StreamState
 from observability.kv_stream.cursor_events import (
@@ -19,7 +20,7 @@ from observability.kv_stream.cursor_events import (
     ReplayTimedOut,
     RetryDue,
 )
-from observability.kv_stream.digest_cursor import NO_EPOCH, Position
+from observability.kv_stream.digest_cursor import NO_EPOCH
 from observability.kv_stream.instructions import (
     AbortStaging,
     Apply,
@@ -29,55 +30,9 @@ from observability.kv_stream.instructions import (
     Instruction,
     RetryLater,
     SendReplayRequest,
-    StartStaging,
     request_token,
 )
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind, ReplayVerb
-from scheduler_components.kv_events.stream_digest import initial_digest
-
-OLD, NEW = b"o" * 16, b"n" * 16
-
-
-def payload(seq: int) -> bytes:
-    return b"%d" % seq
-
-
-def at(epoch: bytes, count: int) -> Position:
-    """Return the position after batches 0 to ``count - 1`` of an epoch."""
-    position = Position(epoch, 0, initial_digest(epoch))
-    for seq in range(count):
-        position.advance(payload(seq))
-    return position
-
-
-def meta(cursor: StreamCursor, kind: ReplayMetaKind, position: Position, **changes: object) -> tuple[Instruction, ...]:
-    """Answer the open request with a META of a publisher at ``position``, changed by ``changes``."""
-    request_id = cursor.open_request_id
-    assert request_id is not None
-    fields: dict[str, object] = {
-        "token": request_token(request_id), "epoch": position.epoch, "first": 0, "next": position.next, "kind": kind,
-        "snap": False, "start": position.next, "chain": position.digest,
-    }  # fmt: skip
-    return cursor.handle(ReplayMetaReceived(request_id, ReplayMeta(**(fields | changes))))  # type: ignore[arg-type]
-
-
-def receive_snapshot(cursor: StreamCursor, position: Position) -> tuple[Instruction, ...]:
-    assert meta(cursor, ReplayMetaKind.BEGIN, position, snap=True) == (StartStaging(),)
-    assert cursor.handle(ReplayBatchReceived(cursor.open_request_id or 0, 0, b"chunk")) == (
-        ApplyStaged(position.next - 1, b"chunk", True),
-    )
-    assert meta(cursor, ReplayMetaKind.BEGIN, position, chunks=1) == ()
-    return meta(cursor, ReplayMetaKind.END, position)
-
-
-def live_cursor(count: int = 3) -> StreamCursor:
-    """Return a cursor that is LIVE after ``count`` batches of the old epoch; request 1 was a snapshot."""
-    cursor = StreamCursor(has_replay=True)
-    assert cursor.handle(Connected()) == (SendReplayRequest(1, 0, ReplayVerb.SYNC, NO_EPOCH),)
-    assert (cursor.state, cursor.is_accepting_live, cursor.is_extended) == (StreamState.SYNCING, False, False)
-    assert receive_snapshot(cursor, at(OLD, count)) == (CommitStaging(),)
-    assert (cursor.state, cursor.last_seq, cursor.is_extended) == (StreamState.LIVE, count - 1, True)
-    return cursor
 
 
 def test_an_empty_stream_is_live_after_its_snapshot() -> None:
@@ -310,84 +265,6 @@ def test_a_reconnect_continues_from_the_position_of_the_view() -> None:
     assert cursor.handle(Connected()) == (SendReplayRequest(3, 0, ReplayVerb.SYNC, NO_EPOCH),)
 
 
-# --- which publisher is it? ---
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_publisher_without_the_extension_gets_plain_requests(is_silent: bool) -> None:
-    cursor = StreamCursor(has_replay=True)
-    cursor.handle(Connected())
-    assert (cursor.handle(ReplayTimedOut(1)) if is_silent else cursor.handle(ReplayEndReceived(1))) == (
-        SendReplayRequest(2, 0),
-    )
-    cursor.handle(ReplayBatchReceived(2, 0, b"0"))
-    cursor.handle(ReplayEndReceived(2))
-    assert (cursor.state, cursor.is_extended) == (StreamState.LIVE, False)
-
-
-def test_a_plain_publisher_is_probed_for_the_extension() -> None:
-    cursor = StreamCursor(has_replay=True)
-    cursor.handle(Connected())
-    cursor.handle(ReplayEndReceived(1))
-    cursor.handle(ReplayEndReceived(2))
-    requests = []
-    while not requests or requests[-1].verb is None:
-        (request,) = cursor.handle(ProbeDue())
-        assert isinstance(request, SendReplayRequest)
-        requests.append(request)
-        if request.verb is None:
-            cursor.handle(ReplayEndReceived(request.request_id))
-    assert len(requests) == 8
-    assert meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3)) == (
-        SendReplayRequest(requests[-1].request_id + 1, 0, ReplayVerb.SYNC, NO_EPOCH),
-    )
-    receive_snapshot(cursor, at(OLD, 3))
-    assert cursor.is_extended
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_probe_without_the_extension_is_repeated_plainly(is_silent: bool) -> None:
-    cursor = StreamCursor(has_replay=True)
-    cursor.handle(Connected())
-    cursor.handle(ReplayEndReceived(1))
-    cursor.handle(ReplayBatchReceived(2, 0, b"0"))
-    cursor.handle(ReplayEndReceived(2))
-    cursor.handle(Disconnected())  # the first probe of a connection is for the extension
-    cursor.handle(Connected())
-    cursor.handle(ReplayBatchReceived(3, 0, b"0"))
-    cursor.handle(ReplayEndReceived(3))
-    assert cursor.handle(ProbeDue()) == (SendReplayRequest(4, 0, ReplayVerb.STATUS),)
-    assert (cursor.handle(ReplayTimedOut(4)) if is_silent else cursor.handle(ReplayEndReceived(4))) == (
-        SendReplayRequest(5, 0),
-    )
-    cursor.handle(ReplayBatchReceived(5, 0, b"0"))
-    cursor.handle(ReplayEndReceived(5))
-    assert cursor.state is StreamState.LIVE
-
-
-def test_a_successor_without_the_extension_is_followed_plainly_from_an_empty_view() -> None:
-    cursor = live_cursor()
-    cursor.handle(Disconnected())
-    cursor.handle(Connected())
-    assert cursor.handle(ReplayEndReceived(2)) == (RetryLater(1),)
-    cursor.handle(RetryDue())
-    assert cursor.handle(ReplayEndReceived(3)) == (RetryLater(2),)
-    cursor.handle(RetryDue())
-    cleared, request = cursor.handle(ReplayEndReceived(4))
-    assert isinstance(cleared, Clear)
-    assert request == SendReplayRequest(5, 0)
-
-
-def test_cut_answers_of_an_extended_publisher_keep_the_extended_rules() -> None:
-    cursor = live_cursor()
-    cursor.on_live_batch(5, b"future")
-    for request_id in range(2, 9):
-        assert cursor.handle(ReplayEndReceived(request_id)) == (RetryLater(request_id - 1),)
-        cursor.handle(RetryDue())
-    assert cursor.is_extended
-    assert cursor.state is StreamState.RECOVERING
-
-
 def test_many_strays_cost_one_request_and_leave_a_correct_view_live() -> None:
     cursor = live_cursor()
     assert cursor.on_live_batch(900, b"stray") == (SendReplayRequest(2, 3, ReplayVerb.SYNC, OLD),)
@@ -594,65 +471,3 @@ def test_a_frame_at_the_publishers_next_number_is_a_stray() -> None:
     meta(cursor, ReplayMetaKind.END, at(OLD, 4))
     assert cursor.on_live_batch(6, b"of another epoch") == (SendReplayRequest(3, 4, ReplayVerb.STATUS, OLD),)
     assert cursor.state is StreamState.LIVE
-
-
-def plain_cursor(*, patience: int = 3) -> StreamCursor:
-    """Return a cursor that is LIVE by the plain rules with batch 0; its next probe is for the extension."""
-    cursor = StreamCursor(has_replay=True, patience=patience)
-    cursor.handle(Connected())
-    cursor.handle(ReplayEndReceived(1))
-    cursor.handle(ReplayBatchReceived(2, 0, b"0"))
-    cursor.handle(ReplayEndReceived(2))
-    cursor.handle(Disconnected())
-    cursor.handle(Connected())
-    cursor.handle(ReplayBatchReceived(3, 0, b"0"))
-    cursor.handle(ReplayEndReceived(3))
-    return cursor
-
-
-def test_the_plain_rules_share_the_patience_and_the_credit() -> None:
-    cursor = plain_cursor(patience=1)
-    cursor.credit.available = 0
-    assert cursor.on_live_batch(2, b"2") == ()
-    assert (cursor.state, cursor.open_request_id) == (StreamState.RECOVERING, None)
-    cursor.credit.available = 1
-    assert cursor.handle(CreditAvailable()) == (SendReplayRequest(4, 0),)
-    assert cursor.handle(ReplayTimedOut(4)) == (Clear("the replay channel does not answer"), RetryLater(1))
-    assert cursor.state is StreamState.PARTIAL
-
-
-def test_only_the_answer_to_the_probe_shows_the_extension() -> None:
-    cursor = plain_cursor()
-    here = at(OLD, 1)
-    message = ReplayMeta(request_token(4), OLD, 0, 1, ReplayMetaKind.STATUS, False, 1, here.digest)
-    assert cursor.handle(ReplayMetaReceived(3, message)) == cursor.handle(ReplayMetaReceived(4, message)) == ()
-    assert cursor.handle(ProbeDue()) == (SendReplayRequest(4, 0, ReplayVerb.STATUS),)
-    assert cursor.handle(ReplayMetaReceived(3, message)) == ()
-    assert (cursor.counters.stale_replays, cursor.is_extended) == (3, False)
-    assert cursor.handle(ReplayMetaReceived(4, message)) == (SendReplayRequest(5, 0, ReplayVerb.SYNC, NO_EPOCH),)
-
-
-def test_a_publisher_that_had_the_extension_is_probed_for_it_every_time() -> None:
-    cursor = live_cursor()
-    cursor.handle(Disconnected())
-    cursor.handle(Connected())
-    for request_id in (2, 3, 4):
-        cursor.handle(ReplayEndReceived(request_id))
-        cursor.handle(RetryDue())
-    cursor.handle(ReplayBatchReceived(5, 0, b"0"))
-    cursor.handle(ReplayEndReceived(5))
-    for request_id in (6, 8, 10):
-        assert cursor.handle(ProbeDue()) == (SendReplayRequest(request_id, 0, ReplayVerb.STATUS),)
-        assert cursor.handle(ReplayEndReceived(request_id)) == (SendReplayRequest(request_id + 1, 0),)
-        cursor.handle(ReplayBatchReceived(request_id + 1, 0, b"0"))
-        cursor.handle(ReplayEndReceived(request_id + 1))
-
-
-def test_there_is_no_probe_without_a_connection_or_without_replay() -> None:
-    cursor = plain_cursor()
-    cursor.handle(Disconnected())
-    assert [cursor.handle(ProbeDue()) for _ in range(20)] == [()] * 20
-    alone = StreamCursor(has_replay=False)
-    alone.handle(Connected())
-    alone.on_live_batch(0, b"0")
-    assert [alone.handle(ProbeDue()) for _ in range(20)] == [()] * 20

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.events import stored
-from kit.follower_bench import FollowerBench, live_bench, payload, plain_bench
+from kit.follower_bench import POLICY, FollowerBench, live_bench, payload, plain_bench
 
 from observability.kv_stream import FollowPolicy, StreamState
 from scheduler_components import AllBlocksCleared, ConfigError
@@ -119,9 +119,6 @@ def test_junk_ends_the_live_state_and_changes_no_block(junk: bytes) -> None:
     assert bench.state is (StreamState.LIVE if readable else StreamState.PARTIAL)
     bench.follower.on_live_batch(2, payload(AllBlocksCleared(), stored(7)), 1.0)
     assert (bench.state, bench.view.blocks(3)) == (StreamState.LIVE, {7})
-
-
-POLICY = FollowPolicy(answer_timeout_s=5.0, retry_min_s=1.0, retry_max_s=8.0, probe_interval_s=2.0, dead_after_s=15.0)
 
 
 @given(failures=st.integers(1, 10_000), jitter=st.floats(0, 1))

@@ -9,9 +9,9 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
+from kit.follow_policies import FREQUENT_PROBES
 
 from observability.kv_stream import (
-    FollowPolicy,
     NullStreamListener,
     StreamPosition,
     StreamState,
@@ -24,7 +24,6 @@ from scheduler_components.kv_events import DecodedBatch, KVEventsConfig, ZmqEven
 pytestmark = pytest.mark.sockets
 
 DEADLINE_S = 60.0
-POLICY = FollowPolicy(probe_interval_s=0.1)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def publish(publisher: ZmqEventPublisher, *blocks: int) -> None:
 
 def following(publisher: ZmqEventPublisher, **options: Any) -> Any:
     address = static_address(publisher.endpoint, replay=publisher.replay_endpoint)
-    return open_async_subscriber([address], policy=POLICY, **options)
+    return open_async_subscriber([address], policy=FREQUENT_PROBES, **options)
 
 
 def run(trace: Coroutine[Any, Any, None]) -> None:

@@ -6,15 +6,15 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from kit.follow_policies import FREQUENT_PROBES
 
-from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
+from observability.kv_stream import StreamState, Subscriber, open_subscriber, static_address
 from scheduler_components import BlockRemoved, BlockStored, KVEventBatch
 from scheduler_components.kv_events import KVEventsConfig, StreamAddress, ZmqEventPublisher
 
 pytestmark = pytest.mark.sockets
 
 DEADLINE_S = 60.0
-POLICY = FollowPolicy(probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 
@@ -44,7 +44,7 @@ def wait_for(sub: Subscriber, rank: int, seq: int) -> None:
 def test_late_join_then_live(stack: ExitStack, dialect: str, replay_framing: str) -> None:
     publisher = open_publisher(stack, dialect=dialect, replay_framing=replay_framing, topic="kv")
     publish(publisher, *range(200))
-    sub = stack.enter_context(open_subscriber([address_of(publisher, topic="kv")], policy=POLICY))
+    sub = stack.enter_context(open_subscriber([address_of(publisher, topic="kv")], policy=FREQUENT_PROBES))
     wait_for(sub, 0, 199)
     publish(publisher, *range(200, 300))
     publisher.publish(KVEventBatch(ts=time.time(), events=(BlockRemoved((5, 7)),)))
@@ -56,7 +56,7 @@ def test_late_join_then_live(stack: ExitStack, dialect: str, replay_framing: str
 def test_history_before_the_replay_buffer_comes_as_a_snapshot(stack: ExitStack) -> None:
     publisher = open_publisher(stack, buffer_steps=10)
     publish(publisher, *range(200))
-    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
+    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=FREQUENT_PROBES))
     wait_for(sub, 0, 199)
     assert sub.blocks(0) == set(range(200))
     assert sub.stats()[0].losses == 0
@@ -65,7 +65,7 @@ def test_history_before_the_replay_buffer_comes_as_a_snapshot(stack: ExitStack) 
 def test_ranks_have_separate_blocks(stack: ExitStack) -> None:
     publishers = [open_publisher(stack, attn_dp_rank=rank) for rank in range(4)]
     addresses = [address_of(publisher, rank) for rank, publisher in enumerate(publishers)]
-    sub = stack.enter_context(open_subscriber(addresses, policy=POLICY))
+    sub = stack.enter_context(open_subscriber(addresses, policy=FREQUENT_PROBES))
     for rank, publisher in enumerate(publishers):
         publish(publisher, 1, 2, *range(100 * rank, 100 * rank + 50))
     for rank in range(4):
@@ -82,7 +82,7 @@ def test_a_restart_that_passes_the_old_number_is_detected(stack: ExitStack, seq_
     first = open_publisher(stack, seq_base=seq_base)
     address = address_of(first)
     publish(first, *range(100))
-    sub = stack.enter_context(open_subscriber([address], policy=POLICY))
+    sub = stack.enter_context(open_subscriber([address], policy=FREQUENT_PROBES))
     wait_for(sub, 0, first.stats().last_sequence)
     first.shutdown()
     second = open_publisher(stack, endpoint=str(address.events), replay_endpoint=str(address.replay), seq_base=seq_base)
@@ -97,7 +97,7 @@ def test_a_restart_that_passes_the_old_number_is_detected(stack: ExitStack, seq_
 
 def test_a_stream_without_replay_is_followed_and_never_live(stack: ExitStack) -> None:
     publisher = open_publisher(stack, replay_endpoint=None)
-    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
+    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=FREQUENT_PROBES))
     assert sub.wait_until(0, -1, DEADLINE_S)
     publish(publisher, 0)
     deadline_s = time.monotonic() + DEADLINE_S
@@ -110,7 +110,7 @@ def test_a_stream_without_replay_is_followed_and_never_live(stack: ExitStack) ->
 
 def test_all_batches_before_a_shutdown_are_read(stack: ExitStack) -> None:
     publisher = open_publisher(stack)
-    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=POLICY))
+    sub = stack.enter_context(open_subscriber([address_of(publisher)], policy=FREQUENT_PROBES))
     publish(publisher, 0)
     wait_for(sub, 0, 0)
     publish(publisher, *range(1, 500))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import zmq
+from kit.follow_policies import FREQUENT_PROBES
 
 from observability.kv_stream import FollowPolicy, StreamState, Subscriber, open_subscriber, static_address
 from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
@@ -18,7 +19,6 @@ from scheduler_components.kv_events import BatchEncoder, KVEventsConfig, ZmqEven
 pytestmark = pytest.mark.sockets
 
 DEADLINE_S = 60.0
-POLICY = FollowPolicy(probe_interval_s=0.1)
 TOPICS = ("kv@pod1", "kv@pod10")
 
 
@@ -64,7 +64,7 @@ def test_each_view_has_only_the_blocks_of_its_own_pod(stack: ExitStack) -> None:
         proxy.inside.connect(publisher.endpoint)
         address = static_address(proxy.endpoint, replay=publisher.replay_endpoint, topic=topic)
         publishers.append(publisher)
-        subscribers.append(stack.enter_context(open_subscriber([address], policy=POLICY)))
+        subscribers.append(stack.enter_context(open_subscriber([address], policy=FREQUENT_PROBES)))
     published: list[set[int]] = [set(), set()]
     deadline_s = time.monotonic() + DEADLINE_S
     block = 0

@@ -28,7 +28,7 @@ from scheduler_components.kv_events import (
 pytestmark = [pytest.mark.faults, pytest.mark.sockets]
 
 DEADLINE_S = 60.0
-POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
+QUICK_RECOVERY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.02, retry_max_s=0.1, probe_interval_s=0.1)
 LOOPBACK = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": True}
 
 Frames = list[bytes]
@@ -74,7 +74,7 @@ class RecoveryBench:
         self.proxy = LiveProxy(self.publisher.endpoint)
         stack.callback(self.proxy.close)
         address = static_address(self.proxy.endpoint, replay=self.publisher.replay_endpoint)
-        self.sub = stack.enter_context(open_subscriber([address], policy=POLICY))
+        self.sub = stack.enter_context(open_subscriber([address], policy=QUICK_RECOVERY))
 
     def open_publisher(self) -> ZmqEventPublisher:
         publisher = ZmqEventPublisher(0, config=KVEventsConfig(**self.options))
@@ -225,7 +225,7 @@ def test_a_guarded_stream_needs_the_right_keys(stack: ExitStack, tmp_path: Path)
     publisher.publish(KVEventBatch(ts=time.time(), events=(stored(1, 2, 3),)))
     address = static_address(publisher.endpoint, replay=publisher.replay_endpoint)
     keys = CurveClientKeys.read(str(client_secret), str(publisher_key))
-    sub = stack.enter_context(open_subscriber([address], policy=POLICY, keys=keys))
+    sub = stack.enter_context(open_subscriber([address], policy=QUICK_RECOVERY, keys=keys))
     assert sub.wait_until(0, 0, DEADLINE_S)
     assert (sub.blocks(0), sub.stats()[0].state) == ({1, 2, 3}, StreamState.LIVE)
     assert not reads_anything(stack, address)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.follow_policies import SOON_AGAIN
 
 from observability.jetstream import JetStreamConfig, LogAddress, open_jetstream_subscriber
-from observability.kv_stream import FollowPolicy, StreamState
+from observability.kv_stream import StreamState
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 
 pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
-
-POLICY = FollowPolicy(answer_timeout_s=2.0, retry_min_s=0.05, retry_max_s=0.5, dead_after_s=60.0)
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_
     feeder = feed(engine)
     relay = start()
     config = JetStreamConfig(servers=nats_server.url)
-    with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=POLICY) as reader:
+    with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=SOON_AGAIN) as reader:
         wait_for_whole(reader, feeder)
         for number in range(2):
             feeder.churn(40)
@@ -59,7 +58,7 @@ def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_
             wait_for_whole(reader, feeder)
         stats = reader.stats()[0]
         assert (stats.restarts, stats.decode_errors, stats.losses) == (2, 0, 0)
-        with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=POLICY) as late:
+        with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=SOON_AGAIN) as late:
             wait_for_whole(late, feeder)
     assert relay.get("/server_info")["kv_events_jetstream"]["worker"] == "pod-1"
     assert 'kv_log_is_connected{rank="0"} 1.0' in relay.get("/metrics")
@@ -75,7 +74,7 @@ def test_server_relay_and_reader_may_be_killed(
     config = JetStreamConfig(servers=nats_server.url)
 
     def read() -> None:
-        with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=POLICY) as reader:
+        with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=SOON_AGAIN) as reader:
             wait_for_whole(reader, feeder)
 
     feeder.churn(40)

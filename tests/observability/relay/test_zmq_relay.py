@@ -354,14 +354,3 @@ def test_metrics_cover_followed_and_published_streams(bench: RelayBench) -> None
     assert all(metric.name in page for metric in RELAY_METRICS)
     with pytest.raises(ConfigError, match="kv_relay_"):
         RelayCollector(registry, bench.relay)
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [("host:1", "neither a URL"), ("1=", "neither"), ("=tcp://127.0.0.1:1", "neither"), ("http://", "http://"),
-     ("tcp://127.0.0.1:0", "cannot be dialled"), ("2000=tcp://127.0.0.1:1", "rank 2000"),
-     ("tcp://127.0.0.1:1,http://127.0.0.1", "replay_endpoint")],
-)  # fmt: skip
-def test_an_error_names_the_invalid_source(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)):
-        RelaySource.parse(text)

@@ -22,7 +22,7 @@ from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVe
 
 pytestmark = pytest.mark.model
 
-POLICY = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_threshold_pages=1)
+BY_LAYER = HiCachePolicy(load="by_layer", prefetch="wait_complete", prefetch_threshold_pages=1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Fence:
 
 
 def open_bench(model: Any, judge: GreedyTextVerifier) -> tuple[ModelBench, LayerwiseMover]:
-    bench = ModelBench(model, judge, tiers=Tiers(host_pages=64, make_mover=LayerwiseMover, policy=POLICY))
+    bench = ModelBench(model, judge, tiers=Tiers(host_pages=64, make_mover=LayerwiseMover, policy=BY_LAYER))
     tiers = bench.scheduler.tiers
     assert isinstance(tiers, BenchTiers)
     assert isinstance(tiers.mover, LayerwiseMover)
@@ -109,7 +109,7 @@ def test_a_forward_that_does_not_wait_is_found(
 
 
 def test_layers_loaded_by_the_threads_of_an_engine_are_used(paged_model: Any, judge: GreedyTextVerifier) -> None:
-    tiers = Tiers(host_pages=64, store=MemoryPageStore(1 << 24), make_mover=open_threads, policy=POLICY)
+    tiers = Tiers(host_pages=64, store=MemoryPageStore(1 << 24), make_mover=open_threads, policy=BY_LAYER)
     bench = ModelBench(paged_model, judge, tiers=tiers)
     opened = bench.scheduler.tiers
     assert isinstance(opened, BenchTiers)

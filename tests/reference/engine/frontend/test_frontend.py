@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from kit.recording_leader import RecordingLeader
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
@@ -25,28 +26,16 @@ from scheduler_components.reference.engine.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
     LoadReport,
-    RankCommand,
     RankHeartbeat,
     RequestRefused,
     SubmitRequest,
-    decode_command,
     pack_tokens,
 )
 from scheduler_components.values import FinishReason, LoadSnapshot, OutputBatch, OutputDelta, TokenOutput
 
 
-class Leader:
-    """A leader's socket that keeps what it was sent."""
-
-    def __init__(self) -> None:
-        self.commands: list[RankCommand] = []
-
-    def send(self, frame: bytes, flags: int) -> None:
-        self.commands.append(decode_command(frame))
-
-
-def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Frontend, list[Leader]]:
-    leaders = [Leader() for _ in range(num_replicas)]
+def make_front(num_replicas: int = 1, **settings: Any) -> tuple[Frontend, list[RecordingLeader]]:
+    leaders = [RecordingLeader() for _ in range(num_replicas)]
     dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in leaders])
     return Frontend(leaders=leaders, dispatcher=dispatcher, **settings), leaders  # type: ignore[arg-type]
 

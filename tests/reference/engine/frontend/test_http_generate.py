@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.recording_leader import RecordingLeader
 
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
@@ -24,27 +25,25 @@ from scheduler_components.reference.engine.frontend.http_generate import (
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
 from scheduler_components.reference.engine.messages import (
     AbortRequest,
-    RankCommand,
     RequestRefused,
     SubmitRequest,
-    decode_command,
     unpack_tokens,
 )
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput
 
 
-class Leader:
+class EchoingLeader(RecordingLeader):
     """A replica that immediately returns the prompt of each request, token by token."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.frontend: Frontend | None = None
-        self.commands: list[RankCommand] = []
         self.answer: Callable[[SubmitRequest], None] = self.echo
 
     def send(self, frame: bytes, flags: int) -> None:
-        command = decode_command(frame)
-        self.commands.append(command)
+        super().send(frame, flags)
+        command = self.commands[-1]
         if isinstance(command, SubmitRequest):
             asyncio.get_running_loop().call_soon(self.answer, command)
 
@@ -68,8 +67,8 @@ class Leader:
         pass
 
 
-def make_front() -> tuple[Frontend, Leader]:
-    leader = Leader()
+def make_front() -> tuple[Frontend, EchoingLeader]:
+    leader = EchoingLeader()
     frontend = Frontend(leaders=[leader], dispatcher=LoadDispatcher(replicas=[ReplicaLoad()]))  # type: ignore[arg-type, list-item]
     leader.frontend = frontend
     return frontend, leader

@@ -179,7 +179,7 @@ def test_a_missing_replica_is_named_by_all_others(sockets: RankSockets) -> None:
 # --- leaders, on threads ---
 
 
-class Replica:
+class LeaderThread:
     """One replica of one rank: its leader's loop on a thread."""
 
     def __init__(self, sockets: RankSockets, rank: int, size: int) -> None:
@@ -247,10 +247,10 @@ class Arrival(NamedTuple):
     is_waited_for: bool
 
 
-def serve(arrivals: list[Arrival], size: int) -> list[Replica]:
+def serve(arrivals: list[Arrival], size: int) -> list[LeaderThread]:
     """Send each request to its replica and return the replicas after their end."""
     with open_sockets() as sockets:
-        replicas = [Replica(sockets, rank, size) for rank in range(size)]
+        replicas = [LeaderThread(sockets, rank, size) for rank in range(size)]
         try:
             for number, arrival in enumerate(arrivals):
                 replicas[arrival.replica].submit(str(number), arrival.num_prompt, arrival.num_new)

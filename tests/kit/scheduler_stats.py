@@ -1,0 +1,60 @@
+"""Statistics of a scheduler: of one rank with some fields of its load, and with every part present."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from scheduler_components import ParallelState
+from scheduler_components.metrics import RequestLatencyRecorder
+from scheduler_components.values import (
+    BatchingStats,
+    DecodeMoments,
+    DisaggregationLoad,
+    IntegrityStats,
+    LoadSnapshot,
+    LoraLoad,
+    MemoryLoad,
+    OutputStats,
+    PoolStats,
+    PublisherStats,
+    QueueLoad,
+    QuiesceStats,
+    ReceiverStats,
+    SchedulerStats,
+    SpeculativeLoad,
+    TierStats,
+)
+
+
+def make_stats(dp_rank: int = 0, *, publisher: PublisherStats | None = None, **load: Any) -> SchedulerStats:
+    """Return the statistics of one of eight DP ranks with these fields of its load."""
+    return SchedulerStats(
+        labels=ParallelState(dp_rank=dp_rank, dp_size=8).metric_labels,
+        load=LoadSnapshot(dp_rank=dp_rank, **load),
+        publisher=publisher if publisher is not None else PublisherStats(),
+    )
+
+
+def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
+    """Return the statistics of a scheduler that has every optional part, so that every metric has a value."""
+    parts = {
+        "queues": QueueLoad(grammar=3),
+        "disaggregation": DisaggregationLoad(kv_transfer_latency_ms=1.5),
+        "lora": LoraLoad(1, 2, 0.5),
+        "speculative": SpeculativeLoad(2.5, 0.5),
+        "memory": MemoryLoad(1.0, 2.0, 3.0, 4),
+        "decode_moments": DecodeMoments(),
+    }
+    return msgspec.structs.replace(
+        make_stats(dp_rank, **parts | load),
+        latencies=RequestLatencyRecorder().stats(),
+        tiers=TierStats(),
+        receiver=ReceiverStats(),
+        quiesce=QuiesceStats(),
+        integrity=IntegrityStats(),
+        pools=PoolStats(*[0] * 14),
+        batching=BatchingStats(),
+        outputs=OutputStats(),
+    )

@@ -1,0 +1,122 @@
+"""The tests mirror the product: each module with behaviour has a test file of its name, and each test file a module.
+
+``scheduler_components/cache/page_pool.py`` is tested in ``tests/cache/test_page_pool.py``. A large subject has further
+files (``test_page_pool_machine.py``) or a folder (``tests/page_pool/``). ``observability`` keeps its name.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path, PurePath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
+
+DECLARATIONS = {
+    "observability/kv_stream/cursor_events.py": "events",
+    "observability/kv_stream/instructions.py": "instructions",
+    "observability/kv_stream/stream_stats.py": "values",
+    "scheduler_components/_version.py": "a constant",
+    "scheduler_components/page_operations.py": "instructions, events and decisions",
+    "scheduler_components/ports/control.py": "ports",
+    "scheduler_components/ports/kv_events.py": "ports and their null objects",
+    "scheduler_components/ports/load.py": "ports and their null objects",
+    "scheduler_components/ports/metrics.py": "ports and their null objects",
+    "scheduler_components/ports/outputs.py": "ports and their null objects",
+    "scheduler_components/ports/pages.py": "ports and their null objects",
+    "scheduler_components/ports/pools.py": "ports and their null objects",
+    "scheduler_components/ports/stats.py": "a port",
+    "scheduler_components/ports/sync.py": "ports",
+    "scheduler_components/reference/engine/frontend/errors.py": "errors",
+    "scheduler_components/reference/text/text_tokenizer.py": "a port",
+    "scheduler_components/values/outputs.py": "values",
+    "scheduler_components/values/receive.py": "values",
+    "scheduler_components/values/stats.py": "values",
+    "scheduler_components/values/sync.py": "values",
+    "scheduler_components/values/tiers.py": "values",
+}
+"""Modules without a test file, because they declare something and do nothing. A function in them is one expression."""
+
+TOGETHER = {
+    "scheduler_components/refactor/leave_order.py": "refactor/test_measurement.py",
+    "scheduler_components/refactor/measure_report.py": "refactor/test_measurement.py",
+    "scheduler_components/refactor/source_index.py": "refactor/test_measurement.py",
+    "scheduler_components/refactor/source_tree.py": "refactor/test_measurement.py",
+}
+"""Modules that are tested as one subject, and the test file of that subject in the same folder."""
+
+SUBJECTS = {
+    "benchmarks": "tests of benchmarks/",
+    "refactor": "docs/refactor, and the package of that name",
+    "test_docs.py": "the documents",
+    "test_examples.py": "docs/examples",
+    "test_layers.py": "imports of all modules",
+    "test_mirror.py": "this file",
+    "test_rank_gating.py": "the publishing components over all ranks of an engine",
+    "test_wheel.py": "the packaged wheel",
+    "engines/test_transformers_attached.py": "docs/examples/transformers_engine.py",
+    "engines/test_transformers_weights.py": "weights of a real model under transformers",
+}
+"""Test files and folders whose subject is not one module."""
+
+
+def mirrored(path: Path) -> PurePath:
+    """Return where the tests of a module are, below ``tests``: its path without the suffix."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return PurePath(*parts[parts[0] == "scheduler_components" :])
+
+
+MODULES = {
+    mirrored(path): path.relative_to(ROOT).as_posix()
+    for package in ("scheduler_components", "observability")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.stem not in ("__init__", "__main__")
+}
+TEST_FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
+
+
+def module_of(test: PurePath) -> PurePath | None:
+    """Return the module that a test file belongs to: the one with the longest name that begins the file's."""
+    words = test.stem.removeprefix("test_").split("_")
+    for end in range(len(words), 0, -1):
+        name = "_".join(words[:end])
+        for module in (test.parent / name, test.parent / f"_{name}"):
+            if module in MODULES:
+                return module
+    return test.parent if test.parent in MODULES else None
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_each_module_has_a_test_file_of_its_name(module: PurePath) -> None:
+    has_tests = any(module_of(test) == module for test in TEST_FILES)
+    path = MODULES[module]
+    if path in DECLARATIONS:
+        assert not has_tests, f"{path} has tests: take it out of DECLARATIONS"
+    elif path in TOGETHER:
+        assert not has_tests, f"{path} has tests: take it out of TOGETHER"
+        assert PurePath(TOGETHER[path]).parent == module.parent
+    else:
+        assert has_tests, f"{path} has no test: write tests/{module.parent / ('test_' + module.name.strip('_'))}.py"
+
+
+@pytest.mark.parametrize("path", DECLARATIONS)
+def test_a_declaration_does_nothing(path: str) -> None:
+    for function in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = [each for each in function.body if not isinstance(each, ast.Expr | ast.Pass)]
+            assert len(body) <= 1, f"{path}: {function.name} has behaviour, so the module needs a test file"
+            assert all(isinstance(each, ast.Return | ast.Raise) for each in body), f"{path}: {function.name}"
+
+
+@pytest.mark.parametrize("test", TEST_FILES, ids=str)
+def test_each_test_file_belongs_to_a_module(test: PurePath) -> None:
+    if test.as_posix() in SUBJECTS or test.parts[0] in SUBJECTS:
+        return
+    assert module_of(test) is not None, f"tests/{test}: no module has this name"
+
+
+def test_the_exceptions_exist() -> None:
+    assert {*DECLARATIONS, *TOGETHER} <= {*MODULES.values()}
+    assert all((TESTS / name).exists() for name in (*SUBJECTS, *TOGETHER.values()))
