@@ -55,6 +55,7 @@ SUBJECTS = {
     "test_layers.py": "imports of all modules",
     "test_mirror.py": "this file",
     "test_rank_gating.py": "the publishing components over all ranks of an engine",
+    "test_site.py": "the documents as a site",
     "test_wheel.py": "the packaged wheel",
     "engines/test_transformers_attached.py": "docs/examples/transformers_engine.py",
     "engines/test_transformers_weights.py": "weights of a real model under transformers",
