@@ -492,7 +492,7 @@ def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
 
 
-@caught_by(("forge", "epoch", 0), is_searched=True)
+@caught_by(("forge", "other", 0), is_searched=True)
 def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     on_message = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
@@ -504,7 +504,7 @@ def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_message", accept_any_epoch)
 
 
-@caught_by(("forge", "epoch", 0), is_searched=True)
+@caught_by(("forge", "epoch", 1), is_searched=True)
 def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
     on_message = LogCursor._on_message
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
@@ -529,7 +529,7 @@ def stalled_readers_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
 
 
-@caught_by(("forge", "epoch", 0), is_searched=True)
+@caught_by(SNAPSHOT, ("store", 5, 1), ("send", 1, "lose"), ("forge", "epoch", -1), is_searched=True)
 def every_heartbeat_is_a_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogCursor, "_on_digest_mismatch", lambda self: self._on_verified())
     patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
