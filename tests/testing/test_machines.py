@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from kit.searches import num_examples
 
 from observability.kv_stream import (
     BatchApplier,
@@ -36,7 +37,9 @@ from scheduler_components.testing.interfaces import MAX_BYTES, FollowerCore, pag
 MANY = settings(
     max_examples=3_000, stateful_step_count=30, deadline=None, phases=[Phase.generate], database=None, derandomize=True
 )
-FEW = settings(max_examples=60, stateful_step_count=30, deadline=None, phases=[Phase.generate], database=None)
+FEW = settings(
+    max_examples=num_examples(1), stateful_step_count=30, deadline=None, phases=[Phase.generate], database=None
+)
 
 
 class MemoryStoreMachine(PageStoreMachine):
@@ -61,6 +64,7 @@ class SmallStoreMachine(PageStoreMachine):
         return MemoryPageStore(2 * len(page_of("a")))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("machine", [MemoryStoreMachine, FileStoreMachine, SmallStoreMachine])
 def test_the_kits_page_stores_pass(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)
@@ -160,8 +164,9 @@ class KitFollowerMachine(FollowerMachine):
         return KitFollower()
 
 
+@pytest.mark.soak
 def test_the_kits_follower_passes() -> None:
-    run_state_machine_as_test(KitFollowerMachine, settings=settings(FEW, max_examples=120))
+    run_state_machine_as_test(KitFollowerMachine, settings=settings(FEW, max_examples=num_examples(2)))
 
 
 class SimpleFollower:
@@ -206,6 +211,7 @@ class SimpleFollowerMachine(FollowerMachine):
         return SimpleFollower()
 
 
+@pytest.mark.soak
 def test_a_simple_follower_passes() -> None:
     run_state_machine_as_test(SimpleFollowerMachine, settings=FEW)
 

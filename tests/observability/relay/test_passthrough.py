@@ -191,7 +191,8 @@ def histories(draw: st.DrawFn) -> list[bytes]:
     return batches
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(2))
 @given(history=histories())
 def test_events_of_one_source_are_forwarded_as_received_bytes(history: list[bytes]) -> None:
     relay = Relay()
@@ -199,7 +200,8 @@ def test_events_of_one_source_are_forwarded_as_received_bytes(history: list[byte
     assert relay.out.sent == [each for each in history if each != payload_of()]
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(2))
 @example(history=[payload_of(stored("map", "a", [1, 2, 3])), payload_of(removed("map", "r", [2]))], joined_at=1)
 @example(history=[payload_of(stored("array", "a", [1, 2, 3])), payload_of(removed("array", "r", [2]))], joined_at=2)
 @given(history=histories(), joined_at=st.integers(0, 6))
@@ -216,7 +218,8 @@ def test_unknown_fields_survive_live_and_in_a_snapshot(history: list[bytes], joi
     assert Reader().read(*chunks, *batches).blocks == expected.blocks
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(2))
 @given(histories_of=st.tuples(histories(), histories()), order=st.lists(st.integers(0, 1), max_size=12))
 def test_two_sources_of_one_worker_keep_unknown_fields(histories_of: tuple[list[bytes], ...], order: list[int]) -> None:
     """Each block of the stream equals the event of one of its sources."""
