@@ -139,6 +139,7 @@ class BatchEncoder:
         if dialect not in DIALECTS:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
+        dialect_writer("array")  # compiled now, because it checks the events of every dialect
         self._writer: DialectWriter | NativeDialectWriter = (
             native_writer() if dialect == "native" else dialect_writer(dialect)
         )

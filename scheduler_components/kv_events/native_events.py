@@ -50,7 +50,14 @@ from scheduler_components.kv_events.dialects import (
     validated_event,
 )
 
-__all__ = ["native_writer", "EventSummary", "slice_raw_event", "event_fields", "summarize_event"]
+__all__ = [
+    "native_writer",
+    "EventSummary",
+    "slice_raw_event",
+    "event_fields",
+    "summarize_event",
+    "validated_native_event",
+]
 
 
 _BY_TAG: dict[str, type[WireEvent]] = {kind.__name__: kind for kind in WIRE_EVENTS}
@@ -281,6 +288,25 @@ def _validated_raw(event: msgspec.Raw) -> msgspec.Raw:
     return event
 
 
+def validated_native_event(event: Any) -> Any:
+    """Return ``event`` as it can be encoded.
+
+    Raises:
+        TypeError: the event is of another class.
+        ValueError: an engine's readers would refuse it; the message names the field.
+    """
+    if isinstance(event, KVCacheEvent):
+        return validated_event(event)
+    if type(event) is msgspec.Raw:
+        return _validated_raw(event)
+    known = _class_of(event)
+    if not known.is_valid(event):
+        _check(known.kind, {name: getattr(event, name) for name in known.names})
+        _signed(event.block_hashes)
+        raise ValueError("a value is one that readers refuse")
+    return event
+
+
 class NativeDialectWriter:
     """The writer of the dialect ``native``: an engine's events are their own rows, and this kit's become maps."""
 
@@ -290,22 +316,8 @@ class NativeDialectWriter:
         self._own_row = dialect_writer("vllm").trusted_one  # readers of both engines accept its maps
 
     def validate(self, event: Any) -> Any:
-        """Return ``event`` as it can be encoded.
-
-        Raises:
-            TypeError: the event is of another class.
-            ValueError: an engine's readers would refuse it; the message names the field.
-        """
-        if isinstance(event, KVCacheEvent):
-            return validated_event(event)
-        if type(event) is msgspec.Raw:
-            return _validated_raw(event)
-        known = _class_of(event)
-        if not known.is_valid(event):
-            _check(known.kind, {name: getattr(event, name) for name in known.names})
-            _signed(event.block_hashes)
-            raise ValueError("a value is one that readers refuse")
-        return event
+        """Return ``event`` as it can be encoded. Raises as ``validated_native_event`` does."""
+        return validated_native_event(event)
 
     def checked_one(self, event: Any) -> Any:
         """Return the row of an event. Raises as ``validate`` does."""

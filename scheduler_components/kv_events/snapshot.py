@@ -36,7 +36,7 @@ from scheduler_components.events import (
 )
 from scheduler_components.kv_events.codec import ENCODE_ERRORS, batch_rank, decode_event, slice_event
 from scheduler_components.kv_events.dialects import BlockChange, BlockChanges
-from scheduler_components.kv_events.native_events import native_writer, summarize_event
+from scheduler_components.kv_events.native_events import summarize_event, validated_native_event
 
 __all__ = [
     "CachedBlocks",
@@ -678,9 +678,8 @@ def merge_batches(batches: Iterable[EventBatch]) -> KVEventBatch | None:
     for last in batches:
         for given in last.events:
             try:
-                event = native_writer().validate(
-                    given
-                )  # a hash may be unsigned, and an event that is refused changes nothing
+                # A hash may be unsigned, and an event that is refused changes nothing.
+                event = validated_native_event(given)
             except ENCODE_ERRORS:
                 others.append(given)
                 continue
