@@ -36,6 +36,7 @@ _SECTIONS = (
     "hicache_step",
     "batching",
     "model",
+    "shadow",
     "start",
 )
 _QUICK = Scale(turns=1, share=0.2)
