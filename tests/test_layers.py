@@ -61,7 +61,12 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 
 EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_", "nats_")
 EDGE_MODULES = {"zmq", "torch", "threading", "multiprocessing", "asyncio", "prometheus_client", "mooncake", "nats"}
-HYPOTHESIS_ROOMS = {"scheduler_components/testing/strategies.py", "scheduler_components/testing/machines.py"}
+HYPOTHESIS_ROOMS = {
+    "scheduler_components/refactor/harness.py",  # for a type
+    "scheduler_components/refactor/workload_search.py",
+    "scheduler_components/testing/strategies.py",
+    "scheduler_components/testing/machines.py",
+}
 
 
 def name(path: Path) -> str:

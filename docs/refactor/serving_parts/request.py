@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -70,10 +71,10 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Records the outputs that the scheduler sends to its clients."""
+    """Receives the outputs that the scheduler sends to its clients."""
 
-    def __init__(self) -> None:
-        self.outputs: list[Output] = []
+    def __init__(self, receive: Callable[[Output], None]) -> None:
+        self._receive = receive
 
     def send(self, output: Output) -> None:
-        self.outputs.append(output)
+        self._receive(output)

@@ -1,10 +1,9 @@
-"""The surroundings of every stage, and a publisher that writes payloads to a file instead of a socket."""
+"""The surroundings of every stage, and a publisher that records payloads instead of sending them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import attrs
 from prometheus_client import CollectorRegistry
@@ -15,7 +14,10 @@ from scheduler_components.values import PublisherStats
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox
 
-__all__ = ["PublisherFactory", "Surroundings", "TapePublisher", "open_tape_publisher"]
+__all__ = ["TAPES", "PublisherFactory", "Surroundings", "TapePublisher", "open_tape_publisher"]
+
+TAPES: dict[str, Callable[[bytes], None]] = {}
+"""Receivers of payloads by name, because the configuration of a publisher is text."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,9 +32,9 @@ class Surroundings:
 
 
 class TapePublisher(EventPublisher):
-    """Writes every payload to a file, each after its length in 4 bytes."""
+    """Passes every payload to a function."""
 
-    def __init__(self, attn_dp_rank: int, tape: BinaryIO) -> None:
+    def __init__(self, attn_dp_rank: int, tape: Callable[[bytes], None]) -> None:
         super().__init__(attn_dp_rank)
         self._tape = tape
         self._encoder = BatchEncoder()
@@ -40,7 +42,7 @@ class TapePublisher(EventPublisher):
 
     def publish(self, events: EventBatch) -> None:
         payload = self._encoder.encode(events, self._attn_dp_rank)
-        self._tape.write(len(payload).to_bytes(4, "big") + payload)
+        self._tape(payload)
         self._num_batches += 1
         self._num_events += len(events.events)
         self._num_bytes += len(payload)
@@ -54,12 +56,12 @@ class TapePublisher(EventPublisher):
         )
 
     def shutdown(self) -> None:
-        self._tape.close()
+        """Do nothing: `publish` keeps nothing back."""
 
 
 def open_tape_publisher(*, attn_dp_rank: int, **settings: Any) -> EventPublisher:
-    """Make the publisher of ``{"publisher": "tape", "options": {"path": "..."}}``; the file must not exist."""
-    return TapePublisher(attn_dp_rank, Path(settings["path"]).open("xb"))
+    """Make the publisher of ``{"publisher": "tape", "options": {"tape": "NAME"}}``."""
+    return TapePublisher(attn_dp_rank, TAPES[settings["tape"]])
 
 
 class PublisherFactory(EventPublisherFactory):
