@@ -27,17 +27,17 @@ class GuideError(Exception):
     """The steps do not lead from the first stage to the last one."""
 
 
-def write_stages(folder: Path) -> None:
-    """Write every stage below an empty folder.
+def write_stages(folder: Path, guide: Path = GUIDE) -> None:
+    """Write every stage of the guide below an empty folder.
 
     Raises:
         GuideError: a patch does not apply, or the last stage is not the one that is kept.
     """
-    copytree(GUIDE / STAGES[0], folder / STAGES[0], ignore=_NOT_SOURCE)
+    copytree(guide / STAGES[0], folder / STAGES[0], ignore=_NOT_SOURCE)
     for patch, before, after in zip(PATCHES, STAGES, STAGES[1:], strict=False):
         copytree(folder / before, folder / after)
-        _git(folder / after, "apply", str(patch))
-    reached, kept = _source(folder / STAGES[-1]), _source(GUIDE / STAGES[-1])
+        _git(folder / after, "apply", str(guide / patch.name))
+    reached, kept = _source(folder / STAGES[-1]), _source(guide / STAGES[-1])
     if reached != kept:
         different = sorted(name for name in reached | kept if reached.get(name) != kept.get(name))
         raise GuideError(f"{PATCHES[-1].name} does not lead to {STAGES[-1]}: {', '.join(different)} differ")

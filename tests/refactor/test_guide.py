@@ -6,6 +6,10 @@ import re
 
 from stages import GUIDE, PATCHES, STAGES
 
+from scheduler_components.refactor.measure_report import MeasureReport, render_text
+from scheduler_components.refactor.measurement import find_host, measure_host
+from scheduler_components.refactor.source_index import SourceIndex
+
 TEXT = (GUIDE / "README.md").read_text()
 
 
@@ -25,3 +29,12 @@ def test_every_stage_is_in_the_table() -> None:
     assert re.findall(r"^\| `stage_\w+` \| \[`(step_\w+\.patch)`\]", TEXT, re.MULTILINE) == [
         patch.name for patch in PATCHES
     ]
+
+
+def test_the_quoted_measurement_is_that_of_the_first_stage() -> None:
+    (quoted,) = re.findall(r"refactor measure .*\n```\n\n```text\n(.*?)```", TEXT, re.DOTALL)
+    files = {path.as_posix(): path.read_text() for path in (GUIDE / STAGES[0]).glob("*.py")}
+    index = SourceIndex.parse(files)
+    lines = "\n".join(render_text(MeasureReport.of(measure_host(index, find_host(index, ""))), "")).splitlines()
+    for line in quoted.splitlines():
+        assert line in lines

@@ -16,7 +16,9 @@ from scheduler_components.refactor.measure_report import MeasureReport, render_m
 from scheduler_components.refactor.measurement import find_host, measure_host
 from scheduler_components.refactor.source_index import SourceIndex
 from scheduler_components.refactor.source_tree import find_module_file, python_files, read_text
+from scheduler_components.reference.cli.replay_commands import record, replay
 from scheduler_components.reference.cli.run_reporter import print_lines
+from scheduler_components.reference.cli.verify_commands import carry, verify
 
 __all__ = ["REFACTOR_COMMANDS", "make_refactor_app", "measure"]
 
@@ -90,6 +92,10 @@ class _Progress:
 
 REFACTOR_COMMANDS: dict[str, Callable[..., int]] = {
     "measure": measure,
+    "verify": verify,
+    "carry": carry,
+    "record": record,
+    "replay": replay,
 }
 """Commands by name. Those that edit code import libcst when they run."""
 

@@ -1,0 +1,264 @@
+"""GitRepository: read commits and write new ones without a checkout. The edge to git.
+
+Every call passes a list of arguments to one `git` process. There is no shell, and no hook, filter or configuration of
+the repository runs: files are read as blobs and written as blobs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from scheduler_components.errors import ComponentError, ConfigError
+
+__all__ = ["FileChange", "GitError", "GitRepository", "MergeConflictError", "open_repository"]
+
+_FILE_MODE = "100644"
+_WITHOUT_PROGRAMS = ("-c", f"core.hooksPath={os.devnull}", "-c", "core.fsmonitor=false")
+
+
+class GitError(ComponentError):
+    """Git failed.
+
+    Args:
+        arguments: of git.
+        problem: what git wrote.
+    """
+
+    def __init__(self, arguments: Sequence[str], problem: str) -> None:
+        self.arguments = tuple(arguments)
+        self.problem = problem
+        super().__init__(f"git {arguments[0]} failed: {problem.strip() or 'no message'}")
+
+
+class MergeConflictError(ComponentError):
+    """Two changes of one place cannot be merged.
+
+    Args:
+        commit: the commit that cannot be applied.
+        paths: files with conflicts.
+    """
+
+    def __init__(self, commit: str, paths: Sequence[str]) -> None:
+        self.commit = commit
+        self.paths = tuple(paths)
+        super().__init__(f"commit {commit[:12]} conflicts in {', '.join(paths)}; resolve it there, and carry it again")
+
+
+class FileChange(msgspec.Struct, frozen=True):
+    """A file that differs between two commits.
+
+    Attributes:
+        path: from the root of the repository.
+        modes: before and after, for example ``"100644"``; ``"000000"`` where there is no file.
+        blobs: names of the contents before and after; empty where there is no file.
+    """
+
+    path: str
+    modes: tuple[str, str]
+    blobs: tuple[str, str]
+
+
+class GitRepository:
+    """A repository on this machine. `open_repository` finds it.
+
+    Args:
+        root: its uppermost folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def resolve(self, revision: str) -> str:
+        """Return the full name of a commit.
+
+        Raises:
+            ConfigError: the repository has no such commit.
+        """
+        try:
+            return self._text("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+        except GitError as error:
+            raise ConfigError("revision", revision, "is no commit here", "give a commit, branch or tag") from error
+
+    def commits(self, base: str, head: str) -> list[str]:
+        """Return the commits that `head` has and `base` has not, oldest first. Merges are among them."""
+        return self._text("rev-list", "--reverse", "--topo-order", f"{base}..{head}").split()
+
+    def parents(self, commit: str) -> list[str]:
+        """Return the parents of a commit."""
+        return self._text("rev-list", "--parents", "--max-count=1", commit).split()[1:]
+
+    def merge_base(self, one: str, other: str) -> str:
+        """Return the best common ancestor of two commits.
+
+        Raises:
+            ConfigError: they have none.
+        """
+        try:
+            return self._text("merge-base", one, other).strip()
+        except GitError as error:
+            raise ConfigError("revision", other, "shares no history", "give a branch of this history") from error
+
+    def subject(self, commit: str) -> str:
+        """Return the first line of a commit's message."""
+        return self._text("log", "--max-count=1", "--format=%s", commit).rstrip("\n")
+
+    def changes(self, before: str, after: str) -> list[FileChange]:
+        """Return the files in which two commits differ, renames as one deleted and one added file."""
+        fields = self._git("diff-tree", "-r", "-z", "--raw", "--no-renames", "--no-abbrev", before, after).split(b"\0")
+        found = []
+        for facts, path in zip(fields[::2], fields[1::2], strict=False):
+            mode_before, mode_after, before_name, after_name, _ = facts.decode().lstrip(":").split()
+            blobs = (before_name.replace("0" * len(before_name), ""), after_name.replace("0" * len(after_name), ""))
+            found.append(FileChange(_path_text(path), (mode_before, mode_after), blobs))
+        return found
+
+    def blobs(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return contents by name.
+
+        Raises:
+            GitError: the repository lacks one, as a partial clone may.
+        """
+        wanted = list(dict.fromkeys(names))
+        out = self._git("cat-file", "--batch", stdin="".join(f"{name}\n" for name in wanted).encode())
+        found: dict[str, bytes] = {}
+        for name in wanted:
+            head, _, out = out.partition(b"\n")
+            if head.endswith(b" missing"):
+                raise GitError(["cat-file"], f"{name} is not in this repository")
+            size = int(head.split()[2])
+            found[name], out = out[:size], out[size + 1 :]
+        return found
+
+    def python_files(self, commit: str, paths: Sequence[str] = ()) -> dict[str, str]:
+        """Return the Python files of a commit below some paths, by path. A file that is not UTF-8 is left out."""
+        listed = self._git("ls-tree", "-r", "-z", "--full-tree", commit, "--", *paths)
+        names: dict[str, str] = {}
+        for line in listed.split(b"\0"):
+            facts, _, path = line.partition(b"\t")
+            if path.endswith(b".py") and facts.startswith(b"100"):
+                names[_path_text(path)] = facts.split()[2].decode()
+        contents = self.blobs(names.values())
+        return {path: text for path, name in names.items() if (text := _text_of(contents[name])) is not None}
+
+    def write_tree(self, commit: str, before: Mapping[str, str], after: Mapping[str, str]) -> str:
+        """Write the tree of a commit with other files; return its name. Nothing is checked out."""
+        entries = []
+        for path in sorted(before.keys() | after.keys()):
+            if before.get(path) == after.get(path):
+                continue
+            if path not in after:
+                entries.append(f"0 {'0' * len(commit)}\t{path}")
+                continue
+            blob = self._text("hash-object", "-w", "--stdin", stdin=after[path].encode()).strip()
+            mode = self._text("ls-tree", "--full-tree", "--format=%(objectmode)", commit, "--", path).strip()
+            entries.append(f"{mode or _FILE_MODE} {blob}\t{path}")
+        with TemporaryDirectory() as folder:
+            index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+            self._git("read-tree", commit, environment=index)
+            stdin = "".join(f"{entry}\0" for entry in entries).encode(errors="surrogateescape")
+            self._git("update-index", "-z", "--index-info", stdin=stdin, environment=index)
+            return self._git("write-tree", environment=index).decode().strip()
+
+    def commit_tree(self, tree: str, parents: Sequence[str], *, like: str) -> str:
+        """Commit a tree with the message and the author of another commit; return its name. No branch moves."""
+        facts = self._git("log", "--max-count=1", "--format=%an%x00%ae%x00%ad%x00%B", "--date=raw", like)
+        name, mail, date, message = facts.split(b"\0", 3)
+        author = {
+            "GIT_AUTHOR_NAME": os.fsdecode(name),
+            "GIT_AUTHOR_EMAIL": os.fsdecode(mail),
+            "GIT_AUTHOR_DATE": os.fsdecode(date),
+        }
+        options = [option for parent in parents for option in ("-p", parent)]
+        made = self._git("commit-tree", *options, tree, stdin=message.rstrip(b"\n") + b"\n", environment=author)
+        return made.decode().strip()
+
+    def tree(self, commit: str) -> str:
+        """Return the name of a commit's tree."""
+        return self._text("rev-parse", f"{commit}^{{tree}}").strip()
+
+    def apply_change(self, onto: str, before: str, after: str, *, like: str) -> str:
+        """Apply the change between two commits to a third one; return the new tree.
+
+        Raises:
+            MergeConflictError: both changed the same place.
+        """
+        ours = self.commit_tree(self.tree(onto), [before], like=like)
+        theirs = self.commit_tree(self.tree(after), [before], like=like)
+        command = ["merge-tree", "--write-tree", "-z", "--name-only", "--no-messages", ours, theirs]
+        ran = self._run(command)
+        names = ran.stdout.split(b"\0")
+        if ran.returncode == 1 and names[0]:
+            raise MergeConflictError(like, [_path_text(path) for path in names[1:] if path])
+        if ran.returncode:
+            raise GitError(command, ran.stderr.decode(errors="replace"))
+        return names[0].decode().strip()
+
+    def set_branch(self, branch: str, commit: str) -> None:
+        """Make a new branch at a commit.
+
+        Raises:
+            ConfigError: the name is impossible or taken.
+        """
+        try:
+            self._git("branch", "--end-of-options", branch, commit)
+        except GitError as error:
+            raise ConfigError(
+                "branch", branch, f"cannot be made ({error.problem.strip()})", "give a new name"
+            ) from error
+
+    def _text(self, *arguments: str, stdin: bytes = b"") -> str:
+        return self._git(*arguments, stdin=stdin).decode(errors="surrogateescape")
+
+    def _git(self, *arguments: str, stdin: bytes = b"", environment: Mapping[str, str] | None = None) -> bytes:
+        ran = self._run(arguments, stdin, environment)
+        if ran.returncode:
+            raise GitError(arguments, ran.stderr.decode(errors="replace"))
+        return ran.stdout
+
+    def _run(
+        self, arguments: Sequence[str], stdin: bytes = b"", environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        # Object names and paths are what they say, not what a user's replacements or path patterns make of them.
+        plain = {"GIT_LITERAL_PATHSPECS": "1", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_OPTIONAL_LOCKS": "0"}
+        return subprocess.run(  # noqa: S603 - a list of arguments, no shell
+            ["git", *_WITHOUT_PROGRAMS, *arguments],  # noqa: S607 - the user's git
+            input=stdin,
+            cwd=self.root,
+            env={**os.environ, **plain, **(environment or {})},  # noqa: SCH007 git's variables, added to the user's
+            capture_output=True,
+            check=False,
+        )
+
+
+def open_repository(folder: Path) -> GitRepository:
+    """Return the repository that a folder belongs to.
+
+    Raises:
+        ConfigError: the folder is in no repository, or git is not installed.
+    """
+    if not folder.is_dir():
+        raise ConfigError("repository", str(folder), "is no folder", "give a folder of a git repository")
+    try:
+        root = GitRepository(folder)._git("rev-parse", "--show-toplevel")
+    except GitError as error:
+        raise ConfigError("repository", str(folder), f"is none ({error})", "give one of its folders") from error
+    except FileNotFoundError as error:
+        raise ConfigError("repository", str(folder), "needs git, which is not installed", "install git") from error
+    return GitRepository(Path(os.fsdecode(root.rstrip(b"\n"))))
+
+
+def _path_text(path: bytes) -> str:
+    return path.decode(errors="surrogateescape")
+
+
+def _text_of(content: bytes) -> str | None:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
