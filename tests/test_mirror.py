@@ -40,6 +40,7 @@ DECLARATIONS = {
 """Modules without a test file, because they declare something and do nothing. A function in them is one expression."""
 
 TOGETHER = {
+    "refactor/test_harness.py": "workload_search",
     "refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
     "refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
     "reference/device/test_torch_tensor_parallel.py": "torch_model_parallel",
@@ -56,6 +57,7 @@ SUBJECTS = {
     "test_rank_gating.py": "the publishing components over all ranks of an engine",
     "test_site.py": "the documents as a site",
     "test_wheel.py": "the packaged wheel",
+    "engines/test_refactor_page_sglang.py": "docs/refactor/sglang.md",
     "engines/test_transformers_attached.py": "docs/examples/transformers_engine.py",
     "engines/test_transformers_context_parallel.py": "a real model on attention-CP ranks, with HiCache",
     "engines/test_transformers_weights.py": "weights of a real model under transformers",
