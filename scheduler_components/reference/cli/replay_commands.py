@@ -5,6 +5,7 @@ They run the code that they are given: the harness, and the versions that it ope
 
 from __future__ import annotations
 
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, cast
@@ -92,6 +93,7 @@ def load_harness(file: Path) -> Harness[object]:
     if not file.is_file() or spec is None or spec.loader is None:
         raise ConfigError("harness", str(file), "is no Python file", "give the file that defines `harness`")
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # where annotations of its workloads are resolved
     spec.loader.exec_module(module)
     harness = getattr(module, "harness", None)
     if missing := [name for name in ("exits", "targets", "workload_type", "play") if not hasattr(harness, name)]:

@@ -10,12 +10,16 @@ from textwrap import dedent
 import pytest
 
 HARNESS = """
+from __future__ import annotations
+
 import json
 import msgspec
 from hypothesis import strategies as st
 
 class Work(msgspec.Struct):
-    numbers: list[int]
+    numbers: list[Number]
+
+Number = int
 
 class LoopHarness:
     exits = {"sum": json.loads}
