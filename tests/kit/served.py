@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 from starlette.applications import Starlette
 
+from kit.rid_model import RidModel
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.reference.device.device import CostModel, SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.device import CostModel, SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.frontend import Frontend
@@ -31,7 +32,7 @@ from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 from scheduler_components.values import OutputBatch
 
-MODEL = SimulatedModel()
+MODEL = RidModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)
 _STEP_S = 0.0005  # other tasks run meanwhile, as while a device computes
 

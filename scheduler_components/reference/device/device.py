@@ -52,6 +52,11 @@ class DeviceRequest(Protocol):
         ...
 
     @property
+    def prompt_hash(self) -> int:
+        """CRC-32 of the prompt's tokens."""
+        ...
+
+    @property
     def pages(self) -> Sequence[int]:
         """KV pages of positions 0 and up, as many as the batch needs."""
         ...
@@ -197,7 +202,10 @@ class CostModel:
 
 @attrs.frozen(kw_only=True)
 class SimulatedModel:
-    """Generate each token as a hash of seed, request id and position, so that all ranks and a test agree on it.
+    """Generate each token as a hash of a text's source and the position, so that all ranks and a test agree on it.
+
+    The source of a text is its prompt, and above temperature 0 also seed and temperature. So equal requests with equal
+    seeds get equal texts, as from a real model, and other requests get others.
 
     Attributes:
         vocab_size: token ids are smaller.
@@ -217,9 +225,17 @@ class SimulatedModel:
         if self.mean_output_tokens < 1:
             raise ConfigError("mean_output_tokens", self.mean_output_tokens, "is not a length", "give at least 1")
 
-    def next_token(self, rid: str, position: int) -> int:
-        """Return the token at ``position`` of request ``rid``; position 0 is the first token of its prompt."""
-        draw = crc32(f"{self.seed}/{position}/{rid}".encode())
+    def text_source(self, request: DeviceRequest) -> str | int:
+        """Return what the text of a request depends on."""
+        sampling = request.sampling
+        if sampling.is_greedy:
+            return request.prompt_hash
+        seed = request.rid if sampling.seed is None else sampling.seed
+        return f"{request.prompt_hash}/{seed}/{sampling.temperature}"
+
+    def next_token(self, source: str | int, position: int) -> int:
+        """Return the token at ``position`` of the text of ``source``; position 0 is the first token of its prompt."""
+        draw = crc32(f"{self.seed}/{position}/{source}".encode())
         if self.eos_token_id is not None and draw % self.mean_output_tokens == 0:
             return self.eos_token_id
         return draw // self.mean_output_tokens % self.vocab_size
@@ -263,8 +279,8 @@ class SimulatedDevice:
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)
-        next_token, chunks = self.model.next_token, self._batch.chunks
-        token_ids = tuple(next_token(chunk.request.rid, chunk.end) for chunk in chunks)
+        source, next_token, chunks = self.model.text_source, self.model.next_token, self._batch.chunks
+        token_ids = tuple(next_token(source(chunk.request), chunk.end) for chunk in chunks)
         logprobs = {
             place: TokenLogprobs(0.0, ((token_ids[place], 0.0),) if chunk.request.sampling.logprobs else ())
             for place, chunk in enumerate(chunks)

@@ -15,6 +15,7 @@ from scheduler_components.reference.device.device import (
     SimulatedDevice,
     SimulatedModel,
 )
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.scheduler.request import Request
 
 checked = settings(deadline=None)
@@ -113,20 +114,48 @@ def test_more_tokens_never_cost_less(one: int, more: int) -> None:
     assert cost.batch_s(a_batch([("a", 10 + more)], one, one)) >= base_s
 
 
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+samplings = st.builds(SamplingParams, temperature=st.sampled_from((0.0, 0.5, 1.0)), seed=st.none() | st.integers(0, 2))
+texts = st.builds(Request, rids, prompts, sampling=samplings)
+
+
+def generate(*requests: Request, model: SimulatedModel | None = None) -> list[tuple[int, ...]]:
+    """The first 24 tokens of each request, computed in one batch per step."""
+    time, steps = FakeTime(), []
+    device = SimulatedDevice(model=model or SimulatedModel(), clock=time.clock, sleep=time.sleep)
+    for step in range(24):
+        ends = [len(each.input_ids) + step for each in requests]
+        chunks = (ScheduledChunk(each, end - 1, end, False) for each, end in zip(requests, ends, strict=True))
+        device.launch(ScheduledBatch(chunks=tuple(chunks)))
+        steps.append(device.wait().token_ids)
+    return list(zip(*steps, strict=True))
+
+
+def source(request: Request) -> tuple[object, ...]:
+    """What the text of a request may depend on, and nothing else."""
+    sampling = request.sampling
+    if sampling.temperature == 0.0:
+        return (request.input_ids,)
+    return request.input_ids, sampling.temperature, request.rid if sampling.seed is None else sampling.seed
+
+
 @checked
-@given(st.lists(st.tuples(rids, positions), max_size=6), st.integers(0, 3))
-def test_a_token_depends_on_seed_request_and_position_alone(chunks: list[tuple[str, int]], seed: int) -> None:
-    model = SimulatedModel(seed=seed)
+@given(texts, texts)
+def test_two_requests_get_one_text_if_prompt_seed_and_temperature_are_equal(one: Request, other: Request) -> None:
+    """Without temperature the seed has no effect, as on a real device."""
+    first, second = generate(one, other)
+    assert (first == second) == (source(one) == source(other))
+    assert generate(one) == [first], "a text does not depend on the batch"
 
-    def tokens(batch_works: list[tuple[str, int]]) -> list[int]:
-        time = FakeTime()
-        device = SimulatedDevice(model=model, clock=time.clock, sleep=time.sleep)
-        device.launch(a_batch(batch_works))
-        return list(device.wait().token_ids)
 
-    alone = [tokens([chunk])[0] for chunk in chunks]
-    assert tokens(chunks) == alone
-    assert alone == [model.next_token(rid, position) for rid, position in chunks]
+def test_the_text_of_a_prompt_does_not_change_while_it_grows() -> None:
+    """A retracted request computes its generated tokens again, as a part of a longer prefill."""
+    request = Request("r", [1, 2, 3])
+    (whole,) = generate(request)
+    request.token_ids.extend(whole[:5])
+    device = SimulatedDevice(sleep=lambda _: None)
+    device.launch(ScheduledBatch(chunks=(ScheduledChunk(request, 0, 8, True),)))
+    assert device.wait().token_ids == whole[5:6]
 
 
 @checked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
+from zlib import crc32
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import RadixNode
@@ -39,6 +40,7 @@ class Request:
         rid: request id, unique among the requests in flight.
         token_ids: u32; the prompt, then the generated tokens.
         num_prompt_tokens: length of the prompt.
+        prompt_hash: CRC-32 of its tokens, from which a simulated device makes the text.
         limits: when to stop.
         sampling: how tokens are chosen.
         logprobs: one entry per generated token if ``sampling`` requests them, else None.
@@ -64,6 +66,7 @@ class Request:
         "rid",
         "token_ids",
         "num_prompt_tokens",
+        "prompt_hash",
         "limits",
         "sampling",
         "logprobs",
@@ -96,6 +99,7 @@ class Request:
         self.rid = _checked_rid(rid)
         self.token_ids = _as_token_array(input_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.prompt_hash = crc32(self.token_ids)
         self.limits = limits if limits is not None else SamplingLimits()
         self.sampling = sampling
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []

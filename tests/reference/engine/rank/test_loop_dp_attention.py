@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
+from zlib import crc32
 
 import attrs
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.rid_model import RidModel
 from kit.waiting import wait_until
 
 from scheduler_components import ConfigError, LoadPublisher, ParallelState
@@ -58,7 +60,7 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
-MODEL = SimulatedModel(vocab_size=50)
+MODEL = RidModel(vocab_size=50)
 
 
 # --- the bell ---
@@ -323,8 +325,9 @@ def test_processes_agree_on_shapes_and_fail_together_naming_the_dead_rank() -> N
     async def scenario(engine: Engine) -> None:
         lengths = [(f"r{number}", 40 + 90 * (number % 3), 3 + 5 * (number % 4)) for number in range(8)]
         served = await asyncio.gather(*(generate(engine, *each) for each in lengths))
-        for (rid, first, num_new), tokens in zip(lengths, served, strict=True):
-            assert tokens == [SimulatedModel().next_token(rid, first + at) for at in range(num_new)]
+        for (_, first, num_new), tokens in zip(lengths, served, strict=True):
+            source = crc32(pack_tokens(range(first)))
+            assert tokens == [SimulatedModel().next_token(source, first + at) for at in range(num_new)]
         await generate(engine, "alone", 300, 20)  # one replica has nothing to compute
         await engine.wait_until_idle()
         while len({(steps, longest) for steps, _, longest in dp_counts(engine)}) > 1:

@@ -12,12 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kit.ledger_sink import LedgerSink
+from kit.rid_model import RidModel
 from kit.searches import num_examples
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
+from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.model_spec import TokenSpec
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -43,7 +44,7 @@ from scheduler_components.values import (
 )
 
 EOS = 3
-MODEL = SimulatedModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share
+MODEL = RidModel(vocab_size=3, eos_token_id=EOS, mean_output_tokens=20)  # few words: outputs and prompts share
 
 
 def foretold(request: Request) -> tuple[tuple[int, ...], FinishReason]:

@@ -1,0 +1,12 @@
+"""A simulated model whose text depends on the request's id, so that a test can choose and foretell it."""
+
+from __future__ import annotations
+
+from scheduler_components.reference.device.device import DeviceRequest, SimulatedModel
+
+
+class RidModel(SimulatedModel):
+    """Generate another text per request id, whatever the prompt and the sampling."""
+
+    def text_source(self, request: DeviceRequest) -> str:
+        return request.rid
