@@ -213,6 +213,7 @@ def check_conformance(
     topic: str | None = None,
     block_size: int | None = None,
     oracle: str | None = None,
+    api_key: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ConformanceReport:
     """Check an engine by what its streams send.
@@ -223,6 +224,7 @@ def check_conformance(
         replay_endpoint, block_size: for a bare endpoint; a worker advertises its own.
         topic: for a bare endpoint; None checks no topic.
         oracle: URL of an engine with ``/kv_pool``, whose pools are compared with the streams.
+        api_key: for workers whose HTTP server requires a key.
         clock: monotonic seconds.
 
     Raises:
@@ -240,7 +242,7 @@ def check_conformance(
                 raise ConfigError(field, value, "belongs to a bare endpoint", "take it out: the worker advertises it")
         judged.add("descriptor")
         try:
-            addresses = discover(target)
+            addresses = discover(target, api_key=api_key)
         except (NoStreamsError, DecodeError) as error:
             return ConformanceReport.of(target, judged, [Violation("descriptor", str(error))], ())
         wanted = [
@@ -251,7 +253,7 @@ def check_conformance(
     closed = dict(_closed_ports(addresses))
     broken += closed.values()
     reachable = any(address.events not in closed for address in addresses)
-    read_pool = None if oracle is None else partial(fetch_kv_pool, oracle)
+    read_pool = None if oracle is None else partial(fetch_kv_pool, oracle, api_key=api_key)
     if read_pool is not None:
         read_pool(addresses[0].rank)  # so that an oracle that does not answer is reported before listening
     records = probe_streams(addresses, options or ProbeOptions(), read_pool=read_pool, clock=clock)

@@ -129,11 +129,13 @@ class DoctorOptions:
         timeout_s: limit for one answer: a page, a connection, a replay.
         listen_s: longest time to follow the streams; ends earlier when every stream has sent a message.
         keys: for publishers that authenticate clients.
+        api_key: for workers whose HTTP server requires a key.
     """
 
     timeout_s: float = 2.0
     listen_s: float = 8.0
     keys: CurveClientKeys | None = None
+    api_key: str | None = attrs.field(default=None, repr=False)
 
 
 def check_worker(
@@ -147,7 +149,7 @@ def check_worker(
     worker = parse_worker_url(url)
     wait = options or DoctorOptions()
     try:
-        info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s)
+        info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s, api_key=wait.api_key)
     except StartError as error:
         text, is_silent = f"{error.resource} {error.problem}", isinstance(error, UnreachableError)
         return [CheckResult(Severity.ERROR, text, error.hint, is_unreachable=is_silent)]
@@ -187,7 +189,7 @@ def _check_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions
     except (StartError, DecodeError) as error:
         yield _warning(f"/health: {error}", hint)
     try:
-        yield _check_loads(fetch_json(worker, "/v1/loads", timeout_s=wait.timeout_s), num_streams)
+        yield _check_loads(fetch_json(worker, "/v1/loads", timeout_s=wait.timeout_s, api_key=wait.api_key), num_streams)
     except (StartError, DecodeError) as error:
         yield _warning(f"/v1/loads: {error}", hint)
     try:

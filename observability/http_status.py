@@ -51,6 +51,8 @@ _SECTIONS = {
 }
 """Word of ``include`` -> key of the section. The core fields are always sent."""
 
+_MAX_SHOWN = 128
+
 _VALID = ", ".join(("core", *_SECTIONS, "all"))
 
 
@@ -183,22 +185,32 @@ def error_response(status_code: int, message: str, *, param: str | None = None) 
 
 
 def status_routes(
-    source: StatusSource, *, registry: CollectorRegistry, clock: Callable[[], float] = time.time
+    source: StatusSource,
+    *,
+    registry: CollectorRegistry,
+    clock: Callable[[], float] = time.time,
+    readiness: Callable[[], str | None] | None = None,
 ) -> list[Route]:
     """Return the status routes, to mount in an application.
 
-    ``/`` (a page for users), ``/health``, ``/server_info`` (``/get_server_info``), ``/model_info``
-    (``/get_model_info``), ``/v1/models``, ``/v1/loads`` and ``/metrics``; all support GET and HEAD. An invalid
-    request gets 400 with one sentence. An error of ``source`` gets 500; its details go to the log.
+    ``/`` (a page for users), ``/health``, ``/ready``, ``/server_info`` (``/get_server_info``), ``/model_info``
+    (``/get_model_info``), ``/v1/models``, ``/v1/models/NAME``, ``/v1/loads`` and ``/metrics``. All support GET and
+    HEAD. An invalid request gets 400 with one sentence. An error of ``source`` gets 500; its details go to the log.
+
+    ``/health`` is for liveness: 503 means that a restart helps. ``/ready`` is for readiness: 503 means that the engine
+    takes no requests now.
 
     Args:
         source: state of the engine.
         registry: metrics of ``/metrics``, which is rendered on a thread.
         clock: wall-clock seconds since the epoch.
+        readiness: returns why the engine takes no requests now, or None; by default an engine that is alive takes them.
     """
     created_s = int(clock())
+    not_ready = source.health_problem if readiness is None else readiness
 
     async def page(request: Request) -> Response:
+        """A page for users: load, streams and links."""
         text = render_status_page(
             str(request.base_url),
             problem=source.health_problem(),
@@ -209,21 +221,41 @@ def status_routes(
         return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY, "cache-control": "no-store"})
 
     async def health(_: Request) -> Response:
+        """Liveness: 503 if a rank has failed or is silent."""
         problem = source.health_problem()
         if problem is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unhealthy", "problem": problem}, 503)
 
+    async def ready(_: Request) -> Response:
+        """Readiness: 503 while the engine takes no requests."""
+        problem = not_ready()
+        if problem is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "problem": problem}, 503)
+
     async def server_info(_: Request) -> Response:
+        """Configuration, state and event streams of the engine."""
         return JSONResponse(dict(source.server_info()))
 
     async def model_info(_: Request) -> Response:
+        """The served model."""
         return JSONResponse(dict(source.model_info()))
 
     async def models(_: Request) -> Response:
-        return JSONResponse(_model_list(source.model_info(), created_s))
+        """List the served model."""
+        return JSONResponse({"object": "list", "data": [_model_card(source.model_info(), created_s)]})
+
+    async def model(request: Request) -> Response:
+        """Describe one model."""
+        card, wanted = _model_card(source.model_info(), created_s), request.path_params["model"]
+        if wanted != card["id"]:
+            message = f"model: {wanted[:_MAX_SHOWN]!r} is not served here; {card['id']!r} is"
+            return error_response(404, message, param="model")
+        return JSONResponse(card)
 
     async def loads(request: Request) -> Response:
+        """The newest load of each DP rank."""
         snapshots = source.load_snapshots()
         try:
             return JSONResponse(_load_report(snapshots, request, clock()))
@@ -231,6 +263,7 @@ def status_routes(
             return error_response(400, str(error), param=error.field)
 
     async def metrics(request: Request) -> Response:
+        """Metrics for Prometheus."""
         accept = ", ".join(request.headers.getlist("accept"))
         page, content_type = await run_in_threadpool(render_metrics, registry, accept)
         return Response(page, headers={"content-type": content_type, "vary": "accept"})
@@ -238,11 +271,13 @@ def status_routes(
     endpoints: dict[str, _Endpoint] = {
         "/": page,
         "/health": health,
+        "/ready": ready,
         "/server_info": server_info,
         "/get_server_info": server_info,
         "/model_info": model_info,
         "/get_model_info": model_info,
         "/v1/models": models,
+        "/v1/models/{model:path}": model,
         "/v1/loads": loads,
         "/metrics": metrics,
     }
@@ -263,15 +298,14 @@ def _guarded(endpoint: _Endpoint) -> _Endpoint:
     return answer
 
 
-def _model_list(info: Mapping[str, Any], created_s: int) -> dict[str, Any]:
-    model = {
+def _model_card(info: Mapping[str, Any], created_s: int) -> dict[str, Any]:
+    return {
         "id": info.get("served_model_name", info["model_path"]),
         "object": "model",
         "created": created_s,
         "owned_by": "scheduler-components",
         "root": info["model_path"],
     }
-    return {"object": "list", "data": [model]}
 
 
 def _load_report(snapshots: Sequence[LoadSnapshot], request: Request, now: float) -> dict[str, Any]:

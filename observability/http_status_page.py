@@ -16,7 +16,7 @@ from scheduler_components.values import LoadSnapshot
 
 __all__ = ["LINKS", "PAGE_POLICY", "render_status_page"]
 
-LINKS = ("/health", "/server_info", "/model_info", "/v1/models", "/v1/loads", "/metrics")
+LINKS = ("/health", "/ready", "/server_info", "/model_info", "/v1/models", "/v1/loads", "/metrics")
 """The routes that the page links to."""
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"

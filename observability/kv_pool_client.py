@@ -12,7 +12,8 @@ implement this, with ``"sequence": null`` if it does not know the position of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlencode
 
@@ -71,37 +72,39 @@ class KvPoolUnreadableError(UnreachableError):
     """The pool cannot be read: nothing answers at the URL, or the server has no ``/kv_pool``."""
 
 
-def fetch_kv_pool(url: str, rank: int = 0, *, timeout_s: float = 30.0) -> KvPoolSnapshot:
+def fetch_kv_pool(url: str, rank: int = 0, *, timeout_s: float = 30.0, api_key: str | None = None) -> KvPoolSnapshot:
     """Read the pool of one rank over HTTP.
 
     Args:
         url: URL of the worker, with or without ``/kv_pool``.
         rank: index of its stream.
         timeout_s: timeout for one page; an engine answers after its next step.
+        api_key: key of an engine that requires one.
 
     Raises:
         ConfigError: ``url`` is not a worker's URL.
         KvPoolUnreadableError: nothing answers, the server has no ``/kv_pool``, or the answer is not a snapshot.
     """
     worker = parse_worker_url(url.rstrip("/").removesuffix("/kv_pool"))
+    fetch = partial(fetch_page, timeout_s=timeout_s, api_key=api_key)
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
-            return _fetch_pages(worker, rank, timeout_s)
+            return _fetch_pages(worker, rank, fetch)
         except _SnapshotExpiredError:
             continue  # other clients have replaced the snapshot before its last page was fetched
-    return _fetch_pages(worker, rank, timeout_s)
+    return _fetch_pages(worker, rank, fetch)
 
 
 class _SnapshotExpiredError(KvPoolUnreadableError):
     """A further page of a snapshot was refused."""
 
 
-def _fetch_pages(worker: httpx.URL, rank: int, timeout_s: float) -> KvPoolSnapshot:
-    first = _fetch(worker, {"rank": rank}, timeout_s, KvPoolUnreadableError)
+def _fetch_pages(worker: httpx.URL, rank: int, fetch: Callable[[httpx.URL, str], bytes]) -> KvPoolSnapshot:
+    first = _fetch(worker, {"rank": rank}, fetch, KvPoolUnreadableError)
     hashes = list(first.hashes)
     for number in range(1, first.num_pages):
         query = {"rank": rank, "reading": first.reading, "page": number}
-        page = _fetch(worker, query, timeout_s, _SnapshotExpiredError)
+        page = _fetch(worker, query, fetch, _SnapshotExpiredError)
         if (page.reading, page.page) != (first.reading, number):
             problem = f"gives page {page.page} of another reading where page {number} was asked for"
             raise KvPoolUnreadableError(_kv_pool_url(worker), problem, "each page must be of the reading that is named")
@@ -125,10 +128,13 @@ def _places(first: KvPoolPage, hashes: list[int]) -> dict[MediumGroup, list[int]
 
 
 def _fetch(
-    worker: httpx.URL, query: Mapping[str, object], timeout_s: float, refused: type[KvPoolUnreadableError]
+    worker: httpx.URL,
+    query: Mapping[str, object],
+    fetch: Callable[[httpx.URL, str], bytes],
+    refused: type[KvPoolUnreadableError],
 ) -> KvPoolPage:
     try:
-        body = fetch_page(worker.copy_with(query=urlencode(query).encode()), "/kv_pool", timeout_s=timeout_s)
+        body = fetch(worker.copy_with(query=urlencode(query).encode()), "/kv_pool")
         return _decode_page(body)
     except UnreachableError as error:
         raise KvPoolUnreadableError(error.resource, error.problem, error.hint) from error

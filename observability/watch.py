@@ -37,6 +37,7 @@ class WatchOptions:
         history: also replay earlier and missed batches.
         replay_endpoint, topic: for a bare endpoint; a worker advertises its own.
         keys: for publishers that authenticate clients.
+        api_key: for workers whose HTTP server requires a key.
         max_events: stop after this many events; duration_s: stop after this many seconds. None does not stop.
     """
 
@@ -45,6 +46,7 @@ class WatchOptions:
     replay_endpoint: str | None = None
     topic: str | None = None
     keys: CurveClientKeys | None = None
+    api_key: str | None = attrs.field(default=None, repr=False)
     max_events: int | None = None
     duration_s: float | None = None
 
@@ -57,7 +59,7 @@ def _addresses_of(target: str, options: WatchOptions) -> tuple[StreamAddress, ..
             "target", target, "is neither a URL nor an endpoint", "give http://host:port or tcp://host:port"
         )
     if scheme in ("http", "https"):
-        addresses = discover(target)
+        addresses = discover(target, api_key=options.api_key)
         if options.topic is not None:
             addresses = tuple(attrs.evolve(address, topic=options.topic) for address in addresses)
     else:

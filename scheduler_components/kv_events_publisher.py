@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from scheduler_components.events import KVCacheEvent, KVEventBatch
+from scheduler_components.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
@@ -118,12 +118,23 @@ class SchedulerKvEventsPublisher:
         events: Sequence[KVCacheEvent] = ()
         with self.failures.guard(_TAKING):
             events = self.source.take_events()
-        if not events or not self.parallel.owns_kv_stream:
+        if events:
+            # A tuple keeps its type: the encoder skips its checks for the ``ValidatedEvents`` of a cache.
+            self._publish(events if isinstance(events, tuple) else tuple(events))
+
+    def publish_all_cleared(self) -> None:
+        """Publish that this rank holds no block any more. Call it before ``shutdown`` when the engine stops.
+
+        Without it, readers keep the blocks of a stopped engine until they notice its absence.
+        """
+        self.publish_kv_events()
+        self._publish((AllBlocksCleared(),))
+
+    def _publish(self, events: tuple[KVCacheEvent, ...]) -> None:
+        if not self.parallel.owns_kv_stream:
             return
         with self.failures.guard(_PUBLISHING):
-            # A tuple keeps its type: the encoder skips its checks for the ``ValidatedEvents`` of a cache.
-            frozen = events if isinstance(events, tuple) else tuple(events)
-            self.sink.publish(KVEventBatch(self.clock(), frozen, self.parallel.kv_stream_index))
+            self.sink.publish(KVEventBatch(self.clock(), events, self.parallel.kv_stream_index))
 
     def idle(self) -> None:
         """Let the sink encode and send. Call it where the scheduler waits for its device."""

@@ -58,6 +58,7 @@ def test_the_engine_runs_a_valid_command_at_the_scraped_port() -> None:
     [job] = read("prometheus.yml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"engine:{options.port}"]}]
     assert options.host == "0.0.0.0"
+    assert "engine" in bound.arguments["server"].allowed_host, "Prometheus names the service in its Host header"
 
 
 def test_the_image_is_built_from_what_a_build_needs() -> None:

@@ -139,6 +139,19 @@ def test_flush_says_whether_every_batch_has_its_number() -> None:
     assert publisher.flush()
 
 
+def test_a_stopping_engine_says_that_no_block_is_left_after_its_last_events() -> None:
+    last, sink = BlockRemoved((1,)), ListEventSink()
+    publisher = SchedulerKvEventsPublisher(
+        parallel=ParallelState(), source=ScriptedEventSource([last]), sink=sink, clock=lambda: 1.0
+    )
+    publisher.publish_all_cleared()
+    assert [batch.events for batch in sink.batches] == [(last,), (AllBlocksCleared(),)]
+    silent = ListEventSink()
+    other = ParallelState.from_tp_rank(1, tp_size=2, attn_dp_size=1)
+    SchedulerKvEventsPublisher(parallel=other, source=ScriptedEventSource([last]), sink=silent).publish_all_cleared()
+    assert silent.batches == []
+
+
 def test_shutdown_sends_the_last_step_and_closes_both_sinks_though_one_fails() -> None:
     sink, metrics_sink = ListEventSink(), ListSink()
     publisher = SchedulerKvEventsPublisher(

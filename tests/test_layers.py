@@ -217,7 +217,6 @@ RANK_MODULES = (
     "scheduler_components.hicache.controller",
     "scheduler_components.hicache.tiers",
     "scheduler_components.hicache.transfers",
-    "scheduler_components.profiler_manager",
     "torch",
     "numpy",
 )

@@ -109,8 +109,10 @@ def parse_worker_url(text: str) -> httpx.URL:
     return url.copy_with(path=url.path.rstrip("/"), query=None, fragment=None)
 
 
-def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/*") -> bytes:
-    """GET one page of a worker in a media type of ``accept``.
+def fetch_page(
+    url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/*", api_key: str | None = None
+) -> bytes:
+    """GET one page of a worker in a media type of ``accept``. A worker with keys wants its ``api_key``.
 
     Raises:
         UnreachableError: no server answers.
@@ -120,10 +122,14 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
     import httpx  # here, as in ``parse_worker_url``
 
     page = url.copy_with(path=url.path.rstrip("/") + path)
-    body = bytearray()
+    body, headers = bytearray(), {"accept": accept}
+    if api_key is not None:
+        headers["authorization"] = f"Bearer {api_key}"
     try:
         # Without the environment's proxy, which usually cannot reach a worker.
-        with httpx.stream("GET", page, headers={"accept": accept}, timeout=timeout_s, trust_env=False) as reply:
+        with httpx.stream("GET", page, headers=headers, timeout=timeout_s, trust_env=False) as reply:
+            if reply.status_code == httpx.codes.UNAUTHORIZED:
+                raise StartError(str(page), "answers 401", "give the worker's API key")
             if reply.status_code != httpx.codes.OK:
                 raise StartError(str(page), f"answers {reply.status_code}", "check that this is the worker's own URL")
             for chunk in reply.iter_bytes():
@@ -137,22 +143,27 @@ def fetch_page(url: httpx.URL, path: str, *, timeout_s: float, accept: str = "*/
     return bytes(body)
 
 
-def fetch_json(url: httpx.URL, path: str, *, timeout_s: float) -> Any:
+def fetch_json(url: httpx.URL, path: str, *, timeout_s: float, api_key: str | None = None) -> Any:
     """GET one page of a worker and read it as JSON.
 
     Raises:
         UnreachableError, StartError: as ``fetch_page``.
         DecodeError: the page is not JSON, or larger than 4 MiB.
     """
-    body = fetch_page(url, path, timeout_s=timeout_s)
+    body = fetch_page(url, path, timeout_s=timeout_s, api_key=api_key)
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"{url.copy_with(path=url.path + path)} is not JSON: {error}") from error
 
 
-def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
+def discover(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> tuple[StreamAddress, ...]:
     """Ask a worker for the addresses of its streams; return one per rank.
+
+    Args:
+        url: URL of the worker.
+        timeout_s: timeout of the request.
+        api_key: key of a worker that requires one.
 
     Raises:
         ConfigError: ``url`` is not the URL of a worker.
@@ -162,7 +173,7 @@ def discover(url: str, *, timeout_s: float = 5.0) -> tuple[StreamAddress, ...]:
         DecodeError: an advertised address cannot be dialed.
     """
     worker = parse_worker_url(url)
-    return parse_addresses(fetch_json(worker, "/server_info", timeout_s=timeout_s), worker)
+    return parse_addresses(fetch_json(worker, "/server_info", timeout_s=timeout_s, api_key=api_key), worker)
 
 
 def parse_addresses(server_info: object, worker: httpx.URL) -> tuple[StreamAddress, ...]:

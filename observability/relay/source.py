@@ -23,15 +23,17 @@ class RelaySource:
         url: of the worker; empty for endpoints.
         address: of the stream; None for a URL.
         topic: replaces the topic that the worker advertises; None keeps it.
+        api_key: for a worker whose HTTP server requires a key.
     """
 
     text: str
     url: str = ""
     address: StreamAddress | None = None
     topic: str | None = None
+    api_key: str | None = attrs.field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, text: str, *, topic: str | None = None) -> RelaySource:
+    def parse(cls, text: str, *, topic: str | None = None, api_key: str | None = None) -> RelaySource:
         """Parse ``http://host:port``, or ``[RANK=]EVENTS[,REPLAY]`` with two endpoints.
 
         Raises:
@@ -40,7 +42,7 @@ class RelaySource:
         head, _, _ = text.partition("://")
         if head in ("http", "https"):
             parse_worker_url(text)
-            return cls(text=text, url=text, topic=topic)
+            return cls(text=text, url=text, topic=topic, api_key=api_key)
         number, equals, endpoints = text.partition("=")
         rank = 0
         if equals and number.isascii() and number.isdecimal():
@@ -62,5 +64,5 @@ class RelaySource:
         """
         if self.address is not None:
             return (self.address,)
-        found = discover(self.url, timeout_s=timeout_s)
+        found = discover(self.url, timeout_s=timeout_s, api_key=self.api_key)
         return found if self.topic is None else tuple(attrs.evolve(each, topic=self.topic) for each in found)

@@ -21,8 +21,8 @@ GPU, CPU = medium_group(None), ("CPU", 1)
 @asynccontextmanager
 async def serving(*routes: Route) -> AsyncIterator[str]:
     with bind_http("127.0.0.1", 0) as listener:
-        async with open_http_server(Starlette(routes=list(routes)), listener) as url:
-            yield url
+        async with open_http_server(Starlette(routes=list(routes)), listener) as opened:
+            yield opened.url
 
 
 def run(scenario: Callable[[str], Awaitable[Any]], *routes: Route) -> Any:

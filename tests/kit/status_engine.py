@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -45,9 +45,15 @@ def ask(
     engine: StatusEngine | None = None,
     method: str = "GET",
     registry: CollectorRegistry | None = None,
+    readiness: Callable[[], str | None] | None = None,
     **headers: str,
 ) -> httpx.Response:
-    routes = status_routes(engine or StatusEngine(), registry=registry or CollectorRegistry(), clock=lambda: NOW)
+    routes = status_routes(
+        engine or StatusEngine(),
+        registry=registry or CollectorRegistry(),
+        clock=lambda: NOW,
+        readiness=readiness,
+    )
 
     async def request() -> httpx.Response:
         transport = httpx.ASGITransport(Starlette(routes=routes), raise_app_exceptions=False)

@@ -35,11 +35,13 @@ def whole_load() -> LoadSnapshot:
     [
         "/",
         "/health",
+        "/ready",
         "/server_info",
         "/get_server_info",
         "/model_info",
         "/get_model_info",
         "/v1/models",
+        "/v1/models/tiny",
         "/v1/loads",
         "/metrics",
     ],
@@ -192,3 +194,31 @@ def test_an_engine_that_raises_shows_no_traceback(path: str, caplog: pytest.LogC
     assert answer.json()["error"]["type"] == "internal_error"
     assert "secret" not in answer.text
     assert "secret detail" in caplog.text
+
+
+def test_readiness_is_another_question_than_liveness() -> None:
+    engine, reasons = StatusEngine(), ["the engine is asleep"]
+
+    def readiness() -> str | None:
+        return reasons[0] if reasons else None
+
+    asleep = ask("/ready", engine, readiness=readiness)
+    assert (asleep.status_code, asleep.json()) == (503, {"status": "not ready", "problem": "the engine is asleep"})
+    assert ask("/health", engine, readiness=readiness).status_code == 200
+    reasons.clear()
+    assert ask("/ready", engine, readiness=readiness).json() == {"status": "ready"}
+
+
+def test_without_a_readiness_of_its_own_an_engine_that_is_alive_is_ready() -> None:
+    engine = StatusEngine()
+    assert ask("/ready", engine).status_code == 200
+    engine.problem = "rank 1 is silent"
+    assert ask("/ready", engine).json()["problem"] == "rank 1 is silent"
+
+
+def test_one_model_is_described_by_its_name_and_others_are_unknown() -> None:
+    listed = ask("/v1/models").json()["data"]
+    assert ask("/v1/models/tiny").json() == listed[0]
+    unknown = ask("/v1/models/other/model")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["param"] == "model" and "'tiny' is" in unknown.json()["error"]["message"]

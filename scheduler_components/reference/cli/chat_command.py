@@ -116,8 +116,8 @@ async def _run(path: Path, dp_size: int | None, options: ChatOptions, logs: LogC
             ranks = open_engine(config, affinity_tokens=_AFFINITY_TOKENS, show=console.print)
             engine = await opened.enter_async_context(ranks)
             app = make_app(engine, CollectorRegistry(), codec=codec)
-            url = await opened.enter_async_context(open_http_server(app, listener))
-        await _talk(engine, url, options, console)
+            server = await opened.enter_async_context(open_http_server(app, listener))
+        await _talk(engine, server.url, options, console)
 
 
 class _Loading:

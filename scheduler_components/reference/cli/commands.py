@@ -23,6 +23,7 @@ from observability.doctor import exit_code, render_report_json
 from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
 from scheduler_components.kv_events import write_key_pair
+from scheduler_components.reference.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
 from scheduler_components.reference.cli.chat_command import chat
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
@@ -69,6 +70,8 @@ def watch(
     duration: Annotated[float | None, Parameter(validator=Number(gte=0), help="Stop after this many seconds.")] = None,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> int:
     """Show live KV-cache events of any engine that speaks this wire, until Ctrl-C.
 
@@ -82,6 +85,7 @@ def watch(
         max_events=count,
         duration_s=duration,
         keys=read_client_keys(secret_key_file, publisher_key_file),
+        api_key=read_api_key("api_key", api_key, api_key_file),
     )
     with suppress(KeyboardInterrupt):  # the usual way to end it
         watch_streams(target, sys.stdout, options)
@@ -97,13 +101,16 @@ def doctor(
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> int:
     """Connect to the endpoints that a worker's /server_info advertises, and report what is wrong.
 
     The exit code is 1 if something is wrong and 3 if nothing answers.
     """
     keys = read_client_keys(secret_key_file, publisher_key_file)
-    report = check_worker(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys))
+    key = read_api_key("api_key", api_key, api_key_file)
+    report = check_worker(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys, api_key=key))
     print_lines((render_report_json(url, report),) if as_json else map(str, report))
     return exit_code(report)
 
@@ -133,6 +140,8 @@ def conformance(
     ] = None,
     badge: Annotated[Path | None, Parameter(help="Write a badge to this file, as endpoint JSON of shields.io.")] = None,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> int:
     """Check the event streams of an engine against every rule of the wire.
 
@@ -152,6 +161,7 @@ def conformance(
         topic=topic,
         block_size=block_size,
         oracle=oracle,
+        api_key=read_api_key("api_key", api_key, api_key_file),
     )
     print_lines((report.to_json(),) if as_json else report.lines())
     if junit is not None:

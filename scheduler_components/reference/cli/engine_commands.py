@@ -18,6 +18,7 @@ from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.page_shape import HostLayout
 from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
+from scheduler_components.reference.cli.server_options import ServerOptions
 from scheduler_components.reference.cli.session import SessionConfig, run_session
 from scheduler_components.reference.cli.sigterm import cancel_on_sigterm
 from scheduler_components.reference.device.model_spec import ModelDtype, ModelSpec, TokenSpec
@@ -284,6 +285,7 @@ class HiCacheOptions:
 
 _TEXT_LOGS = LogConfig()
 _SERVE, _DEMO, _NO_TIERS, _SIMULATED = EngineOptions(), DemoOptions(), HiCacheOptions(), ModelOptions()
+_SERVER = ServerOptions()
 
 
 def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelOptions = _SIMULATED) -> EngineConfig:
@@ -365,6 +367,7 @@ def serve(
     options: EngineOptions = _SERVE,
     hicache: HiCacheOptions = _NO_TIERS,
     model: ModelOptions = _SIMULATED,
+    server: ServerOptions = _SERVER,
     *,
     trace: Annotated[
         Path | None, Parameter(help="Replay this trace (Mooncake's JSON lines), check the run, stop.")
@@ -386,6 +389,7 @@ def serve(
             host=options.host,
             port=options.port,
             kv_pool=options.kv_pool,
+            server=server.config(),
             affinity_tokens=options.affinity_tokens,
             trace=trace,
             limit=limit,
@@ -400,6 +404,7 @@ def demo(
     options: DemoOptions = _DEMO,
     hicache: HiCacheOptions = _NO_TIERS,
     model: ModelOptions = _SIMULATED,
+    server: ServerOptions = _SERVER,
     *,
     requests: Annotated[
         int | None, Parameter(help="Requests of the generated multi-turn chats. Default: 300; with --model 16.")
@@ -420,6 +425,7 @@ def demo(
             host=options.host,
             port=options.port,
             kv_pool=options.kv_pool,
+            server=server.config(),
             affinity_tokens=options.affinity_tokens,
             workload=workload if requests is None else attrs.evolve(workload, num_requests=requests),
         ),
@@ -441,5 +447,4 @@ def _run(config: SessionConfig, *, as_json: bool) -> int:
 
 
 async def _until_terminated(config: SessionConfig, screen: RunReporter) -> bool:
-    cancel_on_sigterm()
-    return await run_session(config, screen)
+    return await run_session(config, screen, cancel_on_sigterm())

@@ -32,6 +32,7 @@ from observability.relay import (
 )
 from scheduler_components import ConfigError
 from scheduler_components._extras import require_modules
+from scheduler_components.reference.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.cli.sigterm import cancel_on_sigterm
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # only --jetstream needs the extra `jetstream`
 __all__ = ["ScheduledGarbageCollector", "jetstream_writer", "relay"]
 
 _POLL_S = 0.1
-_ROUTES = ("/health", "/server_info", "/get_server_info", "/metrics")
+_ROUTES = ("/health", "/ready", "/server_info", "/get_server_info", "/metrics")
 """The routes of a relay, which has neither model nor load."""
 
 
@@ -79,10 +80,13 @@ def relay(
     worker: Annotated[str | None, Parameter(help="Name of the worker in JetStream.")] = None,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
 ) -> int:
     """Follow an engine's event streams and publish them again, with replay from any point, until Ctrl-C."""
+    key = read_api_key("api_key", api_key, api_key_file)
     config = RelayConfig(
-        sources=tuple(RelaySource.parse(text, topic=topic) for text in (source, *more_sources)),
+        sources=tuple(RelaySource.parse(text, topic=topic, api_key=key) for text in (source, *more_sources)),
         keys=read_client_keys(secret_key_file, publisher_key_file),
     )
     settings = parse_relay_config(kv_events_config)
@@ -125,8 +129,8 @@ async def _relay(
             LogCollector(registry, writer)
         status = RelayStatus(relay=opened, sinks=sinks, block_size=block_size)
         routes = [route for route in status_routes(status, registry=registry) if route.path in _ROUTES]
-        async with open_http_server(Starlette(routes=routes), listener) as url:
-            print_lines((f"relaying {_source_names(config)}; {url}/health says how it is; Ctrl-C stops",))
+        async with open_http_server(Starlette(routes=routes), listener) as server:
+            print_lines((f"relaying {_source_names(config)}; {server.url}/health says how it is; Ctrl-C stops",))
             await _follow(opened)
 
 

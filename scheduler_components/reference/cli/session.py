@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import attrs
@@ -24,6 +24,7 @@ from scheduler_components.reference.cli.run_report import (
     verify,
 )
 from scheduler_components.reference.cli.run_reporter import NullStreamStatsSource, RunReporter, RunView
+from scheduler_components.reference.cli.sigterm import Termination
 from scheduler_components.reference.cli.workload_driver import ChatDriver, ChatTranscript, TraceDriver, WorkloadCounters
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.device.workload import (
@@ -36,16 +37,37 @@ from scheduler_components.reference.device.workload import (
 from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
 from scheduler_components.reference.engine.free_ports import check_ports_free
+from scheduler_components.reference.engine.frontend.access import AccessPolicy
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
-from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components.reference.engine.frontend.http_server import HttpServer, bind_http, open_http_server
 from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
 from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 
 __all__ = [
+    "DRAIN_TIMEOUT_S",
+    "ServerConfig",
     "SessionConfig",
     "run_session",
 ]
+
+DRAIN_TIMEOUT_S = 20.0
+"""Less than the 30 s after which Kubernetes kills a pod."""
+
+
+@attrs.frozen(kw_only=True)
+class ServerConfig:
+    """Who may use the HTTP server, and how it stops.
+
+    Attributes:
+        access: keys and host names.
+        weights_root: see ``make_app``.
+        drain_timeout_s: longest time, after SIGTERM, for requests that are open.
+    """
+
+    access: AccessPolicy = attrs.field(factory=AccessPolicy)
+    weights_root: Path | None = None
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +78,7 @@ class SessionConfig:
         engine: the engine.
         host, port: address of its HTTP server; port 0 lets the system choose.
         kv_pool: whether to serve ``/kv_pool`` with the blocks of each pool.
+        server: who may use its routes, and how it stops.
         affinity_tokens: see ``LoadDispatcher``.
         workload: the generated chats; None for none.
         trace: the trace to replay, at most ``limit`` of its requests; None for none.
@@ -67,6 +90,7 @@ class SessionConfig:
     host: str = DEFAULT_HOST
     port: int = 0
     kv_pool: bool = False
+    server: ServerConfig = attrs.field(factory=ServerConfig)
     affinity_tokens: int = 0
     workload: WorkloadConfig | None = None
     trace: Path | None = None
@@ -82,10 +106,13 @@ class SessionConfig:
 _SETTLE_S = 30.0  # a healthy stream ends in well under a second; this bounds the wait for a stuck one
 
 
-async def run_session(config: SessionConfig, screen: RunReporter) -> bool:
+async def run_session(config: SessionConfig, screen: RunReporter, termination: Termination) -> bool:
     """Start the engine, run the workload or trace, verify the run, and stop. Return whether all checks passed.
 
+    While the engine only serves, a signal lets open requests end first.
+
     Raises:
+        asyncio.CancelledError: a signal ended the engine.
         ConfigError: the trace cannot be read, has no requests, or has a wrong line.
         StartError: a port is in use, or a rank did not start.
         EngineFailedError: a rank exited while the engine ran.
@@ -98,11 +125,14 @@ async def run_session(config: SessionConfig, screen: RunReporter) -> bool:
     check_ports_free(engine_config)
     codec = await asyncio.to_thread(open_text_codec, engine_config)  # fails before any process starts
     with bind_http(config.host, config.port) as listener:  # binds before any process starts
-        return await _run_engine(config, codec, listener, screen)
+        warning = config.server.access.exposure_warning(listener.getsockname()[0])
+        if warning is not None:
+            screen.warn(warning)
+        return await _run_engine(config, codec, listener, screen, termination)
 
 
 async def _run_engine(
-    config: SessionConfig, codec: TextTokenizer, listener: socket.socket, screen: RunReporter
+    config: SessionConfig, codec: TextTokenizer, listener: socket.socket, screen: RunReporter, termination: Termination
 ) -> bool:
     engine_config = config.engine
     screen.note(
@@ -113,11 +143,22 @@ async def _run_engine(
     registry = CollectorRegistry()
     async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.warn) as engine:
         MetricsBoardCollector(registry, board=engine.stats, model_name=engine_config.model_name)
-        app = make_app(engine, registry, kv_pool=config.kv_pool, codec=codec)
-        async with open_http_server(app, listener) as url:
-            screen.note_ready(url)
+        app = make_app(
+            engine,
+            registry,
+            kv_pool=config.kv_pool,
+            codec=codec,
+            access=_with_host(config.server.access, config.host),
+            weights_root=config.server.weights_root,
+        )
+        async with open_http_server(app, listener) as server:
+            screen.note_ready(server.url)
             try:
-                return await _use(config, engine, url, registry, screen)
+                passed = await _run_work(config, engine, server.url, registry, screen)
+                if config.keep_serving or not config.has_work:
+                    screen.note(f"serving at {server.url}; Ctrl-C stops")
+                    await _serve(config, engine, server, screen, termination)
+                return passed
             finally:
                 engine.frontend.fail(EngineFailedError("the engine is stopping"))  # before the server closes
 
@@ -126,32 +167,44 @@ def _trace_text(trace: TraceSummary, speed: float) -> str:
     return f"trace: {trace.num_requests:,} requests, sent in {trace.duration_s / speed:,.0f} s at speed {speed:g}"
 
 
-async def _use(
+def _with_host(access: AccessPolicy, host: str) -> AccessPolicy:
+    """Allow clients to use the name at which the server listens."""
+    return attrs.evolve(access, allowed_hosts=access.allowed_hosts | {host})
+
+
+async def _run_work(
     config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: RunReporter
 ) -> bool:
-    passed = True
-    if config.has_work:
-        report = await engine.run(_run_workload(config, engine, url, registry, screen))
-        screen.show_report(report)
-        passed = report.passed
-    if config.keep_serving or not config.has_work:
-        screen.note(f"serving at {url}; Ctrl-C stops")
-        await engine.run(_serve(config.duration_s))
-    return passed
+    if not config.has_work:
+        return True
+    report = await engine.run(_run_workload(config, engine, url, registry, screen))
+    screen.show_report(report)
+    return report.passed
 
 
-async def _serve(duration_s: float | None) -> None:
-    if duration_s is None:
-        await asyncio.Event().wait()
-    else:
-        await asyncio.sleep(duration_s)
+async def _serve(
+    config: SessionConfig, engine: Engine, server: HttpServer, screen: RunReporter, termination: Termination
+) -> None:
+    """Serve for the configured time, or until a signal. Then refuse new requests and wait for open ones."""
+    with termination.deferred():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.duration_s):
+                await engine.run(termination.requested.wait())
+        if not termination.requested.is_set():
+            return
+        server.stop_accepting()
+        screen.note(f"stopping: {engine.frontend.num_open_requests} requests are open")
+        num_left = await engine.drain(config.server.drain_timeout_s)
+        if num_left:
+            screen.warn(f"{num_left} requests were still open after {config.server.drain_timeout_s:g} s")
+    raise asyncio.CancelledError
 
 
 async def _run_workload(
     config: SessionConfig, engine: Engine, url: str, registry: CollectorRegistry, screen: RunReporter
 ) -> RunReport:
     counters = WorkloadCounters()
-    async with _observing(url, registry) as observed:
+    async with _observing(url, registry, config.server.access.api_key) as observed:
         view = RunView(counters=counters, board=engine.stats, streams=observed.subscriber or NullStreamStatsSource())
         async with screen.live_view(view):
             chats = await _drive(config, engine, url, view, screen)
@@ -184,14 +237,14 @@ class _Observed:
 
 
 @asynccontextmanager
-async def _observing(url: str, registry: CollectorRegistry) -> AsyncIterator[_Observed]:
+async def _observing(url: str, registry: CollectorRegistry, api_key: str | None) -> AsyncIterator[_Observed]:
     """Follow the engine's streams as a router does, and export the recovery on ``/metrics``, while the block runs.
 
     Raises:
         StartError, DecodeError: the engine cannot be reached, or its description is unusable.
     """
     try:
-        addresses = await asyncio.to_thread(discover, url)
+        addresses = await asyncio.to_thread(discover, url, api_key=api_key)
     except NoStreamsError as error:
         yield _Observed(no_streams_reason=error.reason)
         return
@@ -217,7 +270,7 @@ async def _drive(
             screen.note(f"speed {speed:g} could not be held: {late}, which asks for more than the engine has")
     elif config.workload is not None:
         counters.total = config.workload.num_requests
-        chats = ChatDriver(url=url, speed=speed, counters=counters)
+        chats = ChatDriver(url=url, speed=speed, counters=counters, api_key=config.server.access.api_key)
         await chats.run(generate_chats(config.workload))
         return chats.chats
     return ()

@@ -177,6 +177,7 @@ class ChatDriver:
         url: URL of the engine.
         speed: divides the workload's time.
         counters: outcomes of the requests.
+        api_key: key of the engine; None for none.
         clock: monotonic seconds.
         chats: transcripts of the chats.
     """
@@ -184,12 +185,15 @@ class ChatDriver:
     url: str
     speed: float
     counters: WorkloadCounters
+    api_key: str | None = None
     clock: Callable[[], float] = time.monotonic
     chats: list[ChatTranscript] = field(default_factory=list)
 
     async def run(self, chats: Iterable[Chat]) -> None:
         """Start each chat at its time, and wait until all have ended."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=None) as client:  # noqa: S113  a queue may be long
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        # No timeout, because a queue may be long.
+        async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=None) as client:  # noqa: S113
             async with asyncio.TaskGroup() as playing:
                 start_s = self.clock()
                 for number, chat in enumerate(chats):

@@ -52,8 +52,8 @@ class DeviceRequest(Protocol):
         ...
 
     @property
-    def prompt_hash(self) -> int:
-        """CRC-32 of the prompt's tokens."""
+    def text_hash(self) -> int:
+        """Hash of the prompt, and above temperature 0 also of seed and temperature."""
         ...
 
     @property
@@ -227,11 +227,7 @@ class SimulatedModel:
 
     def text_source(self, request: DeviceRequest) -> str | int:
         """Return what the text of a request depends on."""
-        sampling = request.sampling
-        if sampling.is_greedy:
-            return request.prompt_hash
-        seed = request.rid if sampling.seed is None else sampling.seed
-        return f"{request.prompt_hash}/{seed}/{sampling.temperature}"
+        return request.text_hash
 
     def next_token(self, source: str | int, position: int) -> int:
         """Return the token at ``position`` of the text of ``source``; position 0 is the first token of its prompt."""

@@ -24,6 +24,7 @@ MAX_TOP_LOGPROBS = 20
 """The most alternatives per token, as in OpenAI's API."""
 
 _MAX_SEED = 2**63 - 1
+_MAX_BIAS = 100  # OpenAI's
 _GREEDY_BELOW = 1e-5  # as in vLLM: only the best token remains, and the divided logits would overflow
 
 
@@ -34,14 +35,17 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     with equal seeds therefore get equal tokens on every rank.
 
     Attributes:
-        temperature: divides the logits. 0 (or less than 1e-5) is greedy; then only ``logprobs`` has an effect.
+        temperature: divides the logits. 0 (or less than 1e-5) is greedy; then only ``logprobs`` and ``logit_bias``
+            have an effect.
         top_p: keep the most probable tokens up to this total probability; 1 keeps all.
         top_k: keep this many of the most probable tokens; 0 keeps all.
         min_p: keep tokens with at least this fraction of the highest probability; 0 keeps all.
         seed: seed of the draws, 0 to 2**63 - 1. For None the frontend chooses one; a scheduler without a frontend uses
             the request id.
         logprobs: None for none. Otherwise each token comes with its log probability and those of this many most
-            probable tokens, 0 to ``MAX_TOP_LOGPROBS``. They are the model's, before temperature and filters.
+            probable tokens, 0 to ``MAX_TOP_LOGPROBS``. They are the model's, before bias, temperature and filters.
+        logit_bias: (token, number that is added to its logit), by token, from -100 (never) to 100 (always). It has an
+            effect at each temperature. A simulated device has no logits.
 
     Raises:
         ConfigError: a value is out of range; the error names it.
@@ -53,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     min_p: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, "is not a temperature", or_zero=True)
@@ -63,6 +68,10 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
             check_integer("seed", self.seed, "is not a seed", at_least=0)
             if self.seed > _MAX_SEED:
                 raise ConfigError("seed", self.seed, "is not a seed", f"give at most {_MAX_SEED}")
+        for token, bias in self.logit_bias:
+            check_integer("logit_bias", token, "is not a token", at_least=0)
+            if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+                raise ConfigError("logit_bias", bias, "is out of range", f"give {-_MAX_BIAS} to {_MAX_BIAS}")
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, "is not a number of tokens", at_least=0)
             if self.logprobs > MAX_TOP_LOGPROBS:

@@ -52,15 +52,28 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> tuple[
     Returns:
         The tokens, and the rows with logits that are not finite. Ignore the tokens of these rows.
     """
+    logits = _biased(logits, draws)
     best, tokens = logits.max(dim=-1)  # NaN wins a maximum
     broken = (~best.isfinite()).nonzero().flatten().tolist()
     by_cut: dict[SamplingParams, list[int]] = defaultdict(list)
     for row, draw in enumerate(draws):
         if not draw.sampling.is_greedy and row not in broken:
-            by_cut[msgspec.structs.replace(draw.sampling, seed=None, logprobs=None)].append(row)
+            by_cut[msgspec.structs.replace(draw.sampling, seed=None, logprobs=None, logit_bias=())].append(row)
     for cut, rows in by_cut.items():
         tokens[rows] = _draw(logits[rows].float(), cut, [uniform_sample(draws[row]) for row in rows])
     return tokens.tolist(), broken
+
+
+def _biased(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> torch.Tensor:
+    """Return the logits with the biases of each row. The given ones stay as they are, for log probabilities."""
+    rows = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for row in rows:
+        for token, bias in draws[row].sampling.logit_bias:
+            logits[row, token] += bias
+    return logits
 
 
 def _draw(logits: torch.Tensor, cut: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:

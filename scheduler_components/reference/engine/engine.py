@@ -11,7 +11,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -21,12 +21,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from scheduler_components import ComponentError, ConfigError, StartError
+from scheduler_components import ConfigError, StartError
 from scheduler_components.metrics import open_shm_metrics_board
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.frontend.errors import EngineFailedError
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RequestRefusedError
 from scheduler_components.reference.engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
 from scheduler_components.reference.engine.frontend.heartbeat_monitor import HEARTBEAT_TIMEOUT_S, HeartbeatMonitor
 from scheduler_components.reference.engine.messages import (
@@ -59,7 +59,7 @@ _TRANSFER_TIMEOUT_S = 10.0  # for transfers that are in flight when a store is t
 T = TypeVar("T")
 
 
-class RpcError(ComponentError):
+class RpcError(RequestRefusedError):
     """The ranks refused an RPC. The text says why."""
 
 
@@ -114,6 +114,18 @@ class Engine:
         await self._wait_until(
             lambda: self.frontend.is_idle, "the engine did not become idle; does another client use it?"
         )
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait until the open ones have ended. Return how many are still open at the deadline.
+
+        Raises:
+            EngineFailedError: a rank ended.
+        """
+        self.frontend.is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.run(self.frontend.replies.wait_until(lambda: not self.frontend.num_open_requests))
+        return self.frontend.num_open_requests
 
     async def dump_caches(self) -> dict[int, CacheDump]:
         """Return the cached blocks of every rank, by rank. All ranks of a replica dump after the same step.

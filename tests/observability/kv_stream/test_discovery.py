@@ -212,3 +212,11 @@ def test_bare_endpoints_are_used_unchanged() -> None:
 def test_an_undialable_endpoint_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="replay_endpoint"):
         static_address("tcp://127.0.0.1:5557", replay=text)
+
+
+def test_a_worker_with_keys_gets_the_key_and_refuses_without(
+    serve: Callable[[dict[str, tuple[int, bytes]]], str],
+) -> None:
+    """The test of the whole engine sends one that is accepted."""
+    with pytest.raises(StartError, match="API key"):
+        discover(serve({"/server_info": (401, b"{}")}), api_key="wrong")

@@ -219,7 +219,7 @@ def test_an_unreachable_source_is_named_and_the_others_are_relayed(
     late.publish_events(stored_run(5, 1))
     where: list[object] = []
 
-    def discover(url: str, *, timeout_s: float) -> object:
+    def discover(url: str, *, timeout_s: float, api_key: str | None) -> object:
         if not where:
             raise StartError(url, "refused", "start it")
         return where[0]
@@ -244,7 +244,7 @@ def test_a_worker_is_found_at_its_new_addresses(bench: RelayBench, monkeypatch: 
     where = [first]
     monkeypatch.setattr(
         "observability.relay.source.discover",
-        lambda url, *, timeout_s: RelaySource.parse(source(where[0])).find(timeout_s=timeout_s),
+        lambda url, *, timeout_s, api_key: RelaySource.parse(source(where[0])).find(timeout_s=timeout_s),
     )
     bench.open("http://127.0.0.1:1")
     reader = bench.read()

@@ -63,21 +63,22 @@ MISTAKES = [
 
 
 ENGINE = """
-    affinity-tokens attn-cp-size attn-tp-size chunk-tokens dp-attention dp-size hicache hicache-host-layout
-    hicache-host-tokens hicache-load hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata
-    hicache-prefetch hicache-prefetch-pages hicache-retry-steps hicache-storage hicache-storage-checksum
-    hicache-storage-path hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens
-    max-running-requests moe-dp-size page-size port pp-size prefill-delay-low-usage prefill-delay-steps
-    profile-directory recv-interval seed speed
+    admin-api-key admin-api-key-file affinity-tokens allowed-host api-key api-key-file attn-cp-size attn-tp-size
+    chunk-tokens dp-attention dp-size drain-timeout hicache hicache-host-layout hicache-host-tokens hicache-load
+    hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch hicache-prefetch-pages
+    hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path hicache-write
+    hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests moe-dp-size page-size port
+    pp-size prefill-delay-low-usage prefill-delay-steps profile-directory recv-interval seed speed weights-root
 """
+API_KEY, STREAM_KEYS = "api-key api-key-file", "publisher-key-file secret-key-file"
 OPTIONS = {
     "serve": f"{ENGINE} device dtype duration json keep-serving limit model trace",
     "demo": f"{ENGINE} chats-per-s device dtype json model requests",
     "chat": "dp-size max-tokens model temperature",
-    "watch": "count duration history json publisher-key-file replay-endpoint secret-key-file topic",
-    "doctor": "json listen publisher-key-file secret-key-file timeout",
-    "conformance": "badge batches block-size json junit listen oracle replay-endpoint timeout topic",
-    "relay": "block-size host jetstream kv-events-config port publisher-key-file secret-key-file topic worker",
+    "watch": f"{API_KEY} count duration history json publisher-key-file replay-endpoint secret-key-file topic",
+    "doctor": f"{API_KEY} json listen publisher-key-file secret-key-file timeout",
+    "conformance": f"{API_KEY} badge batches block-size json junit listen oracle replay-endpoint timeout topic",
+    "relay": f"{API_KEY} block-size host jetstream kv-events-config port {STREAM_KEYS} topic worker",
     "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps",
     "dp-attn-sim": "delay-steps dp-size output-tokens prompt-tokens rate requests seed",
     "keygen": "",

@@ -15,8 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 import zmq
+from kit.waiting import wait_until
 
 import scheduler_components
+from observability.kv_stream import NullStreamListener, discover, open_subscriber
+from scheduler_components import AllBlocksCleared
+from scheduler_components.kv_events import DecodedBatch
 from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.free_ports import default_kv_events
 
@@ -225,6 +229,65 @@ def test_a_running_engine_answers_routers_and_users_until_sigterm_stops_it(
         assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
         process.send_signal(signal.SIGTERM)
         expect_stop(process, 143)
+
+
+class Clears(NullStreamListener):
+    """Counts the times at which the publisher says that it holds no block any more."""
+
+    num_clears = 0
+
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
+        self.num_clears += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
+
+
+def test_sigterm_lets_open_requests_end_refuses_others_and_clears_its_stream(
+    tmp_path: Path,
+) -> None:
+    """On an engine with keys, which are not in the list of processes."""
+    (tmp_path / "key").write_text("client-key\n")
+    (tmp_path / "admin").write_text("admin-key\n")
+    sizes = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1"]
+    keys = ["--api-key-file", str(tmp_path / "key"), "--admin-api-key-file", str(tmp_path / "admin")]
+    with started("serve", *sizes, *keys, "--port", "0") as process:
+        url = wait_for_url(process)
+        assert httpx.get(f"{url}/server_info").status_code == 401
+        assert httpx.get(f"{url}/ready").status_code == 200
+        key = {"authorization": "Bearer client-key"}
+        assert httpx.post(f"{url}/flush_cache", headers=key).status_code == 401
+        assert httpx.post(f"{url}/flush_cache", headers={"authorization": "Bearer admin-key"}).status_code == 200
+        cross = {"sec-fetch-site": "cross-site", "authorization": "Bearer admin-key"}
+        assert httpx.get(f"{url}/release_memory_occupation", headers=cross).status_code == 403
+        clears = Clears()
+        with (
+            open_subscriber(discover(url, api_key="client-key"), listener=clears) as subscriber,
+            httpx.Client(base_url=url, headers=key) as other,
+        ):
+            assert other.get("/v1/models/simulated-8b").json()["object"] == "model"
+            body = {
+                "input_ids": list(range(64)),
+                "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+                "stream": True,
+            }
+            with httpx.stream("POST", f"{url}/generate", json=body, headers=key) as answer:
+                lines = answer.iter_lines()
+                assert "output_ids" in next(lines)
+                wait_until(lambda: subscriber.blocks(0), poll=lambda: subscriber.poll(0.05))
+                num_before = clears.num_clears  # the flush above
+                process.send_signal(signal.SIGTERM)
+                wait_until(lambda: other.get("/ready").status_code == 503)
+                assert other.get("/ready").json()["problem"] == "the engine is stopping"
+                assert other.post("/generate", json=body).status_code == 503
+                with pytest.raises(httpx.ConnectError):
+                    httpx.get(f"{url}/health")
+                events = [line for line in lines if line]
+            assert events[-1] == "data: [DONE]"
+            last = json.loads(events[-2].removeprefix("data: "))["meta_info"]
+            assert (last["completion_tokens"], last["finish_reason"]["type"]) == (400, "length")
+            wait_until(lambda: clears.num_clears > num_before, poll=lambda: subscriber.poll(0.05))
+            assert subscriber.blocks(0) == frozenset()
+        status, _, err = finish(process)
+    assert (status, err.count("\n")) == (143, 3), "two kinds of refusals were logged once each"
+    assert "client-key" not in err and "admin-key" not in err
 
 
 def run_command(*arguments: str) -> str:

@@ -28,9 +28,12 @@ from scheduler_components.reference.device.sampling import MAX_TOP_LOGPROBS, Sam
         ("seed", 2**63),
         ("logprobs", -1),
         ("logprobs", MAX_TOP_LOGPROBS + 1),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((1, 100.5),)),
+        ("logit_bias", ((1, math.nan),)),
     ],
 )
-def test_an_invalid_sampling_parameter_is_refused_by_name(field: str, value: float) -> None:
+def test_an_invalid_sampling_parameter_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field}="):
         SamplingParams(**{field: value})
 
@@ -40,6 +43,7 @@ def test_the_limits_themselves_are_valid_and_encodable() -> None:
         SamplingParams(),
         SamplingParams(temperature=2, top_p=1, top_k=1, min_p=1, seed=2**63 - 1, logprobs=MAX_TOP_LOGPROBS),
         SamplingParams(temperature=1e-4, top_p=1e-6, seed=0, logprobs=0),
+        SamplingParams(logit_bias=((0, -100.0), (2**32 - 1, 100.0))),
     ):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert SamplingParams().is_greedy

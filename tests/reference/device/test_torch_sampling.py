@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -139,3 +140,36 @@ def test_logprobs_are_of_the_model_before_any_cut(seed: int, token: int, num_top
     assert reported.logprob == pytest.approx(expected[token].item())
     assert [each for each, _ in reported.top] == expected.argsort(descending=True)[:num_top].tolist()
     assert [value for _, value in reported.top] == pytest.approx([expected[each].item() for each, _ in reported.top])
+
+
+biases = st.dictionaries(st.integers(0, 15), st.floats(-100, 100, width=32), max_size=4)
+
+
+@checked
+@given(st.integers(0, 2**32), st.lists(st.tuples(biases, cuts | st.just(SamplingParams())), min_size=1, max_size=4))
+def test_a_bias_is_added_to_the_logits_of_its_own_row(
+    seed: int, rows: list[tuple[dict[int, float], SamplingParams]]
+) -> None:
+    """The same tokens as from logits that have the bias already; the given logits stay for log probabilities."""
+    logits = logits_of(seed, len(rows))
+    given, added = logits.clone(), logits.clone()
+    draws = []
+    for row, (bias, cut) in enumerate(rows):
+        for token, number in bias.items():
+            added[row, token] += number
+        draws.append(SamplingDraw(msgspec.structs.replace(cut, logit_bias=tuple(bias.items())), f"r{row}", 7))
+    plain = [SamplingDraw(cut, f"r{row}", 7) for row, (_, cut) in enumerate(rows)]
+    assert choose_tokens(given, draws) == choose_tokens(added, plain)
+    assert torch.equal(given, logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_largest_bias_decides_and_the_smallest_excludes(temperature: float) -> None:
+    for number in range(20):
+        logits = logits_of(number)
+        best = int(logits.argmax())
+        sampling = SamplingParams(temperature=temperature, seed=number)
+        always = msgspec.structs.replace(sampling, logit_bias=((3, 100.0),))
+        never = msgspec.structs.replace(sampling, logit_bias=((best, -100.0),))
+        assert choose_tokens(logits, [SamplingDraw(always, "r", 1)])[0] == [3]
+        assert choose_tokens(logits, [SamplingDraw(never, "r", 1)])[0] != [best]

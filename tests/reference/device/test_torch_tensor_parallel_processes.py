@@ -69,8 +69,9 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
     )
 
     async def scenario(engine: Engine) -> None:
-        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
-        async with httpx.AsyncClient(transport=app, base_url="http://engine", timeout=60) as client:
+        root = Path(os.path.commonpath([model_folder, larger_folder]))
+        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry(), weights_root=root))
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost", timeout=60) as client:
 
             async def post(path: str, body: dict[str, Any]) -> httpx.Response:
                 return await client.post(path, content=json.dumps(body))
@@ -94,9 +95,13 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
             await expect_tokens_of(judge_of(other_folder), engine)
 
             refused = await post("/update_weights_from_disk", {"model_path": str(model_folder.parent / "none")})
-            assert refused.status_code == 400 and "is not there" in refused.text
+            assert refused.status_code == 400 and "is not in the allowed directory" in refused.text
             refused = await post("/update_weights_from_disk", {"model_path": str(larger_folder)})
             assert refused.status_code == 400 and "is another model" in refused.text
+            strict = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))  # the model's own folder only
+            async with httpx.AsyncClient(transport=strict, base_url="http://localhost") as other_client:
+                refused = await other_client.post("/update_weights_from_disk", json={"model_path": str(larger_folder)})
+            assert refused.status_code == 400 and "is not in the allowed directory" in refused.text
             done = await post("/update_weights_from_disk", {"model_path": str(model_folder)})
             assert done.json()["weight_version"] == spec.identity, done.text
             await expect_tokens_of(judge, engine)

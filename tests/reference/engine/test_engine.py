@@ -183,7 +183,7 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
             dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
         )
         async with (
-            httpx.AsyncClient(transport=app, base_url="http://engine") as client,
+            httpx.AsyncClient(transport=app, base_url="http://localhost") as client,
             open_async_subscriber(addresses) as reader,
         ):
             await asyncio.gather(*(generate(engine, make_request(range(64))) for _ in range(4)))
@@ -222,7 +222,7 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
             dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
         )
         async with (
-            httpx.AsyncClient(transport=app, base_url="http://engine") as client,
+            httpx.AsyncClient(transport=app, base_url="http://localhost") as client,
             open_async_subscriber(addresses) as reader,
         ):
 
@@ -390,7 +390,7 @@ def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp:
     async def scenario(engine: Engine) -> None:
         engine.frontend.heartbeats.timeout_s = 3.0
         app = make_app(engine, CollectorRegistry())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for tp_rank in (0, 1):
                 await stop_and_continue(engine, client, tp_rank)
 

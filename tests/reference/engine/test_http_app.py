@@ -23,7 +23,7 @@ def test_without_the_option_an_engine_has_no_such_route() -> None:
     async def asked() -> int:
         async with open_engine(CONFIG, show=lambda _: None) as engine:
             app = make_app(engine, CollectorRegistry())
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
                 return (await client.get("/kv_pool")).status_code
 
     assert asyncio.run(asyncio.wait_for(asked(), timeout=60)) == 404

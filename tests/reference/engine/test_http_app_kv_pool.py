@@ -34,11 +34,11 @@ async def examined(config: EngineConfig) -> tuple[ConformanceReport, set[str]]:
     config = attrs.evolve(config, kv_events=default_kv_events(config))
     async with open_engine(config, show=lambda _: None) as engine:
         with bind_http("127.0.0.1", 0) as listener:
-            async with open_http_server(make_app(engine, CollectorRegistry(), kv_pool=True), listener) as url:
+            async with open_http_server(make_app(engine, CollectorRegistry(), kv_pool=True), listener) as server:
                 clients = asyncio.gather(*(serve(engine, first) for first in range(4)))
-                report = await asyncio.to_thread(check_conformance, url, OPTIONS, oracle=url)
+                report = await asyncio.to_thread(check_conformance, server.url, OPTIONS, oracle=server.url)
                 clients.cancel()
-                reading = await asyncio.to_thread(fetch_kv_pool, url, 1)
+                reading = await asyncio.to_thread(fetch_kv_pool, server.url, 1)
                 await asyncio.gather(clients, return_exceptions=True)
                 return report, {medium for medium, _ in reading.blocks}
 

@@ -129,6 +129,7 @@ class Frontend:
         max_open_requests: limit beyond which ``open_request`` raises ``TooBusyError``; it bounds the engine's memory.
         replies: reports of the ranks.
         heartbeats: finds silent ranks; a replica with a silent rank gets no requests.
+        is_draining: the engine is stopping, and ``open_request`` raises ``TooBusyError``.
     """
 
     leaders: Sequence[zmq.Socket[bytes]]
@@ -136,6 +137,7 @@ class Frontend:
     max_open_requests: int = 4096
     replies: RankReplies = field(default_factory=RankReplies)
     heartbeats: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    is_draining: bool = False
     _open: dict[str, RequestStream] = field(default_factory=dict, repr=False)
     _numbers: count[int] = field(default_factory=count, repr=False)
 
@@ -163,6 +165,8 @@ class Frontend:
         """
         if self.replies.failure is not None:
             raise self.replies.failure
+        if self.is_draining:
+            raise TooBusyError("the engine is stopping and takes no further requests")
         if self.num_open_requests >= self.max_open_requests:
             raise TooBusyError(f"{self.num_open_requests} requests are open, which is the limit; try again later")
         rid = request.rid if request.rid is not None else self._new_rid()

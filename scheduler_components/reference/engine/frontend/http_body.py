@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components.reference.engine.frontend.errors import RequestFailedError, RequestRefusedError
+from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError
+from scheduler_components.reference.engine.frontend.errors import RequestFailedError, RequestRefusedError, TooBusyError
 
 __all__ = [
     "BODY_TIMEOUT_S",
     "MAX_BODY_BYTES",
+    "MAX_PENDING_BYTES",
     "BadBodyError",
     "BodyReader",
+    "BodyReceiver",
     "BodyTimeoutError",
     "BodyTooLargeError",
     "component_error_response",
+    "decode_body",
     "json_response",
-    "read_body",
+    "respond_with_errors",
     "stream_response",
     "run_until_disconnected",
 ]
@@ -39,10 +45,18 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 30.0
 """Longest time to receive a body: the largest one at half a megabyte per second. Bounds clients that stop halfway."""
 
+MAX_PENDING_BYTES = 96 * 2**20
+"""Limit of all bodies in memory: one of the largest, and some long prompts."""
+
+_FREE_BYTES = 64 * 2**10
+
 _MAX_NAMED_FIELDS = 64  # clients choose the names, so the log and its memory are bounded
 _MAX_SHOWN_CHARACTERS = 64
 
 _encode = msgspec.json.Encoder().encode
+
+T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class BadBodyError(ComponentError):
@@ -62,37 +76,97 @@ class BodyTooLargeError(ComponentError):
     """The body is longer than the limit."""
 
 
-async def read_body(
-    request: Request, timeout_s: float | None = BODY_TIMEOUT_S, *, max_bytes: int = MAX_BODY_BYTES
-) -> bytes:
-    """Read a body to its end.
+@dataclass(slots=True, kw_only=True)
+class BodyReceiver:
+    """Receives the bodies of all routes of a server, each by a deadline, and bounds the memory of all together.
 
-    Args:
-        request: the request.
-        timeout_s: longest time until the body is complete; None for no limit.
-        max_bytes: limit of its length.
-
-    Raises:
-        BodyTooLargeError, BodyTimeoutError: reading stopped at the limit.
-        ClientDisconnect: the client closed the connection.
+    Attributes:
+        timeout_s: longest time until a body is complete.
+        max_pending_bytes: limit for all bodies in memory. The first ``_FREE_BYTES`` of each do not count, so that small
+            requests pass while large ones fill the memory.
     """
-    body = bytearray()
+
+    timeout_s: float = BODY_TIMEOUT_S
+    max_pending_bytes: int = MAX_PENDING_BYTES
+    _pending_bytes: int = field(default=0, init=False)
+
+    @asynccontextmanager
+    async def receive(self, request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> AsyncIterator[bytearray]:
+        """Receive a body and count its memory until the block is left.
+
+        Args:
+            request: the request.
+            max_bytes: limit of the body's length.
+
+        Raises:
+            BodyTooLargeError: it is longer, or its Content-Length is.
+            BodyTimeoutError: it was not complete in time.
+            TooBusyError: the bodies of other requests fill the memory.
+            ClientDisconnect: the client closed the connection.
+        """
+        body, counted = bytearray(), 0
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if _announced_bytes(request) > max_bytes:
+                    raise _too_large(max_bytes)
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise _too_large(max_bytes)
+                    self._pending_bytes -= counted
+                    counted = max(0, len(body) - _FREE_BYTES)
+                    self._pending_bytes += counted
+                    if self._pending_bytes > self.max_pending_bytes:
+                        raise TooBusyError("body: the bodies of other requests fill the memory; try again later")
+        except TimeoutError:
+            self._pending_bytes -= counted
+            message = f"body: is incomplete after {self.timeout_s:g} s ({len(body)} bytes)"
+            raise BodyTimeoutError(message) from None
+        except BaseException:
+            self._pending_bytes -= counted
+            raise
+        try:
+            yield body
+        finally:
+            self._pending_bytes -= counted
+
+
+def _announced_bytes(request: Request) -> int:
+    """Return the Content-Length; 0 for a chunked body. The server has checked that it is a number."""
+    text = request.headers.get("content-length", "")
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"body: is longer than {max_bytes} bytes; send a shorter one")
+
+
+def respond_with_errors(respond: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap an endpoint: an error of the kit becomes its response, and a disconnect ends the request silently."""
+
+    @functools.wraps(respond)
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await respond(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # not sent: the client has gone
+        except ComponentError as error:
+            return component_error_response(error)
+
+    return endpoint
+
+
+def decode_body(body: bytes | bytearray, decode: Callable[[bytes | bytearray], T]) -> T:
+    """Decode a JSON body. Raises BadBodyError, which names the wrong field."""
     try:
-        async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise BodyTooLargeError(f"body: is longer than {max_bytes} bytes; send a shorter one")
-    except TimeoutError:
-        raise BodyTimeoutError(f"body: is incomplete after {timeout_s:g} s ({len(body)} bytes)") from None
-    return bytes(body)
-
-
-T = TypeVar("T", bound=msgspec.Struct)
+        return decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem, _, path = str(error).partition(" - at `$")
+        raise BadBodyError(path.strip(".`") or "body", problem) from None
 
 
 @dataclass(slots=True)
-class BodyReader(Generic[T]):
+class BodyReader(Generic[StructT]):
     """Decodes the bodies of one route. It ignores unknown fields and logs each of their names once.
 
     Attributes:
@@ -100,21 +174,20 @@ class BodyReader(Generic[T]):
         route: name of the route, for the log.
     """
 
-    kind: type[T]
+    kind: type[StructT]
     route: str
     _named: set[str] = field(default_factory=set, repr=False)
 
-    def read(self, text: bytes) -> T:
+    def read(self, text: bytes | bytearray) -> StructT:
         """Decode a body. Raises BadBodyError, which names the wrong field."""
-        try:
-            body = msgspec.json.decode(text, type=self.kind)
-            self._log_unknown(text, self.kind, "")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            problem, _, path = str(error).partition(" - at `$")
-            raise BadBodyError(path.strip(".`") or "body", problem) from None
+        return decode_body(text, self._decode)
+
+    def _decode(self, text: bytes | bytearray) -> StructT:
+        body = msgspec.json.decode(text, type=self.kind)
+        self._log_unknown(text, self.kind, "")
         return body
 
-    def _log_unknown(self, text: bytes, kind: type[msgspec.Struct], path: str) -> None:
+    def _log_unknown(self, text: bytes | bytearray, kind: type[msgspec.Struct], path: str) -> None:
         """Log unknown fields of an object and of the objects in it. Values are not decoded a second time."""
         given = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         known = {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
@@ -151,7 +224,7 @@ def component_error_response(error: ComponentError) -> Response:
     """Make the response to an error, in the shape that OpenAI's clients read."""
     if isinstance(error, BadBodyError | ConfigError):
         return error_response(400, str(error), param=error.field)
-    if isinstance(error, RequestRefusedError):
+    if isinstance(error, RequestRefusedError | ControlFailedError):
         return error_response(400, str(error))
     if isinstance(error, RequestFailedError):
         return error_response(500, str(error))

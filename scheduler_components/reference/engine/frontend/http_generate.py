@@ -20,22 +20,24 @@ from scheduler_components import ComponentError
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.frontend import RequestStream
 from scheduler_components.reference.engine.frontend.http_body import (
-    BODY_TIMEOUT_S,
     BadBodyError,
     BodyReader,
+    BodyReceiver,
     component_error_response,
     json_response,
-    read_body,
     run_until_disconnected,
     stream_response,
 )
 from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER, requested_replica
 from scheduler_components.reference.engine.frontend.openai_format import (
     Count,
+    LogitBias,
     Name,
     Stops,
     TokenId,
     by_tier,
+    check_supported,
+    sorted_bias,
     stop_strings,
 )
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta, TextFrontend
@@ -56,6 +58,30 @@ class _SamplingParams(msgspec.Struct, frozen=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31)] = -1
     min_p: float = 0.0
     sampling_seed: int | None = None
+    logit_bias: LogitBias | None = None
+    # Refused, unless their value has no effect.
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_new_tokens": (0,),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+}
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +101,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     def params(self) -> GenerationParams:
         """Return the parameters of the output. Raises ConfigError for an invalid value."""
         params = self.sampling_params or _SamplingParams()
+        check_supported(params, _NEUTRAL)
         return GenerationParams(
             max_new_tokens=params.max_new_tokens,
             stop_token_ids=params.stop_token_ids or (),
@@ -86,6 +113,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
                 min_p=params.min_p,
                 seed=params.sampling_seed,
                 logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,
+                logit_bias=sorted_bias(params.logit_bias),
             ),
             stops=stop_strings(params.stop),
             include_stop_str=params.no_stop_trim,
@@ -95,7 +123,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_generate_body(reader: BodyReader[GenerateBody], text: bytes) -> GenerateBody:
+def read_generate_body(reader: BodyReader[GenerateBody], text: bytes | bytearray) -> GenerateBody:
     """Decode a body that has either text or token ids. Raises BadBodyError, which names the wrong field."""
     body = reader.read(text)
     if (body.text is None) == (body.input_ids is None):
@@ -109,18 +137,19 @@ class GenerateEndpoint:
 
     Attributes:
         text: dispatches the requests.
-        body_timeout_s: longest time to receive a body, after which the server responds 408 and closes the connection.
+        bodies: receives the bodies.
     """
 
     text: TextFrontend
-    body_timeout_s: float = BODY_TIMEOUT_S
+    bodies: BodyReceiver = field(default_factory=BodyReceiver)
     _reader: BodyReader[GenerateBody] = field(default_factory=lambda: BodyReader(GenerateBody, "/generate"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to one POST."""
         request = Request(scope, receive)
         try:
-            body = read_generate_body(self._reader, await read_body(request, self.body_timeout_s))
+            async with self.bodies.receive(request) as received:
+                body = read_generate_body(self._reader, received)
             params = body.params()
             params = msgspec.structs.replace(params, replica=requested_replica(request.headers, params.replica))
             prompt = body.input_ids if body.text is None else await self.text.encode(body.text)

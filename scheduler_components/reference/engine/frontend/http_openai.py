@@ -23,11 +23,10 @@ from starlette.types import Receive, Scope, Send
 from scheduler_components import ComponentError, ConfigError
 from scheduler_components.reference.engine.frontend.frontend import RequestStream
 from scheduler_components.reference.engine.frontend.http_body import (
-    BODY_TIMEOUT_S,
     BodyReader,
+    BodyReceiver,
     component_error_response,
     json_response,
-    read_body,
     run_until_disconnected,
     stream_response,
 )
@@ -263,8 +262,8 @@ def _check_number(num_prompts: int, num_choices: int) -> None:
 async def _respond(endpoint: CompletionEndpoint | ChatEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     try:
-        body = await read_body(request, endpoint.body_timeout_s)
-        job = await endpoint.job(body, request.headers)
+        async with endpoint.bodies.receive(request) as body:
+            job = await endpoint.job(body, request.headers)
     except ClientDisconnect:
         return
     except ComponentError as error:
@@ -280,19 +279,19 @@ class CompletionEndpoint:
     Attributes:
         text: dispatches the requests.
         model: name of the model in responses.
-        body_timeout_s: longest time to receive a body, after which the server responds 408 and closes the connection.
+        bodies: receives the bodies.
     """
 
     text: TextFrontend
     model: str
-    body_timeout_s: float = BODY_TIMEOUT_S
+    bodies: BodyReceiver = field(default_factory=BodyReceiver)
     _reader: BodyReader[CompletionBody] = field(default_factory=lambda: BodyReader(CompletionBody, "/v1/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to one POST."""
         await _respond(self, scope, receive, send)
 
-    async def job(self, body: bytes, headers: Headers) -> _Job:
+    async def job(self, body: bytes | bytearray, headers: Headers) -> _Job:
         decoded = self._reader.read(body)
         params, given, num_choices = decoded.params(), decoded.prompts(), decoded.num_choices
         _check_number(len(given), num_choices)
@@ -314,14 +313,14 @@ class ChatEndpoint:
 
     text: TextFrontend
     model: str
-    body_timeout_s: float = BODY_TIMEOUT_S
+    bodies: BodyReceiver = field(default_factory=BodyReceiver)
     _reader: BodyReader[ChatBody] = field(default_factory=lambda: BodyReader(ChatBody, "/v1/chat/completions"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to one POST."""
         await _respond(self, scope, receive, send)
 
-    async def job(self, body: bytes, headers: Headers) -> _Job:
+    async def job(self, body: bytes | bytearray, headers: Headers) -> _Job:
         decoded = self._reader.read(body)
         params = decoded.params()
         prompt = await self.text.encode_chat(decoded.chat_messages())

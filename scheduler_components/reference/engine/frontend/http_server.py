@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 import socket
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from scheduler_components import (
-    StartError,
-)
+from observability import error_response
+from scheduler_components import StartError
+from scheduler_components.failure_log import FailureLog
+from scheduler_components.reference.engine.frontend.errors import TooBusyError
 
-__all__ = [
-    "bind_http",
-    "open_http_server",
-]
+__all__ = ["HttpServer", "bind_http", "connection_limit", "open_http_server"]
+
+logger = logging.getLogger(__name__)
 
 HEADER_TIMEOUT_S = 30.0
 """Longest time until the request headers are complete; the same as for a body."""
@@ -32,9 +37,21 @@ KEEP_ALIVE_S = 75
 If the server closed it first, a client might be sending a request at that moment, which would get no response."""
 
 
-_LINGER_S = 5  # for a client that still sends its body to read the response
-_BACKLOG = 512
+LINGER_S = 5.0
+"""Longest time for a client that still sends its body to read the response. The server closes the connection then,
+also if the client keeps sending."""
+
+_BACKLOG = 128  # also the connections that asyncio accepts in a row, before the limit can refuse one
 _GRACE_S = 2  # for open streams, when the engine stops
+_SPARE_DESCRIPTORS = 64  # for files, pipes and sockets that the process opens later
+_MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 16_384
+_ROOM_AGAIN = 0.9  # an episode of refusals ends below this share of the limit
+_ACCEPTING = "accepting HTTP connections"
+_OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"  # asyncio's message
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s"
+)
 
 
 class _Server(uvicorn.Server):
@@ -45,42 +62,145 @@ class _Server(uvicorn.Server):
         """Do nothing: the command line handles Ctrl-C."""
         yield
 
+    def stop_accepting(self) -> None:
+        """Close the listening sockets. Open connections stay open."""
+        for server in self.servers:
+            server.close()
+
+
+def connection_limit(soft_limit: int, num_open: int) -> int:
+    """Return how many connections leave descriptors for the rest of the process.
+
+    Args:
+        soft_limit: the process's limit of open descriptors (``RLIMIT_NOFILE``).
+        num_open: descriptors that are open now.
+    """
+    return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, soft_limit - num_open - _BACKLOG - _SPARE_DESCRIPTORS))
+
+
+def _default_connection_limit() -> int:
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return connection_limit(soft_limit, len(list(Path("/dev/fd").iterdir())))
+
+
+@dataclass(slots=True, kw_only=True)
+class _ConnectionLimits:
+    """The limits of a server's connections, and the log of refusals: one line when they begin and one when they end.
+
+    Attributes:
+        max_connections: further connections get 503.
+        header_timeout_s, linger_s: see ``open_http_server``.
+    """
+
+    max_connections: int
+    header_timeout_s: float
+    linger_s: float
+    failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+
+    def refuse(self, transport: asyncio.Transport) -> None:
+        """Respond 503 to a connection and close it, before it sends its request."""
+        message = f"{self.max_connections} connections are open, which is the limit; try again later"
+        self.failures.failed(_ACCEPTING, TooBusyError(message))
+        body = bytes(error_response(503, message).body)
+        transport.write(_BUSY % (len(body), body))
+        transport.close()
+
+    def on_close(self, num_open: int) -> None:
+        if num_open < self.max_connections * _ROOM_AGAIN:
+            self.failures.succeeded(_ACCEPTING)
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error that asyncio reports: log a lack of descriptors once per episode."""
+        if context.get("message") == _OUT_OF_DESCRIPTORS:
+            self.failures.failed(_ACCEPTING, context["exception"])
+        else:
+            loop.default_exception_handler(context)
+
+
+class _QuietTransport:
+    """Drops what is written after the connection has closed. asyncio would log a line for each such event of a stream.
+
+    Args:
+        transport: gets all other calls.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
 
 class _PunctualProtocol(H11Protocol):
-    """Closes a connection that has not sent its request headers in time; uvicorn has no such timeout."""
+    """A connection with limits that uvicorn does not have.
 
-    def __init__(self, *, header_timeout_s: float, **kwargs: Any) -> None:
+    It closes a connection that has not sent its request headers in time, or still sends a body after the response, and
+    it refuses connections beyond a limit.
+    """
+
+    def __init__(self, *, limits: _ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._header_timeout_s = header_timeout_s
+        self._limits = limits
         self._close_timer: asyncio.TimerHandle | None = None
+        self._is_lingering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's own narrowing
-        self._start_timer()
+        assert isinstance(transport, asyncio.Transport)
+        if len(self.connections) >= self._limits.max_connections:
+            self.transport = transport
+            self._limits.refuse(transport)
+            return
+        super().connection_made(cast("asyncio.Transport", _QuietTransport(transport)))
+        self._start_timer(self._limits.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._is_lingering:
+            return  # no data extends the time
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
         elif self._close_timer is None:
-            self._start_timer()
+            self._start_timer(self._limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._limits.on_close(len(self.connections))
 
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # the body was not read, so no second request can follow
-            self.timeout_keep_alive = _LINGER_S
         super().on_response_complete()
+        # The body was not read, so no second request can follow.
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._stop_timer()
+            self._is_lingering = True
+            self._start_timer(self._limits.linger_s)
 
-    def _start_timer(self) -> None:
-        self._close_timer = self.loop.call_later(self._header_timeout_s, self.transport.close)
+    def _start_timer(self, timeout_s: float) -> None:
+        self._close_timer = self.loop.call_later(timeout_s, self.transport.abort)
 
     def _stop_timer(self) -> None:
         if self._close_timer is not None:
             self._close_timer.cancel()
             self._close_timer = None
+
+
+@attrs.frozen
+class HttpServer:
+    """A running server.
+
+    Attributes:
+        url: a URL at which this machine reaches it, with the bound port.
+        stop_accepting: refuses new connections; those that are open stay open.
+    """
+
+    url: str
+    stop_accepting: Callable[[], None]
 
 
 @contextmanager
@@ -116,17 +236,21 @@ def _address_error(host: str, port: int, error: Exception) -> StartError:
 
 @asynccontextmanager
 async def open_http_server(
-    app: ASGIApp, listener: socket.socket, *, header_timeout_s: float = HEADER_TIMEOUT_S
-) -> AsyncIterator[str]:
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    header_timeout_s: float = HEADER_TIMEOUT_S,
+    linger_s: float = LINGER_S,
+    max_connections: int | None = None,
+) -> AsyncIterator[HttpServer]:
     """Serve ``app`` until the block is left.
 
     Args:
         app: any ASGI application.
         listener: socket from ``bind_http``.
         header_timeout_s: the server closes a connection that has not sent its request headers by then.
-
-    Yields:
-        A URL at which this machine reaches the server, with the bound port.
+        linger_s: longest time, after a response, for a client that still sends its body.
+        max_connections: further connections get 503; None leaves descriptors for the rest of the process.
 
     Raises:
         StartError: another process listens at the address.
@@ -136,22 +260,33 @@ async def open_http_server(
         listener.listen(_BACKLOG)
     except OSError as error:
         raise _address_error(bound_host, bound_port, error) from error
+    limits = _ConnectionLimits(
+        max_connections=_default_connection_limit() if max_connections is None else max_connections,
+        header_timeout_s=header_timeout_s,
+        linger_s=linger_s,
+    )
     config = uvicorn.Config(
         app,
-        http=cast("type[H11Protocol]", partial(_PunctualProtocol, header_timeout_s=header_timeout_s)),
+        http=cast("type[H11Protocol]", partial(_PunctualProtocol, limits=limits)),
         lifespan="off",
         log_config=None,  # uvicorn's records go where all others do
         access_log=False,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = _Server(config)
+    server, loop = _Server(config), asyncio.get_running_loop()
+    previous = loop.get_exception_handler()
+    loop.set_exception_handler(limits.on_loop_error)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield _url(ip_address(bound_host), bound_port)
+        while not server.started and not serving.done():
+            await asyncio.sleep(0)  # the server awaits nothing else before it listens
+        yield HttpServer(_url(ip_address(bound_host), bound_port), server.stop_accepting)
     finally:
         server.should_exit = True
         await serving
+        loop.set_exception_handler(previous)
 
 
 def _url(host: IPv4Address | IPv6Address, port: int) -> str:

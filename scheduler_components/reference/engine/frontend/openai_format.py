@@ -6,7 +6,7 @@ The bodies have OpenAI's fields and those that vLLM and SGLang add: ``top_k``, `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -24,9 +24,12 @@ __all__ = [
     "CompletionBody",
     "CompletionLogprobs",
     "TokenId",
+    "LogitBias",
     "Usage",
     "UsageOptions",
     "by_tier",
+    "check_supported",
+    "sorted_bias",
     "stop_strings",
 ]
 
@@ -34,6 +37,7 @@ MAX_CHOICES = 128
 """Limit of prompts times ``n`` of one body. OpenAI has the same limit of ``n``."""
 
 _MAX_STOPS = 16
+_MAX_SHOWN = 64
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 
@@ -44,9 +48,17 @@ _Stop: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Stops: TypeAlias = _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=_MAX_STOPS)] | None
 
 
+LogitBias: TypeAlias = Annotated[dict[TokenId, float], msgspec.Meta(max_length=1024)]
+"""Bias per token id. JSON has texts as names, so each id is a text of digits there."""
+
+
 class _StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class _ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
 
 
 class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +86,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: Stops = None
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=64)] | None = None
+    logit_bias: LogitBias | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -84,6 +97,17 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
     return_cached_tokens_details: bool | None = None
+    # Refused, unless their value has no effect: see ``check_supported``.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    response_format: _ResponseFormat | None = None
+    structured_outputs: dict[str, msgspec.Raw] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def num_choices(self) -> int:
@@ -102,6 +126,11 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
     def generation_params(self, *, max_new_tokens: int | None, logprobs: int | None) -> GenerationParams:
         """Return the parameters of each output. Raises ConfigError for an invalid value."""
+        check_supported(self, _NEUTRAL)
+        if self.response_format is not None and self.response_format.type != "text":
+            raise _unsupported("response_format", self.response_format.type)
+        if self.min_tokens and not self.ignore_eos:  # otherwise nothing ends the text before ``max_tokens``
+            raise _unsupported("min_tokens", self.min_tokens)
         return GenerationParams(
             max_new_tokens=max_new_tokens,
             stop_token_ids=self.stop_token_ids or (),
@@ -113,6 +142,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
                 min_p=self.min_p or 0.0,
                 seed=self.seed,
                 logprobs=logprobs,
+                logit_bias=sorted_bias(self.logit_bias),
             ),
             stops=stop_strings(self.stop),
             include_stop_str=bool(self.include_stop_str_in_output),
@@ -122,9 +152,48 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_FREE_CHOICES = ("none", "auto")
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "structured_outputs": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "prompt_logprobs": (),
+}
+
+
+def check_supported(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Check fields that this engine does not implement. A client that sets one would get another text than it expects.
+
+    Args:
+        body: has the fields; None is always accepted.
+        neutral: the values without effect of each field.
+
+    Raises:
+        ConfigError: a field has another value.
+    """
+    for name, values in neutral.items():
+        given = getattr(body, name)
+        if given is not None and given not in values:
+            raise _unsupported(name, given)
+
+
+def _unsupported(name: str, given: object) -> ConfigError:
+    shown = given if isinstance(given, int | float) else str(given)[:_MAX_SHOWN]
+    return ConfigError(name, shown, "is not supported by this engine", "leave it out")
+
+
 def by_tier(cached: CachedTokens) -> dict[str, int]:
     """Format cached tokens as SGLang's ``cached_tokens_details``."""
     return {"device": cached.device, "host": cached.host, "storage": cached.storage}
+
+
+def sorted_bias(given: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+    """Return the biases that are not zero, in the order of their tokens."""
+    return tuple(sorted((token, bias) for token, bias in (given or {}).items() if bias))
 
 
 def stop_strings(given: Stops) -> tuple[str, ...]:
@@ -139,9 +208,12 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
 
     def params(self) -> GenerationParams:
         """Return the parameters of each output. Raises ConfigError for an invalid value."""
+        check_supported(self, {"best_of": (self.num_choices,), "suffix": ("",)})
         if self.echo and self.logprobs is not None:
             problem = "with logprobs requests logprobs of the prompt, which are not computed"
             raise ConfigError("echo", True, problem, "leave one of the two out")
@@ -187,9 +259,12 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tool_choice: str | dict[str, msgspec.Raw] | None = None
+    function_call: str | dict[str, msgspec.Raw] | None = None
 
     def params(self) -> GenerationParams:
         """Return the parameters of each output. Raises ConfigError for an invalid value."""
+        check_supported(self, {"tool_choice": _FREE_CHOICES, "function_call": _FREE_CHOICES})
         if self.top_logprobs and not self.logprobs:
             raise ConfigError("top_logprobs", self.top_logprobs, "has no effect without logprobs", "set logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -104,10 +104,12 @@ class TextFrontend:
     Attributes:
         frontend: dispatches the requests.
         codec: tokenizer of the model.
+        has_logits: the device computes logits; a simulated one does not, so a bias would have no effect.
     """
 
     frontend: Frontend
     codec: TextTokenizer
+    has_logits: bool = False
 
     async def encode(self, text: str) -> list[int]:
         """Tokenize a prompt."""
@@ -122,8 +124,10 @@ class TextFrontend:
         """Make the request for a prompt. With ``rid`` None the frontend chooses an id.
 
         Raises:
-            ConfigError: the prompt is empty, has a token that the model does not know, or does not fit the context.
+            ConfigError: the prompt is empty, has a token that the model does not know, or does not fit the context; or
+                a bias cannot have an effect.
         """
+        self._check_bias(params.sampling.logit_bias)
         return GenerateReqInput(
             rid=rid,
             input_ids=pack_tokens(self._check_prompt(prompt)),
@@ -159,6 +163,15 @@ class TextFrontend:
             hint = f"give ids below {self.codec.vocab_size}"
             raise ConfigError("prompt", largest, "is not a token of this model", hint)
         return prompt
+
+    def _check_bias(self, logit_bias: Sequence[tuple[int, float]]) -> None:
+        if not logit_bias:
+            return
+        if not self.has_logits:
+            raise ConfigError("logit_bias", len(logit_bias), "has no effect on a simulated model", "leave it out")
+        if (largest := max(token for token, _ in logit_bias)) >= self.codec.vocab_size:
+            hint = f"give ids below {self.codec.vocab_size}"
+            raise ConfigError("logit_bias", largest, "is not a token of this model", hint)
 
     def _limits(self, num_prompt_tokens: int, params: GenerationParams) -> SamplingLimits:
         context, max_new_tokens = self.codec.context_tokens, params.max_new_tokens

@@ -121,6 +121,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             dp=_dp_sync(config, parallel, peers),
         )
         opened.callback(scheduler.close)
+        opened.callback(scheduler.kv_events.publish_all_cleared)
         quiesce = make_quiesce_stepper(scheduler, state, groups=groups, weights=compute.weights, memory=compute.memory)
         internal = InternalState(
             providers=(BatcherSettings(batcher=scheduler.batcher), scheduler.batcher.budget.chunk_sizer, profiles)

@@ -40,7 +40,8 @@ class Request:
         rid: request id, unique among the requests in flight.
         token_ids: u32; the prompt, then the generated tokens.
         num_prompt_tokens: length of the prompt.
-        prompt_hash: CRC-32 of its tokens, from which a simulated device makes the text.
+        text_hash: CRC-32 of the prompt, and above temperature 0 of seed (or ``rid``) and temperature. A simulated
+            device makes the text from it.
         limits: when to stop.
         sampling: how tokens are chosen.
         logprobs: one entry per generated token if ``sampling`` requests them, else None.
@@ -66,7 +67,7 @@ class Request:
         "rid",
         "token_ids",
         "num_prompt_tokens",
-        "prompt_hash",
+        "text_hash",
         "limits",
         "sampling",
         "logprobs",
@@ -99,7 +100,7 @@ class Request:
         self.rid = _checked_rid(rid)
         self.token_ids = _as_token_array(input_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.prompt_hash = crc32(self.token_ids)
+        self.text_hash = _text_hash(rid, self.token_ids, sampling)
         self.limits = limits if limits is not None else SamplingLimits()
         self.sampling = sampling
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
@@ -187,6 +188,13 @@ def _checked_rid(rid: str) -> str:
     if not rid:
         raise ConfigError("rid", rid, "is empty", "give each request an id of its own")
     return rid
+
+
+def _text_hash(rid: str, prompt: array[int], sampling: SamplingParams) -> int:
+    if sampling.is_greedy:
+        return crc32(prompt)
+    seed = rid if sampling.seed is None else sampling.seed
+    return crc32(f"/{seed}/{sampling.temperature}".encode(), crc32(prompt))
 
 
 def _as_token_array(input_ids: Iterable[int]) -> array[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from scheduler_components import ConfigError
 from scheduler_components.errors import ComponentError
@@ -27,14 +27,26 @@ from scheduler_components.reference.engine.frontend.errors import (
 from scheduler_components.reference.engine.frontend.http_body import (
     BadBodyError,
     BodyReader,
+    BodyReceiver,
     BodyTimeoutError,
     BodyTooLargeError,
     component_error_response,
     json_response,
-    read_body,
+    respond_with_errors,
     run_until_disconnected,
     stream_response,
 )
+
+KIB = 1024
+
+
+async def read(bodies: BodyReceiver, request: Request, max_bytes: int = 1024 * KIB) -> bytes:
+    async with bodies.receive(request, max_bytes=max_bytes) as body:
+        return bytes(body)
+
+
+async def read_body(request: Request, timeout_s: float = 30.0, *, max_bytes: int = 1024 * KIB) -> bytes:
+    return await read(BodyReceiver(timeout_s=timeout_s), request, max_bytes)
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
@@ -74,7 +86,81 @@ def test_a_body_that_stops_halfway_is_a_timeout_with_its_length() -> None:
 
 def test_a_disconnect_in_the_body_is_a_disconnect() -> None:
     with pytest.raises(ClientDisconnect):
-        run(read_body(request_of(b"half", ends="disconnect"), None))
+        run(read_body(request_of(b"half", ends="disconnect")))
+
+
+def sized(*chunks: bytes, ends: str = "complete", length: int | None = None) -> Request:
+    """A request as of ``request_of`` that may announce its length."""
+    request = request_of(*chunks, ends=ends)
+    if length is not None:
+        request.scope["headers"] = [(b"content-length", str(length).encode())]
+    return request
+
+
+def test_a_body_that_announces_to_be_longer_is_refused_unread() -> None:
+    with pytest.raises(BodyTooLargeError):
+        run(read_body(sized(ends="wait", length=4), max_bytes=3))
+    assert run(read_body(sized(b"abc", length=3), max_bytes=3)) == b"abc"
+
+
+def test_all_bodies_together_are_bounded_and_small_ones_always_pass() -> None:
+    bodies = BodyReceiver(timeout_s=5, max_pending_bytes=256 * KIB)
+
+    async def scenario() -> None:
+        large = 200 * KIB * b"x"
+        async with bodies.receive(sized(large), max_bytes=1024 * KIB) as first:
+            assert len(first) == len(large)
+            with pytest.raises(TooBusyError, match="memory"):
+                await read(bodies, sized(large))
+            assert len(await read(bodies, sized(64 * KIB * b"y"))) == 64 * KIB
+        for ending in (sized(large), sized(large, ends="wait", length=10**9), sized(large)):
+            if ending.headers:
+                with pytest.raises(BodyTooLargeError):
+                    await read(bodies, ending)
+            else:
+                assert await read(bodies, ending) == large, "memory is given back"
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+
+
+def test_memory_is_given_back_after_each_failure() -> None:
+    bodies = BodyReceiver(timeout_s=0.05, max_pending_bytes=256 * KIB)
+    large = 200 * KIB * b"x"
+
+    async def scenario() -> None:
+        for _ in range(3):
+            with pytest.raises(BodyTimeoutError):
+                await read(bodies, sized(large, ends="wait"))
+            with pytest.raises(BodyTooLargeError):
+                await read(bodies, sized(large, large), 300 * KIB)
+            reading = asyncio.ensure_future(read(bodies, sized(large, ends="wait")))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            with pytest.raises(ValueError, match="handler"):
+                async with bodies.receive(sized(large)):
+                    raise ValueError("handler")
+        assert await read(bodies, sized(large)) == large
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+
+
+def answer(respond: Callable[[Request], Awaitable[Response]], asked: Request) -> Response:
+    async def call() -> Response:
+        return await respond_with_errors(respond)(asked)
+
+    return asyncio.run(call())
+
+
+def test_a_disconnect_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def respond(asked: Request) -> Response:
+        return PlainTextResponse(await read(BodyReceiver(), asked))
+
+    with caplog.at_level(logging.INFO):
+        assert answer(respond, request_of(ends="disconnect")).body == b""
+    assert caplog.records == []
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(read(BodyReceiver(), request_of(ends="disconnect")))
 
 
 class Inner(msgspec.Struct):

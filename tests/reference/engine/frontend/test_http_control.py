@@ -14,14 +14,20 @@ import attrs
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from observability.kv_stream import open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
 from scheduler_components.reference.engine.free_ports import default_kv_events
+from scheduler_components.reference.engine.frontend.control_queue import ControlQueue
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
-from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.frontend.frontend import Frontend, GenerateReqInput
+from scheduler_components.reference.engine.frontend.http_body import BodyReceiver
+from scheduler_components.reference.engine.frontend.http_control import MAX_CONTROL_BYTES, control_routes
 from scheduler_components.reference.engine.http_app import EngineStatus, make_app
 from scheduler_components.reference.engine.messages import pack_tokens, unpack_hashes
 from scheduler_components.values import BeginWeightUpdate, FlushCache, PauseMode
@@ -51,21 +57,21 @@ async def generate(engine: Engine, rid: str, max_new_tokens: int = 6) -> list[in
 class EngineBench:
     """An engine, a client of its routes, and a reader of its streams."""
 
-    def __init__(self, engine: Engine, client: httpx.AsyncClient, reader: object) -> None:
-        self.engine, self.client, self.reader = engine, client, reader
+    def __init__(self, engine: Engine, app: Starlette, client: httpx.AsyncClient, reader: object) -> None:
+        self.engine, self.app, self.client, self.reader = engine, app, client, reader
 
     @classmethod
     @asynccontextmanager
     async def open(cls, engine: Engine) -> AsyncIterator[EngineBench]:
-        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        app = make_app(engine, CollectorRegistry())
         addresses = parse_addresses(
             dict(EngineStatus(engine=engine).server_info()), parse_worker_url("http://127.0.0.1:1")
         )
         async with (
-            httpx.AsyncClient(transport=app, base_url="http://engine") as client,
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
             open_async_subscriber(addresses) as reader,
         ):
-            yield cls(engine, client, reader)
+            yield cls(engine, app, client, reader)
 
     async def post(self, path: str, **body: object) -> httpx.Response:
         return await self.client.post(path, content=json.dumps(body), timeout=40)
@@ -79,6 +85,11 @@ class EngineBench:
         """Return ``is_paused`` and ``is_sleeping``."""
         info = (await self.client.get("/server_info")).json()
         return info["is_paused"], info["is_sleeping"]
+
+    async def probes(self) -> tuple[int, int, str]:
+        """Return the status of ``/health`` and ``/ready``, and why the engine is not ready."""
+        alive, ready = await self.client.get("/health"), await self.client.get("/ready")
+        return alive.status_code, ready.status_code, ready.json().get("problem", "")
 
     async def generate_on_all(self, name: str) -> list[list[int]]:
         asked = [generate(self.engine, f"{name}-{number}") for number in range(4)]
@@ -120,6 +131,7 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
             assert await bench.routed_blocks() == none
             assert not waiting.done()
             assert (await bench.state()) == (True, False)
+            assert await bench.probes() == (200, 503, "generation is paused")
 
             # Other weights while requests wait: they are computed by these, and no old block is found again.
             parts = {"layer.0": base64.b64encode(b"new").decode(), "layer.1": base64.b64encode(b"newer").decode()}
@@ -143,12 +155,16 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
             assert (await bench.post("/release_memory_occupation")).status_code == 400
             assert await bench.routed_blocks() == none
             assert (await bench.state()) == (False, True)
+            assert await bench.probes() == (200, 503, "the engine is asleep (weights_offloaded)")
+            assert (await bench.client.get("/server_info")).json()["engine_sleep_state"] == "weights_offloaded"
             sleeping = asyncio.ensure_future(bench.generate_on_all("r"))
             await bench.done("/resume_memory_occupation", tags=["weights"])
             assert not sleeping.done()
+            assert await bench.probes() == (200, 503, "the engine is asleep (memory_released)")
             await bench.done("/resume_memory_occupation", tags=["kv_cache"])
             assert await sleeping == await waiting
             assert (await bench.state()) == (False, False)
+            assert await bench.probes() == (200, 200, "")
             assert await bench.routed_blocks() == renamed
 
             for path, body, problem in (
@@ -162,6 +178,9 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
                 answer = await bench.post(path, **body)
                 assert answer.status_code == 400 and problem in answer.text, answer.text
             assert (await bench.client.get("/flush_cache?timeout=soon")).status_code == 400
+            described = (await bench.client.get("/openapi.json")).json()["paths"]
+            router = bench.app.router.routes
+            assert {each.path_format for each in router if isinstance(each, Route)} == set(described)
 
     run_engine(attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)), scenario)
 
@@ -176,3 +195,44 @@ def test_a_rank_that_dies_in_an_update_is_named() -> None:
                 await engine.control.send(FlushCache(20.0))
 
     run_engine(attrs.evolve(SMALL, dp_size=1), scenario)
+
+
+# --- bodies, without an engine ---
+
+
+def post_body(path: str, body: bytes | AsyncIterator[bytes], timeout_s: float = 30.0) -> httpx.Response:
+    control = ControlQueue(frontend=Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[])))
+    app = Starlette(routes=control_routes(control, None, BodyReceiver(timeout_s=timeout_s)))
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post(path, content=body)
+
+    return asyncio.run(asyncio.wait_for(send(), timeout=20))
+
+
+def test_only_a_weight_update_may_have_a_large_body() -> None:
+    large = b" " * (MAX_CONTROL_BYTES + 1)
+    for path in ("/pause_generation", "/release_memory_occupation", "/update_weights_from_disk"):
+        answer = post_body(path, large)
+        assert (answer.status_code, "65536 bytes" in answer.json()["error"]["message"]) == (413, True)
+    assert post_body("/update_weights", large).status_code == 400
+
+
+def test_the_body_of_a_control_request_has_a_deadline() -> None:
+    """Found with connections that sent half of 64 MiB and stayed."""
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    answer = post_body("/update_weights", half(), timeout_s=0.05)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        408,
+        "body: is incomplete after 0.05 s (1 bytes)",
+    )
+
+
+def test_a_simulated_model_has_no_files() -> None:
+    answer = post_body("/update_weights_from_disk", b'{"model_path": "/etc/passwd"}')
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "model_path"

@@ -156,6 +156,8 @@ BAD_BODIES = [
     ({"text": ""}, "prompt"),
     ({"input_ids": [1], "data_parallel_rank": 1}, "data_parallel_rank"),
     ({"input_ids": [1], "sampling_params": {"stop": ""}}, "stop"),
+    ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "regex"),
+    ({"input_ids": [1], "sampling_params": {"n": 2}}, "n"),
     ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop"),
     ({"input_ids": [1], "text": "hello"}, "text"),
     ({"input_ids": [1], "rid": ""}, "rid"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -467,22 +468,63 @@ def test_a_long_prompt_is_tokenized_in_a_thread(make_served: Callable[..., Any])
     assert seen == [(False, True), (True, False), (True, False)]
 
 
+@pytest.mark.parametrize(
+    ("field", "refused", "neutral"),
+    [
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("tool_choice", "required", "auto"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "none"),
+        ("function_call", {"name": "f"}, "none"),
+        ("logit_bias", {"5": -100}, {}),
+        ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", -0.5, 0.0),
+        ("repetition_penalty", 1.1, 1.0),
+        ("min_tokens", 3, 0),
+        ("regex", "a+", None),
+        ("structured_outputs", {"choice": ["a"]}, None),
+    ],
+)
+def test_a_field_without_effect_is_refused_in_openai_s_form(
+    make_served: Callable[..., Any], field: str, refused: object, neutral: object
+) -> None:
+    """An answer that ignores such a field looks like one that follows it."""
+
+    async def scenario(client: Any) -> None:
+        asked = {"model": "any", "messages": [{"role": "user", "content": "one"}], "max_tokens": 1}
+        with pytest.raises(openai.BadRequestError) as raised:
+            await client.chat.completions.create(**asked, extra_body={field: refused})
+        assert raised.value.body["param"] == field
+        assert re.search("not supported|no effect", raised.value.body["message"])
+        await client.chat.completions.create(**asked, extra_body={field: neutral})
+
+    use(make_served(), scenario)
+
+
+def test_a_completion_refuses_what_only_it_has(make_served: Callable[..., Any]) -> None:
+    async def scenario(client: Any) -> None:
+        for fields in ({"best_of": 3}, {"best_of": 1, "n": 2}, {"suffix": "end"}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
+                await client.completions.create(model="any", prompt="one", max_tokens=1, **fields)
+        for fields in ({"best_of": 2, "n": 2}, {"suffix": ""}, {"extra_body": {"min_tokens": 1, "ignore_eos": True}}):
+            await client.completions.create(model="any", prompt="one", max_tokens=1, **fields)
+
+    use(make_served(), scenario)
+
+
 def test_unknown_fields_are_logged_once_and_ignored(
     make_served: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(client: Any) -> None:
-        extra = {"repetition_penalty": 1.0, "stream_options": {"wild": 1}, "lora_path": None}
+        extra = {"custom_params": 1.0, "stream_options": {"wild": 1}, "lora_path": None, "priority": 3}
         for _ in range(3):
-            answer = await client.completions.create(
-                model="any", prompt="one", max_tokens=2, presence_penalty=0.5, extra_body=extra
-            )
+            answer = await client.completions.create(model="any", prompt="one", max_tokens=2, extra_body=extra)
             assert answer.usage.completion_tokens == 2
 
     with caplog.at_level(logging.WARNING):
         use(make_served(), scenario)
     named = [record.getMessage() for record in caplog.records]
     assert len(named) == 3
-    for name in ("repetition_penalty", "stream_options.wild", "presence_penalty"):
+    for name in ("custom_params", "stream_options.wild", "priority"):
         assert sum(repr(name) in text for text in named) == 1
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from scheduler_components import StartError
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher
 from scheduler_components.reference.engine.frontend.frontend import Frontend
+from scheduler_components.reference.engine.frontend.http_body import BodyReceiver
 from scheduler_components.reference.engine.frontend.http_generate import GenerateEndpoint
-from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components.reference.engine.frontend.http_server import bind_http, connection_limit, open_http_server
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
@@ -38,18 +43,18 @@ APP = Starlette(routes=[Route("/", hello)])
 @asynccontextmanager
 async def serving(app: Starlette, **settings: float) -> AsyncIterator[str]:
     with bind_http("127.0.0.1", 0) as listener:
-        async with open_http_server(app, listener, **settings) as url:
-            yield url
+        async with open_http_server(app, listener, **settings) as server:
+            yield server.url
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_it_serves_at_its_url_and_releases_the_port(host: str) -> None:
     async def scenario() -> str:
         with bind_http(host, 0) as listener:
-            async with open_http_server(APP, listener) as url, httpx.AsyncClient() as client:
-                assert (await client.get(url)).text == "hello"
-            assert "0.0.0.0" not in url
-            return url
+            async with open_http_server(APP, listener) as server, httpx.AsyncClient() as client:
+                assert (await client.get(server.url)).text == "hello"
+            assert "0.0.0.0" not in server.url
+            return server.url
 
     url = httpx.URL(asyncio.run(asyncio.wait_for(scenario(), timeout=20)))
     socket.create_server((url.host, url.port)).close()
@@ -81,7 +86,7 @@ def test_an_address_that_was_taken_in_the_meantime_is_a_start_error() -> None:
 def test_incomplete_bodies_time_out_and_complete_ones_are_served() -> None:
     frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
     text = TextFrontend(frontend=frontend, codec=WordTokenizer())
-    generate = Route("/generate", GenerateEndpoint(text=text, body_timeout_s=0.5), methods=["POST"])
+    generate = Route("/generate", GenerateEndpoint(text=text, bodies=BodyReceiver(timeout_s=0.5)), methods=["POST"])
     half = b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100\r\n\r\n" + 50 * b"["
 
     async def send_half(url: str) -> bytes:
@@ -135,6 +140,133 @@ def test_incomplete_headers_time_out_and_slow_responses_do_not() -> None:
                 assert (await asked).text == "slow"
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+
+
+def test_a_client_that_keeps_sending_after_its_response_is_disconnected() -> None:
+    """Found with a client that sent one byte per second after its 408: each byte extended the time to read it."""
+
+    async def scenario() -> None:
+        frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+        endpoint = GenerateEndpoint(
+            text=TextFrontend(frontend=frontend, codec=WordTokenizer()), bodies=BodyReceiver(timeout_s=0.1)
+        )
+        app = Starlette(routes=[Route("/generate", endpoint, methods=["POST"])])
+        async with serving(app, linger_s=0.3) as url:
+            place = urlsplit(url)
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: engine\r\ncontent-length: 100000\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408 ")
+            num_sent = 0
+            while not reader.at_eof() and reader.exception() is None:
+                num_sent += 1
+                assert num_sent < 500, "the server still listens"
+                writer.write(b"x")
+                with suppress(asyncio.TimeoutError, ConnectionError):
+                    await asyncio.wait_for(reader.read(1000), 0.02)
+            writer.close()
+            assert num_sent > 2
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+
+
+def test_connections_beyond_the_limit_get_503_and_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def status(url: str) -> bytes:
+        place = urlsplit(url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def scenario() -> None:
+        async with serving(APP, max_connections=10) as url:
+            place = urlsplit(url)
+            for _ in range(2):
+                idle = [await asyncio.open_connection(place.hostname, place.port) for _ in range(10)]
+                answers = await asyncio.gather(*(status(url) for _ in range(50)))
+                assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
+                assert b"10 connections are open, which is the limit" in answers[0]
+                for _, writer in idle:
+                    writer.close()
+                async with httpx.AsyncClient() as client:
+                    answer = None
+                    while answer is None or answer.status_code == 503:  # until the server has noticed the closes
+                        answer = await client.get(url)
+                    assert answer.text == "hello"
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(scenario(), timeout=60))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) in (3, 4), lines  # the second episode may still be open at the end
+    assert "accepting HTTP connections failed" in lines[0] and "works again after" in lines[1]
+
+
+@given(st.integers(0, 2**20), st.integers(0, 2**20))
+def test_the_limit_of_connections_leaves_descriptors_for_the_process(soft_limit: int, num_open: int) -> None:
+    limit = connection_limit(soft_limit, num_open)
+    assert 8 <= limit <= 16_384
+    assert limit == 8 or limit + num_open + 128 < soft_limit
+    assert connection_limit(1024, 30) == 802, "the documented example"
+
+
+def test_a_stream_whose_client_has_gone_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Found with 3,000 aborted streams: asyncio wrote 6,000 lines, one per event that was already in a queue."""
+    gone = asyncio.Event()
+
+    async def stream(_: Request) -> StreamingResponse:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: first\n\n"
+            await gone.wait()
+            for _ in range(100):
+                yield b"data: next\n\n"
+
+        return StreamingResponse(events())
+
+    async def scenario() -> None:
+        async with serving(Starlette(routes=[Route("/", stream)])) as url:
+            place = urlsplit(url)
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n")
+            await reader.readuntil(b"first")
+            writer.transport.abort()
+            gone.set()
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{url}/missing")).status_code == 404
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    assert caplog.records == []
+
+
+def test_a_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio reports it for each connection that it could not accept, hundreds in a row."""
+
+    async def scenario() -> None:
+        async with serving(APP):
+            for _ in range(300):
+                context = {
+                    "message": "socket.accept() out of system resource",
+                    "exception": OSError(errno.EMFILE, "Too many open files"),
+                }
+                asyncio.get_running_loop().call_exception_handler(context)
+            asyncio.get_running_loop().call_exception_handler({"message": "another error"})
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    assert [record.getMessage()[:26] for record in caplog.records] == ["accepting HTTP connections", "another error"]
+
+
+def test_a_server_that_stops_accepting_still_serves_its_connections() -> None:
+    async def scenario() -> None:
+        with bind_http("127.0.0.1", 0) as listener:
+            async with open_http_server(APP, listener) as server, httpx.AsyncClient() as client:
+                assert (await client.get(server.url)).text == "hello"
+                server.stop_accepting()
+                assert (await client.get(server.url)).text == "hello"
+                place = urlsplit(server.url)
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection(place.hostname, place.port)
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=20))
 
 
 def test_idle_connections_stay_open_for_longer_than_clients_use_them(monkeypatch: pytest.MonkeyPatch) -> None:

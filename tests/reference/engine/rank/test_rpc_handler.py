@@ -103,7 +103,7 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
     async def scenario() -> None:
         async with open_engine(attrs.evolve(config, profile_directory=str(tmp_path)), show=print) as engine:
             app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
-            async with httpx.AsyncClient(transport=app, base_url="http://engine") as client:
+            async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
                 response = await client.post("/set_internal_state", json={"server_args": {"chunk_tokens": 8}})
                 assert response.json() == {"updated": True, "server_args": {"chunk_tokens": 8}}
                 states = (await client.get("/get_internal_state")).json()["internal_states"]

@@ -57,7 +57,7 @@ def test_a_stalled_rank_is_reported_over_http_and_with_its_stacks(private_tmp: P
             app = make_app(engine, CollectorRegistry())
             request = GenerateReqInput(input_ids=pack_tokens(range(40)), limits=SamplingLimits(max_new_tokens=5))
             async with (
-                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client,
+                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
                 engine.frontend.open_request(request),
             ):
                 while "stuck" not in (problem := (await client.get("/health")).text):
