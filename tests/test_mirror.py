@@ -50,6 +50,8 @@ TOGETHER = {
 SUBJECTS = {
     "benchmarks": "tests of benchmarks/",
     "refactor": "docs/refactor, and the package of that name",
+    "observability/test_alerts.py": "the alert rules",
+    "test_deploy.py": "the files of deploy/",
     "test_docs.py": "the documents",
     "test_examples.py": "docs/examples",
     "test_layers.py": "imports of all modules",
