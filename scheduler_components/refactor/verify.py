@@ -150,10 +150,10 @@ def find_residuals(
 
 def _diff(expected: bytes, actual: bytes) -> str:
     try:
-        texts = [content.decode().splitlines(keepends=True) for content in (expected, actual)]
+        wanted, made = (content.decode().splitlines(keepends=True) for content in (expected, actual))
     except UnicodeDecodeError:
         return ""
-    lines = difflib.unified_diff(*texts, "recipe", "commit", n=2)
+    lines = difflib.unified_diff(wanted, made, "recipe", "commit", n=2)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ no newline at the end\n" for line in lines)
 
 

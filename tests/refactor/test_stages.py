@@ -29,9 +29,9 @@ from serving_parts.request import Outbox
 from serving_parts.surroundings import Surroundings
 from stages import GUIDE, STAGES
 
-from scheduler_components import ParallelState
+from scheduler_components import LoadInquirer, ParallelState, RadixCache
 from scheduler_components.component_lint import RULES, ComponentChecker
-from scheduler_components.refactor import Coverage, ModuleTree, first_difference, play
+from scheduler_components.refactor import Coverage, ModuleTree, Shadow, first_difference, play
 from scheduler_components.refactor.recording import RAISED
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("written")]
@@ -110,6 +110,33 @@ def replayed(tree: ModuleTree, directory: Path) -> list[list[bytes]]:
                 return answers
         finally:
             scheduler.close()
+
+
+def test_the_kits_load_inquirer_follows_that_of_the_fourth_stage(trees: dict[str, ModuleTree]) -> None:
+    """The last step in production: both components report the same load, and a wrong one is counted."""
+    tree, parallel = trees["stage_4_ports"], ParallelState.trivial()
+    for uses_another_pool in (False, True):
+        scheduler = tree.load("scheduler_stage.scheduler").open_scheduler(
+            Surroundings(
+                settings=Settings(),
+                parallel=parallel,
+                registry=CollectorRegistry(),
+                outbox=Outbox(lambda output: None),
+                clock=tree.clock,
+            )
+        )
+        shadow = Shadow("load")
+        old_clock, new_clock = shadow.tee("clock", tree.clock, exact=False)
+        ports = {"parallel": parallel, "queues": scheduler, "rates": scheduler.rates}
+        old = tree.load("scheduler_stage.load").Load(clock=old_clock, pool=scheduler.cache, **ports)
+        pool = RadixCache(page_size=4, capacity_tokens=64) if uses_another_pool else scheduler.cache
+        new = LoadInquirer(clock=new_clock, pool=pool, **ports)
+        scheduler.load = scheduler.metrics.load = shadow.component(old, new, calls=("get_loads",))
+        for number, action in enumerate([*CROWD, Steps(30, 0.1)]):
+            act(scheduler, number, action, tree.clock.advance, [])
+        stats = shadow.stats()
+        assert (stats.calls, stats.failures) == (30, 0)
+        assert bool(stats.differences) == uses_another_pool
 
 
 @pytest.mark.parametrize("stage", STAGES)
