@@ -35,7 +35,7 @@ def test_every_case_has_its_files_and_its_section() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_before_and_after_send_the_same(case: str) -> None:
     old, new = (case_version(CASES_FOLDER / case / f"{name}.py") for name in ("before", "after"))
-    coverage, found = find_difference(harness, old, new, count=60, derandomize=True)
+    coverage, found = find_difference(harness, old, new, count=30, derandomize=True)
     assert found is None, found
     assert coverage.payloads["sent"] > 100
 
@@ -47,7 +47,7 @@ def test_the_wrong_move_is_found(case: str, tmp_path: Path) -> None:
     assert text.count(right) == 1
     (tmp_path / "wrong.py").write_text(text.replace(right, wrong))
     old, new = (case_version(file) for file in (CASES_FOLDER / case / "before.py", tmp_path / "wrong.py"))
-    _, found = find_difference(harness, old, new, count=60, derandomize=True)
+    _, found = find_difference(harness, old, new, count=30, derandomize=True)
     assert found is not None
     assert sum(map(len, found.workload.steps)) <= 3
     assert word in found.difference.problem
