@@ -183,6 +183,10 @@ class ModelOptions:
     ] = None
     dtype: Annotated[ModelDtype, Parameter(help="Type of weights, keys and values.")] = "float32"
     device: Annotated[str, Parameter(help="Device: cpu, cuda or cuda:N.")] = "cpu"
+    allow_untested_model: Annotated[
+        bool,
+        Parameter(show_default=False, help="Serve a model of a type that was never compared with its own attention."),
+    ] = False
 
     def spec(self) -> ModelSpec | None:
         """Inspect the model; None without ``--model``.
@@ -192,15 +196,28 @@ class ModelOptions:
             MissingExtraError: a library of an extra is not installed.
         """
         if self.model is None:
-            for name in ("dtype", "device"):
+            for name in ("dtype", "device", "allow_untested_model"):
                 if (value := getattr(self, name)) != getattr(_SIMULATED, name):
                     raise ConfigError(name, value, "has no effect by itself", "add --model")
             return None
         require_modules("torch", "transformers", "gguf", "accelerate", otherwise="leave --model out")
         # Other commands, and an engine without a model, must start without torch.
+        from scheduler_components.reference.device.file_model_digest import DigestMemory
         from scheduler_components.reference.device.torch_model import inspect_model
 
-        return inspect_model(self.model, dtype=self.dtype, device=self.device)
+        return inspect_model(
+            self.model,
+            dtype=self.dtype,
+            device=self.device,
+            digests=DigestMemory(_cache_directory() / "model-digests.json"),
+            allow_untested=self.allow_untested_model,
+        )
+
+
+def _cache_directory() -> Path:
+    """Return the user's directory for files that can be made again, by the XDG base directory specification."""
+    base = os.environ.get("XDG_CACHE_HOME")  # noqa: SCH007 - the command line reads the environment
+    return (Path(base) if base else Path.home() / ".cache") / "scheduler-components"
 
 
 _POLICY = HiCachePolicy()

@@ -59,8 +59,9 @@ class ModelSpec:
         tokens: the accepted tokens.
         weight_bytes: size of the loaded model in ``dtype``.
         max_tp_size: the layers can be sharded over any number of attention-TP ranks that divides this number.
-        identity: a digest of configuration and weights. Pages of equal identity, layout and dtype are
-            interchangeable.
+        config_digest: a digest of the configuration. Weights of a model with another one compute something else.
+        identity: a digest of the configuration and of all bytes of the weights. Pages of equal identity, layout and
+            dtype are interchangeable.
     """
 
     path: str
@@ -70,6 +71,7 @@ class ModelSpec:
     tokens: TokenSpec
     weight_bytes: int
     max_tp_size: int = 1
+    config_digest: str = ""
     identity: str
 
     @property

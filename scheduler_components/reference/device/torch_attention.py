@@ -18,18 +18,20 @@ overwrites the rows of a failed request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from scheduler_components import ConfigError
 
 __all__ = [
     "PAGED_ATTENTION",
+    "PROBED_ATTENTION",
     "AttentionBackend",
     "DecodeGroup",
     "KvLayers",
@@ -43,6 +45,9 @@ __all__ = [
 
 PAGED_ATTENTION = "scheduler_components_paged"
 """The name of ``paged_attention`` in transformers' registry."""
+
+PROBED_ATTENTION = "scheduler_components_probed"
+"""The name of ``paged_attention`` with a mask function that refuses masks other than the causal one."""
 
 _ALIKE_PAGES = 16
 """Decodes of up to this many pages share one call. Longer ones share it with decodes of up to twice their pages."""
@@ -76,7 +81,7 @@ def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature; made for no registered name
+    attention_mask: torch.Tensor | None,
     *,
     paged: AttentionBackend | None = None,
     scaling: float | None = None,
@@ -91,6 +96,8 @@ def paged_attention(
     for name in _CHANGES_ATTENTION:
         if kwargs.get(name) is not None:
             raise ConfigError("model", name, "is an attention argument that paged attention does not support", hint)
+    if attention_mask is not None:  # transformers makes none for a name without a mask function
+        raise ConfigError("model", "a mask of its own", "is not applied by paged attention", hint)
     if not module.is_causal:
         raise ConfigError("model", "attention to later tokens", "cannot be paged", hint)
     if paged is None:
@@ -105,9 +112,22 @@ def paged_attention(
     return rows[None], None
 
 
+def _refuse_other_masks(*, mask_function: Callable[..., object], **_: object) -> None:
+    """Stand in for a mask. transformers passes the function that says which position a position attends to.
+
+    Raises:
+        ConfigError: it is not the causal one: a window, chunks, both directions, or more.
+    """
+    if mask_function is not causal_mask_function:
+        hint = "serve a model with full causal attention"
+        raise ConfigError("model", "a mask that is not plain causal", "is not applied by paged attention", hint)
+
+
 def register_paged_attention() -> None:
-    """Let transformers load models with ``attn_implementation=PAGED_ATTENTION``. Idempotent."""
+    """Let transformers load models with ``PAGED_ATTENTION`` and ``PROBED_ATTENTION``. Idempotent."""
     AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+    AttentionInterface.register(PROBED_ATTENTION, paged_attention)
+    AttentionMaskInterface.register(PROBED_ATTENTION, _refuse_other_masks)
 
 
 class KvLayers(Protocol):

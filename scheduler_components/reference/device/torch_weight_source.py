@@ -52,8 +52,8 @@ def read_weights(path: str | Path, served: ModelSpec) -> ModelTensors:
     Raises:
         ConfigError: the model cannot be loaded, or its weights do not fit the served model.
     """
-    found = inspect_model(path, dtype=served.dtype)
+    found = inspect_model(path, dtype=served.dtype, allow_untested=True)  # of the served type, or refused below
     if attrs.evolve(found, path=served.path, device=served.device, identity=served.identity) != served:
-        hint = "give weights of the same shapes, layers and vocabulary"
+        hint = "give weights of the same configuration"
         raise ConfigError("model_path", str(path), f"is another model than {served.path}", hint)
     return ModelTensors(load_model(found).state_dict(), found.identity)

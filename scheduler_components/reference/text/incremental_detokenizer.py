@@ -1,8 +1,7 @@
 """Turn streamed tokens into text: whole characters, up to the first stop string. Pure.
 
 Two kinds of text must wait. A character may need several tokens, so text that ends in U+FFFD waits for more tokens.
-Text
-that may begin a stop string waits until it does or does not. The rules:
+Text that may begin a stop string waits until it does or does not. The rules:
 
 - The joined pieces equal the text of all tokens up to the stop string, for any split of the tokens.
 - Tokens are decoded together with the tokens before them, because some tokenizers write a space between two words and
@@ -71,11 +70,12 @@ class IncrementalDetokenizer:
 
     def _certain(self, *, is_last: bool) -> tuple[int, str]:
         """Return how many tokens form whole characters, and their text. Later tokens may begin a character."""
+        num_late = 0  # without tokens that have no text, which may be between the bytes of a character
         for num_certain in range(len(self._token_ids), self._num_read, -1):
             text = self.codec.decode(self._token_ids[:num_certain])
-            num_late = len(self._token_ids) - num_certain
             if is_last or num_late == _LATE_TOKENS or not text.endswith(_REPLACEMENT):
                 return num_certain, text
+            num_late += bool(self.codec.decode(self._token_ids[num_certain - 1 : num_certain]))
         return self._num_read, ""
 
     def _up_to_stop(self, text: str, *, is_last: bool) -> str:

@@ -76,7 +76,7 @@ def open_model_tokenizer(path: str | Path, *, vocab_size: int, context_tokens: i
     place = Path(path).absolute()
     folder, file = (place.parent, {"gguf_file": place.name}) if place.is_file() else (place, {})
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **file)
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **file)
     except Exception as error:
         problem = f"has no tokenizer that can be read ({first_line(error)})"
         raise ConfigError("model", str(place), problem, "put its tokenizer.json next to the weights") from error

@@ -6,6 +6,7 @@ stream are those of the cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy, MemoryPageStore
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+from scheduler_components.values import FinishReason
 
 pytestmark = pytest.mark.model
 
@@ -35,14 +37,15 @@ class KeptStore(MemoryPageStore):
 
 
 class ModelMachine(RuleBasedStateMachine):
-    def __init__(self, model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
+    def __init__(self, model: PreTrainedModel, judge: GreedyTextVerifier, reached: Counter[str]) -> None:
         super().__init__()
-        self.model, self.judge = model, judge
+        self.model, self.judge, self.reached = model, judge, reached
 
     @initialize(
         num_pages=st.sampled_from([9, 12, 16, 30]),
         chunk=st.sampled_from([1, 3, 4, 7, 40]),
         slots=st.sampled_from([1, 3, 4]),
+        new_token_ratio=st.sampled_from([0.0, 0.7]),
         host_pages=st.sampled_from([0, 8, 24, 60]),
         has_store=st.booleans(),
         late_steps=st.lists(st.integers(0, 3), min_size=1, max_size=4),
@@ -60,6 +63,7 @@ class ModelMachine(RuleBasedStateMachine):
         num_pages: int,
         chunk: int,
         slots: int,
+        new_token_ratio: float,
         host_pages: int,
         has_store: bool,
         late_steps: list[int],
@@ -73,6 +77,8 @@ class ModelMachine(RuleBasedStateMachine):
             "chunk_tokens": chunk,
             "max_prefill_tokens": 2 * chunk,
             "max_running_requests": slots,
+            "new_token_ratio": new_token_ratio,
+            "min_new_token_ratio": 0.0,
         }
         self.open()
 
@@ -135,7 +141,18 @@ class ModelMachine(RuleBasedStateMachine):
         """The engine is gone in the middle of whatever it did; storage alone is left."""
         self.bench.verify_texts()
         self.bench.judge_pages()
+        self.count()
         self.open()
+
+    def count(self) -> None:
+        """Count what the histories have reached, because a search that reaches nothing finds nothing."""
+        scheduler, requests = self.bench.scheduler, self.bench.requests
+        tiers = scheduler.tiers.stats()
+        self.reached["preemptions"] += sum(request.num_retractions for request in requests)
+        self.reached["evictions"] += scheduler.request_metrics.counters.evicted_tokens_total
+        self.reached["reloads"] += 0 if tiers is None else tiers.pages_loaded
+        self.reached["reads from storage"] += 0 if tiers is None else tiers.pages_prefetched
+        self.reached["aborts"] += sum(request.finish_reason is FinishReason.ABORT for request in requests)
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
@@ -144,9 +161,13 @@ class ModelMachine(RuleBasedStateMachine):
             self.bench.judge_pages()
             self.bench.scheduler.cache.check_integrity()
             assert self.bench.scheduler.cache.used_tokens == 0
+            self.count()
             self.bench.close()
 
 
 def test_any_history_gives_the_text_of_generate(paged_model: PreTrainedModel, judge: GreedyTextVerifier) -> None:
     searched: Any = settings(max_examples=settings().max_examples // _EXAMPLES_IN, stateful_step_count=20)
-    run_state_machine_as_test(partial(ModelMachine, paged_model, judge), settings=searched)
+    reached: Counter[str] = Counter()
+    run_state_machine_as_test(partial(ModelMachine, paged_model, judge, reached), settings=searched)
+    unreached = [what for what in ("preemptions", "evictions", "reloads", "aborts") if not reached[what]]
+    assert not unreached, f"no history has {' or '.join(unreached)}: {dict(reached)}"

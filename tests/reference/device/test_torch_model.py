@@ -43,6 +43,16 @@ SIZES: dict[str, Any] = {
 }
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
     """``make_folder("Qwen2", **sizes)``: a random model of a family, saved."""
@@ -59,7 +69,7 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
 
 def refusal_of(path: Path, **options: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        inspect_model(path, **options)
+        inspect_model(path, **{"allow_untested": True} | options)
     text = str(refused.value)
     assert "\n" not in text
     return text
@@ -76,7 +86,9 @@ def refusal_of(path: Path, **options: Any) -> str:
         ("Mistral", {"sliding_window": None}),
     ],
 )
-def test_no_model_is_known_by_name(make_folder: Callable[..., Path], family: str, sizes: dict[str, Any]) -> None:
+def test_models_of_many_types_give_the_tokens_of_generate(
+    make_folder: Callable[..., Path], family: str, sizes: dict[str, Any]
+) -> None:
     """Rotary and learned positions, heads of their own and shared ones, experts: all that use the interface."""
     folder = make_folder(family, **sizes)
     spec = inspect_model(folder)
@@ -103,8 +115,12 @@ def test_no_model_is_known_by_name(make_folder: Callable[..., Path], family: str
 @pytest.mark.parametrize(
     ("family", "sizes", "why"),
     [
-        ("Mistral", {"sliding_window": 8}, "sliding_window"),
-        ("Bert", {}, "later tokens"),
+        ("Mistral", {"sliding_window": 8}, "has sliding_window=8 below its 256 positions"),
+        ("Bert", {}, "a mask that is not plain causal"),
+        ("DiffLlama", {}, "layer 0 calls attention twice"),
+        ("Phimoe", {"num_local_experts": 4, "sliding_window": 8}, "has sliding_window=8"),
+        ("Llama", {"rope_parameters": DYNAMIC}, "rope_type='dynamic'"),
+        ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}, "rope_type='longrope'"),
         ("Mamba", {}, "linear_attention"),
         ("Bloom", {"n_head": 4}, "0 of its 2 layers"),
         ("Falcon", {}, "without transformers' interface"),
@@ -133,6 +149,8 @@ def test_several_tokens_may_end_an_answer(make_model_folder: Callable[..., Path]
     place = tmp_path / "generation_config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"eos_token_id": [2, 5]}))
     assert inspect_model(tmp_path).tokens.eos_token_ids == (2, 5)
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"eos_token_id": ["x"]}))
+    assert "eos_token_id='x'" in refusal_of(tmp_path)
     place.write_text("{")
     assert "generation_config.json" in refusal_of(tmp_path)
 
@@ -143,6 +161,76 @@ def test_the_identity_is_of_weights_and_configuration(make_model_folder: Callabl
     assert inspect_model(tmp_path / "copy").identity == inspect_model(folder).identity
     others = (make_model_folder(seed=1), make_model_folder(rms_norm_eps=1e-3))
     assert len({inspect_model(each).identity for each in (folder, *others)}) == 3
+
+
+def test_an_untested_type_needs_the_consent_of_the_operator(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("Llama")
+    place = folder / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"model_type": "arcee"}))
+    assert "is of type 'arcee', which was never compared" in refusal_of(folder, allow_untested=False)
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
+def test_the_identity_depends_on_every_tensor(model_folder: Path, tmp_path: Path, place: float) -> None:
+    """Samples of a file missed a partial merge, and pages of one model were read for another."""
+    shutil.copytree(model_folder, tmp_path / "edited")
+    weights = tmp_path / "edited" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    weights.write_bytes(content)
+    assert inspect_model(tmp_path / "edited").identity != inspect_model(model_folder).identity
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"max_position_embeddings": -5}, "max_position_embeddings=-5"),
+        ({"max_position_embeddings": "many"}, "has a configuration that it refuses"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"eos_token_id": "x"}, "has a configuration that it refuses"),
+        ({"eos_token_id": [2, 320]}, "eos_token_id=320"),
+    ],
+)
+def test_a_configuration_beyond_its_bounds_is_refused(
+    model_folder: Path, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    place = tmp_path / "model" / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | change))
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    assert why in refusal_of(tmp_path / "model")
+
+
+def test_code_in_a_models_folder_does_not_run_and_nothing_is_asked(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on stdin whether to run it, and ran it after a `y`."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n")
+    auto_map = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    place = folder / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"auto_map": auto_map, "model_type": "own"}))
+
+    def ask(*_: object) -> str:
+        raise AssertionError("stdin was read")
+
+    monkeypatch.setattr("builtins.input", ask)
+    assert "is no model that transformers knows" in refusal_of(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_the_configuration_does_not_use_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    """A model of three layers, of which the configuration names two."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has 1 weights that its configuration does not use \(model.layers.2.mlp"):
+        load_model(inspect_model(folder))
 
 
 def _no_config(folder: Path) -> None:
@@ -253,7 +341,7 @@ def test_a_model_with_other_masks_or_positions_is_found_by_its_logits(
         def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: object) -> Any:
             return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-    monkeypatch.setattr(torch_model, "pack_batch", lambda *_: (Otherwise(), []))
+    monkeypatch.setattr(torch_model, "pack_batch", lambda _, decodes, __: (Otherwise(), [*range(len(decodes))]))
     with pytest.raises(ConfigError, match=r"differ by \d+% from those of its own attention"):
         load_model(inspect_model(model_folder))
 

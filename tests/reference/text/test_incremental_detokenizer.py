@@ -59,6 +59,17 @@ def test_pieces_are_the_whole_text_in_whole_characters(text: str, cuts: Sequence
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in got) or "\N{REPLACEMENT CHARACTER}" in text
 
 
+@given(st.text(max_size=12), st.lists(st.integers(0, 60), max_size=12), CUTS)
+@example("😀", [1, 2, 3], range(10))
+@example("a😀b", [2, 2, 2, 4], range(10))
+def test_tokens_without_text_do_not_split_a_character(text: str, places: list[int], cuts: Sequence[int]) -> None:
+    tokens = ByteCodec().encode(text)
+    for place in places:
+        tokens.insert(place % (len(tokens) + 1), 256)
+    got = pieces(IncrementalDetokenizer(codec=ByteCodec()), tokens, cuts)
+    assert "".join(got) == text
+
+
 @given(st.lists(st.integers(0, 256), max_size=30), CUTS)
 def test_pieces_of_invalid_bytes_are_the_whole_text_too(tokens: list[int], cuts: Sequence[int]) -> None:
     got = pieces(IncrementalDetokenizer(codec=ByteCodec()), tokens, cuts)

@@ -235,13 +235,15 @@ def open_hicache_tiers(
             record=parallel.owns_kv_stream,
             page_hook=kv.page_hook,
         )
+        settings = {
+            "storage": hicache.storage,
+            "storage checksum": hicache.storage_checksum,
+            "key namespace": keys.namespace,
+        }
+        stepper = HiCacheStepper(cache=cache, groups=groups, mover=mover, settings=settings)
+        stepper.step()  # agree that all ranks reach their storage, or the first request would not ask it
         opened.pop_all()
-    settings = {
-        "storage": hicache.storage,
-        "storage checksum": hicache.storage_checksum,
-        "key namespace": keys.namespace,
-    }
-    return HiCacheTiers(stepper=HiCacheStepper(cache=cache, groups=groups, mover=mover, settings=settings), mover=mover)
+    return HiCacheTiers(stepper=stepper, mover=mover)
 
 
 def _open_store(hicache: HiCacheConfig) -> ZeroCopyPageStore | None:

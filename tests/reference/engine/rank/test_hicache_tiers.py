@@ -124,7 +124,6 @@ def opened(hicache: HiCacheConfig, *, model: str = "weights 1", dtype: torch.dty
     )
     device = ReadingDevice(memory, tiers.layer_counter)
     scheduler = Scheduler.compose(CONFIG, parallel, device, tiers=tiers)
-    scheduler.step()  # from the first agreement on, storage is asked
     try:
         yield Run(scheduler, device)
         tiers.cache.check_integrity()
