@@ -60,7 +60,7 @@ class DigestMemory:
 
     def add(self, files: Mapping[str, RememberedFile]) -> None:
         """Remember further files."""
-        encoded = msgspec.json.encode(self.read() | files)
+        encoded = msgspec.json.encode({**self.read(), **files})
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self._path.parent, delete=False) as written:
@@ -86,20 +86,16 @@ def digest_files(paths: Sequence[Path], memory: DigestMemory | None = None) -> l
     fresh: dict[str, RememberedFile] = {}
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "model-digest") as threads:
         for name, status in facts.items():
+            identity = (status.st_size, status.st_mtime_ns, status.st_ino)
             old = known.get(name)
-            is_known = old is not None and (old.size_bytes, old.modified_ns, old.inode) == (
-                status.st_size,
-                status.st_mtime_ns,
-                status.st_ino,
-            )
-            if old is not None and is_known:
+            if old is not None and (old.size_bytes, old.modified_ns, old.inode) == identity:
                 found[name] = old.digest
                 continue
             whole = blake2b(digest_size=32)
             for segment in threads.map(_digest_segment, repeat(name), range(0, status.st_size, _SEGMENT_BYTES)):
                 whole.update(segment)
             found[name] = whole.digest()
-            fresh[name] = RememberedFile(status.st_size, status.st_mtime_ns, status.st_ino, whole.digest())
+            fresh[name] = RememberedFile(*identity, whole.digest())
     if memory is not None and fresh:
         memory.add(fresh)
     return [found[name] for name in facts]
