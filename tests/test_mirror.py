@@ -63,6 +63,7 @@ SUBJECTS = {
     "engines/test_refactor_page_sglang.py": "docs/refactor/sglang.md",
     "engines/test_transformers_attached.py": "docs/examples/transformers_engine.py",
     "engines/test_transformers_context_parallel.py": "a real model on attention-CP ranks, with HiCache",
+    "engines/test_transformers_model_types.py": "the types of models that are served without consent",
     "engines/test_transformers_weights.py": "weights of a real model under transformers",
 }
 """Test files and folders whose subject is not one module."""
