@@ -2,7 +2,7 @@
 
 A plain consumer drops batches whose number is at or below the last number that it saw. So a new epoch of a stream must
 start above every number of every earlier epoch. The wall clock alone ensures that only while it is not set back. A
-small file ensures it always: it holds the lowest number that no epoch can have used.
+small file ensures it always: it holds the lowest number that no epoch can have used, with a checksum.
 
 A publisher reserves numbers before it uses them, so the file is always ahead of the sent batches, also after a kill.
 The publisher writes it at the start, at the close, and once per two billion batches, never per batch.
@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import stat
 from pathlib import Path
+from zlib import crc32
 
 from scheduler_components.errors import StartError
 from scheduler_components.file_lock import FileLock, acquire_file_lock
@@ -32,6 +35,9 @@ _HIGHEST = 1 << 62
 """Readers accept numbers below 2^63, which no clock approaches."""
 
 _MAX_FILE_BYTES = 32
+
+_CONTENT = re.compile(rb"(\d{1,19})(?: ([0-9a-f]{8}))?\n")
+"""A number and its CRC-32, as this module writes them. An operator may leave the checksum out, not the newline."""
 
 
 class SequenceFloor:
@@ -75,7 +81,7 @@ def open_sequence_floor(path: Path | None, *, wanted: int) -> SequenceFloor:
         wanted: for example the wall clock in microseconds.
 
     Raises:
-        StartError: another publisher uses the file, it holds no number, or it cannot be written.
+        StartError: another publisher uses the file, it is no regular file or is damaged, or it cannot be written.
     """
     if path is None:
         return SequenceFloor(None, None, wanted)
@@ -106,14 +112,19 @@ def _unusable(path: Path, error: OSError) -> StartError:
 
 def _read(path: Path) -> int:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1).strip()
+        # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_FILE_BYTES and int(text) < _HIGHEST):
-        hint = "give another file, or write a number into it that is above all numbers ever sent"
-        raise StartError(str(path), "holds no sequence number", hint)
-    return int(text)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise StartError(str(path), "is no regular file", "give a file in a directory of the publisher's own")
+        content = file.read(_MAX_FILE_BYTES + 1)
+    found = _CONTENT.fullmatch(content)
+    if found is None or int(found[1]) >= _HIGHEST or (found[2] is not None and int(found[2], 16) != crc32(found[1])):
+        hint = "give another file, or write a number and a newline into it, above all numbers ever sent"
+        raise StartError(str(path), "holds no sequence number, or a damaged one", hint)
+    return int(found[1])
 
 
 def _write(path: Path, number: int) -> None:
@@ -121,7 +132,8 @@ def _write(path: Path, number: int) -> None:
     new = path.with_name(f"{path.name}.new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(b"%d\n" % number)
+        digits = b"%d" % number
+        file.write(b"%s %08x\n" % (digits, crc32(digits)))
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -79,14 +80,41 @@ def test_it_is_written_sparsely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(written) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"-1", b"1.5", b"9" * 40, b"\xff", b"%d" % (1 << 62), b"1\0"])
+@pytest.mark.parametrize("content", [b"", b"x", b"-1", b"1.5", b"9" * 40, b"\xff", b"%d" % (1 << 62), b"1\0", b"12"])
 def test_a_file_without_a_number_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "floor"
     path.write_bytes(content)
-    with pytest.raises(StartError, match="holds no sequence number"):
+    with pytest.raises(StartError, match="holds no sequence number, or a damaged one"):
         open_sequence_floor(path, wanted=5)
     assert path.read_bytes() == content
     assert [each.name for each in tmp_path.iterdir()] == ["floor"]
+
+
+@given(number=st.integers(10, 2**61), data=st.data())
+def test_a_floor_that_is_cut_or_damaged_is_refused(number: int, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "floor"
+        floor = open_sequence_floor(path, wanted=0)
+        floor.close(number)
+        content = path.read_bytes()
+        place = data.draw(st.integers(0, len(content) - 1))
+        damaged = content[:place] + bytes([content[place] ^ data.draw(st.integers(1, 255))]) + content[place + 1 :]
+        for wrong in (content[:place], damaged):
+            path.write_bytes(wrong)
+            with pytest.raises(StartError, match="holds no sequence number, or a damaged one"):
+                open_sequence_floor(path, wanted=0)
+        path.write_bytes(b"%d\n" % number)  # as an operator writes it
+        assert open_sequence_floor(path, wanted=0).first == number
+
+
+def test_a_pipe_or_a_device_is_refused_without_waiting(tmp_path: Path) -> None:
+    pipe, device = tmp_path / "pipe", tmp_path / "device"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    for path in (pipe, device):
+        with pytest.raises(StartError, match="is no regular file"):
+            open_sequence_floor(path, wanted=0)
+    assert {each.name for each in tmp_path.iterdir()} == {"pipe", "device"}
 
 
 def test_one_file_serves_one_publisher(tmp_path: Path) -> None:
