@@ -133,9 +133,14 @@ class SourceMerger:
         return self._remove_unheld(staged)
 
     def remove_source(self, key: int) -> Events:
-        """Remove a source and its blocks."""
+        """Remove a source, its blocks and those of its unfinished snapshot."""
         source = self._sources.pop(key, None)
-        return () if source is None else self._remove_unheld(source.held)
+        if source is None:
+            return ()
+        gone = source.held
+        for location, hashes in (source.staged or {}).items():
+            gone.setdefault(location, BlockSet()).update(hashes)
+        return self._remove_unheld(gone)
 
     # --- the state ---
 

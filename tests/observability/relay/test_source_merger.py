@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kit.events import removed_run, stored_run
 from kit.searches import num_examples
@@ -91,6 +91,13 @@ class MergeModel:
         self.sources[key].staged = None
         self.take(self.merger.on_source_lost(key))
 
+    def forget(self, index: int) -> None:
+        """The source is removed, and added again without blocks."""
+        key = index % len(self.sources)
+        self.sources[key] = ModelSource()
+        self.take(self.merger.remove_source(key))
+        self.merger.add_source(key)
+
     def check(self) -> None:
         known = [each.held for each in self.sources] + [each.staged or set() for each in self.sources]
         union: State = set().union(*known)
@@ -109,7 +116,7 @@ BLOCKS = st.integers(0, 5)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["store", "store", "remove"]), INDEX, BLOCKS, st.integers(1, 3), st.booleans()),
-        st.tuples(st.sampled_from(["clear", "restart", "begin", "lose"]), INDEX),
+        st.tuples(st.sampled_from(["clear", "restart", "begin", "lose", "forget"]), INDEX),
         st.tuples(st.just("end"), INDEX, st.sampled_from([True, True, False])),
     ),
     max_size=40,
@@ -119,6 +126,8 @@ STEPS = st.lists(
 @pytest.mark.soak
 @settings(max_examples=num_examples(3))
 @given(steps=STEPS, num_sources=st.integers(1, 3))
+@example(steps=[("begin", 0), ("store", 0, 0, 1, False), ("forget", 0)], num_sources=2)
+@example(steps=[("store", 0, 0, 2, False), ("begin", 0), ("store", 0, 1, 2, False), ("forget", 0)], num_sources=2)
 def test_the_stream_is_the_union_of_its_sources(steps: list[tuple], num_sources: int) -> None:
     MergeModel(num_sources).run(steps)
 
