@@ -105,6 +105,8 @@ def _operation(route: Route, method: str, body: dict[str, Any] | None) -> dict[s
 
 
 def _content(media_type: str) -> dict[str, Any]:
+    if media_type == "text/event-stream":
+        return {"schema": {}}  # of one event, or of the whole text: readers differ
     return {"schema": {"type": "object" if media_type == "application/json" else "string"}}
 
 

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from scheduler_components import ConfigError
+from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher
+from scheduler_components.reference.engine.frontend.frontend import Frontend
+from scheduler_components.reference.engine.frontend.openai_format import CompletionBody
+from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextFrontend
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 
 CODEC = WordTokenizer()
@@ -63,3 +69,27 @@ def test_a_response_names_the_stop_string_and_the_rank(make_served: Callable[...
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": words[5]}
     assert answer["meta_info"]["dp_rank"] == 1
     assert [len(replica.submitted) for replica in served.replicas] == [0, 1]
+
+
+class SmallTokenizer(WordTokenizer):
+    vocab_size = 100  # type: ignore[assignment]  # a constant instead of a property
+
+
+def test_a_bias_reaches_a_device_with_logits_and_no_other() -> None:
+    frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+    text = TextFrontend(frontend=frontend, codec=SmallTokenizer(), has_logits=True)
+
+    def params(**bias: float) -> GenerationParams:
+        body = msgspec.json.encode({"prompt": "one", "logit_bias": bias})
+        return msgspec.json.decode(body, type=CompletionBody).params()
+
+    asked = text.request([1], params(**{"7": -100, "5": 2.5, "6": 0.0}))
+    assert asked.sampling.logit_bias == ((5, 2.5), (7, -100.0))
+    with pytest.raises(ConfigError, match=r"logit_bias.*not a token of this model"):
+        text.request([1], params(**{"100": 1}))
+    with pytest.raises(ConfigError, match="logit_bias"):
+        params(**{"1": 101})
+    simulated = TextFrontend(frontend=frontend, codec=CODEC)
+    with pytest.raises(ConfigError, match=r"logit_bias.*no effect on a simulated model"):
+        simulated.request([1], params(**{"5": 1}))
+    assert simulated.request([1], params(**{"5": 0})).sampling.logit_bias == ()
