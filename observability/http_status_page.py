@@ -66,7 +66,7 @@ def render_status_page(
             "<h2>KV-event streams</h2>",
             _streams(url, info),
             "<h2>Answers for programs</h2><p>",
-            *(f'<a href="{link}">{link}</a>' for link in LINKS),
+            " ".join(f'<a href="{link}">{link}</a>' for link in LINKS),  # a narrow screen breaks lines at the spaces
             "</p></html>\n",
         )
     )

@@ -35,6 +35,7 @@ def test_the_page_shows_ranks_load_streams_and_links() -> None:
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     for shown in ("tiny", "healthy", "1,234", "1.5 s", "tcp://engine:5558", "tcp://engine:5658"):
         assert shown in answer.text
+    assert "</a><a" not in answer.text, "a narrow screen cannot break the line between two links"
     for link in re.findall(r'href="([^"]*)"', answer.text):
         assert ask(link, Described()).status_code == 200
 

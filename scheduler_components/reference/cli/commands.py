@@ -202,8 +202,8 @@ def completion(shell: Annotated[Shell, Parameter(help="The shell.")], /) -> int:
 class LogOptions:
     """The options of every command: what it logs to standard error."""
 
-    log_level: Annotated[LogLevel, Parameter(help="Least severe level of the log on standard error.")] = "warning"
-    log_format: Annotated[LogFormat, Parameter(help="Lines of text, or one JSON object per line.")] = "text"
+    log_level: Annotated[LogLevel, Parameter(help="Least severe level that is logged.")] = "warning"
+    log_format: Annotated[LogFormat, Parameter(help="Form of the log on standard error.")] = "text"
 
     def config(self) -> LogConfig:
         """Return the configuration of the log."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # only --jetstream needs the extra `jetstream`
     from observability.jetstream import JetStreamWriter
 
 __all__ = ["ScheduledGarbageCollector", "jetstream_writer", "relay"]
+
+_log = logging.getLogger("scheduler_components.relay")
 
 _POLL_S = 0.1
 _ROUTES = ("/health", "/ready", "/server_info", "/get_server_info", "/metrics")
@@ -122,7 +124,7 @@ async def _relay(
 ) -> None:
     cancel_on_sigterm()
     sinks: RelaySinkFactory = published if writer is None else TeeSinkFactory(others=published, writer=writer)
-    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_print_error) as opened:
+    with bind_http(*listen) as listener, open_relay(config, sinks=sinks, report=_log.warning) as opened:
         registry = CollectorRegistry()
         RelayCollector(registry, opened)
         if writer is not None:
@@ -198,8 +200,3 @@ async def _follow(opened: ZmqRelay) -> None:
 
 def _source_names(config: RelayConfig) -> str:
     return " and ".join(source.text for source in config.sources)
-
-
-def _print_error(text: str) -> None:
-    sys.stderr.write(f"scheduler-components: {text}\n")
-    sys.stderr.flush()
