@@ -32,6 +32,8 @@ class StateProvider(Protocol):
     def check_state(self, changes: Mapping[str, StateValue]) -> None:
         """Validate values for names of `settable`, all together, without setting any.
 
+        The component tries them as its steps will use them: no values that it accepts make a later step raise.
+
         Raises:
             ConfigError: naming the invalid value.
         """

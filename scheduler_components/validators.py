@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import attrs
 
 __all__ = [
+    "MAX_INTEGER",
+    "MAX_TOKENS",
     "check_choice",
     "check_integer",
     "check_number",
@@ -25,20 +27,32 @@ __all__ = [
 ]
 
 
-def check_integer(field: str, value: object, problem: str = "is not a size", *, at_least: int = 1) -> None:
-    """Raise unless `value` is an integer of at least `at_least`.
+MAX_INTEGER = 2**63 - 1
+"""The largest integer of a setting: larger ones fit no wire field, and JSON of this kit cannot show them."""
+
+MAX_TOKENS = 2**31 - 1
+"""The largest number of tokens of a setting. Products of two such numbers are still exact as float."""
+
+
+def check_integer(
+    field: str, value: object, problem: str = "is not a size", *, at_least: int = 1, at_most: int = MAX_INTEGER
+) -> None:
+    """Raise unless `value` is an integer from `at_least` to `at_most`.
 
     Args:
         field: name of the setting.
         value: the given value. A bool is no integer here.
         problem: what is wrong, as a clause for the error.
         at_least: the smallest valid value.
+        at_most: the largest valid value.
 
     Raises:
         ConfigError: naming the field.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ConfigError(field, value, problem, f"give an integer of at least {at_least}")
+    if value > at_most:
+        raise ConfigError(field, value, problem, f"give an integer of at most {at_most}")
 
 
 def check_number(field: str, value: Any, problem: str = "is not a time span", *, or_zero: bool = False) -> None:
@@ -48,7 +62,8 @@ def check_number(field: str, value: Any, problem: str = "is not a time span", *,
         ConfigError: naming the field.
     """
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_one or not (0 < value < math.inf or (or_zero and value == 0)):
+    # An integer above the largest float cannot be converted to one.
+    if not is_one or not (0 < value <= sys.float_info.max or (or_zero and value == 0)):
         raise ConfigError(field, value, problem, f"give a finite number {'of at least' if or_zero else 'above'} 0")
 
 
@@ -65,12 +80,12 @@ def check_choice(field: str, value: object, choices: Collection[str], problem: s
 
 
 def integer_validator(
-    problem: str = "is not a size", *, at_least: int = 1
+    problem: str = "is not a size", *, at_least: int = 1, at_most: int = MAX_INTEGER
 ) -> Callable[[object, attrs.Attribute[int], Any], None]:
     """Return the validator of an attrs field that calls `check_integer`."""
 
     def validate(_: object, attribute: attrs.Attribute[int], value: object) -> None:
-        check_integer(attribute.name, value, problem, at_least=at_least)
+        check_integer(attribute.name, value, problem, at_least=at_least, at_most=at_most)
 
     return validate
 

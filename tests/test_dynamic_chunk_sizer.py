@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,3 +125,68 @@ def test_the_error_of_predictions_is_measured() -> None:
     assert forecast.num_observed == 10
     assert forecast.error_s(0.5) == pytest.approx(0.04, abs=1e-5)
     assert forecast.error_s(0.9) == pytest.approx(0.08, abs=1e-5)
+
+
+def noisy_step_s(rng: random.Random, model: PrefillLatencyModel, history: int, tokens: int) -> float:
+    return (model.base_us + model.chunk_us(history, tokens)) * 1e-6 * rng.lognormvariate(0, 0.05)
+
+
+@pytest.mark.parametrize("stall_at", [2, 7, 8, 9, 300])
+@pytest.mark.parametrize("stall_s", [10.0, 1e6])
+def test_one_stall_does_not_spoil_the_fit(stall_at: int, stall_s: float) -> None:
+    rng, fit, true = random.Random(stall_at), PrefillLatencyFit(), PrefillLatencyModel(4000, 35, 18)
+    errors = []
+    for number in range(stall_at + 400):
+        history, tokens = rng.choice(chunks)
+        pairs = (history + tokens) ** 2 - history**2
+        fit.observe(tokens, pairs, noisy_step_s(rng, true, history, tokens) + stall_s * (number == stall_at))
+        found = fit.model()
+        if number > max(stall_at, 20) and found is not None:
+            right_us = true.base_us + true.chunk_us(history, tokens)
+            errors.append(abs(found.base_us + found.chunk_us(history, tokens) - right_us) / right_us)
+    assert sorted(errors)[len(errors) * 9 // 10] < 0.1
+
+
+def test_the_fit_follows_steps_that_really_become_slower() -> None:
+    rng, fit = random.Random(1), PrefillLatencyFit(memory_steps=64)
+    fast, slow = PrefillLatencyModel(2000, 10, 5), PrefillLatencyModel(6000, 60, 40)
+    for model in (fast, slow):
+        for _ in range(600):
+            history, tokens = rng.choice(chunks)
+            fit.observe(tokens, (history + tokens) ** 2 - history**2, noisy_step_s(rng, model, history, tokens))
+    found = fit.model()
+    assert found is not None
+    for history, tokens in chunks:
+        if tokens > 100:
+            right_us = slow.base_us + slow.chunk_us(history, tokens)
+            assert found.base_us + found.chunk_us(history, tokens) == pytest.approx(right_us, rel=0.15)
+
+
+def test_a_prediction_counts_the_history_of_the_request() -> None:
+    predictor = FirstTokenPredictor(fit=observed(PrefillLatencyModel(1000, 40, 20)), clock=FakeClock())
+    without, behind = (
+        predictor.predict_s(1000, tokens_ahead=0, step_tokens=2048, history_tokens=history) for history in (0, 50_000)
+    )
+    assert without is not None and behind is not None
+    assert behind - without == pytest.approx(20 * 2 * 50_000 * 1000 / 1e6 * 1e-6, rel=0.01)
+
+
+def test_a_prediction_learns_what_the_fit_does_not_know() -> None:
+    """Steps without prefill double each wait; with all slots in use, each request ahead adds 3 s."""
+    clock = FakeClock()
+    predictor = FirstTokenPredictor(fit=observed(PrefillLatencyModel(10_000, 50, 0)), clock=clock)
+    errors: dict[int, list[float]] = {0: [], 2: []}
+    raw_s = predictor.predict_s(1000, tokens_ahead=0, step_tokens=2000)
+    assert raw_s is not None
+    for number in range(60):
+        for slots_ahead in (0, 2):
+            predicted_s = predictor.predict_s(1000, tokens_ahead=0, step_tokens=2000, slots_ahead=slots_ahead)
+            assert predicted_s is not None
+            predictor.start(f"r{number}", predicted_s, slots_ahead=slots_ahead)
+            took_s = 2 * raw_s + 3.0 * slots_ahead
+            clock.now_s += took_s * (10 if number == 30 else 1)  # one stall
+            predictor.on_first_token(f"r{number}")
+            errors[slots_ahead].append(abs(predicted_s - took_s) / took_s)
+    for of_kind in errors.values():
+        assert max(of_kind[45:]) < 0.05
+        assert of_kind[0] > 0.4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import attrs
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.validators import check_integer, check_number, integer_validator, number_validator
+from scheduler_components.validators import (
+    MAX_INTEGER,
+    check_integer,
+    check_number,
+    integer_validator,
+    number_validator,
+)
 
 
 @attrs.frozen
@@ -32,12 +39,20 @@ def test_integers_from_the_minimum_pass(value: int, least: int) -> None:
 
 @given(st.floats() | st.integers(-2, 2) | st.just(10**400))
 def test_finite_numbers_above_zero_pass(value: float) -> None:
-    if 0 < value < math.inf:
+    if 0 < value <= sys.float_info.max:
         check_number("wait_s", value)
         check_number("wait_s", value, or_zero=True)
     else:
         with pytest.raises(ConfigError, match=r"wait_s=.*: is not a time span; give a finite number above 0"):
             check_number("wait_s", value)
+
+
+def test_an_integer_that_json_cannot_show_is_refused() -> None:
+    check_integer("pages", MAX_INTEGER)
+    with pytest.raises(ConfigError, match=f"pages={MAX_INTEGER + 1}: is not a size; give an integer of at most"):
+        check_integer("pages", MAX_INTEGER + 1)
+    with pytest.raises(ConfigError, match="give an integer of at most 9"):
+        check_integer("pages", 10, at_most=9)
 
 
 def test_zero_passes_only_with_or_zero() -> None:

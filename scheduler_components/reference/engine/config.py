@@ -19,7 +19,7 @@ from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout
 from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
 from scheduler_components.reference.engine.log_output import LogConfig
-from scheduler_components.validators import choice_validator, integer_validator, number_validator
+from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 
 __all__ = [
     "DEFAULT_HOST",
@@ -97,7 +97,7 @@ class SchedulerConfig:
     Attributes:
         page_size: tokens per KV page. 16 as in vLLM: small enough to share prefixes, large enough to hash cheaply.
         kv_tokens: capacity of the KV pool in tokens, a multiple of ``page_size``.
-        max_running_requests: request slots of a batch.
+        max_running_requests: request slots of a batch; `num_request_slots` of them can be used.
         max_prefill_tokens: prefill tokens of a step over all requests. Decode tokens are not counted: they are few.
         chunk_tokens: prefill tokens of one request in a step, so that a long prompt does not delay the decodes of its
             batch.
@@ -115,10 +115,10 @@ class SchedulerConfig:
     """
 
     page_size: int = attrs.field(default=16, validator=integer_validator())
-    kv_tokens: int = attrs.field(default=65_536, validator=integer_validator())
+    kv_tokens: int = attrs.field(default=65_536, validator=integer_validator(at_most=MAX_TOKENS))
     max_running_requests: int = attrs.field(default=64, validator=integer_validator())
-    max_prefill_tokens: int = attrs.field(default=4096, validator=integer_validator())
-    chunk_tokens: int = attrs.field(default=2048, validator=integer_validator())
+    max_prefill_tokens: int = attrs.field(default=4096, validator=integer_validator(at_most=MAX_TOKENS))
+    chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
     tokens: TokenSpec = attrs.field(factory=TokenSpec)
@@ -144,6 +144,11 @@ class SchedulerConfig:
     def kv_pages(self) -> int:
         """Number of pages of the KV pool."""
         return self.kv_tokens // self.page_size
+
+    @property
+    def num_request_slots(self) -> int:
+        """Number of requests that may run together: at most one per page, because each of them computes in its own."""
+        return min(self.max_running_requests, self.kv_pages)
 
 
 @attrs.frozen(kw_only=True)

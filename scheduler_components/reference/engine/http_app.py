@@ -90,7 +90,7 @@ class EngineStatus:
             "enable_dp_attention": config.dp_size > 1,
             "page_size": config.scheduler.page_size,
             "max_total_num_tokens": config.scheduler.kv_tokens,
-            "max_running_requests": config.scheduler.max_running_requests,
+            "max_running_requests": config.scheduler.num_request_slots,
             "chunked_prefill_size": config.scheduler.chunk_tokens,
             "kv_metrics": [msgspec.to_builtins(kv_metrics_of_load(load)) for load in self.load_snapshots()],
         }

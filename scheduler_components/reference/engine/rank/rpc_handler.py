@@ -75,19 +75,22 @@ class BatcherSettings:
         batcher = self.batcher
         return {
             **attrs.asdict(batcher.config),
+            "max_running_requests": batcher.queues.max_running_requests,
             "new_token_ratio_now": batcher.budget.new_token_ratio.current,
             "num_running_reqs": len(batcher.queues.running),
             "num_waiting_reqs": len(batcher.queues.waiting),
         }
 
     def check_state(self, changes: Mapping[str, StateValue]) -> None:
-        self._evolve(changes)
+        self.batcher.check_sizes(self._evolve(changes))
 
     def set_state(self, changes: Mapping[str, StateValue]) -> None:
         self.batcher.reconfigure(self._evolve(changes))
 
     def _evolve(self, changes: Mapping[str, Any]) -> SchedulerConfig:
-        return attrs.evolve(self.batcher.config, **changes)  # validates the changes together with the other values
+        """Return the sizes with the changes. Every value is validated together with the others."""
+        in_use = {"max_running_requests": self.batcher.queues.max_running_requests}
+        return attrs.evolve(self.batcher.config, **(in_use | dict(changes)))
 
 
 _SETTABLE = (

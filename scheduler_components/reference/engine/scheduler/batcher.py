@@ -140,14 +140,31 @@ class Batcher:
         self.budget.new_token_ratio = _tracker_of(self.config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Use other sizes from the next batch on. ``page_size`` and ``kv_tokens`` must not change."""
+        """Use other sizes from the next batch on. ``page_size`` and ``kv_tokens`` must not change.
+
+        Raises:
+            ConfigError: the pool cannot hold as many requests as may run; nothing has changed.
+        """
+        self.check_sizes(config)
         if (config.new_token_ratio, config.min_new_token_ratio) != (
             self.config.new_token_ratio,
             self.config.min_new_token_ratio,
         ):
             self.budget.new_token_ratio = _tracker_of(config)
         self.config = config
-        self.queues.max_running_requests = config.max_running_requests
+        self.queues.max_running_requests = config.num_request_slots
+
+    @staticmethod
+    def check_sizes(config: SchedulerConfig) -> None:
+        """Validate sizes for ``reconfigure``: at most as many requests may run as the pool has pages.
+
+        Raises:
+            ConfigError: naming the size.
+        """
+        if config.max_running_requests > config.num_request_slots:
+            problem = f"is more than the {config.kv_pages} pages of the pool, and each running request needs one"
+            hint = f"give at most {config.kv_pages}"
+            raise ConfigError("max_running_requests", config.max_running_requests, problem, hint)
 
     @property
     def has_work(self) -> bool:
@@ -161,13 +178,15 @@ class Batcher:
     def predict_first_token(self, request: Request) -> None:
         """Predict the time to the first token of a request that is about to be queued. No decision depends on it."""
         forecast, queues = self.budget.forecast, self.queues
+        slots_ahead = max(0, len(queues.running) + len(queues.waiting) + 1 - queues.max_running_requests)
         predicted_s = forecast.predict_s(
             request.num_input_tokens - request.num_cached_tokens,
             tokens_ahead=queues.waiting.uncached_tokens + queues.num_chunked_tokens_left,
             step_tokens=self.config.max_prefill_tokens,
             history_tokens=request.num_cached_tokens,
+            slots_ahead=slots_ahead,
         )
-        forecast.start(request.rid, predicted_s)
+        forecast.start(request.rid, predicted_s, slots_ahead=slots_ahead)
 
     def update_prefetched_spans(self) -> None:
         """Recount waiting requests whose tokens a prefetch has found, so that load reports do not count these."""
@@ -280,7 +299,7 @@ class Batcher:
         ratio = self.budget.new_token_ratio.current
         reserved_pages = estimate_pages_to_allocate(queues.running, page_size=config.page_size, new_token_ratio=ratio)
         num_admitted = 0
-        while budget_tokens > 0 and queues.waiting and len(queues.running) < config.max_running_requests:
+        while budget_tokens > 0 and queues.waiting and len(queues.running) < queues.max_running_requests:
             request = queues.waiting[0]
             if not self._is_ready(request, is_next=True) or not self._try_admit(request, reserved_pages):
                 break
