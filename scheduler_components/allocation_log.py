@@ -13,14 +13,14 @@ page a step has one call per running request.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components.validators import check_integer
 from scheduler_components.values import AllocationAction, AllocationRecord
 from scheduler_components.watchdog import StepProgress
 
-__all__ = ["AllocationLog"]
+__all__ = ["AllocationLog", "PairedRecords", "pair_records"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +47,7 @@ class AllocationLog:
         default_factory=deque, init=False, repr=False
     )
     _num_pages: int = field(default=0, init=False)
+    _has_dropped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_integer("one_in", self.one_in)
@@ -55,6 +56,11 @@ class AllocationLog:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the log has dropped no entry. Otherwise the entry before the oldest one of a page is unknown."""
+        return not self._has_dropped
 
     def is_sampled(self, holder: str) -> bool:
         """Return whether the pages of a holder are recorded. The answer for a holder never changes."""
@@ -83,3 +89,73 @@ class AllocationLog:
         entries = self._entries
         while len(entries) > self.max_entries or self._num_pages > self.max_pages:
             self._num_pages -= len(entries.popleft()[-1])
+            self._has_dropped = True
+
+
+@dataclass(slots=True, kw_only=True)
+class PairedRecords:
+    """The entries of some pages, as pairs of taking and returning. Made by `pair_records`.
+
+    Attributes:
+        open: (holder, page) -> the entries by which it took the page and has not returned it, oldest first. Empty for a
+            page that it has returned.
+        returned: (holder, page) -> the entry by which it returned the page last.
+        strays: entries that return a page that their holder did not have.
+    """
+
+    open: dict[tuple[str, int], list[AllocationRecord]] = field(default_factory=dict)
+    returned: dict[tuple[str, int], AllocationRecord] = field(default_factory=dict)
+    strays: list[AllocationRecord] = field(default_factory=list)
+
+    @property
+    def holders(self) -> set[str]:
+        """Holders that have not returned one of the pages."""
+        return {holder for (holder, _), records in self.open.items() if records}
+
+    def unreturned(self, expected: Mapping[str, int]) -> list[AllocationRecord]:
+        """Return the entries by which a holder took a page more often than `expected` says and did not return it."""
+        return [records[-1] for (holder, _), records in self.open.items() if len(records) > expected.get(holder, 0)]
+
+    def last_returns(self, holders: Collection[str]) -> list[AllocationRecord]:
+        """Return the entries by which `holders`, which have a page now, returned it last."""
+        return [
+            record
+            for (holder, page), record in self.returned.items()
+            if holder in holders and not self.open.get((holder, page))
+        ]
+
+
+def pair_records(
+    records: Sequence[AllocationRecord],
+    pages: Collection[int],
+    taking: AllocationAction,
+    returning: Collection[AllocationAction],
+    *,
+    is_complete: bool,
+) -> PairedRecords:
+    """Pair the entries of each holder and page.
+
+    Args:
+        records: a result of `AllocationLog.history`.
+        pages: the pages to look at.
+        taking, returning: actions by which a holder takes and returns a page.
+        is_complete: the log has dropped nothing. Otherwise a return without its entry before it may be proper.
+    """
+    paired, wanted = PairedRecords(), set(pages)
+    for record in records:
+        if record.action != taking and record.action not in returning:
+            continue
+        for page in record.pages:
+            if page not in wanted:
+                continue
+            key = record.holder, page
+            taken = paired.open.setdefault(key, [])
+            if record.action == taking:
+                taken.append(record)
+                continue
+            if taken:
+                taken.pop()
+            elif is_complete:
+                paired.strays.append(record)
+            paired.returned[key] = record
+    return paired

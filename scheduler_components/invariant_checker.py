@@ -11,8 +11,9 @@ The rules hold between any two steps:
 4. **Events.** The blocks that the published events add up to are those that the cache holds.
 
 Checks have three depths. Most steps only decrement a counter. Every few steps, and whenever the scheduler is idle, the
-counts of each pool are added up. A full check of every page, lock and published block runs if the counts are wrong, if
-pages are protected while no request holds any (a lost lock moves no page, so no sum shows it), and occasionally while
+counts of each pool are added up. A lost lock moves no page, so no sum of pages shows it. Therefore the number of locks
+is compared with the number of their holders from time to time. A full check of every page, lock and published block
+runs if the counts or the locks are wrong, if pages are protected while no request holds any, and occasionally while
 idle. Counts show that something is wrong; the full check shows which pages, which holders, and with an `AllocationLog`
 which call caused it. Each violation is reported once for as long as it lasts.
 """
@@ -22,13 +23,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import attrs
 import msgspec
 
-from scheduler_components.allocation_log import AllocationLog
+from scheduler_components.allocation_log import AllocationLog, pair_records
 from scheduler_components.errors import ConfigError, PoolInvariantError
 from scheduler_components.events import (
     AllBlocksCleared,
@@ -41,12 +43,11 @@ from scheduler_components.events import (
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import HeldBlocksSource, KvEventSource, NullHeldBlocksSource
 from scheduler_components.validators import integer_validator
-from scheduler_components.values import AllocationRecord, IntegrityStats, PageHolding, PoolCount
+from scheduler_components.values import AllocationAction, AllocationRecord, IntegrityStats, PageHolding, PoolCount
 from scheduler_components.watchdog import StepProgress
 
 if TYPE_CHECKING:  # the frontend process reads CheckPolicy and must not load the cache
-    from scheduler_components.cache import RadixNode
-    from scheduler_components.pool_stats_observer import AuditedPool
+    from scheduler_components.pool_stats_observer import AuditedNode, AuditedPool
 
 __all__ = [
     "CheckPolicy",
@@ -72,15 +73,9 @@ _CACHE = "the cache"
 _MAX_SHOWN = 8
 _MAX_HISTORY = 12
 
-_CAUSES: dict[str, tuple[str, ...]] = {
-    "lost": ("allocated", "freed", "cached"),
-    "owned-and-free": ("freed",),
-    "free-twice": ("freed",),
-    "owned-twice": ("allocated", "cached"),
-    "not-cached": ("unlocked", "freed", "locked"),
-    "locks": ("locked", "unlocked"),
-}
-"""Rule -> the actions that can break it. The last recorded one is the culprit."""
+_RULES_OF_LOCKS = ("locks", "not-cached")
+_UNLOCKING: tuple[AllocationAction, ...] = ("unlocked",)
+_RELEASING: tuple[AllocationAction, ...] = ("freed", "cached")
 
 
 class PoolViolation(msgspec.Struct, frozen=True):
@@ -93,6 +88,9 @@ class PoolViolation(msgspec.Struct, frozen=True):
         pages: affected pages, or hashes of blocks, in ascending order.
         holders: current holders of these pages.
         history: the newest entries of the allocation log about them, oldest first.
+        culprit: the log entry that caused the violation; None if the log does not show it. It is found in the whole
+            log: an action without its counterpart, for example an allocation without a release. A holder that returned
+            everything that it took is never named.
     """
 
     rule: ViolationRule
@@ -101,33 +99,20 @@ class PoolViolation(msgspec.Struct, frozen=True):
     pages: tuple[int, ...] = ()
     holders: tuple[str, ...] = ()
     history: tuple[AllocationRecord, ...] = ()
+    culprit: AllocationRecord | None = None
 
     @property
     def key(self) -> tuple[str, str, object]:
         """Equal for the same violation found by two checks."""
         return self.rule, self.pool, self.pages or self.detail
 
-    @property
-    def culprit(self) -> AllocationRecord | None:
-        """The log entry that caused the violation; None if the log does not contain it."""
-        causes = [record for record in self.history if record.action in _CAUSES.get(self.rule, ())]
-        if self.rule == "locks":
-            causes = _unpaired(causes, self.holders) or causes
-        return causes[-1] if causes else None
-
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.pages[:_MAX_SHOWN])) + (", ..." if len(self.pages) > _MAX_SHOWN else "")
         text = f"[{self.pool}] {self.rule}: {self.detail}" + (f": {shown}" if shown else "")
         held = f"; held by {', '.join(self.holders[:_MAX_SHOWN])}" if self.holders else ""
-        return text + held + (f"; {self.culprit}" if self.culprit is not None else "")
-
-
-def _unpaired(records: list[AllocationRecord], holders: Collection[str]) -> list[AllocationRecord]:
-    """Return the locks and unlocks of holders that hold nothing any more and whose locks and unlocks differ."""
-    balance = Counter[str]()
-    for record in records:
-        balance[record.holder] += 1 if record.action == "locked" else -1
-    return [each for each in records if each.holder not in holders and balance[each.holder]]
+        if self.culprit is not None:
+            return f"{text}{held}; {self.culprit}"
+        return f"{text}{held}; the culprit is unknown" if self.history else text + held
 
 
 def find_pool_violations(pool: AuditedPool, log: AllocationLog | None = None) -> list[PoolViolation]:
@@ -150,12 +135,39 @@ def find_pool_violations(pool: AuditedPool, log: AllocationLog | None = None) ->
 def _with_history(violation: PoolViolation, log: AllocationLog) -> PoolViolation:
     if violation.rule == "count" or not violation.pages:
         return violation
-    history = tuple(log.history(violation.pool, violation.pages)[-_MAX_HISTORY:])
-    return msgspec.structs.replace(violation, history=history)
+    records = log.history(violation.pool, violation.pages)
+    culprit = _find_culprit(violation, records, is_complete=log.is_complete)
+    return msgspec.structs.replace(violation, history=tuple(records[-_MAX_HISTORY:]), culprit=culprit)
+
+
+def _find_culprit(
+    violation: PoolViolation, records: Sequence[AllocationRecord], *, is_complete: bool
+) -> AllocationRecord | None:
+    """Return the newest entry that explains the violation, or None.
+
+    An entry explains it if it has no counterpart. A page that was properly returned says nothing about its last holder,
+    because a holder that is not sampled may have taken it afterwards.
+    """
+    holders = violation.holders
+    if violation.rule in _RULES_OF_LOCKS:
+        locks = pair_records(records, violation.pages, "locked", _UNLOCKING, is_complete=is_complete)
+        kept = locks.unreturned(Counter(holders)) if violation.rule == "locks" else []
+        return _newest(records, kept) or _newest(records, locks.strays) or _newest(records, locks.last_returns(holders))
+    taken = pair_records(records, violation.pages, "allocated", _RELEASING, is_complete=is_complete)
+    if violation.rule == "lost":
+        return _newest(records, taken.unreturned(Counter()))
+    found = _newest(records, taken.strays) or _newest(records, taken.last_returns(holders))
+    if found is None and violation.rule == "owned-twice" and set(holders) == taken.holders:
+        return _newest(records, taken.unreturned(Counter()))
+    return found
+
+
+def _newest(records: Sequence[AllocationRecord], found: Collection[AllocationRecord]) -> AllocationRecord | None:
+    return next((record for record in reversed(records) if any(record is each for each in found)), None)
 
 
 def _check_counts(
-    count: PoolCount, free: Sequence[int], nodes: Iterable[RadixNode], holdings: Iterable[PageHolding]
+    count: PoolCount, free: Sequence[int], nodes: Iterable[AuditedNode], holdings: Iterable[PageHolding]
 ) -> Iterator[PoolViolation]:
     if count.num_missing:
         yield PoolViolation("count", count.name, f"{count.num_missing} pages are missing")
@@ -175,7 +187,7 @@ def _check_counts(
 
 
 def _check_places(
-    count: PoolCount, free: Sequence[int], nodes: Iterable[RadixNode], holdings: Sequence[PageHolding]
+    count: PoolCount, free: Sequence[int], nodes: Iterable[AuditedNode], holdings: Sequence[PageHolding]
 ) -> Iterator[PoolViolation]:
     name, places = count.name, _PageOwners(count.name)
     for node in nodes:
@@ -184,13 +196,12 @@ def _check_places(
     for holding in holdings:
         places.claim(holding.holder, holding.pages)
     yield from places.violations
-    is_free = set(free)
-    if len(is_free) != len(free):
-        twice = [page for page, times in Counter(free).items() if times > 1]
+    is_free = _FreePages.of(free)
+    if twice := is_free.twice:
         yield PoolViolation(
             "free-twice", name, f"{len(twice)} pages are in the free list more than once", _sorted(twice)
         )
-    both = is_free & places.owner_of.keys()
+    both = is_free.also_in(places.owner_of)
     if both:
         holders = tuple(sorted({places.owner_of[page] for page in both}))
         yield PoolViolation("owned-and-free", name, f"{len(both)} pages are free and owned", _sorted(both), holders)
@@ -199,11 +210,66 @@ def _check_places(
             stale = set(holding.shared) - cached
             detail = f"{len(stale)} pages that {holding.holder} uses are not in the cache"
             yield PoolViolation("not-cached", name, detail, _sorted(stale), (holding.holder,))
-    pages = set(range(count.first_page, count.first_page + count.total))
-    if wrong := (is_free | places.owner_of.keys()) - pages:
+    pages = range(count.first_page, count.first_page + count.total)
+    wrong = {*_outside(places.owner_of, pages), *_outside(is_free.pages, pages)}
+    if wrong:
         yield PoolViolation("no-such-page", name, f"{len(wrong)} pages do not belong to this pool", _sorted(wrong))
-    if lost := pages - is_free - places.owner_of.keys():
+    num_lost = len(pages) - (len(is_free.pages) + len(places.owner_of) - len(both) - len(wrong))
+    if num_lost:
+        lost = [page for page in is_free.gaps(pages) if page not in places.owner_of]
         yield PoolViolation("lost", name, f"{len(lost)} pages are neither free nor owned", _sorted(lost))
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _FreePages:
+    """A free list as a set. A list that is a range stays one, so that ten million free slots cost as much as ten.
+
+    Attributes:
+        pages: the free pages.
+        twice: pages that are listed more than once.
+    """
+
+    pages: AbstractSet[int] | range
+    twice: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, free: Sequence[int]) -> _FreePages:
+        if isinstance(free, range) and free.step == 1:
+            return cls(pages=free)
+        pages = frozenset(free)
+        if len(pages) == len(free):
+            return cls(pages=pages)
+        return cls(pages=pages, twice=[page for page, times in Counter(free).items() if times > 1])
+
+    def also_in(self, owner_of: Mapping[int, str]) -> Collection[int]:
+        """Return the free pages that have an owner."""
+        if isinstance(self.pages, range):
+            return [page for page in owner_of if page in self.pages]
+        return self.pages & owner_of.keys()
+
+    def gaps(self, pages: range) -> Iterator[int]:
+        """Yield the pages of `pages` that are not free."""
+        free = self.pages
+        if isinstance(free, range) and free:
+            yield from range(pages.start, min(pages.stop, max(pages.start, free.start)))
+            yield from range(max(pages.start, min(pages.stop, free.stop)), pages.stop)
+        else:
+            yield from (page for page in pages if page not in free)
+
+
+def _outside(found: Collection[int], pages: range) -> Iterable[int]:
+    """Return the elements that are not in `pages`, a range without gaps. It mostly compares two bounds."""
+    if not found or (pages and pages[0] <= _smallest(found) and _largest(found) <= pages[-1]):
+        return ()
+    return (page for page in found if page not in pages)
+
+
+def _smallest(found: Collection[int]) -> int:
+    return found[0] if isinstance(found, range) else min(found)
+
+
+def _largest(found: Collection[int]) -> int:
+    return found[-1] if isinstance(found, range) else max(found)
 
 
 class _PageOwners:
@@ -231,21 +297,21 @@ class _PageOwners:
         self.violations.append(PoolViolation("owned-twice", self._name, detail, _sorted(pages), holders))
 
 
-def _check_locks(name: str, nodes: Iterable[RadixNode], holdings: Iterable[PageHolding]) -> Iterator[PoolViolation]:
-    in_tree = {id(node): node for node in nodes}
-    holders_of: dict[int, list[str]] = {}
+def _check_locks(name: str, nodes: Iterable[AuditedNode], holdings: Iterable[PageHolding]) -> Iterator[PoolViolation]:
+    in_tree = dict.fromkeys(nodes)
+    holders_of: dict[AuditedNode, list[str]] = {}
     for holding in holdings:
-        node = cast("RadixNode | None", holding.node)
+        node = cast("AuditedNode | None", holding.node)
         if node is not None and node.parent is None and holding.shared:
             yield _not_in_tree(name, holding)
         while node is not None and node.parent is not None:
-            if id(node) not in in_tree:
+            if node not in in_tree:
                 yield _not_in_tree(name, holding)
                 break
-            holders_of.setdefault(id(node), []).append(holding.holder)
+            holders_of.setdefault(node, []).append(holding.holder)
             node = node.parent
-    for identity, node in in_tree.items():
-        holders = holders_of.get(identity, [])
+    for node in in_tree:
+        holders = holders_of.get(node, [])
         if node.lock_count != len(holders):
             detail = f"a node has {node.lock_count} locks and {len(holders)} holders"
             yield PoolViolation("locks", name, detail, tuple(node.pages), tuple(sorted(holders)))
@@ -319,6 +385,8 @@ class CheckPolicy:
         action: ``count`` counts violations for the metrics; ``log`` also logs each one once; ``dump`` also logs every
             pool and its holders; ``raise`` also raises into the step, which is for tests.
         count_every_steps: how often a busy scheduler adds its pools up. It finds a leak within so many steps.
+        locks_every_steps: how often a busy scheduler compares the locks of prefixes with their holders. It finds a lost
+            lock within so many steps. The holders list their pages for that, so it is less frequent than the counts.
         full_check_every_steps: how often every page is checked without a suspicion: at the first idle moment after so
             many steps. 36,000 pages take about 10 ms, which delays a request that arrives at that moment.
         is_full_check_in_steps: do not wait for an idle moment. For tests.
@@ -331,6 +399,7 @@ class CheckPolicy:
     count_every_steps: int = attrs.field(default=16, validator=integer_validator())
     full_check_every_steps: int = attrs.field(default=4096, validator=integer_validator())
     is_full_check_in_steps: bool = False
+    locks_every_steps: int = attrs.field(default=256, validator=integer_validator())
 
 
 class PoolReport(msgspec.Struct, frozen=True):
@@ -388,8 +457,12 @@ class PoolInvariantChecker:
     _found: _Findings = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        policy = self.policy
         self._schedule = _Schedule(
-            count_every=self.policy.count_every_steps, full_check_every=self.policy.full_check_every_steps
+            count_every=policy.count_every_steps,
+            locks_every=policy.locks_every_steps,
+            full_check_every=policy.full_check_every_steps,
+            steps_to_locks=policy.locks_every_steps,
         )
         self._found = _Findings()
 
@@ -422,7 +495,7 @@ class PoolInvariantChecker:
         violations += find_event_violations(self.published, self.cached)
         found = self._found
         found.num_full_checks += 1
-        self._schedule.on_full_check(counts)
+        self._schedule.on_full_check(counts, self._count_extra_locks(counts))
         return PoolReport(self.progress.step, found.last_sound_step, counts, tuple(violations))
 
     def stats(self) -> IntegrityStats:
@@ -442,10 +515,19 @@ class PoolInvariantChecker:
         is_suspicious = schedule.on_count(counts)
         if is_idle:
             is_suspicious |= schedule.on_idle(sum(count.protected for count in counts))
+        if schedule.steps_to_locks <= 0:
+            is_suspicious |= schedule.on_locks(self._count_extra_locks(counts))
         if not any(schedule.missing):
             found.last_sound_step = self.progress.step
         is_due = schedule.steps_to_full_check <= 0 and (is_idle or self.policy.is_full_check_in_steps)
         return self.check_fully() if is_suspicious or is_due else None
+
+    def _count_extra_locks(self, counts: Sequence[PoolCount]) -> tuple[int, ...]:
+        """Return for each pool how many locks have no holder; negative if holders lack their lock."""
+        return tuple(
+            0 if count.num_locks is None else count.num_locks - sum(each.node is not None for each in pool.holdings())
+            for pool, count in zip(self.pools, counts, strict=True)
+        )
 
     def _report(self, report: PoolReport) -> None:
         """Report the new violations as the policy says."""
@@ -482,22 +564,33 @@ class _Schedule:
     """
 
     count_every: int
+    locks_every: int
     full_check_every: int
     steps_to_count: int = 0
+    steps_to_locks: int = 0
     steps_to_full_check: int = 0
     missing: tuple[int, ...] = ()
     _missing_at_full_check: tuple[int, ...] = ()
+    _extra_locks_at_full_check: tuple[int, ...] = ()
     _num_protected: int = 0
 
     def on_count(self, counts: Sequence[PoolCount]) -> bool:
         """Handle a count of the pools; return whether it requires a full check."""
         self.missing = tuple(count.num_missing for count in counts)
-        self.steps_to_full_check -= self.count_every - self.steps_to_count
+        num_steps = self.count_every - self.steps_to_count
+        self.steps_to_full_check -= num_steps
+        self.steps_to_locks -= num_steps
         self.steps_to_count = self.count_every
         return self.missing != (self._missing_at_full_check or (0,) * len(counts))
 
-    def on_full_check(self, counts: Sequence[PoolCount]) -> None:
+    def on_locks(self, extra_locks: tuple[int, ...]) -> bool:
+        """Handle the locks without holders of each pool; return whether they require a full check."""
+        self.steps_to_locks = self.locks_every
+        return extra_locks != (self._extra_locks_at_full_check or (0,) * len(extra_locks))
+
+    def on_full_check(self, counts: Sequence[PoolCount], extra_locks: tuple[int, ...]) -> None:
         self.missing = self._missing_at_full_check = tuple(count.num_missing for count in counts)
+        self._extra_locks_at_full_check = extra_locks
         self.steps_to_full_check = self.full_check_every
 
     def on_idle(self, num_protected: int) -> bool:

@@ -11,7 +11,26 @@ from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.ports import NullPageHolders, PageHolders
 from scheduler_components.values import PageHolding, PoolCount, PoolStats
 
-__all__ = ["AuditedPool", "PoolStatsObserver", "RadixCachePool", "SlotPool"]
+__all__ = ["AuditedNode", "AuditedPool", "PoolStatsObserver", "RadixCachePool", "SlotPool"]
+
+
+class AuditedNode(Protocol):
+    """A node of a tree that caches pages: a `RadixNode`, or its host pages. Equal nodes are one node."""
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Pages of this node in the pool."""
+        ...
+
+    @property
+    def lock_count(self) -> int:
+        """Holders whose locked prefix ends in this node or below it."""
+        ...
+
+    @property
+    def parent(self) -> AuditedNode | None:
+        """None for the root and for a node that has left the tree."""
+        ...
 
 
 class AuditedPool(Protocol):
@@ -38,7 +57,7 @@ class AuditedPool(Protocol):
         """Return the pages of each holder outside the tree."""
         ...
 
-    def tree_nodes(self) -> Iterable[RadixNode]:
+    def tree_nodes(self) -> Iterable[AuditedNode]:
         """Return every node below the root of the tree that caches pages; none if the pool has no tree."""
         ...
 
@@ -71,6 +90,7 @@ class RadixCachePool:
             requests.session_held + transfers.session_held,
             requests.uncached + transfers.uncached,
             requests.in_transfer + transfers.in_transfer,
+            num_locks=self.cache.num_locks,
         )
 
     def free_pages(self) -> Sequence[int]:
@@ -111,7 +131,7 @@ class SlotPool:
         )
 
     def free_pages(self) -> Sequence[int]:
-        return tuple(self.free)
+        return self.free
 
     def holdings(self) -> Iterable[PageHolding]:
         return self.holders.holdings()

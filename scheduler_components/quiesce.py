@@ -15,6 +15,15 @@ passed; then it is given up on all ranks. Next each rank does the part that may 
 without replacing anything. If it failed on any rank, all ranks undo it; otherwise all ranks carry the request out in
 the step that agreed. A rank that dies in between is missing in the next agreement.
 
+**A pause overtakes.** Requests are carried out in order, except that a pause which needs no waiting goes before the
+requests that only wait, for example a flush under load. Otherwise the engine would continue to compute until the flush
+gives up. The position depends on the queue alone, which is equal on all ranks. A pause never overtakes a continue,
+another pause that acts immediately, or a request that has begun to act.
+
+**Confirm.** Clearing a cache, switching weights and releasing memory must not fail. If one of them does on some rank,
+the next agreement finds it: every rank replies which rank failed, and after a failed switch no rank computes until new
+weights are loaded.
+
 **A cleared cache is published immediately.** An idle engine takes no step, and routers would keep the removed blocks.
 
 The invariant: after the n-th agreement all ranks have the same state and the same pending requests.
@@ -26,13 +35,14 @@ import enum
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 from zlib import crc32
 
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.cache.block_hash import weight_namespace
 from scheduler_components.errors import QuiesceDivergenceError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.values import (
@@ -56,6 +66,7 @@ from scheduler_components.values import (
     RollBackWeights,
     control_request_name,
 )
+from scheduler_components.watchdog import CONTROL_PHASE, IDLE_PHASE, StepProgress
 from scheduler_components.weight_updater import NullWeightStore, WeightStore
 
 __all__ = [
@@ -73,9 +84,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _NO_RANK = 2**62
+_ROLLING_BACK = "rolling back weights"
 _SLOTS = Slots(("equal", "state"), ("all", "quiesced"), ("any", "late"), ("min", "failed_rank"), ("equal", "checksum"))
 _ACT_WITHOUT_WAITING = (LoadWeights, CheckWeights, EndWeightUpdate, ResumeMemory)
 _WEIGHT_UPDATE_REQUESTS = (BeginWeightUpdate, LoadWeights, CheckWeights, EndWeightUpdate)
+_CONFIRMED = (FlushCache, ClearStorageIndex, EndWeightUpdate, RollBackWeights, ReleaseMemory)
 
 
 class PausableRequests(Protocol):
@@ -142,16 +155,6 @@ class NullMemoryOccupation:
         pass
 
 
-def weight_namespace(weight_version: str) -> PrefixNamespace:
-    """Return the cache namespace of these weights: part of each block's hash, and published as its extra key.
-
-    A block of other weights never matches, wherever it is stored, even for a reader that missed the clear.
-    """
-    if weight_version == DEFAULT_WEIGHT_VERSION:
-        return DEFAULT_NAMESPACE
-    return PrefixNamespace(extra_key=f"weight_version={weight_version}")
-
-
 class PauseState(enum.Enum):
     """What an engine computes: all requests, running ones only, none, or none with requests left in place."""
 
@@ -174,6 +177,7 @@ class QuiesceState:
         weight_version: version of the weights in use.
         updating_to: version of the open weight update; None without one.
         num_loaded: tensors loaded in that update.
+        is_confirming: a request was carried out, and the ranks have not confirmed it. Nothing is computed.
         counts: counters by their field in `QuiesceStats`.
     """
 
@@ -183,6 +187,7 @@ class QuiesceState:
     weight_version: str = DEFAULT_WEIGHT_VERSION
     updating_to: str | None = None
     num_loaded: int = 0
+    is_confirming: bool = False
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -197,12 +202,12 @@ class QuiesceState:
 
     @property
     def _is_complete(self) -> bool:
-        return not self.released and self.has_weights and self.updating_to is None
+        return not self.released and self.has_weights and self.updating_to is None and not self.is_confirming
 
     def digest(self, *facts: object) -> int:
         """Return 32 bits over the state and `facts`."""
         parts = (self.phase, sorted(self.released), self.has_weights, self.weight_version, self.updating_to)
-        return crc32(repr((*parts, self.num_loaded, facts)).encode())
+        return crc32(repr((*parts, self.num_loaded, self.is_confirming, facts)).encode())
 
     def rejection(self, request: ControlRequest, num_running: int) -> str:
         """Return why a control request cannot be carried out in this state; empty if it can, now or later."""
@@ -259,6 +264,7 @@ class _PendingRequest:
         has_acted: this rank has done its part, or failed to.
         failure: why this rank's part failed.
         checksum: result of this rank's part.
+        is_carried_out: every rank has carried it out, or failed to; the next agreement compares the outcomes.
         phase_before: the engine's phase, restored if a pause is given up.
     """
 
@@ -270,7 +276,18 @@ class _PendingRequest:
     has_acted: bool = False
     failure: str = ""
     checksum: int = 0
+    is_carried_out: bool = False
     phase_before: PauseState = PauseState.RUNNING
+
+
+def _yields_to(pending: _PendingRequest, pause: PauseGeneration) -> bool:
+    """Return whether a pause that arrives later is carried out before a pending request."""
+    if pause.mode is PauseMode.FINISH or pending.is_acting or pending.is_carried_out:
+        return False
+    if isinstance(pending.request, PauseGeneration):
+        # Aborted or retracted requests do not run any more, so that the other pause ends, too.
+        return pending.request.mode is PauseMode.FINISH and pause.mode is not PauseMode.IN_PLACE
+    return not isinstance(pending.request, ContinueGeneration)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -301,8 +318,13 @@ class QuiesceController:
         """Whether a control request is pending, so that this step needs an agreement. Equal on all ranks."""
         return bool(self._pending)
 
+    @property
+    def next_request(self) -> str:
+        """Name of the request that the next agreement is about; empty without one."""
+        return control_request_name(self._pending[0].request) if self._pending else ""
+
     def enqueue(self, request_id: int, request: ControlRequest, *, now_s: float) -> None:
-        """Append a control request. Every rank gets the same requests in the same order.
+        """Add a control request. Every rank gets the same requests in the same order, between the same two steps.
 
         Args:
             request_id: identifies the reply.
@@ -310,7 +332,12 @@ class QuiesceController:
             now_s: this rank's monotonic clock, the start of the deadline.
         """
         timeout_s = request.deadline_s if isinstance(request, PauseGeneration | IdleControlRequest) else 0.0
-        self._pending.append(_PendingRequest(request_id=request_id, request=request, deadline_s=now_s + timeout_s))
+        pending = _PendingRequest(request_id=request_id, request=request, deadline_s=now_s + timeout_s)
+        position = len(self._pending)
+        if isinstance(request, PauseGeneration):
+            while position and _yields_to(self._pending[position - 1], request):
+                position -= 1
+        self._pending.insert(position, pending)
 
     def propose(self, step: int, *, rank: int, now_s: float) -> Proposal:
         """Return this rank's facts for the agreement of this step. Call it only if `has_pending`.
@@ -322,21 +349,16 @@ class QuiesceController:
         """
         pending = self._pending[0]
         request = pending.request
-        if not pending.is_acting:
+        if not (pending.is_acting or pending.is_carried_out):
             pending.rejection = self.state.rejection(request, self.work.num_running)
             pending.is_acting = isinstance(request, _ACT_WITHOUT_WAITING)
-        failed_rank = _NO_RANK
         if pending.is_acting and not (pending.has_acted or pending.rejection):
             pending.has_acted = True
-            try:
+            with self._failing(pending):
                 pending.checksum = self._act(request)
-            except Exception as error:  # noqa: BLE001 - counted and logged; the agreement decides for all ranks
-                self.failures.failed(control_request_name(request), error)
-                pending.failure, failed_rank = str(error) or type(error).__name__, rank
-            else:
-                self.failures.succeeded(control_request_name(request))
+        failed_rank = rank if pending.failure else _NO_RANK
         proposal = Proposal(f"quiesce: {control_request_name(request)}", step=step)
-        state = self.state.digest(pending.request_id, pending.rejection, pending.is_acting)
+        state = self.state.digest(pending.request_id, pending.rejection, pending.is_acting, pending.is_carried_out)
         is_late = now_s >= pending.deadline_s
         proposal.fill(_SLOTS, (state, self._is_quiesced(request), is_late, failed_rank, pending.checksum))
         return proposal
@@ -356,6 +378,18 @@ class QuiesceController:
             if reply.problem:
                 self.state.counts["num_orders_refused"] += 1
         return reply
+
+    @contextmanager
+    def _failing(self, pending: _PendingRequest) -> Iterator[None]:
+        """Record an exception of this rank's part. The next agreement decides for all ranks."""
+        name = control_request_name(pending.request)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - counted and logged; the agreement decides for all ranks
+            self.failures.failed(name, error)
+            pending.failure = str(error) or type(error).__name__
+        else:
+            self.failures.succeeded(name)
 
     # --- facts of this rank ---
 
@@ -389,6 +423,8 @@ class QuiesceController:
             return ControlReply(pending.request_id, pending.rejection)
         if isinstance(request, PauseGeneration):
             return self._pause(pending, request, agreed)
+        if pending.is_carried_out:
+            return self._confirm(pending, agreed)
         if pending.is_acting:
             problem = self._describe_failure(pending, agreed)
             if problem:
@@ -440,52 +476,69 @@ class QuiesceController:
 
     def _undo(self, request: ControlRequest) -> None:
         if isinstance(request, _WEIGHT_UPDATE_REQUESTS):
-            self._roll_back()
+            with self.failures.guard(_ROLLING_BACK):
+                self.weights.roll_back()
+            self._end_update()
         elif isinstance(request, ResumeMemory):
             self.memory.release(request.tags, keep_weights=self.state.has_weights)
 
-    def _carry_out(self, pending: _PendingRequest) -> ControlReply:
+    def _carry_out(self, pending: _PendingRequest) -> ControlReply | None:
+        """Carry a request out; return its reply, or None if the ranks have still to confirm that it worked."""
         request, state = pending.request, self.state
+        if isinstance(request, _CONFIRMED):
+            pending.is_carried_out = state.is_confirming = True
+            with self._failing(pending):
+                self._call_collaborators(request)
+            return None
         if isinstance(request, ContinueGeneration):
             state.phase = PauseState.RUNNING
-        elif isinstance(request, FlushCache):
-            self.cache.clear(state.weight_version)
-            state.counts["num_flushes"] += 1
-        elif isinstance(request, ClearStorageIndex):
-            self.cache.clear_storage_index()
         elif isinstance(request, LoadWeights):
             state.num_loaded += 1
-        elif isinstance(request, EndWeightUpdate):
-            self._commit_weights()
-        elif isinstance(request, RollBackWeights):
-            self._roll_back()
-        elif isinstance(request, ReleaseMemory):
-            self._release(request)
         elif isinstance(request, ResumeMemory):
             state.released -= frozenset(request.tags)
         return ControlReply(pending.request_id, checksum=pending.checksum)
 
-    def _commit_weights(self) -> None:
-        """Switch to the new weights and clear the cache, because the old weights computed its content."""
+    def _call_collaborators(self, request: ControlRequest) -> None:
+        """Carry out the part of a request that its ports do. The state changes when all ranks have confirmed it."""
         state = self.state
-        assert state.updating_to is not None, "a rejected update was committed"
-        self.weights.commit()
-        state.weight_version, state.updating_to, state.has_weights = state.updating_to, None, True
-        state.counts["num_weight_updates"] += 1
-        self.cache.clear(state.weight_version)
+        if isinstance(request, FlushCache):
+            self.cache.clear(state.weight_version)
+        elif isinstance(request, ClearStorageIndex):
+            self.cache.clear_storage_index()
+        elif isinstance(request, EndWeightUpdate):
+            assert state.updating_to is not None, "a rejected update was committed"
+            self.weights.commit()
+            self.cache.clear(state.updating_to)  # the old weights computed its content
+        elif isinstance(request, RollBackWeights):
+            self.weights.roll_back()
+        elif isinstance(request, ReleaseMemory):
+            if MemoryTag.KV_CACHE in request.tags:
+                self.cache.clear(state.weight_version)
+            self.memory.release(request.tags, keep_weights=request.keep_weights)
 
-    def _roll_back(self) -> None:
-        self.weights.roll_back()
+    def _confirm(self, pending: _PendingRequest, agreed: AgreedValues) -> ControlReply:
+        """Change the state as the outcome of all ranks requires, and return the reply."""
+        request, state = pending.request, self.state
+        problem = self._describe_failure(pending, agreed)
+        state.is_confirming = False
+        if isinstance(request, FlushCache):
+            state.counts["num_flushes"] += not problem
+        elif isinstance(request, EndWeightUpdate):
+            if not problem:
+                assert state.updating_to is not None, "a rejected update was committed"
+                state.weight_version = state.updating_to
+                state.counts["num_weight_updates"] += 1
+            state.updating_to, state.num_loaded, state.has_weights = None, 0, not problem
+        elif isinstance(request, RollBackWeights):
+            self._end_update()
+        elif isinstance(request, ReleaseMemory) and not problem:
+            state.released |= frozenset(request.tags)
+            state.has_weights = state.has_weights and (request.keep_weights or MemoryTag.WEIGHTS not in request.tags)
+        return ControlReply(pending.request_id, problem, checksum=pending.checksum)
+
+    def _end_update(self) -> None:
         self.state.updating_to, self.state.num_loaded = None, 0
         self.state.counts["num_weight_rollbacks"] += 1
-
-    def _release(self, request: ReleaseMemory) -> None:
-        state = self.state
-        if MemoryTag.KV_CACHE in request.tags:
-            self.cache.clear(state.weight_version)
-        self.memory.release(request.tags, keep_weights=request.keep_weights)
-        state.released |= frozenset(request.tags)
-        state.has_weights = state.has_weights and (request.keep_weights or MemoryTag.WEIGHTS not in request.tags)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -497,12 +550,14 @@ class QuiesceStepper:
         groups: reduces the proposals. Other users of the same groups call it on the same thread, in the same order on
             all ranks.
         clock: monotonic seconds of this rank.
+        progress: where a watchdog reads that a control request is being carried out.
         num_rounds: agreements so far.
     """
 
     quiesce: QuiesceController
     groups: ParallelGroups
     clock: Callable[[], float] = time.monotonic
+    progress: StepProgress = field(default_factory=StepProgress)
     num_rounds: int = field(default=0, init=False)
 
     def enqueue(self, request_id: int, request: ControlRequest) -> None:
@@ -521,5 +576,8 @@ class QuiesceStepper:
         if not quiesce.has_pending:
             return None
         self.num_rounds += 1
+        self.progress.enter_phase(CONTROL_PHASE, quiesce.next_request)
         proposal = quiesce.propose(self.num_rounds, rank=self.groups.rank, now_s=self.clock())
-        return quiesce.apply(self.num_rounds, self.groups.reduce(proposal))
+        reply = quiesce.apply(self.num_rounds, self.groups.reduce(proposal))
+        self.progress.enter_phase(IDLE_PHASE)
+        return reply

@@ -7,10 +7,17 @@ from typing import Protocol
 
 from scheduler_components.values import StallReport
 
-__all__ = ["IDLE_PHASE", "StallDetector", "StallSink", "StepProgress"]
+__all__ = ["CONTROL_PHASE", "IDLE_PHASE", "RECEIVE_PHASE", "StallDetector", "StallSink", "StepProgress"]
 
 IDLE_PHASE = "idle"
 """The phase of a scheduler that waits for requests. It may last any time without being a stall."""
+
+
+CONTROL_PHASE = "control"
+"""The phase of a scheduler that carries out a control request, for example loads weights."""
+
+RECEIVE_PHASE = "receive"
+"""The phase of a scheduler with work that waits for its input."""
 
 
 class StallSink(Protocol):

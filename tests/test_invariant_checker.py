@@ -78,7 +78,7 @@ class PoolBench:
 def test_a_sound_pool_has_no_violation() -> None:
     bench = PoolBench()
     assert find_pool_violations(bench.pool, None) == []
-    assert bench.pool.count() == PoolCount("full", 16, 9, 0, 3, 1, 2, 1)
+    assert bench.pool.count() == PoolCount("full", 16, 9, 0, 3, 1, 2, 1, num_locks=1)
     assert bench.pool.count().num_missing == 0
     assert bench.pool.count().num_used == 7
 

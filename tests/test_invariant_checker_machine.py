@@ -65,18 +65,19 @@ class FlakyMover:
 def late_tiers(page_size: int, num_pages: int, seed: int) -> HiCacheTiers:
     """Tiers over a ``FlakyMover``."""
     rng = random.Random(seed)
+    host = SimulatedHostPages(num_pages, rng=rng, failure=0.05)
     write = rng.choice(["write_through", "write_through_selective", "write_back"])
     cache = HiRadixCache(
         page_size=page_size,
         capacity_tokens=num_pages * page_size,
-        host=SimulatedHostPages(num_pages, rng=rng, failure=0.05),
+        host=host,
         num_host_pages=num_pages,
         policy=HiCachePolicy(write=write, load_threshold_pages=1),
         record=True,
     )
     mover = FlakyMover(rng)
     stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=lambda: 0.0)
-    return HiCacheTiers(stepper=stepper, mover=mover)  # type: ignore[arg-type]
+    return HiCacheTiers(stepper=stepper, mover=mover, host=host)  # type: ignore[arg-type]
 
 
 class SoundSchedulerMachine(RuleBasedStateMachine):
@@ -149,7 +150,8 @@ class SoundSchedulerMachine(RuleBasedStateMachine):
         stats = checker.stats()
         assert (stats.problems, stats.problems_open, stats.checks_failed) == (0, 0, 0), checker.last_report
         assert stats.censuses >= self.scheduler.num_steps
-        full, slots, window, states = (pool.count() for pool in checker.pools)
+        counts = {pool.name: pool.count() for pool in checker.pools}
+        full, slots, window, states = (counts[name] for name in ("full", "req", "swa", "mamba"))
         assert (full.uncached, full.protected, full.in_transfer) == (0, 0, 0)
         assert (slots.available, window.available, states.available) == (slots.total, window.total, states.total)
 

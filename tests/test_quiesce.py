@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kit.quiescable_replica import GOOD, RANKS, Given, OwnFacts, QuiescableReplica
 
-from scheduler_components.quiesce import PauseState
+from scheduler_components.quiesce import PauseState, QuiesceState
 from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
@@ -195,3 +195,87 @@ def test_nothing_is_computed_during_an_update() -> None:
     assert replica.engines[0].did == ["new weights", "cleared for v1"]
     replica.step()
     assert replica.engines[0].num_running == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "part", "is_update"),
+    [
+        (FlushCache(), "clear", False),
+        (EndWeightUpdate(GOOD), "commit", True),
+        (EndWeightUpdate(GOOD), "clear", True),
+        (RollBackWeights(), "roll_back", True),
+        (ReleaseMemory(BOTH), "release", False),
+        (ReleaseMemory(BOTH), "clear", False),
+    ],
+)
+@pytest.mark.parametrize("broken", [(2,), RANKS])
+def test_a_part_that_must_not_fail_and_does_is_answered_on_all_ranks(
+    order: ControlRequest, part: str, is_update: bool, broken: tuple[int, ...]
+) -> None:
+    replica = QuiescableReplica()
+    if is_update:
+        done(replica, BeginWeightUpdate("v1"), LoadWeights("a", b"a"))
+    facts = tuple(OwnFacts(breaks=part) if rank in broken else OwnFacts() for rank in RANKS)
+    replica.give(Given(order, facts))
+    replies = next(answers for _ in range(9) if any(answers := replica.step()))
+    problem = f"rank {broken[0]} could not {control_request_name(order)}"
+    assert {reply.problem.partition(":")[0] for reply in replies if reply} == {problem}
+    assert all(replies[rank].problem.endswith(f": {part} failed") for rank in broken)
+    assert all(quiesce.failures.total == (rank in broken) for rank, quiesce in replica.ranks.items())
+    for quiesce in replica.ranks.values():
+        state = quiesce.state
+        assert (state.updating_to, state.weight_version, state.released) == (None, "default", frozenset())
+        assert state.can_compute is not isinstance(order, EndWeightUpdate), "weights of unknown content compute nothing"
+    assert not replica.have_parted([None] * 4) or broken != RANKS
+    if isinstance(order, EndWeightUpdate):
+        for engine in replica.engines.values():
+            engine.did.clear()
+        done(replica, BeginWeightUpdate("v2"), LoadWeights("a", b"a"), EndWeightUpdate(GOOD))
+        assert replica.ranks[0].state.can_compute, "another update ends it"
+
+
+def test_a_rollback_that_fails_ends_the_update_on_all_ranks() -> None:
+    """The rollback follows from a part that failed on another rank."""
+    replica = QuiescableReplica()
+    done(replica, BeginWeightUpdate("v1"))
+    facts = (OwnFacts(breaks="roll_back"), OwnFacts(fails=True), OwnFacts(), OwnFacts())
+    replica.give(Given(LoadWeights("a", b"a"), facts))
+    [reply, *_] = replica.step()
+    assert reply is not None and reply.problem == "rank 1 could not load weights"
+    assert replica.ranks[0].failures.total == 1
+    assert replica.ranks[0].state.can_compute
+
+
+def test_nothing_is_computed_between_a_request_and_its_confirmation() -> None:
+    replica = QuiescableReplica()
+    replica.give(Given(ReleaseMemory((MemoryTag.KV_CACHE,))))
+    replica.step()
+    state = replica.ranks[0].state
+    assert replica.engines[0].did[-1].startswith("gave kv_cache")
+    assert (state.can_admit, state.can_compute) == (False, False)
+
+
+PARTS_OF_STATE = {
+    "phase": PauseState.FROZEN,
+    "released": frozenset({MemoryTag.WEIGHTS}),
+    "has_weights": False,
+    "weight_version": "v2",
+    "updating_to": "v2",
+    "num_loaded": 1,
+    "is_confirming": True,
+}
+
+
+@pytest.mark.parametrize("name", PARTS_OF_STATE)
+def test_the_digest_has_every_part_of_the_state(name: str) -> None:
+    state, other = QuiesceState(), QuiesceState()
+    setattr(other, name, PARTS_OF_STATE[name])
+    assert state.digest() != other.digest()
+    assert state.digest() == QuiesceState().digest()
+
+
+def test_the_digest_has_the_given_facts() -> None:
+    state = QuiesceState()
+    assert len({state.digest(), state.digest(1), state.digest(1, "x"), state.digest(2, "x")}) == 4
+    parts = {name for name in QuiesceState.__slots__ if name != "counts"}
+    assert parts == PARTS_OF_STATE.keys(), "counters differ between ranks after a failure, and decide nothing"

@@ -6,12 +6,15 @@ memory that they have left. The tests at the end take single agreements away and
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from kit.quiescable_replica import GOOD, Given, OwnFacts, QuiescableReplica
 
 from scheduler_components.errors import QuiesceDivergenceError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.quiesce import PauseState
 from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
@@ -130,6 +133,7 @@ def test_without_the_agreement_on_state_it_is_not_found() -> None:
     replica = QuiescableReplica("state")
     replica.ranks[2].state.weight_version = "v7"
     replica.give(Given(FlushCache()))
+    assert replica.step() == [None] * 4, "carried out, and not confirmed yet"
     assert [answer.problem for answer in replica.step() if answer] == [""] * 4
 
 
@@ -149,3 +153,123 @@ def test_a_missing_rank_is_named_with_the_request() -> None:
     del proposals[3]
     with pytest.raises(SyncTimeoutError, match=r"'quiesce: begin weight update' at step 1.*missing ranks: 3"):
         replica.sync.reduce(proposals)
+
+
+class Arrival(NamedTuple):
+    """A control request and the number of steps after the one before it."""
+
+    order: ControlRequest
+    after_steps: int
+
+
+def acts_immediately(order: ControlRequest) -> bool:
+    return isinstance(order, PauseGeneration) and order.mode is not PauseMode.FINISH
+
+
+pauses = st.builds(PauseGeneration, st.sampled_from(PauseMode), st.just(30.0))
+waiting = st.sampled_from([FlushCache(30.0), ClearStorageIndex(30.0), BeginWeightUpdate("v1", 30.0)])
+arrivals = st.lists(
+    st.builds(Arrival, st.one_of(orders, waiting, pauses, st.just(ContinueGeneration())), st.integers(0, 3)),
+    min_size=1,
+    max_size=8,
+)
+other_facts = st.tuples(*[own_facts] * 4)
+
+
+@given(arrivals, other_facts, st.integers(0, 2))
+def test_ranks_agree_on_the_order_of_requests_that_arrive_together(
+    history: list[Arrival], facts: tuple[OwnFacts, ...], num_new: int
+) -> None:
+    """Every request gets one reply, in the same step on all ranks, and pauses and continues keep their order."""
+    replica = QuiescableReplica()
+    replied: list[int] = []
+
+    def step() -> None:
+        for engine in replica.engines.values():
+            engine.num_waiting += num_new
+        answers = replica.step()
+        assert not replica.have_parted(answers), f"ranks parted: {answers}"
+        replied.extend(answer.request_id for answer in answers[:1] if answer is not None)
+
+    for number, (order, after_steps) in enumerate(history):
+        for _ in range(after_steps):
+            step()
+        replica.give(Given(order, facts), request_id=number)
+    for _ in range(200):
+        if len(replied) == len(history):
+            break
+        step()
+    assert sorted(replied) == list(range(len(history)))
+    in_order = [number for number in replied if isinstance(history[number].order, ContinueGeneration)
+                or acts_immediately(history[number].order)]  # fmt: skip
+    assert in_order == sorted(in_order)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE])
+@pytest.mark.parametrize(
+    "behind",
+    [
+        [FlushCache(60.0)],
+        [FlushCache(60.0), FlushCache(60.0)],
+        [BeginWeightUpdate("v1", 60.0), LoadWeights("a", b"a")],
+        [ReleaseMemory((MemoryTag.KV_CACHE,), deadline_s=60.0)],
+    ],
+)
+def test_a_pause_overtakes_requests_that_only_wait(mode: PauseMode, behind: list[ControlRequest]) -> None:
+    replica = QuiescableReplica()
+    for rank in replica.engines.values():
+        rank.running = [100]
+    for number, order in enumerate(behind):
+        replica.give(Given(order), request_id=number)
+    for _ in range(3):
+        assert replica.step() == [None] * 4
+    replica.give(Given(PauseGeneration(mode)), request_id=9)
+    answers = replica.step()
+    assert [answer and (answer.request_id, answer.problem) for answer in answers] == [(9, "")] * 4
+    running = list(replica.engines[0].running)
+    assert running == replica.engines[0].running and not replica.ranks[0].state.can_compute
+    followed = [answer for _ in range(8) if (answer := replica.step()[0]) is not None]
+    assert [each.request_id for each in followed] == list(range(len(behind)))
+    expected = "1 requests are paused in place" if mode is PauseMode.IN_PLACE else ""
+    assert followed[0].problem.startswith(expected) and bool(followed[0].problem) == bool(expected)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT])
+def test_a_pause_ends_a_pause_that_waits_for_requests(mode: PauseMode) -> None:
+    replica = QuiescableReplica()
+    for rank in replica.engines.values():
+        rank.running = [100]
+    replica.give(Given(PauseGeneration(PauseMode.FINISH, 60.0)), request_id=1)
+    replica.step()
+    replica.give(Given(PauseGeneration(mode)), request_id=2)
+    replies = [answer for _ in range(3) if (answer := replica.step()[0]) is not None]
+    assert [(each.request_id, each.problem) for each in replies] == [(2, ""), (1, "")]
+    assert replica.ranks[0].state.phase is PauseState.PAUSED
+
+
+def test_a_pause_does_not_overtake_a_continue_or_a_request_that_acts() -> None:
+    replica = QuiescableReplica()
+    replica.give(Given(PauseGeneration(PauseMode.ABORT)), request_id=1)
+    replica.give(Given(ContinueGeneration()), request_id=2)
+    replica.give(Given(PauseGeneration(PauseMode.RETRACT)), request_id=3)
+    replica.give(Given(PauseGeneration(PauseMode.IN_PLACE)), request_id=4)
+    replies = [answer.request_id for _ in range(4) if (answer := replica.step()[0]) is not None]
+    assert replies == [1, 2, 3, 4]
+    replica = QuiescableReplica()
+    replica.give(Given(BeginWeightUpdate("v1")), request_id=1)
+    assert replica.step() == [None] * 4, "it has begun: the memory is allocated in the next step"
+    replica.give(Given(PauseGeneration(PauseMode.ABORT)), request_id=2)
+    replies = [answer.request_id for _ in range(3) if (answer := replica.step()[0]) is not None]
+    assert replies == [1, 2]
+
+
+def test_a_rank_on_which_the_pause_does_not_overtake_is_found() -> None:
+    replica = QuiescableReplica()
+    for rank in replica.engines.values():
+        rank.running = [100]
+    replica.give(Given(FlushCache(60.0)), request_id=1)
+    replica.step()
+    replica.give(Given(PauseGeneration(PauseMode.ABORT)), request_id=2)
+    replica.ranks[3]._pending.rotate(1)
+    with pytest.raises(SyncDivergenceError, match="rank 3: 'quiesce: flush cache'"):
+        replica.step()

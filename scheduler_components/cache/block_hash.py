@@ -19,6 +19,7 @@ from struct import iter_unpack, unpack
 import msgspec
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.values import DEFAULT_WEIGHT_VERSION
 
 __all__ = [
     "DIGEST_BYTES",
@@ -166,3 +167,13 @@ class PrefixNamespace(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 DEFAULT_NAMESPACE = PrefixNamespace()
 """The base model without a salt or an extra key."""
+
+
+def weight_namespace(weight_version: str) -> PrefixNamespace:
+    """Return the cache namespace of these weights: part of each block's hash, and published as its extra key.
+
+    A block of other weights never matches, wherever it is stored, even for a reader that missed the clear.
+    """
+    if weight_version == DEFAULT_WEIGHT_VERSION:
+        return DEFAULT_NAMESPACE
+    return PrefixNamespace(extra_key=f"weight_version={weight_version}")

@@ -9,7 +9,13 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler_components.cache.block_hash import DEFAULT_NAMESPACE, PrefixNamespace, block_hash_array, pack_tokens
+from scheduler_components.cache.block_hash import (
+    DEFAULT_NAMESPACE,
+    PrefixNamespace,
+    block_hash_array,
+    pack_tokens,
+    weight_namespace,
+)
 from scheduler_components.cache.lru_list import LruList
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_tree import PathMatch, RadixNode, RadixTree
@@ -110,6 +116,8 @@ class RadixCache:
         page_size: tokens per page.
         capacity_tokens: size of the KV pool, rounded down to whole pages.
         lower: the tiers below the device; a hierarchical cache gives its own.
+        namespace: of calls that give none.
+        num_locks: calls of `lock` without their `unlock`.
         tree, pool, lru, recorder: the parts, for a cache that is built on this one. Schedulers do not use them.
 
     Raises:
@@ -120,6 +128,8 @@ class RadixCache:
     capacity_tokens: int
     record: InitVar[bool] = False
     lower: LowerTiers = field(default_factory=NullLowerTiers)
+    namespace: PrefixNamespace = field(default=DEFAULT_NAMESPACE, init=False)
+    num_locks: int = field(default=0, init=False)
     tree: RadixTree = field(init=False)
     pool: PagePool = field(init=False)
     lru: LruList = field(init=False)
@@ -170,7 +180,7 @@ class RadixCache:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
         """
         packed = pack_tokens(token_ids)
-        path = self.split_path(self.tree.find(packed, (namespace or DEFAULT_NAMESPACE).seed()))
+        path = self.split_path(self.tree.find(packed, (namespace or self.namespace).seed()))
         self.lru.touch(reversed(path))
         return self.match_from_path(path)
 
@@ -195,7 +205,7 @@ class RadixCache:
             CacheIntegrityError: no request holds a page that the tree would take over or free. After any error nothing
                 has changed.
         """
-        return self.match_from_path(self.insert_path(token_ids, pages, namespace or DEFAULT_NAMESPACE))
+        return self.match_from_path(self.insert_path(token_ids, pages, namespace or self.namespace))
 
     def lock(self, node: RadixNode) -> None:
         """Protect the whole prefix that ends in ``node`` from eviction, once more. Locking the empty prefix is valid.
@@ -207,6 +217,7 @@ class RadixCache:
         if path and not node.pages:
             raise CacheIntegrityError(f"{node} is not on the device: evicted before it was locked?")
         self.lru.lock(path)
+        self.num_locks += 1
 
     def unlock(self, node: RadixNode) -> None:
         """Release one ``lock`` of ``node``.
@@ -218,6 +229,7 @@ class RadixCache:
         if path and not node.lock_count:
             raise CacheIntegrityError(f"{node} is not locked: unlocked twice?")
         self.lru.unlock(path)
+        self.num_locks -= 1
         if len(node.children) == 1:  # the holder may have locked a longer prefix, so none ends here
             [child] = node.children.values()
             self.mark_joinable(child)
@@ -268,8 +280,12 @@ class RadixCache:
             self._evict_node(leaf)
         return freed
 
-    def clear(self) -> None:
+    def clear(self, weight_version: str | None = None) -> None:
         """Remove every prefix. Requests keep the pages that they hold.
+
+        Args:
+            weight_version: version of the weights that compute all later pages: their namespace becomes that of calls
+                that give none. None keeps the present one.
 
         Raises:
             CacheIntegrityError: a request still locks a prefix; nothing has changed.
@@ -282,6 +298,8 @@ class RadixCache:
         self.tree.clear()
         self.lru.clear()
         self.recorder.record_cleared()
+        if weight_version is not None:
+            self.namespace = weight_namespace(weight_version)
 
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call, in order, and forget them; always empty without ``record``.

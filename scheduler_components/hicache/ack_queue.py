@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice, takewhile
 from typing import Generic, TypeVar
 
@@ -36,6 +37,10 @@ class AckQueue(Generic[Operation]):
 
     def __len__(self) -> int:
         return len(self._operations)
+
+    def __iter__(self) -> Iterator[tuple[int, Operation]]:
+        """Yield the number and the content of each operation, oldest first."""
+        return iter(self._operations)
 
     def __contains__(self, number: int) -> bool:
         """Return whether the operation has not been popped yet."""

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixMatch, PrefixNamespace, RadixCache, RadixNode
+from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.cache.block_hash import block_hash_array, block_hashes_of, pack_tokens
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
 from scheduler_components.events import TIER_MEDIUM, KVCacheEvent, MediumGroup, Tier, medium_group
 from scheduler_components.hicache.controller import HiCacheController
+from scheduler_components.hicache.host_tier_pool import AuditedHostPages, HostTierPool
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.prefetch_queue import PrefetchQueue
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.ports import HostPages, NullPageHook, PageHolders, PageHook, PageMover
+from scheduler_components.ports import AllocationSink, HostPages, NullPageHook, PageHolders, PageHook, PageMover
 from scheduler_components.values import TierStats
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
@@ -35,7 +36,8 @@ _STATE_SLOT = Slots(("equal", "state"))
 class HiRadixCache:
     """A prefix cache over three tiers, with the interface of ``RadixCache``. Pure.
 
-    It is a ``KvEventSource``, a ``PoolSource`` and a ``HeldBlocksSource``.
+    It is a ``KvEventSource``, a ``PoolSource``, a ``HeldBlocksSource``, and for control requests a ``FlushableCache``
+    whose owner publishes the events of a clear immediately.
 
     A request matches only pages on the device; ``prefetch_queue`` moves other pages there. Ranks that make the same
     calls and apply the same agreed values hold the same pages on every tier, independent of their I/O. Once per step,
@@ -127,7 +129,7 @@ class HiRadixCache:
         Raises:
             ConfigError: a token id does not fit u32, or the namespace cannot be encoded.
         """
-        path = self._tiers.match_path(pack_tokens(token_ids), (namespace or DEFAULT_NAMESPACE).seed())
+        path = self._tiers.match_path(pack_tokens(token_ids), (namespace or self._device.namespace).seed())
         return self._device.match_from_path(path[: self._tiers.num_on_device(path)])
 
     def insert(
@@ -137,7 +139,7 @@ class HiRadixCache:
 
         If a page is on the host only, the caller's page becomes its device page.
         """
-        path = self._device.insert_path(token_ids, pages, namespace or DEFAULT_NAMESPACE)
+        path = self._device.insert_path(token_ids, pages, namespace or self._device.namespace)
         self._transfers.writes.on_insert(path)
         return self._device.match_from_path(path)
 
@@ -161,15 +163,18 @@ class HiRadixCache:
         """Evict the least recently used unlocked device pages; return how many. Host copies stay."""
         return self._device.evict(num_pages)
 
-    def clear(self) -> None:
+    def clear(self, weight_version: str | None = None) -> None:
         """Remove every prefix from device and host. Storage keeps its pages, because keys identify their content.
+
+        Args:
+            weight_version: version of the weights that compute all later pages, as for ``RadixCache.clear``.
 
         Raises:
             CacheIntegrityError: a request still locks a prefix, or a transfer is under way; nothing has changed.
         """
         if self.num_operations:
             raise CacheIntegrityError(f"{self.num_operations} operations are under way; step until none is, then clear")
-        self._tiers.clear()
+        self._tiers.clear(weight_version)
 
     def clear_storage_index(self) -> None:
         """Count no page as stored. Call it on every rank in the same step after the store was cleared.
@@ -221,6 +226,18 @@ class HiRadixCache:
     def transfers(self) -> PageHolders:
         """The pages and locks that copies hold on the device, for checks."""
         return self._transfers
+
+    def host_pool(self, pages: AuditedHostPages) -> HostTierPool:
+        """Return the host tier for checks.
+
+        Args:
+            pages: the host pool that this cache was created with.
+        """
+        return HostTierPool(pages=pages, tiers=self._tiers, transfers=self._transfers)
+
+    def record_allocations(self, log: AllocationSink) -> None:
+        """Record from now on which operation takes and returns which pages of host and device."""
+        self._controller.allocation_log = self._controller.prefetches.allocation_log = log
 
     # --- the step ---
 

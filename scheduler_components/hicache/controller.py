@@ -7,7 +7,7 @@ rules are explained at the top of ``agreement.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components.agreement import AgreedValues, Proposal, Slots
@@ -35,7 +35,8 @@ from scheduler_components.page_operations import (
     WriteOutcome,
     WriteToStorage,
 )
-from scheduler_components.ports import HostPages
+from scheduler_components.ports import AllocationSink, HostPages, NullAllocationSink
+from scheduler_components.values import AllocationAction
 
 __all__ = ["AgreedState", "HiCacheController"]
 
@@ -92,11 +93,13 @@ class HiCacheController:
     Attributes:
         host: the host pool in which pages are reserved, committed and aborted.
         prefetches: reads from storage.
+        allocation_log: records which operation reserves and returns which host pages.
         agreed: read-only for callers.
     """
 
     host: HostPages
     prefetches: ActivePrefetches
+    allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     agreed: AgreedState = field(default_factory=AgreedState, init=False)
     _writes: AckQueue[tuple[int, ...] | None] = field(default_factory=AckQueue, init=False)
     _loads: AckQueue[None] = field(default_factory=AckQueue, init=False)
@@ -121,6 +124,7 @@ class HiCacheController:
             self._writes.acknowledge(number, False)
             return number
         self._writes.push(number, host_pages)
+        self.allocation_log.record("allocated", "host", f"write {number}", "HiCacheController.write", host_pages)
         self._outbox.put(CopyToHost(number, tuple(device_pages), host_pages))
         return number
 
@@ -199,6 +203,13 @@ class HiCacheController:
         self._outbox.put(*instructions)
         return decisions + prefetched
 
+    def host_pages_held(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield each operation that has reserved host pages on this rank, with these pages, for checks."""
+        for number, host_pages in self._writes:
+            if host_pages is not None:
+                yield f"write {number}", host_pages
+        yield from self.prefetches.host_pages_held()
+
     def pop_instructions(self) -> list[Instruction]:
         """Return the instructions since the last call, in order."""
         if not self.agreed.has_storage and not self._backups and not self.prefetches:
@@ -211,6 +222,8 @@ class HiCacheController:
             return WriteOutcome(number, ())
         if is_ok:
             self.host.commit(host_pages)
-            return WriteOutcome(number, host_pages)
-        self.host.abort(host_pages)
-        return WriteOutcome(number, ())
+        else:
+            self.host.abort(host_pages)
+        action: AllocationAction = "cached" if is_ok else "freed"
+        self.allocation_log.record(action, "host", f"write {number}", "HiCacheController.apply", host_pages)
+        return WriteOutcome(number, host_pages if is_ok else ())

@@ -7,6 +7,8 @@ A rename makes each page visible atomically. Guarantees:
 - If the machine fails, names may be lost, but no page is torn: all pages of a batch are synchronised to the disk before
   the first of them gets its name. The files of a batch are synchronised in parallel, so that the file system's journal
   commits them as a group; one after the other takes three times as long.
+- If the directory is removed, every call fails with a `StorageError`. When it exists again, for example because its
+  file system is mounted again, the next call opens it and continues.
 - Foreign files and directories in the place of pages are neither read, counted nor removed. The page that would have
   that name is not stored.
 
@@ -54,6 +56,7 @@ class PageDirectory:
     """
 
     def __init__(self, root: Path, own_folder: Path, ledger: FileLock, writer: FileLock) -> None:
+        self.root = root
         self.pages_folder = root / "pages"
         self._own_folder = own_folder
         self._ledger = ledger
@@ -65,6 +68,17 @@ class PageDirectory:
         if not self._writer.is_open:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._own_folder))
         return self._own_folder
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to this directory. A closed one is in place: only its owner opens it again."""
+        if not self._writer.is_open:
+            return True
+        try:
+            found = (self.root / "ledger").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(found, os.fstat(self._ledger.descriptor))
 
     @property
     def used_bytes(self) -> int:
@@ -161,16 +175,16 @@ class FilePageStore:
         return self._directory.used_bytes
 
     def batch_exists(self, keys: Sequence[str]) -> int:
-        with _as_storage_error("batch_exists"):
+        with self._calling("batch_exists"):
             return next((at for at, key in enumerate(keys) if _status_of(self._path(key)) is None), len(keys))
 
     def batch_get(self, keys: Sequence[str]) -> list[bytes | None]:
-        with _as_storage_error("batch_get"):
+        with self._calling("batch_get"):
             return [self._read(self._path(key)) for key in keys]
 
     def batch_set(self, keys: Sequence[str], pages: Sequence[PageBytes]) -> list[bool]:
         new: list[_Unfinished] = []
-        with _as_storage_error("batch_set"):
+        with self._calling("batch_set"):
             try:
                 for key, page in zip(keys, pages, strict=True):
                     target = self._path(key)
@@ -188,14 +202,14 @@ class FilePageStore:
         """Do nothing: files can be read into any memory."""
 
     def batch_get_into(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
-        with _as_storage_error("batch_get_into"):
+        with self._calling("batch_get_into"):
             return [self._read_into(self._path(key), page) for key, page in zip(keys, pages, strict=True)]
 
     def batch_put_from(self, keys: Sequence[str], pages: Sequence[memoryview]) -> list[bool]:
         return self.batch_set(keys, pages)
 
     def delete(self, keys: Sequence[str]) -> int:
-        with _as_storage_error("delete"), self._directory.locked():
+        with self._calling("delete"), self._directory.locked():
             sizes = [size for key in keys if (size := _remove(self._path(key))) is not None]
             self._directory.write_used_bytes(max(0, self.used_bytes - sum(sizes)))
             return len(sizes)
@@ -206,13 +220,27 @@ class FilePageStore:
         Raises:
             StorageError: the directory cannot be changed.
         """
-        with _as_storage_error("clear"), self._directory.locked():
+        with self._calling("clear"), self._directory.locked():
             sizes = [size for _, path, _ in list(self._directory.pages()) if (size := _remove(path)) is not None]
             self._directory.write_used_bytes(sum(size for _, _, size in self._directory.pages()))
             return len(sizes)
 
     def close(self) -> None:
         self._directory.close()
+
+    @contextmanager
+    def _calling(self, operation: str) -> Iterator[None]:
+        """Raise OSError of the block as StorageError. Open the directory again first if it was removed and is back."""
+        try:
+            removed = self._directory
+            if not removed.is_in_place:
+                if not removed.root.is_dir():
+                    raise FileNotFoundError(errno.ENOENT, "the directory was removed", str(removed.root))
+                self._directory = open_page_directory(removed.root)
+                removed.close()
+            yield
+        except OSError as error:
+            raise StorageError("file", operation, str(error)) from error
 
     def _path(self, key: str) -> Path:
         # Hashed, so that every key gives a short, plain file name.
@@ -351,14 +379,6 @@ def _remove(path: Path) -> int | None:
     except (FileNotFoundError, PermissionError):
         return None
     return status.st_size
-
-
-@contextmanager
-def _as_storage_error(operation: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError("file", operation, str(error)) from error
 
 
 def open_file_page_store(

@@ -215,6 +215,10 @@ class HostPool:
         """Committed pages, which may be read."""
         return self._pages.num_cached
 
+    def free_pages(self) -> Sequence[int]:
+        """Return a copy of the free list. Use it in checks, not in steps."""
+        return self._pages.free_pages()
+
     def reserve(self, num_pages: int) -> list[int]:
         """Reserve free pages for writing.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -26,7 +27,8 @@ from scheduler_components.page_operations import (
     ReadDone,
     ReadFromStorage,
 )
-from scheduler_components.ports import HostPages
+from scheduler_components.ports import AllocationSink, HostPages, NullAllocationSink
+from scheduler_components.values import AllocationAction
 
 __all__ = ["MAX_ACTIVE_PREFETCHES", "ActivePrefetches", "LocalPrefetchState"]
 
@@ -148,10 +150,12 @@ class ActivePrefetches:
     Attributes:
         policy: thresholds and time limits.
         host: the host pool in which pages are reserved, committed and aborted.
+        allocation_log: records which prefetch reserves and returns which host pages.
     """
 
     policy: HiCachePolicy
     host: HostPages
+    allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     _lanes: list[_Prefetch | None] = field(default_factory=lambda: [None] * MAX_ACTIVE_PREFETCHES, init=False)
     _waiting: _WaitingPrefetches = field(default_factory=_WaitingPrefetches, init=False)
     _by_number: dict[int, _Prefetch] = field(default_factory=dict, init=False)
@@ -203,9 +207,20 @@ class ActivePrefetches:
         prefetch.max_wait_s = max_wait_s
         prefetch.phase = _Phase.VOTING
         try:
-            prefetch.local.host_pages = tuple(self.host.reserve(num_pages))
+            host_pages = tuple(self.host.reserve(num_pages))
         except OutOfPagesError:
             prefetch.local.host_pages = None
+        else:
+            prefetch.local.host_pages = host_pages
+            self._record("allocated", number, host_pages)
+
+    def host_pages_held(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield each prefetch that has reserved host pages on this rank, with these pages, for checks."""
+        for prefetch in self._by_number.values():
+            if prefetch.local.host_pages:
+                yield f"prefetch {prefetch.number}", prefetch.local.host_pages
+        for number, host_pages in self._drains:
+            yield f"prefetch {number}", host_pages
 
     def handle(self, event: QueryDone | PagesRead | ReadDone) -> None:
         """Record an I/O event of an active or a draining prefetch.
@@ -276,7 +291,7 @@ class ActivePrefetches:
     def _settle_drains(self, num_done: int) -> list[Decision]:
         decisions: list[Decision] = []
         for number, host_pages, _ in self._drains.pop(num_done, num_done):
-            self.host.abort(host_pages)
+            self._abort(number, host_pages)
             decisions.append(PrefetchDrained(number, len(host_pages)))
         return decisions
 
@@ -305,7 +320,7 @@ class ActivePrefetches:
     ) -> PrefetchOutcome | None:
         host_pages = prefetch.local.host_pages
         if not is_agreed or not prefetch.num_pages:
-            self.host.abort(host_pages or ())
+            self._abort(prefetch.number, host_pages or ())
             return self._remove(prefetch)
         assert host_pages is not None
         prefetch.phase = _Phase.READING
@@ -316,8 +331,8 @@ class ActivePrefetches:
     def _end_reading(self, prefetch: _Prefetch) -> PrefetchOutcome:
         """Commit the pages that landed on all ranks and release the others. No rank writes to any of them now."""
         landed, others = _split_landed(prefetch)
-        self.host.commit(landed)
-        self.host.abort(others)
+        self._commit(prefetch.number, landed)
+        self._abort(prefetch.number, others)
         return self._remove(prefetch, landed)
 
     def _terminate(self, prefetch: _Prefetch) -> tuple[PrefetchOutcome, list[Instruction]]:
@@ -327,15 +342,26 @@ class ActivePrefetches:
             self._waiting.remove(prefetch)
             return self._remove(prefetch), []
         if prefetch.phase is _Phase.VOTING:  # no rank has begun to read
-            self.host.abort(local.host_pages or ())
+            self._abort(prefetch.number, local.host_pages or ())
             return self._remove(prefetch), []
         is_reading = prefetch.phase is _Phase.READING
         landed, others = _split_landed(prefetch) if is_reading else ((), ())
-        self.host.commit(landed)
+        self._commit(prefetch.number, landed)
         self._drains.push(prefetch.number, others)
         if local.has_ended if is_reading else local.has_answered:
             self._drains.acknowledge(prefetch.number, True)
         return self._remove(prefetch, landed, num_draining=len(others)), [CancelPrefetch(prefetch.number)]
+
+    def _commit(self, number: int, host_pages: tuple[int, ...]) -> None:
+        self.host.commit(host_pages)
+        self._record("cached", number, host_pages)
+
+    def _abort(self, number: int, host_pages: tuple[int, ...]) -> None:
+        self.host.abort(host_pages)
+        self._record("freed", number, host_pages)
+
+    def _record(self, action: AllocationAction, number: int, host_pages: tuple[int, ...]) -> None:
+        self.allocation_log.record(action, "host", f"prefetch {number}", "ActivePrefetches", host_pages)
 
     def _remove(self, prefetch: _Prefetch, landed: tuple[int, ...] = (), *, num_draining: int = 0) -> PrefetchOutcome:
         del self._by_number[prefetch.number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.cache import PrefixNamespace
 from scheduler_components.cache.block_hash import pack_tokens
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.transfers import LoadBack, Prefetch, TierTransfers
@@ -44,7 +44,7 @@ class PrefetchQueue:
 
     def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
         """Begin to read the pages of a new request's ``token_ids`` that neither device nor host holds from storage."""
-        prefetch = self._begin_prefetch(token_ids, namespace or DEFAULT_NAMESPACE)
+        prefetch = self._begin_prefetch(token_ids, namespace or self.transfers.tiers.device.namespace)
         if prefetch is not None:
             self._by_rid[rid] = _WaitingRequest(prefetch=prefetch)
 
@@ -68,7 +68,8 @@ class PrefetchQueue:
             is_next: this request is the next to run. It stops waiting for storage (``best_effort``), or its timeout
                 begins (``timeout``). A request that is not next queries storage again after a miss.
         """
-        waiting, namespace = self._by_rid.setdefault(rid, _WaitingRequest()), namespace or DEFAULT_NAMESPACE
+        waiting = self._by_rid.setdefault(rid, _WaitingRequest())
+        namespace = namespace or self.transfers.tiers.device.namespace
         if self.policy.write == "write_through_selective" and not waiting.is_counted:
             waiting.is_counted = True
             path = self.transfers.tiers.match_path(pack_tokens(token_ids), namespace.seed())

@@ -156,12 +156,14 @@ class HostTier:
         num_pages: the smallest number of host pages of any rank.
         num_pages_used: pages in the tree and in flight; the same number on all ranks.
         order: the evictable nodes: those that are on the host only and not locked.
+        num_path_locks: calls of `lock` without their `unlock`.
     """
 
     pages: HostPages
     num_pages: int
     num_pages_used: int = field(default=0, init=False)
     order: LruList = field(default_factory=LruList, init=False)
+    num_path_locks: int = field(default=0, init=False)
     _locks: dict[RadixNode, int] = field(default_factory=dict, init=False)  # only nodes that are locked
 
     @property
@@ -176,12 +178,14 @@ class HostTier:
 
     def lock(self, path_up: list[RadixNode]) -> None:
         """Lock the host pages of a path once more."""
+        self.num_path_locks += 1
         for node in path_up:
             self._locks[node] = self._locks.get(node, 0) + 1
             self.order.discard(node)
 
     def unlock(self, path_up: list[RadixNode]) -> None:
         """Release one lock of a path. Nodes that become evictable become the most recently used."""
+        self.num_path_locks -= 1
         for node in path_up:
             self._locks[node] -= 1
             if not self._locks[node]:
@@ -433,13 +437,13 @@ class TierTree:
 
     # --- whole ---
 
-    def clear(self) -> None:
-        """Remove every prefix. No transfer may be under way.
+    def clear(self, weight_version: str | None = None) -> None:
+        """Remove every prefix. No transfer may be under way. ``weight_version`` is as for ``RadixCache.clear``.
 
         Raises:
             CacheIntegrityError: a request still locks a prefix; nothing has changed.
         """
-        self.device.clear()
+        self.device.clear(weight_version)
         for pages in self.membership.host_pages.values():
             self.host.release(pages)
         self.host.order.clear()

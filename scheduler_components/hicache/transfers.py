@@ -32,7 +32,7 @@ from scheduler_components.page_operations import (
     StorageDetached,
     WriteOutcome,
 )
-from scheduler_components.values import HeldCount, PageHolding, TierStats
+from scheduler_components.values import AllocationAction, HeldCount, PageHolding, TierStats
 
 __all__ = ["LoadBackTransfers", "WriteTransfers", "PrefetchTransfers", "TierTransfers"]
 
@@ -96,6 +96,11 @@ class LoadBackTransfers:
         for number, load in self._under_way.items():
             yield PageHolding(f"load {number}", "transfer", load.device_pages, node=load.device_end)
 
+    def host_locks(self) -> Iterator[tuple[str, RadixNode]]:
+        """Yield each load with the end of the prefix that it locks on the host."""
+        for number, load in self._under_way.items():
+            yield f"load {number}", load.end
+
     def start(self, path: list[RadixNode], max_pages: int, *, by_layer: bool = False) -> LoadBack | None:
         """Begin to load the part of a path that is only on the host, within the agreed budget and the free pages.
 
@@ -130,7 +135,9 @@ class LoadBackTransfers:
         host_pages = [page for node in on_host for page in tiers.membership.host_pages[node]]
         number = self.controller.load_back(host_pages, device_pages, by_layer=by_layer)
         end = on_host[-1]
+        self._record("allocated", number, device_pages)
         if by_layer:
+            self._record("cached", number, device_pages)
             for node, pages in pages_per_node(on_host, device_pages):
                 tiers.begin_load_back(node, pages)
             tiers.touch(on_device + on_host)
@@ -162,9 +169,14 @@ class LoadBackTransfers:
                 self._put_on_device(run, load.device_pages)
             else:
                 tiers.device.free(load.device_pages)
+            self._record("cached" if settled.is_ok else "freed", settled.op, load.device_pages)
             tiers.device.unlock(load.device_end)
         tiers.host.unlock(path_up)
         tiers.touch(path_up[::-1])
+
+    def _record(self, action: AllocationAction, number: int, device_pages: list[int]) -> None:
+        log = self.controller.allocation_log
+        log.record(action, "full", f"load {number}", "LoadBackTransfers", device_pages)
 
     def _put_on_device(self, run: list[RadixNode], device_pages: list[int]) -> None:
         for node, pages in pages_per_node(run, device_pages):
@@ -204,6 +216,11 @@ class WriteTransfers:
         """Yield the device lock of each write to the host."""
         for number, (end, _) in self._writes.items():
             yield PageHolding(f"write {number}", "transfer", node=end)
+
+    def host_locks(self) -> Iterator[tuple[str, RadixNode]]:
+        """Yield each write to storage with the end of the prefix that it locks on the host."""
+        for number, (end, _) in self._backups.items():
+            yield f"backup {number}", end
 
     def on_insert(self, path: list[RadixNode]) -> None:
         """Apply the write policy to a path that a request has just cached."""
@@ -360,6 +377,12 @@ class PrefetchTransfers:
         """Host pages that prefetches have reserved."""
         return self.num_draining_pages + sum(prefetch.num_reserved for prefetch in self._under_way.values())
 
+    def host_locks(self) -> Iterator[tuple[str, RadixNode]]:
+        """Yield each prefetch with the end of the prefix that it locks on the host."""
+        for number, prefetch in self._under_way.items():
+            if prefetch.anchor is not None:
+                yield f"prefetch {number}", prefetch.anchor
+
     def should_prefetch(self, packed: bytes, path: list[RadixNode]) -> bool:
         """Return whether the part of a prompt that is not in the tree is worth a prefetch.
 
@@ -512,6 +535,12 @@ class TierTransfers:
         """Yield the device pages and locks of each copy."""
         yield from self.loads.holdings()
         yield from self.writes.holdings()
+
+    def host_locks(self) -> Iterator[tuple[str, RadixNode]]:
+        """Yield each operation with the end of the prefix that it locks on the host."""
+        yield from self.loads.host_locks()
+        yield from self.writes.host_locks()
+        yield from self.reads.host_locks()
 
     def clear_storage_index(self) -> None:
         """Count no page as stored."""

@@ -55,6 +55,7 @@ class PoolCount(msgspec.Struct, frozen=True, gc=False):
         uncached: held outside the cache by requests.
         in_transfer: held outside the cache by copies between tiers.
         first_page: 1 if page 0 is reserved for padding, as in SGLang.
+        num_locks: locks of prefixes, one per holder of a prefix; None for a pool that does not count them.
     """
 
     name: str
@@ -66,6 +67,7 @@ class PoolCount(msgspec.Struct, frozen=True, gc=False):
     uncached: int = 0
     in_transfer: int = 0
     first_page: int = 0
+    num_locks: int | None = None
 
     @property
     def num_missing(self) -> int:

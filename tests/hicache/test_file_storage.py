@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -251,6 +252,31 @@ def test_a_failing_directory_raises_a_storage_error(tmp_path: Path) -> None:
         store.batch_set(["a"], [page_of("a")])
     assert checked(store).batch_get(["a"]) == [None]
     store.close()
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_directory_that_was_removed_is_used_again_when_it_returns(tmp_path: Path, is_empty: bool) -> None:
+    root, away = tmp_path / "store", tmp_path / "away"
+    store = open_file_page_store(root, capacity_bytes=MANY)
+    store.batch_set(["a"], [page_of("a")])
+    root.rename(away)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="the directory was removed"):
+            store.batch_set(["b"], [page_of("b")])
+        with pytest.raises(StorageError, match="the directory was removed"):
+            store.batch_exists(["a"])
+    if is_empty:
+        root.mkdir()
+    else:
+        copied = shutil.copytree(away, root)  # other files of the same names, as after a mount
+        assert (copied / "ledger").stat().st_ino != (away / "ledger").stat().st_ino
+    assert store.batch_exists(["a"]) == (0 if is_empty else 1)
+    assert store.batch_set(["b"], [page_of("b")]) == [True]
+    assert store.batch_get(["b"]) == [page_of("b")]
+    assert store.used_bytes == len(page_of("b")) * (1 if is_empty else 2)
+    store.close()
+    assert list((root / "unfinished").iterdir()) == []
+    assert store.batch_exists(["b"]) == 1, "a closed store is not opened again"
 
 
 def test_invalid_arguments_of_open_raise(tmp_path: Path) -> None:

@@ -154,3 +154,20 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
         TorchDeviceMemory.allocate(**{**SIZES, "num_pages": 1 << 44})
     with pytest.raises(ConfigError, match=r"host_tokens=\d+: cannot be allocated"):
         filled().host_buffer(1 << 44)
+
+
+def test_copies_wait_for_the_forward_that_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with streams. Without it, a copy would read pages that the forward has not written yet."""
+
+    class Stream:
+        waited_for: object = None
+
+        def wait_stream(self, other: object) -> None:
+            self.waited_for = other
+
+    memory, stream = filled(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"compute stream of {device}")
+    memory.wait_for_compute_stream()
+    memory._stream = stream  # type: ignore[assignment]
+    memory.wait_for_compute_stream()
+    assert stream.waited_for == f"compute stream of {memory.device}"

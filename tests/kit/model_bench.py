@@ -250,9 +250,8 @@ def open_tiers(pool: TorchDeviceMemory, tiers: Tiers) -> BenchTiers:
         policy=tiers.policy,
         record=True,
     )
-    return BenchTiers(
-        stepper=HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=lambda: 0.0), mover=mover
-    )
+    stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=lambda: 0.0)
+    return BenchTiers(stepper=stepper, mover=mover, host=host)
 
 
 class ModelBench:

@@ -25,6 +25,7 @@ class OwnFacts(msgspec.Struct, frozen=True):
     clock_s: float = 0.0  # how far its clock runs ahead
     fails: bool = False
     reads: int = GOOD
+    breaks: str = ""  # the part that must not fail, and does: clear, commit, roll_back or release
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -65,6 +66,7 @@ class QuiescableEngine:
 
     def clear(self, weight_version: str) -> None:
         assert not self.running and not self.num_operations, "cleared while requests or transfers use it"
+        self._may_break("clear")
         self.did.append(f"cleared for {weight_version}")
 
     def clear_storage_index(self) -> None:
@@ -82,12 +84,15 @@ class QuiescableEngine:
         return self.facts.reads
 
     def commit(self) -> None:
+        self._may_break("commit")
         self.did.append("new weights")
 
     def roll_back(self) -> None:
+        self._may_break("roll_back")
         self.did.append("old weights")
 
     def release(self, tags: Sequence[str], *, keep_weights: bool) -> None:
+        self._may_break("release")
         self.did.append(f"gave {' and '.join(sorted(tags))}, keeping: {keep_weights}")
 
     def resume(self, tags: Sequence[str]) -> None:
@@ -97,6 +102,10 @@ class QuiescableEngine:
     def _may_fail(self) -> None:
         if self.facts.fails:
             raise MemoryError("no room")
+
+    def _may_break(self, part: str) -> None:
+        if self.facts.breaks == part:
+            raise OSError(f"{part} failed")
 
     def step(self, quiesce: QuiesceController) -> None:
         state = quiesce.state
@@ -122,12 +131,12 @@ class QuiescableReplica:
         self.local_slot = local_slot
         self.num_steps = 0
 
-    def give(self, given: Given) -> None:
+    def give(self, given: Given, *, request_id: int = 7) -> None:
         for rank, quiesce in self.ranks.items():
             engine = self.engines[rank]
             engine.facts, engine.age = given.facts[rank], 0
             engine.num_waiting += given.new_requests
-            quiesce.enqueue(7, given.order, now_s=float(self.num_steps))
+            quiesce.enqueue(request_id, given.order, now_s=float(self.num_steps))
 
     def step(self) -> list[ControlReply | None]:
         self.num_steps += 1

@@ -40,9 +40,8 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
         mover = ThreadPageMover(host=host, device=device, keys=keys)
         cache = HiRadixCache(page_size=PAGE_SIZE, capacity_tokens=interfaces.MIN_POOL_TOKENS, host=host,
                              num_host_pages=200, record=True)  # fmt: skip
-        opened.append(
-            HiCacheTiers(stepper=HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover), mover=mover)
-        )
+        stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover)
+        opened.append(HiCacheTiers(stepper=stepper, mover=mover, host=host))
         return opened[-1]
 
     yield open_one

@@ -96,6 +96,21 @@ class SimulatedHostPages:
         self._rng = rng
         self._failure = failure
 
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_committed(self) -> int:
+        return self.pool.num_cached
+
+    def free_pages(self) -> Sequence[int]:
+        return self.pool.free_pages()
+
     def reserve(self, num_pages: int) -> list[int]:
         if self._rng.random() < self._failure:
             raise OutOfPagesError(num_pages, 0)

@@ -46,7 +46,9 @@ class ControlFailedError(ComponentError):
 
 @dataclass(slots=True, kw_only=True)
 class ControlQueue:
-    """Sends each control request to all replicas, pauses and weight updates one at a time.
+    """Sends each control request to all replicas: one pause at a time, and one weight update at a time.
+
+    A pause does not wait for a weight update that waits for an idle engine: each replica carries the pause out first.
 
     Replicas are not in lockstep with each other, so this class compares what they must have in common. It commits new
     weights only after every replica has checked its own and all of them have one checksum.
@@ -59,7 +61,8 @@ class ControlQueue:
     frontend: Frontend
     weight_version: str = DEFAULT_WEIGHT_VERSION
     _ids: count[int] = field(default_factory=lambda: count(1), init=False, repr=False)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
+    _pausing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
+    _updating: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
     async def send(self, request: ControlRequest) -> tuple[ControlReply, ...]:
         """Send a request to every replica and return their replies, by replica.
@@ -81,7 +84,7 @@ class ControlQueue:
         Raises:
             ControlFailedError: requests were still running at the deadline; all replicas continue.
         """
-        async with self._lock:
+        async with self._pausing:
             try:
                 return sum(reply.num_requests for reply in await self.send(PauseGeneration(mode, deadline_s)))
             except ControlFailedError:
@@ -103,7 +106,7 @@ class ControlQueue:
             ControlFailedError: a rank failed or computed another checksum, and all ranks keep the old weights. If only
                 some replicas committed the new weights, the engine has failed.
         """
-        async with self._lock:
+        async with self._updating:
             try:
                 await self.send(BeginWeightUpdate(weight_version, deadline_s))
                 for name, content in parts.items():

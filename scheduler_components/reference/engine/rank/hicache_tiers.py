@@ -27,6 +27,7 @@ from scheduler_components.hicache import (
     ThreadLayerDoneCounter,
     ThreadPageMover,
 )
+from scheduler_components.hicache.host_tier_pool import AuditedHostPages, HostTierPool
 from scheduler_components.page_shape import STORED_LAYOUT, PageShape
 from scheduler_components.ports import LayerDoneCounter, NullPageHook, PageHook, ZeroCopyPageStore
 from scheduler_components.reference.device.device import NUM_SIMULATED_LAYERS
@@ -106,10 +107,12 @@ class HiCacheTiers:
     Attributes:
         stepper: steps the cache.
         mover: the mover of ``stepper``, for ``wait``.
+        host: the host pool of the cache, for checks.
     """
 
     stepper: HiCacheStepper
     mover: ThreadPageMover
+    host: AuditedHostPages
 
     @property
     def cache(self) -> HiRadixCache:
@@ -126,6 +129,10 @@ class HiCacheTiers:
     @property
     def state_digest(self) -> int:
         return self.stepper.cache.state_digest
+
+    @property
+    def lower_pools(self) -> Sequence[HostTierPool]:
+        return (self.cache.host_pool(self.host),)
 
     @property
     def layer_counter(self) -> LayerDoneCounter:
@@ -243,7 +250,7 @@ def open_hicache_tiers(
         stepper = HiCacheStepper(cache=cache, groups=groups, mover=mover, settings=settings)
         stepper.step()  # agree that all ranks reach their storage, or the first request would not ask it
         opened.pop_all()
-    return HiCacheTiers(stepper=stepper, mover=mover)
+    return HiCacheTiers(stepper=stepper, mover=mover, host=host)
 
 
 def _open_store(hicache: HiCacheConfig) -> ZeroCopyPageStore | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import HiRadixCache
 from scheduler_components.hicache.prefetch_queue import NullPrefetchQueue, PrefetchQueue
+from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.values import TierStats
 
 __all__ = ["CacheTiers", "DeviceOnlyTiers", "PrefixCache"]
@@ -19,7 +21,7 @@ PrefixCache: TypeAlias = RadixCache | HiRadixCache
 class CacheTiers(Protocol):
     """A prefix cache and its tiers, stepped with the scheduler: ``HiCacheTiers`` or ``DeviceOnlyTiers``.
 
-    It has nine members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
+    It has ten members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
     because ``HiCacheTiers`` needs numpy, which an engine without a host tier does not install.
     """
 
@@ -41,6 +43,11 @@ class CacheTiers(Protocol):
     @property
     def state_digest(self) -> int:
         """Which page is on which tier, as an unsigned 64-bit digest; equal on all ranks."""
+        ...
+
+    @property
+    def lower_pools(self) -> Sequence[AuditedPool]:
+        """The pools below the device, for checks."""
         ...
 
     def stats(self) -> TierStats | None:
@@ -72,6 +79,7 @@ class DeviceOnlyTiers:
     prefetch_queue: ClassVar[NullPrefetchQueue] = NullPrefetchQueue()
     num_operations: ClassVar[int] = 0
     state_digest: ClassVar[int] = 0
+    lower_pools: ClassVar[Sequence[AuditedPool]] = ()
 
     def stats(self) -> None:
         return None

@@ -12,7 +12,7 @@ from scheduler_components.invariant_checker import PoolInvariantChecker, Publish
 from scheduler_components.pool_stats_observer import AuditedPool, PoolStatsObserver, RadixCachePool
 from scheduler_components.ports import AllocationSink, KvEventSource, NullAllocationSink
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.cache_tiers import PrefixCache
+from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import RequestState
 from scheduler_components.values import HeldCount, PageHolding, PoolCount
@@ -47,12 +47,12 @@ class RequestSlotPool:
     name: str = REQUEST_SLOT_POOL
 
     def count(self) -> PoolCount:
-        size, running = self.queues.max_running_requests, self.queues.running
+        size, running = self._size, self.queues.running
         held = [request.state for request in running].count(RequestState.RUNNING)
         return PoolCount(self.name, size, size - len(running), uncached=held)
 
     def free_pages(self) -> Sequence[int]:
-        return range(len(self.queues.running), self.queues.max_running_requests)
+        return range(len(self.queues.running), self._size)
 
     def holdings(self) -> Iterator[PageHolding]:
         for slot, request in enumerate(self.queues.running):
@@ -61,6 +61,11 @@ class RequestSlotPool:
 
     def tree_nodes(self) -> Iterable[RadixNode]:
         return ()
+
+    @property
+    def _size(self) -> int:
+        """Slots; while more requests run than a lowered limit allows, the slots that they have."""
+        return max(self.queues.max_running_requests, len(self.queues.running))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,22 +88,26 @@ class SchedulerIntegrity:
 
     @classmethod
     def compose(
-        cls, config: IntegrityConfig, parallel: ParallelState, cache: PrefixCache, queues: RequestQueues
+        cls, config: IntegrityConfig, parallel: ParallelState, tiers: CacheTiers, queues: RequestQueues
     ) -> SchedulerIntegrity:
-        """Wire the checks of a scheduler's cache and queues. A rank without an event stream compares no events."""
+        """Wire the checks of a scheduler's tiers and queues. A rank without an event stream compares no events."""
+        cache = tiers.cache
         progress, requests = StepProgress(), RequestPageHolders(queues=queues)
         if isinstance(cache, RadixCache):
             pool = RadixCachePool(cache=cache, requests=requests)
         else:
             pool = RadixCachePool(cache=cache.device, requests=requests, transfers=cache.transfers)
-        audited: tuple[AuditedPool, ...] = (pool, RequestSlotPool(queues=queues))
+        audited: tuple[AuditedPool, ...] = (pool, RequestSlotPool(queues=queues), *tiers.lower_pools)
         checker = PoolInvariantChecker(pools=audited, policy=config.checks, progress=progress)
         pools = PoolStatsObserver(pools=(pool,), page_size=cache.page_size)
         integrity = cls(
             checker=checker, allocation_log=NullAllocationSink(), events=cache, pools=pools, progress=progress
         )
         if config.owners_one_in:
-            integrity.allocation_log = checker.log = AllocationLog(progress=progress, one_in=config.owners_one_in)
+            log = AllocationLog(progress=progress, one_in=config.owners_one_in)
+            integrity.allocation_log = checker.log = log
+            if not isinstance(cache, RadixCache):
+                cache.record_allocations(log)
         if config.follows_events and parallel.owns_kv_stream:
             integrity.events = checker.published = PublishedBlocks(source=cache)
             checker.cached = cache

@@ -131,13 +131,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         quiesce, dp = quiesce or QuiesceState(), dp or DpBatchSync()
         tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
         cache = tiers.cache
-        queues = RequestQueues(max_running_requests=config.max_running_requests)
+        queues = RequestQueues(max_running_requests=config.num_request_slots)
         budget = AdmissionBudget(gate=quiesce, dp=dp, chunk_sizer=DynamicChunkSizer(page_size=config.page_size))
         budget.forecast.clock = clocks.monotonic
 
         # Observers: they read the parts above and decide nothing.
         request_metrics = RequestMetrics(clock=clocks.monotonic, budget=budget)
-        integrity = SchedulerIntegrity.compose(config.integrity, parallel, cache, queues)
+        integrity = SchedulerIntegrity.compose(config.integrity, parallel, tiers, queues)
         load = LoadInquirer(
             parallel=parallel,
             queues=queues,
@@ -362,7 +362,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         Raises:
             CacheIntegrityError: a request runs or a page transfer is in flight; nothing has changed.
         """
-        self.cache.clear()
+        self.cache.clear(weight_version)
         self.batcher.reset_cached_tokens(weight_namespace(weight_version))
         self._digest.add(self.cache.free_tokens, crc32(weight_version.encode()))
         self.kv_events.flush()

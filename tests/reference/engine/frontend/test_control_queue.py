@@ -166,3 +166,31 @@ def test_a_silent_or_dead_rank_ends_the_control_request() -> None:
     replicas.deaf = {1}
     with pytest.raises(EngineFailedError, match="flush cache: rank 7 was killed by signal 9"):
         run(die)
+
+
+def test_a_pause_does_not_wait_for_an_update_that_waits_for_an_idle_engine() -> None:
+    replicas = PlayedReplicas()
+    held: list[SubmitControl] = []
+    take = replicas.take
+
+    def take_all_but_the_begin(replica: int, command: SubmitControl) -> None:
+        if isinstance(command.request, BeginWeightUpdate):
+            held.append(command)
+        else:
+            take(replica, command)
+
+    replicas.take = take_all_but_the_begin  # type: ignore[method-assign]
+
+    async def work() -> int:
+        update = asyncio.create_task(replicas.control.update_weights("v2", PARTS, deadline_s=60.0))
+        while len(held) < 2:
+            await asyncio.sleep(0)
+        num_requests = await replicas.control.pause(PauseMode.ABORT, 0.0)
+        assert not update.done()
+        for replica, command in enumerate(held):
+            take(replica, command)
+        await update
+        return num_requests
+
+    assert run(work) == 6
+    assert replicas.control.weight_version == "v2"

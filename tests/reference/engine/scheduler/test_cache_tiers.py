@@ -43,7 +43,8 @@ def tiers() -> Iterator[HiCacheTiers]:
     keys = KeySpace(model="m", dtype="d", page_size=4, layout="page_first", placement=Placement(), parallel=parallel)
     mover = ThreadPageMover(host=host, device=device, keys=keys)
     cache = HiRadixCache(page_size=4, capacity_tokens=64, host=host, num_host_pages=64)
-    tiers = HiCacheTiers(stepper=HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover), mover=mover)
+    stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover)
+    tiers = HiCacheTiers(stepper=stepper, mover=mover, host=host)
     yield tiers
     tiers.close()
 
