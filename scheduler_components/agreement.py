@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -69,6 +70,7 @@ __all__ = [
     "Proposal",
     "Slots",
     "all_reduce_min",
+    "close_groups",
     "divergence_error",
     "elementwise_min",
 ]
@@ -88,7 +90,11 @@ SlotKind: TypeAlias = Literal["min", "max", "all", "any", "equal"]
 
 def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
     """Return the element-wise minimum of vectors of equal length."""
-    return [min(column) for column in zip(*vectors, strict=True)]
+    if len({len(vector) for vector in vectors}) > 1:
+        raise ValueError(f"vectors of {', '.join(str(len(vector)) for vector in vectors)} integers have no minimum")
+    # In a broadcast all ranks but one contribute neutral values, and counting these is faster than comparing columns.
+    others = [vector for vector in vectors if vector.count(MIN_NEUTRAL) < len(vector)] or vectors[:1]
+    return list(others[0]) if len(others) == 1 else list(map(min, *others))
 
 
 def all_reduce_min(groups: Sequence[SyncGroup], values: list[int], call: SyncCall) -> list[int]:
@@ -96,6 +102,13 @@ def all_reduce_min(groups: Sequence[SyncGroup], values: list[int], call: SyncCal
     for group in groups:
         values = group.all_reduce_min(values, call)
     return values
+
+
+def close_groups(groups: Sequence[SyncGroup]) -> None:
+    """Close every group, in order, also after one of them raises; then raise its error."""
+    with ExitStack() as closing:
+        for group in reversed(groups):
+            closing.callback(group.close)
 
 
 def divergence_error(groups: Sequence[SyncGroup], call: SyncCall) -> SyncDivergenceError:
@@ -361,10 +374,12 @@ class ParallelGroups:
             raise self._failure
 
     def close(self) -> None:
-        """Close the groups. Later agreements raise ``SyncClosedError``. Safe to call twice."""
+        """Close all groups. Later agreements raise ``SyncClosedError``. Safe to call twice.
+
+        If a group cannot be closed, its error is raised after the others are closed.
+        """
         self._failure = SyncClosedError("the parallel groups are closed")
-        for group in self.groups:
-            group.close()
+        close_groups(self.groups)
 
     def _reduce(self, values: list[int], call: SyncCall) -> list[int]:
         reduced = all_reduce_min(self.groups, values, call)

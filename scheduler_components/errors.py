@@ -199,7 +199,10 @@ class LockstepError(ComponentError):
 
 
 class SyncTimeoutError(ComponentError, TimeoutError):
-    """Not all ranks made a collective call in time: some ranks, or the network to them, failed.
+    """Not all ranks made a collective call in time.
+
+    Some ranks or the network to them failed, or the ranks are alive and do not make this call, because this rank makes
+    one call too many.
 
     Args:
         operation: name of the call.
@@ -218,6 +221,8 @@ class SyncTimeoutError(ComponentError, TimeoutError):
         self.waited_s = waited_s
         self.cause = cause
         missing = ", ".join(map(str, missing_ranks)) or "none, all answered late"
+        if missing_ranks:
+            missing += " (they failed, hang, or do not make this call)"
         detail = f" ({cause})" if cause else ""
         super().__init__(
             f"{operation!r} at step {step}: not agreed within {waited_s:g} s; missing ranks: {missing}{detail}"

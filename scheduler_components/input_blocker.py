@@ -12,7 +12,8 @@ Messages are relayed in order of arrival, with these exceptions:
 | an abort that arrives before its request | kept for a while; the request is rejected when it arrives |
 | a command | relayed, ahead of held requests: what has to happen while input is blocked is a command |
 
-Every rejected request is answered; only copies of requests in flight are not. The other ranks receive the admitted
+Every request is relayed or answered; only copies of requests in flight are not. That includes requests that a failed
+relay has lost, and those that are held or not yet relayed when the replica stops. The other ranks receive the admitted
 messages, so this component may use its clock.
 """
 
@@ -22,7 +23,7 @@ import enum
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 from zlib import crc32
@@ -61,6 +62,12 @@ class BlockerState(enum.StrEnum):
     OPEN = "open"
     BLOCKED = "blocked"
     DRAINING = "draining"
+    CLOSED = "closed"
+
+
+def _stopped(rid: str) -> RequestRejection:
+    text = f"rid={rid!r}: this replica stopped before it took the request; send the request to another one"
+    return RequestRejection(rid, RejectionReason.STOPPED, text)
 
 
 def _check_rate(_: object, attribute: attrs.Attribute[float | None], value: float | None) -> None:
@@ -145,6 +152,9 @@ class _RecentRequests:
         if len(self._sums) > self._most:
             self._sums.popitem(last=False)
 
+    def forget(self, rid: str) -> None:
+        self._sums.pop(rid, None)
+
     def is_copy(self, rid: str, frame: bytes) -> bool:
         return self._sums.get(rid) == crc32(frame)
 
@@ -175,7 +185,8 @@ class _Requests:
 class InputBlocker:
     """Admits, holds or rejects messages.
 
-    `RequestReceiver` passes each decoded message to `handle` and calls `on_broadcast` after each relay.
+    `RequestReceiver` passes each decoded message to `handle`, calls `on_broadcast` after each relay, and `reject_lost`
+    for messages that no relay will carry.
 
     Attributes:
         bounds: the limits.
@@ -215,9 +226,39 @@ class InputBlocker:
         else:
             yield from self._switch(incoming.kind)
 
-    def on_broadcast(self) -> None:
-        """Forget the relayed requests: the scheduler has them now, and `active_ids` contains their ids."""
-        self._requests.admitted.clear()
+    def on_broadcast(self, relayed: Iterable[RelayedMessage] | None = None) -> None:
+        """Forget the relayed requests: the scheduler has them now, and `active_ids` contains their ids.
+
+        Args:
+            relayed: the relayed messages; None if every admitted message was relayed.
+        """
+        admitted = self._requests.admitted
+        if relayed is None:
+            self.stats.requests_admitted += len(admitted)
+            admitted.clear()
+            return
+        for message in relayed:
+            if message.incoming.kind is InputKind.REQUEST:
+                self.stats.requests_admitted += 1
+                admitted.discard(message.incoming.rid)
+
+    def reject_lost(self, messages: Iterable[RelayedMessage]) -> None:
+        """Answer admitted requests that were not relayed and will not be, because the relay failed or is closed."""
+        for message in messages:
+            if message.incoming.kind is InputKind.REQUEST:
+                rid = message.incoming.rid
+                self._requests.admitted.discard(rid)
+                self._requests.known.forget(rid)
+                self._reject(_stopped(rid), message)
+
+    def close(self) -> None:
+        """Answer every held request, and reject all later ones. Safe to call twice."""
+        requests = self._requests
+        requests.state = BlockerState.CLOSED
+        held, requests.held = requests.held, {}
+        self.stats.requests_held = 0
+        for message in held.values():
+            self._reject(_stopped(message.incoming.rid), message)
 
     def _request(self, message: RelayedMessage) -> Iterator[RelayedMessage]:
         requests, rid = self._requests, message.incoming.rid
@@ -247,6 +288,8 @@ class InputBlocker:
         if len(frame) > bounds.max_request_bytes:
             text = f"rid={rid!r}: has {len(frame)} bytes, the limit is {bounds.max_request_bytes}; shorten the prompt"
             return RequestRejection(rid, RejectionReason.TOO_LARGE, text)
+        if requests.state is BlockerState.CLOSED:
+            return _stopped(rid)
         if requests.state is BlockerState.DRAINING:
             text = f"rid={rid!r}: this replica is draining; send the request to another one"
             return RequestRejection(rid, RejectionReason.DRAINING, text)
@@ -270,7 +313,6 @@ class InputBlocker:
         rid = message.incoming.rid
         self._requests.known.on_admitted(rid, message.frame)
         self._requests.admitted.add(rid)
-        self.stats.requests_admitted += 1
         return message
 
     def _reject(self, rejection: RequestRejection, message: RelayedMessage) -> None:
@@ -293,6 +335,8 @@ class InputBlocker:
     def _switch(self, kind: InputKind) -> Iterator[RelayedMessage]:
         """Block, unblock or drain. A repetition changes nothing; unblocking also ends a drain."""
         requests = self._requests
+        if requests.state is BlockerState.CLOSED:
+            return
         requests.state = {
             InputKind.BLOCK: BlockerState.BLOCKED,
             InputKind.UNBLOCK: BlockerState.OPEN,

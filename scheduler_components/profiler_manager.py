@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
@@ -118,6 +119,8 @@ class ProfilerManager:
         traces: paths of the traces of the current or last session.
         num_traces: traces written since the start.
         failures: exceptions of the profiler.
+
+    A name that an earlier trace of this process has gets a number, so that no trace overwrites another one.
     """
 
     profiler: Profiler = field(default_factory=NullProfiler)
@@ -126,6 +129,7 @@ class ProfilerManager:
     num_traces: int = field(default=0, init=False)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     _session: _Session | None = field(default=None, init=False)
+    _names: Counter[str] = field(default_factory=Counter, init=False, repr=False)
 
     @property
     def is_recording(self) -> bool:
@@ -189,9 +193,13 @@ class ProfilerManager:
         parts = [session.request.profile_id, self.rank]
         if session.request.profile_by_stage:
             parts += [stage, str(len(self.traces))]  # a stage that is interrupted continues in another trace
+        name = "-".join(parts)
+        self._names[name] += 1
+        if self._names[name] > 1:
+            name += f"-{self._names[name]}"
         self._session = None
         with self.failures.guard(_PROFILING):
-            self.traces.append(self.profiler.stop("-".join(parts)))
+            self.traces.append(self.profiler.stop(name))
             self.num_traces += 1
             self._session = session
 

@@ -34,6 +34,7 @@ from scheduler_components.errors import DecodeError, LockstepError
 from scheduler_components.input_blocker import InputBlocker, RelayedMessage
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.values import ForwardMode, InputMessage, ReceiverStats, RelayedInput
+from scheduler_components.watchdog import IDLE_PHASE, RECEIVE_PHASE, StepProgress
 
 __all__ = ["InputRelay", "InputSource", "MessageDecoder", "NullInputRelay", "NullInputSource", "RequestReceiver"]
 
@@ -119,6 +120,7 @@ class RequestReceiver(Generic[T]):
         relay: the path to the other ranks.
         blocker: admits or rejects messages; used on the leading rank only.
         recv_skipper: chooses the steps with a relay; equal on all ranks.
+        progress: where a watchdog reads that a rank with work waits for its input.
     """
 
     rank: str
@@ -127,6 +129,7 @@ class RequestReceiver(Generic[T]):
     relay: InputRelay = field(default_factory=NullInputRelay)
     blocker: InputBlocker = field(default_factory=InputBlocker)
     recv_skipper: RecvSkipper = field(default_factory=RecvSkipper)
+    progress: StepProgress = field(default_factory=StepProgress)
     _log: _InputLog = field(default_factory=_InputLog, init=False, repr=False)
 
     @property
@@ -163,24 +166,35 @@ class RequestReceiver(Generic[T]):
         Raises:
             LockstepError: the step, state or input of this rank differs from the leading rank's.
             SyncTimeoutError, SyncDivergenceError, StopRequestedError: raised by the relay.
+
+        After an error, the requests that this call would have relayed are answered.
         """
         if not self.recv_skipper.should_receive(mode):
             self.stats.receives_skipped += 1
             return ()
+        if mode is not ForwardMode.IDLE:  # a rank without work may wait for any time
+            self.progress.enter_phase(RECEIVE_PHASE)
         self.poll()
         messages = self._log.pop(self.blocker.bounds.max_recv_per_poll)
         own = RelayedInput(step, state_digest, self._log.digest, tuple(message.frame for message in messages))
-        relayed = self.relay.broadcast(own)
-        self.stats.receives += 1
-        self._check(own, relayed)
+        try:
+            relayed = self.relay.broadcast(own)
+            self.stats.receives += 1
+            self._check(own, relayed)
+        except Exception:
+            self.blocker.reject_lost(messages)
+            raise
+        self.progress.enter_phase(IDLE_PHASE)
         self._log.on_relayed(relayed.frames)
-        self.blocker.on_broadcast()
+        self.blocker.on_broadcast(messages)
         if relayed is own:
             return [cast(T, message.incoming.message) for message in messages]
         return [self.reader.read(frame).message for frame in relayed.frames]
 
     def close(self) -> None:
-        """Close the relay. Safe to call twice."""
+        """Answer the requests that are held or not yet relayed, and close the relay. Safe to call twice."""
+        self.blocker.close()
+        self.blocker.reject_lost(self._log.pop(len(self._log.pending)))
         self.relay.close()
 
     def _check(self, own: RelayedInput, leading: RelayedInput) -> None:

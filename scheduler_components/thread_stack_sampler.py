@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from scheduler_components.errors import ConfigError, StartError
+from scheduler_components.file_unused_path import unused_path
 from scheduler_components.validators import check_number
 
 __all__ = ["StackSampler"]
@@ -68,7 +69,7 @@ class StackSampler:
         self._thread.start()
 
     def stop(self, name: str) -> str:
-        """Write the samples to ``<name>.folded``; return its path.
+        """Write the samples to ``<name>.folded``, or ``<name>.1.folded`` if that exists; return its path.
 
         Raises:
             ConfigError: it is not recording.
@@ -80,7 +81,7 @@ class StackSampler:
         self._stop.set()
         thread.join()
         self._thread = None
-        path = self._directory / f"{name}.folded"
+        path = unused_path(self._directory, name, ".folded")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{stack} {count}\n" for stack, count in sorted(self._counts.items())))

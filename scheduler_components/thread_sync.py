@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from threading import Condition
 
 from scheduler_components.agreement import ParallelGroups, elementwise_min
-from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
+from scheduler_components.sync_call import describe_calls
 from scheduler_components.values import SyncCall
 
 __all__ = ["ThreadSyncGroup", "ThreadSyncHub"]
@@ -39,6 +40,7 @@ class ThreadSyncHub:
         self._num_calls: dict[tuple[tuple[int, ...], int], int] = {}
         self._calls: dict[int, SyncCall] = {}
         self._missing: tuple[int, ...] | None = None
+        self._failed_call: SyncCall | None = None
 
     def parallel_groups(self, rank: int) -> ParallelGroups:
         """Return the groups of one rank, for one thread."""
@@ -50,6 +52,7 @@ class ThreadSyncHub:
 
         Raises:
             SyncTimeoutError: a member did not join in time, in this group or in another group of the replica.
+            SyncDivergenceError: this rank is the one that did not join in time, because it makes another call.
         """
         with self._changed:
             self._calls[rank] = call
@@ -68,12 +71,15 @@ class ThreadSyncHub:
                 del self._collectives[ranks, number]
             return [collective.contributions[peer] for peer in ranks]
 
-    def _failure(self, call: SyncCall) -> SyncTimeoutError:
+    def _failure(self, call: SyncCall) -> SyncTimeoutError | SyncDivergenceError:
         """Return the error of a timeout. The first rank determines the missing ranks for all."""
         if self._missing is None:
             behind = [rank for rank in self._hops if self._number_of(rank) < call.number]
-            self._missing = tuple(sorted(behind))
+            self._missing, self._failed_call = tuple(sorted(behind)), call
             self._changed.notify_all()
+        failed = self._failed_call
+        if failed is not None and call.rank in self._missing and failed.operation != call.operation:
+            return SyncDivergenceError(call.number, describe_calls((failed, call)))
         return SyncTimeoutError(call.operation, call.step, self._missing, self._timeout_s)
 
     def _number_of(self, rank: int) -> int:

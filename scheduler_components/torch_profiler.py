@@ -6,6 +6,7 @@ from pathlib import Path
 
 from scheduler_components._extras import naming_extras
 from scheduler_components.errors import ConfigError, StartError
+from scheduler_components.file_unused_path import unused_path
 
 with naming_extras:
     import torch
@@ -45,7 +46,7 @@ class TorchProfiler:
         self._profile = profile
 
     def stop(self, name: str) -> str:
-        """Write the trace to ``<name>.trace.json.gz``; return its path.
+        """Write the trace to ``<name>.trace.json.gz``, or ``<name>.1.trace.json.gz`` if that exists; return its path.
 
         Raises:
             ConfigError: it is not recording.
@@ -55,7 +56,7 @@ class TorchProfiler:
         if profile is None:
             raise ConfigError("profiler", "torch", "is not recording", "start it first")
         profile.stop()
-        path = self._directory / f"{name}.trace.json.gz"
+        path = unused_path(self._directory, name, ".trace.json.gz")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))

@@ -8,6 +8,7 @@ repeat after a close, and a reopened group then finds stale addresses and hangs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic
@@ -115,10 +116,10 @@ class TorchSyncGroup:
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            _destroy(self.group)
-            if self.roll_call.group is not None:
-                _destroy(self.roll_call.group)
-                self.roll_call.group = None
+            roll_call, self.roll_call.group = self.roll_call.group, None
+            with ExitStack() as closing:  # the second group is destroyed even if the first one cannot be
+                closing.callback(_destroy, roll_call)
+                closing.callback(_destroy, self.group)
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None, "this rank is not a member of its group"

@@ -9,6 +9,7 @@ from kit.rank_grid import grid, on_threads
 
 from scheduler_components.agreement import BLOCK_INTS, AgreedValues, ParallelGroups, Proposal, Slots, elementwise_min
 from scheduler_components.errors import SettingsDivergenceError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
+from scheduler_components.thread_sync import ThreadSyncHub
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 KINDS = ("min", "max", "all", "any", "equal")
@@ -242,3 +243,12 @@ def test_ranks_with_the_same_settings_go_on() -> None:
         return groups.num_collectives
 
     assert on_threads(grid(2, 2), start) == [2] * 4
+
+
+def test_a_rank_that_makes_one_call_too_many_is_named_by_the_ranks_that_it_waited_for() -> None:
+    """They are alive: their next call meets the failed one, and the error shows both."""
+    hub = ThreadSyncHub({0: [(0, 1)], 1: [(0, 1)]}, timeout_s=0.01)
+    with pytest.raises(SyncTimeoutError, match=r"missing ranks: 1 \(they failed, hang, or do not make this call\)"):
+        hub.parallel_groups(0).all_reduce_min("once more", 1, step=7)
+    with pytest.raises(SyncDivergenceError, match=r"rank 0: 'once more' at step 7, .*; rank 1: 'landed' at step 8"):
+        hub.parallel_groups(1).all_reduce_min("landed", 1, step=8)

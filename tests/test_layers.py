@@ -23,7 +23,7 @@ SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observ
 FLOORS = (
     ("_version", "_lazy", "errors", "events", "failure_log", "fork_hook"),
     ("_extras",),
-    ("file_lock", "validators"),
+    ("file_lock", "file_unused_path", "validators"),
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),
     ("ports", "rank_groups", "shm_board", "sync_call"),

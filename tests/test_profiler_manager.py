@@ -114,3 +114,17 @@ def test_an_invalid_request_is_rejected_by_field_name(field: str, plan: ProfileR
     with pytest.raises(ConfigError) as refusal:
         ProfilerManager().start(plan)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_a_second_session_of_one_name_overwrites_no_trace(by_stage: bool) -> None:
+    profiler = ListProfiler()
+    session = ProfilerManager(profiler=profiler, rank="rank0")
+    for _ in range(3):
+        session.start(ProfileRequest(num_steps=1, profile_by_stage=by_stage))
+        run(session, profiler, ["prefill", "decode", "prefill"])
+        session.stop()
+    names = list(profiler.recorded)
+    assert len(names) == len(set(names)) == 3 * (1 + by_stage)
+    first = "profile-rank0-prefill-0" if by_stage else "profile-rank0"
+    assert [name for name in names if name.startswith(first)] == [first, f"{first}-2", f"{first}-3"]

@@ -48,3 +48,12 @@ def test_a_trace_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     sampler.start()
     with pytest.raises(StartError, match="give a writable directory"):
         sampler.stop("p")
+
+
+def test_a_trace_of_an_earlier_process_is_not_overwritten(tmp_path: Path) -> None:
+    paths = []
+    for _ in range(3):
+        sampler = StackSampler(tmp_path)
+        sampler.start()
+        paths.append(Path(sampler.stop("profile-rank0")).name)
+    assert paths == ["profile-rank0.folded", "profile-rank0.1.folded", "profile-rank0.2.folded"]

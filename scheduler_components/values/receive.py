@@ -95,6 +95,7 @@ class RejectionReason(enum.StrEnum):
     IN_USE = "in_use"
     SERVED = "served"
     ABORTED = "aborted"
+    STOPPED = "stopped"
 
 
 class RequestRejection(msgspec.Struct, frozen=True, gc=False):

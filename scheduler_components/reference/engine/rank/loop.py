@@ -57,6 +57,7 @@ from scheduler_components.values import (
     InputKind,
     InputMessage,
 )
+from scheduler_components.watchdog import CONTROL_PHASE, IDLE_PHASE
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import StopRequestedError
 
@@ -135,7 +136,10 @@ class RankWorker:
         elif isinstance(command, SubmitControl):
             self.quiesce.enqueue(command.request_id, command.request)
         elif isinstance(command, RpcRequest):
+            progress = self.scheduler.integrity.progress
+            progress.enter_phase(CONTROL_PHASE, command.method)
             self.reports.send(self._reply(command))
+            progress.enter_phase(IDLE_PHASE)
 
     def _reply(self, request: RpcRequest) -> RpcReply:
         try:

@@ -137,6 +137,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         )
         opened.callback(load_publisher.close)
         loop = _open_loop(config, context, worker, heartbeat, load_publisher, peers)
+        opened.callback(loop.receiver.close)
         heartbeat.send_if_due()  # before `RankReady`, so that the frontend monitors the rank from the start
         reports.send(_ready(config.rank, events, load_publisher))
         loop.run()
@@ -246,11 +247,14 @@ def _open_loop(
     peers: ZmqSyncHub,
 ) -> Leader | Follower:
     parallel, scheduler, paths = worker.parallel, worker.scheduler, config.paths
+    progress = scheduler.integrity.progress
     skipper = RecvSkipper(recv_interval=config.engine.scheduler.recv_interval)
     if not parallel.leads_replica:
         steps = bind_pull(context, paths.steps(parallel.world_rank), high_water_mark=_MAX_STEPS_AHEAD)
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
-        receiver = RequestReceiver(rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper)
+        receiver = RequestReceiver(
+            rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper, progress=progress
+        )
         return Follower(worker=worker, receiver=receiver, heartbeat=heartbeat)
     others = config.engine.follower_ranks(parallel.kv_stream_index)
     followers = [connect_push(context, paths.steps(rank), high_water_mark=_MAX_STEPS_AHEAD) for rank in others]
@@ -270,6 +274,7 @@ def _open_loop(
                 stats=scheduler.request_metrics.receiver,
             ),
             recv_skipper=skipper,
+            progress=progress,
         ),
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,

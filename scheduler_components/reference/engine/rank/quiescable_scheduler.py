@@ -69,4 +69,4 @@ def make_quiesce_stepper(
     """
     port = QuiescableScheduler(scheduler=scheduler)
     quiesce = QuiesceController(work=port, cache=port, weights=weights, memory=memory, state=state)
-    return QuiesceStepper(quiesce=quiesce, groups=groups)
+    return QuiesceStepper(quiesce=quiesce, groups=groups, progress=scheduler.integrity.progress)

@@ -17,7 +17,8 @@ import msgspec
 import zmq
 
 from scheduler_components.agreement import ParallelGroups, elementwise_min
-from scheduler_components.errors import SyncTimeoutError
+from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
+from scheduler_components.sync_call import describe_calls
 from scheduler_components.values import SyncCall
 from scheduler_components.zmq_input_relay import StopRequestedError, WaitForSocket
 
@@ -41,11 +42,12 @@ class _Vector(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
 
 
 class _Failure(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """A collective timed out because of the ``missing`` ranks."""
+    """A collective of the ``sender`` timed out because of the ``missing`` ranks."""
 
     operation: str
     step: int
     missing: _Ranks
+    sender: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -78,6 +80,7 @@ class ZmqSyncHub:
 
         Raises:
             SyncTimeoutError: a member did not contribute in time, in this collective or in one of another rank.
+            SyncDivergenceError: another rank has waited for this one in another call.
             StopRequestedError: the engine stops.
         """
         turn = self._turns[ranks] = self._turns.get(ranks, 0) + 1
@@ -113,13 +116,16 @@ class ZmqSyncHub:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 missing = tuple(rank for rank in ranks if rank not in vectors)
-                self._send(_Failure(call.operation, call.step, missing), tuple(self.peers))
+                self._send(_Failure(call.operation, call.step, missing, self.rank), tuple(self.peers))
                 raise SyncTimeoutError(call.operation, call.step, missing, self.timeout_s) from None
             if not self.wait_for(self.inbox, zmq.POLLIN, int(left_s * 1000) + 1):
                 raise StopRequestedError from None
             return
         message = _decoder.decode(frame)
         if isinstance(message, _Failure):
+            if self.rank in message.missing and message.operation != call.operation:
+                failed = SyncCall(message.sender, call.number, message.step, message.operation)
+                raise SyncDivergenceError(call.number, describe_calls((failed, call)))
             raise SyncTimeoutError(message.operation, message.step, message.missing, self.timeout_s)
         vector = array("q")
         vector.frombytes(message.values)

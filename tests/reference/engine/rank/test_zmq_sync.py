@@ -110,3 +110,24 @@ def test_the_signal_to_stop_ends_the_wait(context: zmq.Context[zmq.Socket[bytes]
     threading.Timer(0.05, ranks.stop.set).start()
     [found] = ranks.run({0: lambda groups: groups.all_reduce_min("landed", 1, step=7)}).values()
     assert isinstance(found, StopRequestedError)
+
+
+def test_a_rank_that_makes_one_call_too_many_is_named_by_the_rank_that_it_waited_for(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    has_failed = threading.Event()
+
+    def once_more(groups: ParallelGroups) -> object:
+        try:
+            return groups.all_reduce_min("once more", 1, step=7)
+        finally:
+            has_failed.set()
+
+    def later(groups: ParallelGroups) -> object:
+        has_failed.wait(30)
+        return groups.all_reduce_min("landed", 1, step=8)
+
+    found = Ranks(context, tmp_path, timeout_s=0.3).run({0: once_more, 2: later})
+    assert isinstance(found[0], SyncTimeoutError)
+    assert isinstance(found[2], SyncDivergenceError)
+    assert "'once more' at step 7" in str(found[2]) and "'landed' at step 8" in str(found[2])
