@@ -504,7 +504,7 @@ class AccessReader:
     def _in_host(self, node: ast.Call, scope: _Scope) -> bool:
         if len(node.args) == 2:
             return bool(self._hosts(node.args[1], scope))
-        return any(origin.what == "host" for origin in self.parameters.values())
+        return any(origin.what == "host" and origin.via != "parameter" for origin in self.parameters.values())
 
     def _lookup(self, name: str, scope: _Scope | None) -> list[Origin]:
         start = scope

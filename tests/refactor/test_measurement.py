@@ -93,6 +93,7 @@ FILES = {
                 self.scheduler = scheduler
                 self.name = name
                 self.first = scheduler.running
+                super().__init__()
 
             def look(self):
                 s = self.scheduler
