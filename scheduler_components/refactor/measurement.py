@@ -25,6 +25,7 @@ from scheduler_components.refactor.source_index import (
 )
 
 __all__ = [
+    "InitOrder",
     "InitStep",
     "Measurement",
     "MethodUse",
@@ -127,6 +128,7 @@ class InitStep(msgspec.Struct, frozen=True, kw_only=True):
         attribute: the attribute.
         path: file of the binding.
         line: line of the binding.
+        start_line: line of the constructor from which it is reached.
         through: the methods that the constructor called to get there.
         is_conditional: whether a branch may skip it.
     """
@@ -134,6 +136,7 @@ class InitStep(msgspec.Struct, frozen=True, kw_only=True):
     attribute: str
     path: str
     line: int
+    start_line: int
     through: tuple[str, ...]
     is_conditional: bool
 
@@ -222,7 +225,7 @@ class _HostMeasurer:
         self._follow(parts)
         parts += self._other_parts()
         first = [part for part in parts if part.role in ("host", "mixin", "base")]
-        init_order, before = _InitOrder(first).walk()
+        init_order, before = InitOrder(first).walk()
         return Measurement(
             host=self.host.name,
             path=self.host.path,
@@ -498,20 +501,24 @@ class _HostMeasurer:
 
 
 @dataclass(slots=True)
-class _InitOrder:
-    """Walks the constructor, and the host's methods that it calls, in order."""
+class InitOrder:
+    """Walks the constructor, and the host's methods that it calls, in order.
+
+    `first_use` has, for each attribute and method, the line of the constructor that reaches it first.
+    """
 
     parts: list[Part]
     bound: dict[str, InitStep] = field(default_factory=dict)
     before: dict[str, InitStep] = field(default_factory=dict)
+    first_use: dict[str, int] = field(default_factory=dict)
 
     def walk(self) -> tuple[tuple[InitStep, ...], tuple[InitStep, ...]]:
         """Return the bindings, and the uses that come before them."""
-        self._method("__init__", (), False, 0)
+        self._method("__init__", (), False, 0, 0)
         early = tuple(step for name, step in self.before.items() if name in self.bound)
         return tuple(self.bound.values()), early
 
-    def _method(self, name: str, through: tuple[str, ...], is_conditional: bool, skip: int) -> None:
+    def _method(self, name: str, through: tuple[str, ...], is_conditional: bool, skip: int, start: int) -> None:
         found = self._find(name, skip)
         if found is None or name in through:
             return
@@ -522,12 +529,19 @@ class _InitOrder:
                 continue
             doubtful = is_conditional or access.is_conditional or not access.is_certain
             step = InitStep(
-                attribute=access.attribute, path=access.path, line=access.line, through=path, is_conditional=doubtful
+                attribute=access.attribute,
+                path=access.path,
+                line=access.line,
+                start_line=start or access.line,
+                through=path,
+                is_conditional=doubtful,
             )
+            self.first_use.setdefault(access.attribute, step.start_line)
             if access.kind == "rebind":
                 self.bound.setdefault(access.attribute, step)
             elif access.kind == "call" or self._is_property(access.attribute):
-                self._method(access.attribute, path, doubtful, place + 1 if access.via == "super" else 0)
+                next_place = place + 1 if access.via == "super" else 0
+                self._method(access.attribute, path, doubtful, next_place, step.start_line)
             elif access.attribute not in self.bound and not self._is_of_class(access.attribute):
                 self.before.setdefault(access.attribute, step)
 
