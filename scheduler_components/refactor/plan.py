@@ -1,7 +1,7 @@
-"""Write the recipe that prepares or moves a mixin, from a measurement. A person reads and edits it before it is applied.
+"""Write the recipe that prepares or moves a mixin, from a measurement. A person may edit it before it is applied.
 
-A member that is bound once, before the component is made, becomes a fact. State that only the mixin binds moves with it.
-All else goes through one port, which a later commit splits by origin.
+A member that is bound once, before the component is made, becomes a fact. State that only the mixin binds becomes the
+component's. All else goes through one port, which a later commit splits by origin.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class MovePlanner:
             for name in plan.own_state
             if name not in source.attributes
         ]
-        fields = [ComponentField(name=name, annotation=types.of_attribute(measurement, name), kind="fact") for name in facts]
+        fields = [
+            ComponentField(name=name, annotation=types.of_attribute(measurement, name), kind="fact") for name in facts
+        ]
         members = {
             need.name: types.declaration(measurement, need.name)
             for need in plan.needs
@@ -72,7 +74,8 @@ class MovePlanner:
         lazy = body_checks.has_future_annotations(module.tree)
         return Prepare(
             component=ClassRef(file=source.path, name=self.component),
-            doc=doc or (ast.get_docstring(source.node) or f"{self.component} of the scheduler.").strip().splitlines()[0],
+            doc=doc
+            or (ast.get_docstring(source.node) or f"{self.component} of the scheduler.").strip().splitlines()[0],
             host=ClassRef(file=host.path, name=host.name),
             attribute=self.attribute,
             before=before,
@@ -168,7 +171,12 @@ class MovePlanner:
         facts = []
         for need in plan.needs:
             step = order.bound.get(need.name)
-            if need.kind == "fact" and step is not None and step.start_line < statement.lineno and not step.is_conditional:
+            if (
+                need.kind == "fact"
+                and step is not None
+                and step.start_line < statement.lineno
+                and not step.is_conditional
+            ):
                 facts.append(need.name)
         return lines[statement.lineno - 1].split("  #")[0].strip(), facts
 
@@ -201,7 +209,9 @@ class _TypeNames:
                 if not isinstance(node, ast.AnnAssign):
                     continue
                 target = node.target
-                of_self = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and target.attr == name
+                of_self = (
+                    isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and target.attr == name
+                )
                 if of_self or (isinstance(target, ast.Name) and target.id == name and node in source.node.body):
                     return self._usable(node.annotation, module)
         return self._any()
@@ -225,7 +235,9 @@ class _TypeNames:
             if bare.returns is not None:
                 bare.returns = ast.parse(self._usable(bare.returns, module), mode="eval").body
             bare.args.defaults = [ast.Constant(value=...) for _ in bare.args.defaults]
-            bare.args.kw_defaults = [None if each is None else ast.Constant(value=...) for each in bare.args.kw_defaults]
+            bare.args.kw_defaults = [
+                None if each is None else ast.Constant(value=...) for each in bare.args.kw_defaults
+            ]
             bare.decorator_list = []
             bare.body = [ast.Expr(value=ast.Constant(value=...))]
             head, _, _ = ast.unparse(bare).rpartition("\n")

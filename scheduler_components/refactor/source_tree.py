@@ -1,9 +1,9 @@
-"""Read and write the files of a refactor: a folder, a commit, the commit of a recipe. Only this module runs git."""
+"""Read and write the working tree of a refactor, and commit what a recipe made."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scheduler_components.errors import ConfigError
@@ -13,10 +13,11 @@ __all__ = [
     "commit_files",
     "find_module_file",
     "python_files",
-    "read_commit",
+    "read_bytes",
     "read_folder",
-    "run_git",
+    "read_text",
     "write_changes",
+    "write_recipe_file",
 ]
 
 
@@ -38,6 +39,18 @@ def python_files(path: Path) -> list[Path]:
     return found
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError("path", str(path), f"cannot be read ({error.strerror})", "name another file") from error
+
+
 def read_text(path: Path) -> str:
     """Return a file's text with its newlines as they are.
 
@@ -45,9 +58,7 @@ def read_text(path: Path) -> str:
         ConfigError: it cannot be read, or it is not UTF-8.
     """
     try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise ConfigError("path", str(path), f"cannot be read ({error.strerror})", "name another file") from error
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise ConfigError("path", str(path), "is not UTF-8", "convert it or leave it out") from error
 
@@ -76,17 +87,6 @@ def read_folder(root: Path, paths: Sequence[str] = ()) -> dict[str, str]:
     return {file.relative_to(root).as_posix(): read_text(file) for file in files}
 
 
-def read_commit(repository: Path, revision: str, paths: Sequence[str] = ()) -> dict[str, str]:
-    """Return the text of the Python files of a commit, by their paths from the root of the repository.
-
-    Raises:
-        ConfigError: git does not know the revision, or a file is not UTF-8.
-    """
-    listed = run_git(repository, "ls-tree", "-r", "-z", "--name-only", revision, "--", *paths)
-    names = [name for name in listed.split("\0") if name.endswith(".py")]
-    return dict(zip(names, _blobs(repository, revision, names), strict=True))
-
-
 def write_changes(root: Path, before: Mapping[str, str], after: Mapping[str, str]) -> tuple[str, ...]:
     """Write what differs between two trees below `root`, and return the changed paths, sorted."""
     changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
@@ -99,55 +99,39 @@ def write_changes(root: Path, before: Mapping[str, str], after: Mapping[str, str
     return tuple(changed)
 
 
-def commit_files(repository: Path, recipe: Recipe, changed: Sequence[str]) -> str:
-    """Commit changed files together with their recipe, and return the hash of the commit.
-
-    Raises:
-        ConfigError: git refuses, for example because the index has other changes.
-    """
+def write_recipe_file(root: Path, recipe: Recipe) -> str:
+    """Write the recipe below `root`, and return its path from there."""
     path = recipe_path(recipe)
-    (repository / path).parent.mkdir(exist_ok=True)
-    (repository / path).write_bytes(write_recipe(recipe))
-    run_git(repository, "add", "--", path, *changed)
-    message = (
-        f"{recipe.title}\n\n{recipe.why}\n\nRecipe: {path}\n" if recipe.why else f"{recipe.title}\n\nRecipe: {path}\n"
-    )
-    run_git(repository, "commit", "--quiet", "--message", message, "--", path, *changed)
-    return run_git(repository, "rev-parse", "HEAD").strip()
+    (root / path).parent.mkdir(exist_ok=True)
+    (root / path).write_bytes(write_recipe(recipe))
+    return path
 
 
-def run_git(repository: Path, *arguments: str) -> str:
-    """Run git in a repository and return what it prints.
+def commit_files(root: Path, recipe: Recipe, changed: Sequence[str]) -> str:
+    """Commit changed files together with the recipe, and return the name of the commit. The user's hooks run.
+
+    Args:
+        root: a folder of the repository, from which the paths go.
+        recipe: its title and its reason become the message.
+        changed: paths that changed, with that of the recipe.
 
     Raises:
-        ConfigError: git fails; the error has its message.
+        ConfigError: git fails.
     """
-    return _git(repository, arguments, b"").decode()
+    _git(root, "add", "--", *changed)
+    why = f"{recipe.why}\n\n" if recipe.why else ""
+    message = f"{recipe.title}\n\n{why}Recipe: {recipe_path(recipe)}\n"
+    _git(root, "commit", "--quiet", "--message", message, "--", *changed)
+    return _git(root, "rev-parse", "HEAD").strip()
 
 
-def _blobs(repository: Path, revision: str, names: Sequence[str]) -> Iterator[str]:
-    asked = "".join(f"{revision}:{name}\n" for name in names).encode()
-    answer = _git(repository, ("cat-file", "--batch"), asked)
-    place = 0
-    for name in names:
-        end = answer.index(b"\n", place)
-        size = int(answer[place:end].rsplit(b" ", 1)[1])
-        data = answer[end + 1 : end + 1 + size]
-        place = end + size + 2
-        try:
-            yield data.decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError("path", name, f"is not UTF-8 in {revision}", "leave it out of `paths`") from error
-
-
-def _git(repository: Path, arguments: Sequence[str], given: bytes) -> bytes:
+def _git(repository: Path, *arguments: str) -> str:
     command = ["git", *arguments]
     try:
-        ran = subprocess.run(command, cwd=repository, input=given, capture_output=True, check=False)  # noqa: S603
+        ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)  # noqa: S603
     except OSError as error:
-        raise ConfigError("repository", str(repository), f"git does not run there ({error})", "install git") from error
+        raise ConfigError("root", str(repository), f"git does not run there ({error})", "install git") from error
     if ran.returncode:
-        problem = ran.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        shown = " ".join(command[:3])
-        raise ConfigError("repository", str(repository), f"`{shown}` failed: {problem[-1]}", "check revision and index")
+        problem = (ran.stderr or ran.stdout).strip().splitlines() or ["no message"]
+        raise ConfigError("root", str(repository), f"git {arguments[0]} failed: {problem[-1]}", "commit by hand")
     return ran.stdout
