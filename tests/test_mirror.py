@@ -60,6 +60,8 @@ SUBJECTS = {
     "test_rank_gating.py": "the publishing components over all ranks of an engine",
     "test_site.py": "the documents as a site",
     "test_wheel.py": "the packaged wheel",
+    "engines/test_measured_sglang_vllm_transformers.py": "docs/refactor/measured.md",
+    "engines/test_moved_mixin_sglang.py": "recipes on a real scheduler",
     "engines/test_refactor_page_sglang.py": "docs/refactor/sglang.md",
     "engines/test_transformers_attached.py": "docs/examples/transformers_engine.py",
     "engines/test_transformers_context_parallel.py": "a real model on attention-CP ranks, with HiCache",
