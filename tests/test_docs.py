@@ -19,7 +19,7 @@ from kit.documents import REFERENCE, ROOT
 
 from observability.catalog import render_markdown
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored
-from scheduler_components.reference.cli.commands import COMMANDS, GROUPS
+from scheduler_components.reference.cli.commands import COMMANDS, GROUPS, make_app
 
 pytestmark = pytest.mark.processes
 
@@ -272,3 +272,34 @@ def test_a_flowchart_in_other_mermaid_is_an_error() -> None:
     for text in ("graph LR\n    a --> b\n", "flowchart LR\n    a --> b --> c\n"):
         with pytest.raises(hook.FlowchartError):
             hook.draw(text)
+
+
+HERE = re.findall(
+    r"^\|[^|]+\| (\*\*[^|]+)\|", (ROOT / "docs" / "explanation" / "side-by-side.md").read_text(), re.MULTILINE
+)
+"""What this kit has of each feature that the comparison names."""
+
+
+def test_every_option_and_route_of_the_comparison_exists() -> None:
+    assert len(HERE) > 25
+    spans = [span for cell in HERE for span in re.findall(r"`([^`]+)`", cell)]
+    completion = make_app().generate_completion(shell="bash")
+    options = [span.partition(" ")[0] for span in spans if span.startswith("--")]
+    assert len(options) > 5
+    assert [option for option in options if not re.search(rf"{option}(?![\w-])", completion)] == []
+    sources = "\n".join(path.read_text() for path in SOURCES)
+    left_out = {route for cell in HERE for route in re.findall(r"no `(/\w+)`", cell)}
+    routes = {span.partition("NAME")[0] for span in spans if span.startswith("/")} - left_out
+    assert len(routes) > 5
+    assert {route for route in routes if f'"{route}' not in sources} == set()
+    commands = {span for span in spans if re.fullmatch(r"[a-z]+", span)}
+    assert commands <= COMMANDS.keys()
+
+
+def test_every_feature_of_the_comparison_is_here_partly_here_or_left_out() -> None:
+    assert {cell[: cell.index("**", 2) + 2] for cell in HERE} == {
+        "**yes**",
+        "**partly**",
+        "**refused**",
+        "**left out**",
+    }
