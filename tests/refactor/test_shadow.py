@@ -180,6 +180,28 @@ def test_an_error_of_the_leader_is_raised_and_compared() -> None:
     assert twice.differences == 1
 
 
+class RaisesAnotherType(Reporter):
+    def report(self, extra: int = 0) -> tuple[int, float]:
+        try:
+            return super().report(extra)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
+
+
+class RaisesNothing(Reporter):
+    def report(self, extra: int = 0) -> tuple[int, float]:
+        self.take()
+        return 0, 0.0
+
+
+@pytest.mark.parametrize("new", [RaisesAnotherType, RaisesNothing])
+def test_another_error_of_the_follower_is_a_difference(new: type[Reporter]) -> None:
+    twice = Twice([-1], new=new)
+    with pytest.raises(ValueError, match="negative: -1"):
+        twice.both.report()
+    assert (twice.differences, twice.shadow.stats().failures) == (1, 0)
+
+
 def test_an_error_of_a_port_is_the_same_for_both() -> None:
     twice = Twice([])
     with pytest.raises(IndexError) as raised:
