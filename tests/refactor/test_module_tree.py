@@ -86,6 +86,8 @@ def test_trees_nest_and_hide_what_was_there(trees: tuple[ModuleTree, ModuleTree]
         assert sys.modules["engine"] is outer
     finally:
         del sys.modules["engine"]
+    with trees[0].active():
+        assert trees[0].load("engine.names") is trees[0].load("engine.names") is sys.modules["engine.names"]
 
 
 def test_modules_see_the_virtual_time_everywhere(trees: tuple[ModuleTree, ModuleTree]) -> None:

@@ -52,6 +52,11 @@ OLD = recording((0, "events", b'{"n": [1, 2]}'), (1, "output", b"abc"), (1, "eve
             "the decoded values are equal",
         ),
         (
+            recording((0, "events", b'{"n": [1, 2.0]}'), (1, "output", b"abc"), (1, "events", b"{}")),
+            (0, "events", 11),
+            "n[1]: old 2, new 2.0",
+        ),
+        (
             recording((0, "events", b"?"), (1, "output", b"abc"), (1, "events", b"{}")),
             (0, "events", 0),
             "the decoder failed",
