@@ -19,7 +19,8 @@ from scheduler_components.errors import ComponentError, ConfigError
 __all__ = ["FileChange", "GitError", "GitRepository", "MergeConflictError", "open_repository"]
 
 _FILE_MODE = "100644"
-_WITHOUT_PROGRAMS = ("-c", f"core.hooksPath={os.devnull}", "-c", "core.fsmonitor=false")
+_OPTIONS = ("--no-replace-objects", "-c", f"core.hooksPath={os.devnull}", "-c", "core.fsmonitor=false")
+"""An object is what its name says, and no program of the repository runs."""
 
 
 class GitError(ComponentError):
@@ -224,13 +225,11 @@ class GitRepository:
     def _run(
         self, arguments: Sequence[str], stdin: bytes = b"", environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        # Object names and paths are what they say, not what a user's replacements or path patterns make of them.
-        plain = {"GIT_LITERAL_PATHSPECS": "1", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_OPTIONAL_LOCKS": "0"}
         return subprocess.run(  # noqa: S603 - a list of arguments, no shell
-            ["git", *_WITHOUT_PROGRAMS, *arguments],  # noqa: S607 - the user's git
+            ["git", *_OPTIONS, *arguments],  # noqa: S607 - the user's git
             input=stdin,
             cwd=self.root,
-            env={**os.environ, **plain, **(environment or {})},  # noqa: SCH007 git's variables, added to the user's
+            env={**os.environ, **(environment or {})},  # noqa: SCH007 git's variables, added to the user's
             capture_output=True,
             check=False,
         )

@@ -22,10 +22,11 @@ def test_changes_and_contents_are_exact(scratch: ScratchRepository) -> None:
     odd = "sub/ö\tname.py"
     first = scratch.commit("One", {"a.py": "a\r\n", odd: "b", "bytes.py": b"\xff", "t.txt": "t", "same.py": ""})
     (scratch.folder / "a.py").chmod(0o755)
+    (scratch.folder / "link.py").symlink_to("a.py")
     second = scratch.commit("Two", {odd: None, "a.py": "a\n"})
     repository = open_repository(scratch.folder / "sub" if (scratch.folder / "sub").is_dir() else scratch.folder)
     changes = {each.path: each for each in repository.changes(first, second)}
-    assert changes.keys() == {"a.py", odd}
+    assert changes.keys() == {"a.py", odd, "link.py"}
     assert changes["a.py"].modes == ("100644", "100755")
     assert changes[odd] == FileChange(odd, ("100644", "000000"), (changes[odd].blobs[0], ""))
     assert repository.blobs([*changes["a.py"].blobs, changes[odd].blobs[0]]) == {
@@ -34,6 +35,7 @@ def test_changes_and_contents_are_exact(scratch: ScratchRepository) -> None:
         changes[odd].blobs[0]: b"b",
     }
     assert repository.python_files(first) == {"a.py": "a\r\n", odd: "b", "same.py": ""}
+    assert repository.python_files(second) == {"a.py": "a\n", "same.py": ""}
     assert repository.python_files(first, ["sub"]) == {odd: "b"}
     assert repository.python_files(first, ["*.py"]) == {}
     assert (repository.subject(second), repository.parents(second)) == ("Two", [first])
@@ -51,6 +53,12 @@ def test_a_tree_is_written_without_a_checkout(scratch: ScratchRepository) -> Non
     assert scratch.git("status", "--porcelain") == ""
     assert scratch.git("rev-parse", "HEAD").strip() == first
     assert scratch.git("log", "-1", "--format=%an %ae %s", made) == "Ada ada@example.org One\n"
+
+
+def test_an_object_is_what_its_name_says(scratch: ScratchRepository) -> None:
+    first, second = scratch.commit("One", {"a.py": "a"}), scratch.commit("Two", {"a.py": "b"})
+    scratch.git("replace", first, second)
+    assert open_repository(scratch.folder).python_files(first) == {"a.py": "a"}
 
 
 def test_changes_are_applied_or_conflict(scratch: ScratchRepository) -> None:
