@@ -57,7 +57,7 @@ def trees(written: Path) -> dict[str, ModuleTree]:
 
 @given(workload=harness.workloads())
 @example(workload=Workload((*CROWD, Steps(9, 0.1), Abort(0), Abort(4)), serve_rest=False))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_all_stages_have_the_same_output(workload: Workload, trees: dict[str, ModuleTree]) -> None:
     first, *others = (play(harness, trees[stage], workload, fresh=False) for stage in STAGES)
     event(f"payloads: {len(first.emissions) > 20}")
