@@ -152,16 +152,17 @@ def branch_off(scratch: ScratchRepository) -> None:
 def test_a_branch_is_carried_over_the_move(scratch: ScratchRepository) -> None:
     branch_off(scratch)
     scratch.commit("Count twice", {MIXIN: changed(ENGINE[MIXIN], *BODY)})
-    tip = scratch.commit("Nine", {HOST: changed(ENGINE[HOST], *CALL), "notes.txt": "two\n"})
-    repository = GitRepository(scratch.folder)
-    carried = carry(repository, "main", "branch")
-    assert len(carried) == 2
-    files = scratch.files(carried[-1])
-    assert files[COMPONENT] == MOVED[COMPONENT].replace(BODY[0], BODY[1])
+    scratch.commit("Nine", {HOST: changed(ENGINE[HOST], *CALL), "notes.txt": "two\n"})
+    tip = scratch.commit("Count once again", {MIXIN: ENGINE[MIXIN]})
+    _, second, third = carry(GitRepository(scratch.folder), "main", "branch")
+    files = scratch.files(second)
+    assert files[COMPONENT] == MOVED[COMPONENT].replace(*BODY)
     assert files[HOST] == MOVED[HOST].replace("process(self.running)", "process(self.running, 9)")
     assert files["engine/text.py"] == ENGINE["engine/text.py"].replace("batch of", "batch with")
     assert files["notes.txt"] == "two\n"
-    assert scratch.git("log", "--format=%an: %s", f"main..{carried[-1]}") == "Ada: Nine\nAda: Count twice\n"
+    assert scratch.files(third) == files | {COMPONENT: MOVED[COMPONENT]}
+    subjects = ["Ada: Count once again", "Ada: Nine", "Ada: Count twice"]
+    assert scratch.git("log", "--format=%an: %s", f"main..{third}").splitlines() == subjects
     assert scratch.git("rev-parse", "branch").strip() == tip
     assert scratch.git("status", "--porcelain") == ""
 
