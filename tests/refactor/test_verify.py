@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from kit.git import ScratchRepository
@@ -21,11 +22,16 @@ RECIPE_FILE = {recipe_path(RECIPE): write_recipe(RECIPE).decode()}
 MOVED = apply_recipe(ENGINE, RECIPE)
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun") / "repository"
+    ScratchRepository(folder).commit("Begin", {**ENGINE, "notes.txt": "one\n"})
+    return folder
+
+
 @pytest.fixture
-def scratch(tmp_path: Path) -> ScratchRepository:
-    scratch = ScratchRepository(tmp_path / "repository")
-    scratch.commit("Begin", {**ENGINE, "notes.txt": "one\n"})
-    return scratch
+def scratch(begun: Path, tmp_path: Path) -> ScratchRepository:
+    return ScratchRepository(copytree(begun, tmp_path / "repository"))
 
 
 def move(scratch: ScratchRepository, **edits: str | None) -> str:
