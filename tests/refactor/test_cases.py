@@ -8,17 +8,19 @@ import pytest
 from cases.harness import CASES, case_version, harness
 from stages import GUIDE
 
+from scheduler_components.refactor import read_recipe, write_recipe
+from scheduler_components.refactor.apply import apply_recipe
 from scheduler_components.refactor.workload_search import find_difference
 
 CASES_FOLDER = GUIDE / "cases"
 WRONG_MOVES = {
     "override": ("self.finisher.finish(rid)", "self.finish_output(rid)", "drafts"),
     "shared_field": (
-        "self.decoding = Decode(queues=self, budget=self.budget, send=send)",
-        "self.decoding = Decode(queues=self, budget=TokenBudget(free_tokens=4), send=send)",
+        "Decode(requests=self, budget=self.budget, send=self.send)",
+        "Decode(requests=self, budget=TokenBudget(4), send=self.send)",
         "free",
     ),
-    "init_order": ("min(MAX_RUNNING, NUM_PAGES)", "MAX_RUNNING", "old goes on with nothing"),
+    "init_order": ("min(4, self.num_pages)", "4", "old goes on with nothing"),
     "overlap": ("self.results.process(last_batch,", "self.results.process(self.cur_batch,", "on the device"),
 }
 """The text of the right version, that of the wrong one, and a part of the difference."""
@@ -28,8 +30,17 @@ def test_every_case_has_its_files_and_its_section() -> None:
     page = (CASES_FOLDER / "README.md").read_text()
     for case in CASES:
         assert {each.name for each in (CASES_FOLDER / case).glob("*.py")} == {"before.py", "after.py"}
-        assert f"[Before]({case}/before.py), [after]({case}/after.py)" in page
+        assert f"[Before]({case}/before.py), [after]({case}/after.py), [recipe]({case}/recipe.json)." in page
     assert WRONG_MOVES.keys() == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_recipe_makes_after_from_before(case: str) -> None:
+    folder = CASES_FOLDER / case
+    recipe = read_recipe((folder / "recipe.json").read_bytes())
+    assert write_recipe(recipe) == (folder / "recipe.json").read_bytes()
+    made = apply_recipe({"scheduler.py": (folder / "before.py").read_text()}, recipe)
+    assert made == {"scheduler.py": (folder / "after.py").read_text()}
 
 
 @pytest.mark.parametrize("case", CASES)

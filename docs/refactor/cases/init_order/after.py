@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-NUM_PAGES = 2
-MAX_RUNNING = 4
-
 
 class RequestQueues(Protocol):
-    """The queues of the scheduler."""
+    """The members of the scheduler that `Admission` uses."""
 
     waiting: list[tuple[str, int]]
     running: list[tuple[str, int]]
@@ -32,9 +29,11 @@ class Admission:
 class Scheduler:
     def __init__(self, send: Callable[[str], None]) -> None:
         self.send = send
+        self.num_pages = 2
+        self.max_running = min(4, self.num_pages)
+        self.admission = Admission(queues=self, max_running=self.max_running)
         self.waiting: list[tuple[str, int]] = []
         self.running: list[tuple[str, int]] = []
-        self.admission = Admission(queues=self, max_running=min(MAX_RUNNING, NUM_PAGES))
 
     def submit(self, rid: str, num_tokens: int) -> None:
         self.waiting.append((rid, num_tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -13,7 +13,7 @@ class Results:
     send: Callable[[str], None]
     num_ended: int = 0
 
-    def process(self, batch: Sequence[tuple[str, int]], num_on_device: int) -> None:
+    def process(self, batch: list[tuple[str, int]], num_on_device: int) -> None:
         for rid, left in batch:
             self.send(f"{rid} +1 of {left}")
             if left == 1:
@@ -24,9 +24,9 @@ class Results:
 class Scheduler:
     def __init__(self, send: Callable[[str], None]) -> None:
         self.send = send
+        self.results = Results(send=self.send)
         self.waiting: list[tuple[str, int]] = []
         self.cur_batch: list[tuple[str, int]] = []
-        self.results = Results(send=send)
 
     def submit(self, rid: str, num_tokens: int) -> None:
         self.waiting.append((rid, num_tokens))

@@ -1,4 +1,4 @@
-"""The override became a call: each component has its own name for the end of a request."""
+"""The override became a call: each definition has its own name, and the component calls it through a port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class RequestFinisher(Protocol):
-    """Ends a request."""
+    """The members of the scheduler that `Output` uses."""
 
     def finish(self, rid: str) -> None: ...
 
@@ -31,16 +31,20 @@ class Output:
             self.finisher.finish(rid)
 
 
-class Scheduler:
+class DraftMixin:
+    """Counts drafts, and overrides `finish`."""
+
+    def finish(self: Scheduler, rid: str) -> None:
+        self.num_drafts += 1
+        self.output.finish_output(rid)
+
+
+class Scheduler(DraftMixin):
     def __init__(self, send: Callable[[str], None]) -> None:
         self.send = send
         self.num_drafts = 0
-        self.waiting: list[tuple[str, int]] = []
         self.output = Output(finisher=self, send=self.send)
-
-    def finish(self, rid: str) -> None:
-        self.num_drafts += 1
-        self.output.finish_output(rid)
+        self.waiting: list[tuple[str, int]] = []
 
     def submit(self, rid: str, num_tokens: int) -> None:
         self.waiting.append((rid, num_tokens))

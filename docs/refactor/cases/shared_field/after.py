@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(slots=True, kw_only=True)
 class TokenBudget:
     """Counts the tokens that no request uses."""
 
-    free_tokens: int
+    def __init__(self, free_tokens: int) -> None:
+        self.free_tokens = free_tokens
 
     def take(self, num_tokens: int) -> None:
         self.free_tokens -= num_tokens
@@ -21,7 +21,7 @@ class TokenBudget:
 
 
 class RequestQueues(Protocol):
-    """The queues of the scheduler."""
+    """The members of the scheduler that `Prefill` uses."""
 
     waiting: list[tuple[str, int]]
     running: list[tuple[str, int]]
@@ -43,29 +43,35 @@ class Prefill:
             self.send(f"{rid} runs")
 
 
+class RunningRequests(Protocol):
+    """The members of the scheduler that `Decode` uses."""
+
+    running: list[tuple[str, int]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Decode:
     """Gives tokens back."""
 
-    queues: RequestQueues
+    requests: RunningRequests
     budget: TokenBudget
     send: Callable[[str], None]
 
     def decode(self) -> None:
-        for rid, num_tokens in self.queues.running[:1]:
+        for rid, num_tokens in self.requests.running[:1]:
             self.budget.give(num_tokens)
-            self.queues.running.remove((rid, num_tokens))
+            self.requests.running.remove((rid, num_tokens))
             self.send(f"{rid} ends")
 
 
 class Scheduler:
     def __init__(self, send: Callable[[str], None]) -> None:
         self.send = send
-        self.budget = TokenBudget(free_tokens=4)
+        self.budget = TokenBudget(4)
+        self.prefill = Prefill(queues=self, budget=self.budget, send=self.send)
+        self.decoding = Decode(requests=self, budget=self.budget, send=self.send)
         self.waiting: list[tuple[str, int]] = []
         self.running: list[tuple[str, int]] = []
-        self.prefill = Prefill(queues=self, budget=self.budget, send=send)
-        self.decoding = Decode(queues=self, budget=self.budget, send=send)
 
     def submit(self, rid: str, num_tokens: int) -> None:
         self.waiting.append((rid, num_tokens))
