@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from cases.harness import CASES, case_version, harness
 from stages import GUIDE
 
+from scheduler_components.errors import RefusedError
 from scheduler_components.refactor import read_recipe, write_recipe
 from scheduler_components.refactor.apply import apply_recipe
+from scheduler_components.refactor.recipe import ComponentField, Move, Prepare, Step
 from scheduler_components.refactor.workload_search import find_difference
 
 CASES_FOLDER = GUIDE / "cases"
@@ -41,6 +44,35 @@ def test_the_recipe_makes_after_from_before(case: str) -> None:
     assert write_recipe(recipe) == (folder / "recipe.json").read_bytes()
     made = apply_recipe({"scheduler.py": (folder / "before.py").read_text()}, recipe)
     assert made == {"scheduler.py": (folder / "after.py").read_text()}
+
+
+PLAIN_MOVES: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "override": ("override", (), {"methods": ("finish", "process")}),
+    "shared_field": ("fact-rebound", ("free_tokens",), {"facts": ("free_tokens", "send")}),
+    "init_order": ("fact-unbound", (), {}),
+    "overlap": ("fact-rebound", ("last_batch", "cur_batch"), {"methods": ("process_last",)}),
+}
+"""The rule that refuses the move without the edits by hand, facts that it would pass, and what else it would say."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_move_without_its_preparation_is_refused(case: str) -> None:
+    rule, facts, changes = PLAIN_MOVES[case]
+    recipe = read_recipe((CASES_FOLDER / case / "recipe.json").read_bytes())
+    steps: list[Step] = []
+    for step in recipe.steps:
+        if isinstance(step, Prepare):
+            fields = tuple(each for each in step.fields if each.name != "budget")
+            more = (ComponentField(name=name, annotation="object", kind="fact") for name in facts)
+            steps.append(msgspec.structs.replace(step, fields=(*fields, *more)))
+        elif isinstance(step, Move):
+            steps.append(msgspec.structs.replace(step, **changes))
+    with pytest.raises(RefusedError) as refused:
+        apply_recipe(
+            {"scheduler.py": (CASES_FOLDER / case / "before.py").read_text()},
+            msgspec.structs.replace(recipe, steps=tuple(steps)),
+        )
+    assert rule in {each.rule for each in refused.value.refusals}
 
 
 @pytest.mark.parametrize("case", CASES)
