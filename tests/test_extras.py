@@ -112,7 +112,9 @@ def requirements(extra: str) -> set[str]:
 @pytest.mark.parametrize("module", EXTRA_OF)
 def test_the_named_extra_installs_the_module(module: str) -> None:
     known = {"mooncake": ["mooncake-transfer-engine-non-cuda"], "nats": ["nats-py"]}  # not installed everywhere
-    distributions = known.get(module) or packages_distributions()[module]
+    distributions = known.get(module) or packages_distributions().get(module)
+    if distributions is None:
+        pytest.skip(f"{module} is not installed")
     assert {each.lower().replace("_", "-") for each in distributions} & requirements(EXTRA_OF[module])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv6Address  # Python 3.13 writes a mapped address with dots
+
 import attrs
 import pytest
 from hypothesis import example, given, settings
@@ -131,13 +133,13 @@ def test_any_text_is_an_endpoint_or_a_config_error_that_names_its_setting(text: 
         ("tcp://0.0.0.0:5557", "0.0.0.0", 5557, True, True, False, False),
         ("tcp://[::]:5557", "::", 5557, True, True, True, False),
         ("tcp://[0:0:0:0:0:0:0:0]:5557", "::", 5557, True, True, True, False),
-        ("tcp://[::ffff:0.0.0.0]:1", "::ffff:0:0", 1, True, True, True, False),
+        ("tcp://[::ffff:0.0.0.0]:1", str(IPv6Address("::ffff:0:0")), 1, True, True, True, False),
         ("tcp://*:0", "*", 0, True, True, False, False),
         ("tcp://*:*", "*", 0, True, True, False, False),
         ("tcp://127.0.0.1:*", "127.0.0.1", 0, False, False, False, True),
         ("tcp://127.9.9.9:65535", "127.9.9.9", 65535, False, False, False, True),
         ("tcp://[::1]:5557", "::1", 5557, False, False, True, True),
-        ("tcp://[::ffff:127.0.0.1]:5557", "::ffff:7f00:1", 5557, False, False, True, True),
+        ("tcp://[::ffff:127.0.0.1]:5557", str(IPv6Address("::ffff:7f00:1")), 5557, False, False, True, True),
         ("tcp://[2001:DB8::0:1]:5557", "2001:db8::1", 5557, False, False, True, False),
         ("tcp://[fe80::1%eth0]:5557", "fe80::1%eth0", 5557, False, False, True, False),
         ("tcp://localhost:1", "localhost", 1, False, False, False, True),
