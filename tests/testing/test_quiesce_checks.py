@@ -38,7 +38,8 @@ class RestingReference(ReferenceScheduler):
     def execute(self, request: ControlRequest) -> ControlReply:
         self.stepper.enqueue(1, request)
         while (reply := self.stepper.step()) is None:
-            self.scheduler.step()
+            if not self.stepper.quiesce.state.is_confirming:  # a step would publish what a clear has not published
+                self.scheduler.step()
         if self.scheduler.results.has_pending_outputs:
             self.scheduler.step()
         return reply

@@ -132,6 +132,12 @@ def test_a_value_that_a_step_cannot_use_is_refused_by_name(change: dict[str, Sta
     assert refusal.value.field == field
 
 
+def test_a_value_is_refused_before_any_component_changes() -> None:
+    settings_of_batcher = BatcherSettings(batcher=settable_rank().scheduler.batcher)
+    with pytest.raises(ConfigError, match="give at most 64"):
+        settings_of_batcher.check_state({"max_running_requests": 65})
+
+
 def test_no_more_requests_run_than_the_pool_has_pages() -> None:
     rank = settable_rank(attrs.evolve(CONFIG, kv_tokens=64, max_running_requests=2**31))
     assert rank.rpc.state.get()["max_running_requests"] == 16
