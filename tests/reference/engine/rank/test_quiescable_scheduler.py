@@ -74,6 +74,7 @@ def test_the_stepper_executes_a_request_through_these_ports(make_bench: Callable
     bench.submit("r", PROMPTS[0])
     bench.drain()
     stepper.enqueue(3, FlushCache())
+    assert stepper.step() is None, "carried out, and confirmed by the next agreement"
     reply = stepper.step()
     assert reply is not None
     assert (reply.request_id, reply.problem) == (3, "")
