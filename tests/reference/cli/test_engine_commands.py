@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -229,6 +231,29 @@ def test_a_running_engine_answers_routers_and_users_until_sigterm_stops_it(
         assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
         process.send_signal(signal.SIGTERM)
         expect_stop(process, 143)
+
+
+@pytest.mark.soak_only
+def test_more_connections_than_descriptors_cost_a_line_and_no_service() -> None:
+    """Found with 21 MB of tracebacks and 22 s without service."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    arguments = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1", "--port", "0"]
+    with ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))  # the engine inherits it
+        try:
+            process = opened.enter_context(started("serve", *arguments))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        url = httpx.URL(wait_for_url(process))
+        connections = [socket.create_connection((url.host, url.port or 80), timeout=20) for _ in range(600)]
+        assert all(b" 503 " in connection.recv(100) for connection in connections[-100:])
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: httpx.get(url.join("/health"), timeout=20).status_code == 200)
+        process.send_signal(signal.SIGINT)
+        _, _, err = finish(process)
+    assert err.count("\n") < 8, err[:2000]
+    assert "accepting HTTP connections failed" in err
 
 
 class Clears(NullStreamListener):

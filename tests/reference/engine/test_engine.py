@@ -295,6 +295,21 @@ def test_the_advertised_load_gauge_counts_dispatched_requests(run_on_shared_engi
     run_on_shared_engine(scenario)
 
 
+def test_a_draining_engine_takes_no_requests_and_waits_for_open_ones_up_to_its_deadline(
+    run_on_shared_engine: RunScenario,
+) -> None:
+    async def scenario(engine: Engine) -> None:
+        async with engine.frontend.open_request(make_request(range(40), 900)) as stream:
+            await anext(stream)
+            assert await engine.drain(0.0) == 1
+            with pytest.raises(TooBusyError, match="is stopping"):
+                await generate(engine, make_request(range(40)))
+        assert await engine.drain(20.0) == 0, "the aborted request has ended"
+        engine.frontend.is_draining = False  # other tests use the engine, too
+
+    run_on_shared_engine(scenario)
+
+
 def test_a_request_that_can_never_fit_is_refused(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         with pytest.raises(RequestRefusedError, match="the pool has 1024"):

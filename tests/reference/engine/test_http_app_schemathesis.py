@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-pytestmark = [pytest.mark.sockets, pytest.mark.processes, pytest.mark.soak]
+pytestmark = [pytest.mark.sockets, pytest.mark.processes, pytest.mark.soak_only]
 
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main", "serve"]
 SIZES = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1", "--kv-tokens", "1024", "--speed", "50"]
@@ -35,9 +35,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_requests_of_the_description_get_answers_of_the_description(soaking: bool, request: Any) -> None:
-    if not soaking:
-        pytest.skip("thousands of requests: make soak")
+def test_requests_of_the_description_get_answers_of_the_description(request: Any) -> None:
     schemathesis = pytest.importorskip(
         "schemathesis", reason="needs schemathesis: pip install scheduler-components[dev]"
     )
