@@ -1,4 +1,4 @@
-"""The guide's advice for open branches: git follows a renamed file, and a move is repeated on a branch."""
+"""The guide's recipes make its stages, and git follows a renamed file. `test_verify` carries branches over moves."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from stages import GUIDE, STAGES
 
 from scheduler_components.refactor import read_recipe
 from scheduler_components.refactor.apply import apply_recipe
-from scheduler_components.refactor.git_repository import GitRepository
 from scheduler_components.refactor.recipe import recipe_path, write_recipe
-from scheduler_components.refactor.verify import carry
 
 pytestmark = pytest.mark.processes
 
 MOVE = read_recipe((GUIDE / "step_3_moved.json").read_bytes())
 IN_A_BODY = ("        events = self.cache.take_events()\n", "        events = self.cache.take_events()[:100]\n")
-NEW_METHOD = (
-    "    def close_kv_events(",
-    "    def flush(self: Scheduler) -> None:\n        self.publish_kv_events()\n\n    def close_kv_events(",
-)
 
 
 def source(folder: Path) -> dict[str, str]:
@@ -61,16 +55,3 @@ def test_git_merges_a_changed_body_into_the_renamed_file(scratch: ScratchReposit
     found = source(scratch.folder)
     assert "kv_events_mixin.py" not in found
     assert IN_A_BODY[1] in found["kv_events.py"]
-
-
-def test_a_branch_is_carried_over_the_move(scratch: ScratchRepository, written: Path) -> None:
-    """The changed body moves. The recipe does not name the new method, so it stays in its class, which stays for it."""
-    edit(scratch, "Take a hundred events", IN_A_BODY)
-    edit(scratch, "Flush", NEW_METHOD)
-    first, second = carry(GitRepository(scratch.folder), "main", "branch")
-    moved = {**source(written / STAGES[3]), recipe_path(MOVE): write_recipe(MOVE).decode()}
-    moved["kv_events.py"] = moved["kv_events.py"].replace(*IN_A_BODY)
-    assert scratch.files(first) == moved
-    flush = "    def flush(self: Scheduler) -> None:\n        self.kv_events.publish_kv_events()\n"
-    assert flush in scratch.files(second)["kv_events.py"]
-    assert scratch.git("log", "--format=%an: %s", f"main..{second}") == "Ada: Flush\nAda: Take a hundred events\n"

@@ -51,32 +51,33 @@ def test_a_commit_that_only_moves_passes(scratch: ScratchRepository) -> None:
     assert list(verdict.lines()) == [f"PASS {commit[:12]} {RECIPE.title}"]
 
 
-@pytest.mark.parametrize(
-    ("edits", "files", "problem"),
-    [
-        ({"results": MOVED[COMPONENT].replace("LIMIT:", "LIMIT :")}, {}, f"{COMPONENT}: the commit differs"),
-        ({"results": MOVED[COMPONENT].replace("\n", "\r\n")}, {}, f"{COMPONENT}: the commit differs"),
-        ({"host": ENGINE[HOST]}, {}, f"{HOST}: the commit differs from the recipe"),
-        ({}, {"notes.txt": "two\n"}, "notes.txt: the commit differs from the recipe"),
-        ({}, {"more.py": "x = 1\n"}, "more.py: the commit has this file, the recipe does not"),
-        ({}, {"notes.txt": None}, "notes.txt: the recipe has this file, the commit does not"),
-    ],
-    ids=["format", "line ends", "a call site", "another file", "a new file", "a deleted file"],
-)
-def test_what_a_commit_does_besides_is_printed(
-    edits: dict[str, str], files: dict[str, str | None], problem: str, scratch: ScratchRepository
-) -> None:
-    for name, content in files.items():
-        path = scratch.folder / name
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_text(content)
-    move(scratch, **edits)
+def test_what_a_commit_does_besides_is_printed(scratch: ScratchRepository) -> None:
+    """An edit, a forgotten call site, another file, a new file and a deleted one."""
+    (scratch.folder / "notes.txt").write_text("two\n")
+    (scratch.folder / "more.py").write_text("x = 1\n")
+    (scratch.folder / "engine" / "__init__.py").unlink()
+    files: dict[str, str | bytes | None] = {**MOVED, **RECIPE_FILE}
+    del files["engine/__init__.py"]
+    files[COMPONENT], files[HOST] = MOVED[COMPONENT].replace("LIMIT:", "LIMIT :"), ENGINE[HOST]
+    scratch.commit(RECIPE.title, files)
     (verdict,) = verify(GitRepository(scratch.folder), "HEAD~1", "HEAD")
-    lines = list(verdict.lines())
     assert not verdict.passed
+    assert {each.path: each.problem for each in verdict.residuals} == {
+        COMPONENT: "the commit differs from the recipe",
+        HOST: "the commit differs from the recipe",
+        "engine/__init__.py": "the recipe has this file, the commit does not",
+        "more.py": "the commit has this file, the recipe does not",
+        "notes.txt": "the commit differs from the recipe",
+    }
+    lines = list(verdict.lines())
     assert lines[0].startswith("FAIL ")
-    assert any(line.strip().startswith(problem) for line in lines), lines
+    assert "    +        if len(self.history) > LIMIT :" in lines
+
+
+def test_other_line_ends_are_a_difference(scratch: ScratchRepository) -> None:
+    move(scratch, results=MOVED[COMPONENT].replace("\n", "\r\n"))
+    (verdict,) = verify(GitRepository(scratch.folder), "HEAD~1", "HEAD")
+    assert [each.path for each in verdict.residuals] == [COMPONENT]
 
 
 def test_a_changed_mode_is_a_difference(scratch: ScratchRepository) -> None:
