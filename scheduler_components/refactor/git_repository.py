@@ -16,10 +16,11 @@ import msgspec
 
 from scheduler_components.errors import ComponentError, ConfigError
 
-__all__ = ["FileChange", "GitError", "GitRepository", "MergeConflictError", "open_repository"]
+__all__ = ["Commit", "FileChange", "GitError", "GitRepository", "MergeConflictError", "open_repository"]
 
 _FILE_MODE = "100644"
-_OPTIONS = ("--no-replace-objects", "-c", f"core.hooksPath={os.devnull}", "-c", "core.fsmonitor=false")
+_SETTINGS = (f"core.hooksPath={os.devnull}", "core.fsmonitor=false", "log.showSignature=false")
+_OPTIONS = ("--no-replace-objects", *(option for setting in _SETTINGS for option in ("-c", setting)))
 """An object is what its name says, and no program of the repository runs."""
 
 
@@ -49,6 +50,20 @@ class MergeConflictError(ComponentError):
         self.commit = commit
         self.paths = tuple(paths)
         super().__init__(f"commit {commit[:12]} conflicts in {', '.join(paths)}; resolve it there, and carry it again")
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """A commit.
+
+    Attributes:
+        name: its full name.
+        parents: the names of its parents.
+        subject: the first line of its message.
+    """
+
+    name: str
+    parents: tuple[str, ...]
+    subject: str
 
 
 class FileChange(msgspec.Struct, frozen=True):
@@ -86,13 +101,22 @@ class GitRepository:
         except GitError as error:
             raise ConfigError("revision", revision, "is no commit here", "give a commit, branch or tag") from error
 
-    def commits(self, base: str, head: str) -> list[str]:
+    def commits(self, base: str, head: str) -> list[Commit]:
         """Return the commits that `head` has and `base` has not, oldest first. Merges are among them."""
-        return self._text("rev-list", "--reverse", "--topo-order", f"{base}..{head}").split()
+        listed = self._text("log", "--reverse", "--topo-order", "-z", "--format=%H %P%n%s", f"{base}..{head}")
+        found = []
+        for entry in listed.split("\0"):
+            names, _, subject = entry.partition("\n")
+            if names:
+                name, *parents = names.split()
+                found.append(Commit(name, tuple(parents), subject))
+        return found
 
-    def parents(self, commit: str) -> list[str]:
-        """Return the parents of a commit."""
-        return self._text("rev-list", "--parents", "--max-count=1", commit).split()[1:]
+    def commit(self, name: str) -> Commit:
+        """Return a commit."""
+        names, _, subject = self._text("log", "--max-count=1", "--format=%H %P%n%s", name).rstrip("\n").partition("\n")
+        _, *parents = names.split()
+        return Commit(name, tuple(parents), subject)
 
     def merge_base(self, one: str, other: str) -> str:
         """Return the best common ancestor of two commits.
@@ -104,10 +128,6 @@ class GitRepository:
             return self._text("merge-base", one, other).strip()
         except GitError as error:
             raise ConfigError("revision", other, "shares no history", "give a branch of this history") from error
-
-    def subject(self, commit: str) -> str:
-        """Return the first line of a commit's message."""
-        return self._text("log", "--max-count=1", "--format=%s", commit).rstrip("\n")
 
     def changes(self, before: str, after: str) -> list[FileChange]:
         """Return the files in which two commits differ, renames as one deleted and one added file."""

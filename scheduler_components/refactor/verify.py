@@ -17,7 +17,7 @@ import msgspec
 
 from scheduler_components.errors import ComponentError, ConfigError
 from scheduler_components.refactor.apply import apply_recipe
-from scheduler_components.refactor.git_repository import FileChange, GitRepository
+from scheduler_components.refactor.git_repository import Commit, FileChange, GitRepository
 from scheduler_components.refactor.recipe import RECIPE_FOLDER, Recipe, Replace, read_recipe, recipe_path
 
 __all__ = ["CommitVerdict", "Residual", "carry", "find_residuals", "verify"]
@@ -104,7 +104,7 @@ def carry(repository: GitRepository, move: str, branch: str) -> list[str]:
     """
     move = repository.resolve(move)
     tip = repository.resolve(branch)
-    parent = _only_parent(repository, move)
+    parent = _only_parent(repository.commit(move))
     _, recipe = _recipe_of(repository, repository.changes(parent, move))
     if recipe is None:
         raise ConfigError("move", move, "adds no recipe", f"give a commit that adds a file below {RECIPE_FOLDER}/")
@@ -114,9 +114,10 @@ def carry(repository: GitRepository, move: str, branch: str) -> list[str]:
         raise ConfigError("branch", branch, "has nothing to carry", "give a branch that began before the commit")
     before, onto, carried = _applied(repository, base, recipe), move, []
     for commit in commits:
-        _only_parent(repository, commit)
-        after = _applied(repository, commit, recipe)
-        onto = repository.commit_tree(repository.apply_change(onto, before, after, like=commit), [onto], like=commit)
+        _only_parent(commit)
+        after = _applied(repository, commit.name, recipe)
+        tree = repository.apply_change(onto, before, after, like=commit.name)
+        onto = repository.commit_tree(tree, [onto], like=commit.name)
         carried.append(onto)
         before = after
     return carried
@@ -157,11 +158,12 @@ def _diff(expected: bytes, actual: bytes) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n\\ no newline at the end\n" for line in lines)
 
 
-def _verify_commit(repository: GitRepository, commit: str) -> CommitVerdict:
-    subject, parents = repository.subject(commit), repository.parents(commit)
-    if len(parents) != 1:
+def _verify_commit(repository: GitRepository, made: Commit) -> CommitVerdict:
+    commit, subject = made.name, made.subject
+    if len(made.parents) != 1:
         return CommitVerdict(commit, subject, problem="a merge or a first commit, which no recipe makes")
-    changes = repository.changes(parents[0], commit)
+    (parent,) = made.parents
+    changes = repository.changes(parent, commit)
     try:
         path, recipe = _recipe_of(repository, changes)
     except ConfigError as error:
@@ -170,7 +172,7 @@ def _verify_commit(repository: GitRepository, commit: str) -> CommitVerdict:
         return CommitVerdict(
             commit, subject, problem=f"adds no recipe below {RECIPE_FOLDER}/ and changes {len(changes)} files"
         )
-    before = repository.python_files(parents[0], recipe.paths)
+    before = repository.python_files(parent, recipe.paths)
     try:
         after = apply_recipe(before, recipe)
     except ComponentError as error:
@@ -243,9 +245,8 @@ def _applied(repository: GitRepository, commit: str, recipe: Recipe) -> str:
     return repository.commit_tree(tree, [], like=commit)
 
 
-def _only_parent(repository: GitRepository, commit: str) -> str:
-    parents = repository.parents(commit)
-    if len(parents) != 1:
+def _only_parent(commit: Commit) -> str:
+    if len(commit.parents) != 1:
         hint = "carry branches without merges: rebase the branch first"
-        raise ConfigError("commit", commit, f"has {len(parents)} parents", hint)
-    return parents[0]
+        raise ConfigError("commit", commit.name, f"has {len(commit.parents)} parents", hint)
+    return commit.parents[0]

@@ -8,7 +8,13 @@ import pytest
 from kit.git import ScratchRepository
 
 from scheduler_components.errors import ConfigError
-from scheduler_components.refactor.git_repository import FileChange, GitError, MergeConflictError, open_repository
+from scheduler_components.refactor.git_repository import (
+    Commit,
+    FileChange,
+    GitError,
+    MergeConflictError,
+    open_repository,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -38,8 +44,9 @@ def test_changes_and_contents_are_exact(scratch: ScratchRepository) -> None:
     assert repository.python_files(second) == {"a.py": "a\n", "same.py": ""}
     assert repository.python_files(first, ["sub"]) == {odd: "b"}
     assert repository.python_files(first, ["*.py"]) == {}
-    assert (repository.subject(second), repository.parents(second)) == ("Two", [first])
-    assert repository.commits(first, second) == [second]
+    assert repository.commits(first, second) == [Commit(second, (first,), "Two")]
+    assert repository.commits(second, second) == []
+    assert repository.commit(first) == Commit(first, (), "One")
 
 
 def test_a_tree_is_written_without_a_checkout(scratch: ScratchRepository) -> None:
