@@ -1,7 +1,7 @@
 """Check a worker by its URL: connect to what it advertises, report problems and how to correct them.
 
 ``check_worker`` checks in order of dependency (description, pages, ports, load gauges, streams, topics) and stops when
-the next check is impossible. Each check yields a ``CheckResult``.
+the next check is impossible. Each check yields a ``CheckResult``. Given an endpoint, it checks one stream.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from observability.kv_stream import (
     open_subscriber,
     parse_addresses,
     parse_worker_url,
+    static_address,
 )
 from observability.zmq_topic_probe import probe_topics
-from scheduler_components import BlockStored, DecodeError, StartError
+from scheduler_components import BlockStored, ConfigError, DecodeError, StartError
 from scheduler_components.kv_events import CurveClientKeys, DecodedBatch, Endpoint, StreamAddress
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.load.load_stat import LoadSample
@@ -57,6 +58,8 @@ _GAUGE = "num_running_reqs"
 
 _ACCEPT_OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 """The ``Accept`` header of Prometheus 2.x."""
+
+_PAGE_HINT = "routers that poll it will not register this worker, or will not see its load"
 
 _MAX_SIZES = 8
 """Block sizes to keep per rank, enough to show that they differ."""
@@ -123,31 +126,43 @@ def render_report_json(url: str, report: Collection[CheckResult]) -> str:
 
 @attrs.frozen(kw_only=True)
 class DoctorOptions:
-    """Timeouts in seconds, and keys.
+    """Timeouts in seconds, keys, and what a bare endpoint does not advertise.
 
     Attributes:
         timeout_s: limit for one answer: a page, a connection, a replay.
         listen_s: longest time to follow the streams; ends earlier when every stream has sent a message.
         keys: for publishers that authenticate clients.
         api_key: for workers whose HTTP server requires a key.
+        replay_endpoint, topic: for a bare endpoint; a worker advertises its own.
     """
 
     timeout_s: float = 2.0
     listen_s: float = 8.0
     keys: CurveClientKeys | None = None
     api_key: str | None = attrs.field(default=None, repr=False)
+    replay_endpoint: str | None = None
+    topic: str | None = None
 
 
 def check_worker(
     url: str, options: DoctorOptions | None = None, *, clock: Callable[[], float] = time.monotonic
 ) -> list[CheckResult]:
-    """Check a worker by its URL. Pass the report to ``exit_code`` to see whether it works.
+    """Check a worker by its URL, or one stream by its endpoint. ``exit_code`` of the report says whether it works.
+
+    Args:
+        url: a worker's URL, whose ``/server_info`` describes the streams, or one PUB endpoint.
 
     Raises:
-        ConfigError: ``url`` is not a worker's URL. Problems of the worker are reported, never raised.
+        ConfigError: ``url`` is neither, or an option of a bare endpoint is given for a URL. Problems of the worker are
+            reported, never raised.
     """
-    worker = parse_worker_url(url)
     wait = options or DoctorOptions()
+    if url.partition("://")[0] in ("tcp", "ipc"):
+        return _check_endpoint(static_address(url, replay=wait.replay_endpoint, topic=wait.topic or ""), wait, clock)
+    worker = parse_worker_url(url)
+    for field, value in (("replay_endpoint", wait.replay_endpoint), ("topic", wait.topic)):
+        if value is not None:
+            raise ConfigError(field, value, "belongs to a bare endpoint", "take it out: the worker advertises it")
     try:
         info = fetch_json(worker, "/server_info", timeout_s=wait.timeout_s, api_key=wait.api_key)
     except StartError as error:
@@ -166,7 +181,8 @@ def check_worker(
         return [*report, *_check_pages(worker, None, wait)]
     if info.get("kv_events_warning"):
         report.append(_warning(f"the worker warns: {info['kv_events_warning']}"))
-    report += _check_pages(worker, len(addresses), wait)
+    is_relay = info.get("relay") is not None
+    report += _check_relay_pages(worker, wait) if is_relay else _check_pages(worker, len(addresses), wait)
     report += _check_hosts(worker, addresses)
     ports = list(_check_ports(addresses, wait))
     report += [result for _, _, result in ports]
@@ -177,27 +193,51 @@ def check_worker(
     return [*report, *_check_streams(reachable, wait, clock)]
 
 
+def _check_endpoint(address: StreamAddress, wait: DoctorOptions, clock: Callable[[], float]) -> list[CheckResult]:
+    """Check the ports and the stream of one publisher. It is unreachable if its PUB port refuses the connection."""
+    ports = list(_check_ports([address], wait))
+    report = [
+        attrs.evolve(result, is_unreachable=channel == "events" and result.severity is Severity.ERROR)
+        for _, channel, result in ports
+    ]
+    is_open = ports[0][2].severity is Severity.OK
+    return [*report, *_check_streams([address] if is_open else [], wait, clock)]
+
+
 # --- pages, hosts, ports ---
 
 
 def _check_pages(worker: httpx.URL, num_streams: int | None, wait: DoctorOptions) -> Iterator[CheckResult]:
     """Check the pages that gateways use to register and weigh a worker. The streams need none of them."""
-    hint = "routers that poll it will not register this worker, or will not see its load"
-    try:
-        fetch_page(worker, "/health", timeout_s=wait.timeout_s)
-        yield _ok("/health answers 200")
-    except (StartError, DecodeError) as error:
-        yield _warning(f"/health: {error}", hint)
+    yield _check_health(worker, wait)
     try:
         yield _check_loads(fetch_json(worker, "/v1/loads", timeout_s=wait.timeout_s, api_key=wait.api_key), num_streams)
     except (StartError, DecodeError) as error:
-        yield _warning(f"/v1/loads: {error}", hint)
+        yield _warning(f"/v1/loads: {error}", _PAGE_HINT)
     try:
         page = fetch_page(worker, "/metrics", timeout_s=wait.timeout_s)
         scraped = fetch_page(worker, "/metrics", timeout_s=wait.timeout_s, accept=_ACCEPT_OPENMETRICS)
         yield _check_metrics(page, scraped)
     except (StartError, DecodeError) as error:
-        yield _warning(f"/metrics: {error}", hint)
+        yield _warning(f"/metrics: {error}", _PAGE_HINT)
+
+
+def _check_relay_pages(worker: httpx.URL, wait: DoctorOptions) -> Iterator[CheckResult]:
+    """Check the pages of a relay, which has neither load nor requests."""
+    yield _check_health(worker, wait)
+    try:
+        fetch_page(worker, "/metrics", timeout_s=wait.timeout_s)
+        yield _ok("/metrics is readable; this is a relay, and routers get the load from the engine")
+    except (StartError, DecodeError) as error:
+        yield _warning(f"/metrics: {error}", "check the relay's version")
+
+
+def _check_health(worker: httpx.URL, wait: DoctorOptions) -> CheckResult:
+    try:
+        fetch_page(worker, "/health", timeout_s=wait.timeout_s)
+    except (StartError, DecodeError) as error:
+        return _warning(f"/health: {error}", _PAGE_HINT)
+    return _ok("/health answers 200")
 
 
 def _check_metrics(page: bytes, scraped: bytes) -> CheckResult:
@@ -266,7 +306,12 @@ def _check_ports(addresses: Iterable[StreamAddress], wait: DoctorOptions) -> Ite
 def _connect(endpoint: Endpoint, timeout_s: float) -> str:
     """Connect and disconnect; return the problem, or an empty string."""
     try:
-        socket.create_connection((endpoint.host, endpoint.port or 0), timeout=timeout_s).close()
+        if endpoint.transport == "tcp":
+            socket.create_connection((endpoint.host, endpoint.port or 0), timeout=timeout_s).close()
+        else:
+            with closing(socket.socket(socket.AF_UNIX)) as unix:
+                unix.settimeout(timeout_s)
+                unix.connect(endpoint.path.replace("@", "\0", 1) if endpoint.path[0] == "@" else endpoint.path)
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__
     return ""

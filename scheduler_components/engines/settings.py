@@ -8,7 +8,8 @@ and with switches of the plugin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import attrs
 
@@ -61,12 +62,14 @@ class PluginSettings:
     switches: frozenset[str] = frozenset()
 
 
-def read_plugin_settings(environ: Mapping[str, str], *, switches: Collection[str] = ()) -> PluginSettings:
+def read_plugin_settings(
+    environ: Mapping[str, str], *, switches: Mapping[str, bool] = MappingProxyType({})
+) -> PluginSettings:
     """Read and validate the variable; without it, or if it is empty, return the defaults.
 
     Args:
         environ: the environment.
-        switches: names of the plugin's own settings, each true or false.
+        switches: the plugin's own settings by name, each with its default: true or false.
 
     Raises:
         ConfigError: a setting is unknown or invalid.
@@ -86,7 +89,7 @@ def read_plugin_settings(environ: Mapping[str, str], *, switches: Collection[str
     settings = {name: value for name, value in given.items() if name not in switches}
     return PluginSettings(
         publisher=KVEventsConfig(**_DEFAULTS | settings),
-        switches=frozenset(name for name in switches if given.get(name)),
+        switches=frozenset(name for name, is_on in switches.items() if given.get(name, is_on)),
     )
 
 

@@ -75,7 +75,7 @@ class SglangPlugin:
     def wants_components(self) -> bool:
         """Whether the settings replace components of SGLang's scheduler by this kit's."""
         try:
-            settings = read_plugin_settings(self.environ, switches=(COMPONENTS,))
+            settings = read_plugin_settings(self.environ, switches={COMPONENTS: False})
         except ConfigError:
             return False  # The publisher logs the error.
         return COMPONENTS in settings.switches
@@ -105,7 +105,7 @@ class SglangPlugin:
             if name not in known:
                 problem = "is not a setting of SGLang's --kv-events-config"
                 raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
-        settings = _to_kit_settings(given, read_plugin_settings(self.environ, switches=(COMPONENTS,)))
+        settings = _to_kit_settings(given, read_plugin_settings(self.environ, switches={COMPONENTS: False}))
         CurveServerKeys.of(settings)
         return settings
 

@@ -6,12 +6,18 @@ data-parallel rank, the addresses that bind, port 0, ``get_publisher_config()``.
 
 A wrong setting never stops the engine: the plugin logs one sentence, and vLLM's own publisher is used. If the settings
 require keys, no stream is opened, because a fallback must not open a stream without access control.
+
+When a stream opens, the plugin patches two methods of vLLM in its process: a removal is published with the last copy of
+a block (``once_per_block``), and a reset of the prefix cache is published immediately. If this vLLM does not have them,
+the plugin logs it and publishes as vLLM does.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
@@ -21,7 +27,6 @@ from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
     UNLIMITED,
-    PluginSettings,
     log_fallback,
     may_require_keys,
     read_plugin_settings,
@@ -77,6 +82,7 @@ class VllmKvEventsModule(Protocol):
     KVEventsConfig: type[Any]
     EventPublisher: type[Any]
     EventPublisherFactory: Any
+    KVEventBatch: type[Any]
     NullEventPublisher: type[Any]
 
 
@@ -97,29 +103,8 @@ def register(environ: Mapping[str, str] | None = None) -> None:
     own = publishers["zmq"]
     if isinstance(own, VllmPublisherFactory):
         own = own.own
-    is_closed = may_require_keys(environ)
-    try:
-        settings = read_plugin_settings(environ, switches=(ONCE_PER_BLOCK,))
-    except ConfigError as error:
-        publishers["zmq"] = _fallback_publisher(error, own, theirs, is_closed=is_closed)
-        return
     theirs.EventPublisher.register(VllmEventPublisher)
-    publishers["zmq"] = VllmPublisherFactory(settings=settings, own=own, theirs=theirs, is_closed=is_closed)
-
-
-def _fallback_publisher(
-    error: ConfigError, own: VllmPublisherConstructor, theirs: VllmKvEventsModule, *, is_closed: bool
-) -> VllmPublisherConstructor:
-    """Log the error, and return the constructor of the fallback."""
-    log_fallback(_log, error, engine="vLLM", is_closed=is_closed)
-    if not is_closed:
-        return own
-
-    def open_null(*, data_parallel_rank: int = 0, **_: Any) -> VllmPublisher:
-        null: VllmPublisher = theirs.NullEventPublisher(data_parallel_rank)
-        return null
-
-    return open_null
+    publishers["zmq"] = VllmPublisherFactory(environ=environ, own=own, theirs=theirs)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,16 +112,15 @@ class VllmPublisherFactory:
     """Open the publisher ``zmq`` of one rank, as an entry of vLLM's table.
 
     Attributes:
-        settings: the settings of the environment.
+        environ: the environment. It is read when a stream opens, because all processes of vLLM load the plugin and only
+            those with a stream log an error.
         own: vLLM's own constructor.
         theirs: vLLM's module of KV events.
-        is_closed: whether readers need a key.
     """
 
-    settings: PluginSettings
+    environ: Mapping[str, str]
     own: VllmPublisherConstructor
     theirs: VllmKvEventsModule
-    is_closed: bool
 
     def __call__(self, *, data_parallel_rank: int = 0, **config: Any) -> VllmPublisher:
         """Open the publisher of one rank; ``config`` is vLLM's ``KVEventsConfig`` without its two switches.
@@ -146,10 +130,17 @@ class VllmPublisherFactory:
         """
         whole = _with_defaults(self.theirs.KVEventsConfig) | config
         try:
-            publisher, published = self._open(data_parallel_rank, whole)
+            settings = read_plugin_settings(self.environ, switches={ONCE_PER_BLOCK: True})
+            publisher = ZmqEventPublisher(data_parallel_rank, config=self._checked(whole, settings.publisher))
         except ConfigError as error:
-            own = _fallback_publisher(error, self.own, self.theirs, is_closed=self.is_closed)
-            return own(data_parallel_rank=data_parallel_rank, **config)
+            is_closed = may_require_keys(self.environ)
+            log_fallback(_log, error, engine="vLLM", is_closed=is_closed)
+            if is_closed:
+                null: VllmPublisher = self.theirs.NullEventPublisher(data_parallel_rank)
+                return null
+            return self.own(data_parallel_rank=data_parallel_rank, **config)
+        published = _filter_copies(data_parallel_rank) if ONCE_PER_BLOCK in settings.switches else None
+        _patch_reset_to_publish(self.theirs)
         resolved = whole | {
             "endpoint": _resolved(whole["endpoint"], data_parallel_rank, publisher.endpoint),
             "replay_endpoint": _resolved(whole["replay_endpoint"], data_parallel_rank, publisher.replay_endpoint),
@@ -160,27 +151,16 @@ class VllmPublisherFactory:
         )
         return VllmEventPublisher(publisher=publisher, config=described, published=published)
 
-    def _open(self, rank: int, config: dict[str, Any]) -> tuple[ZmqEventPublisher, PublishedBlocks | None]:
-        publisher = ZmqEventPublisher(rank, config=self._checked(config))
-        if ONCE_PER_BLOCK not in self.settings.switches:
-            return publisher, None
-        try:
-            patch_removed_events_to_last_copy()
-        except ConfigError:
-            publisher.shutdown()
-            raise
-        return publisher, PublishedBlocks()
-
-    def _checked(self, config: dict[str, Any]) -> KVEventsConfig:
-        """Return vLLM's settings as this kit's."""
+    def _checked(self, config: dict[str, Any], settings: KVEventsConfig) -> KVEventsConfig:
+        """Return vLLM's settings as this kit's, with those of the environment."""
         standard = _with_defaults(self.theirs.KVEventsConfig)
         for name in config.keys() - set(ENGINE_SETTINGS):
             if config[name] != standard.get(name):
                 problem = "is a setting of vLLM that scheduler-components does not know"
                 raise ConfigError(name, config[name], problem, "remove it, or upgrade scheduler-components")
-        endpoint, binds = self._events_address(config["endpoint"])
+        endpoint, binds = _events_address(config["endpoint"], settings.bind)
         replay = config["replay_endpoint"]
-        return self.settings.publisher.changed(
+        return settings.changed(
             endpoint=str(endpoint),
             replay_endpoint=None if not replay else str(_on_this_node(Endpoint.parse(replay, field="replay_endpoint"))),
             buffer_steps=config["buffer_steps"],
@@ -190,15 +170,51 @@ class VllmPublisherFactory:
             bind=binds,
         )
 
-    def _events_address(self, text: str) -> tuple[Endpoint, bool]:
-        """Return the address of the PUB socket, and whether it binds: vLLM binds at ``*``, ``::``, ipc and inproc."""
-        endpoint = Endpoint.parse(text)
-        binds = self.settings.publisher.bind
-        if binds is None:
-            binds = endpoint.transport != "tcp" or endpoint.host == "*" or (endpoint.is_ipv6 and "::" in endpoint.host)
-            if endpoint.is_wildcard and not binds:
-                return endpoint.with_host("127.0.0.1"), False  # A client that dials 0.0.0.0 reaches this address.
-        return _on_this_node(endpoint), binds
+
+def _events_address(text: str, binds: bool | None) -> tuple[Endpoint, bool]:
+    """Return the address of the PUB socket, and whether it binds: vLLM binds at ``*``, ``::``, ipc and inproc."""
+    endpoint = Endpoint.parse(text)
+    if binds is None:
+        binds = endpoint.transport != "tcp" or endpoint.host == "*" or (endpoint.is_ipv6 and "::" in endpoint.host)
+        if endpoint.is_wildcard and not binds:
+            return endpoint.with_host("127.0.0.1"), False  # A client that dials 0.0.0.0 reaches this address.
+    return _on_this_node(endpoint), binds
+
+
+def _filter_copies(rank: int) -> PublishedBlocks | None:
+    """Patch vLLM's pool, and return the filter of a stream; None if this vLLM does not have what is patched."""
+    try:
+        patch_removed_events_to_last_copy()
+    except ConfigError as error:
+        _log.warning("rank %d publishes an event for each copy of a block, as vLLM does: %s", rank, error)
+        return None
+    return PublishedBlocks()
+
+
+def _patch_reset_to_publish(theirs: VllmKvEventsModule) -> None:
+    """Patch vLLM's scheduler in this process to publish what a reset of its prefix cache changed; safe to call again.
+
+    vLLM publishes at the end of a step, and makes no step while it is idle.
+    """
+    try:
+        scheduler: Any = import_module("vllm.v1.core.sched.scheduler").Scheduler
+        reset = scheduler.reset_prefix_cache
+    except (ImportError, AttributeError) as error:
+        _log.warning("readers see a reset of the prefix cache with vLLM's next step (%s)", error)
+        return
+    if reset.__module__ == __name__:
+        return
+
+    @functools.wraps(reset, assigned=())
+    def reset_and_publish(self: Any, *args: Any, **options: Any) -> bool:
+        is_reset: bool = reset(self, *args, **options)
+        if isinstance(self.kv_event_publisher, VllmEventPublisher):
+            events = self.kv_cache_manager.take_events()
+            if events:
+                self.kv_event_publisher.publish(theirs.KVEventBatch(ts=time.time(), events=events))
+        return is_reset
+
+    scheduler.reset_prefix_cache = reset_and_publish
 
 
 def _with_defaults(config_class: type[Any]) -> dict[str, Any]:

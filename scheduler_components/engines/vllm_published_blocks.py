@@ -13,6 +13,7 @@ So no reader can count copies from events alone. The pool has the number of copi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemov
 __all__ = ["ONCE_PER_BLOCK", "PublishedBlocks", "patch_removed_events_to_last_copy"]
 
 ONCE_PER_BLOCK = "once_per_block"
-"""The switch of the plugin that enables this module."""
+"""The switch of the plugin for this module. It is on by default."""
 
 _STORED, _REMOVED, _CLEARED = (kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
 
@@ -52,36 +53,50 @@ class PublishedBlocks:
 
     def drop_published(self, batch: _Batch) -> _Batch | None:
         """Return the batch without the stores of published blocks; None if no event is left."""
-        events: list[Any] = []
-        for event in batch.events:
+        kept: list[Any] | None = None  # Most batches stay as they are.
+        for number, event in enumerate(batch.events):
             try:
-                events += self._first_published(event)
+                parts = self._changed(event)
             except (AttributeError, TypeError):
-                events.append(event)  # It is no event of vLLM: the encoder raises an error that names it.
-        return replace(batch, events=events) if events else None
+                parts = None  # It is no event of vLLM: the encoder raises an error that names it.
+            if parts is not None and kept is None:
+                kept = batch.events[:number]
+            if kept is not None:
+                kept += (event,) if parts is None else parts
+        if kept is None:
+            return batch
+        return replace(batch, events=kept) if kept else None
 
-    def _first_published(self, event: Any) -> Sequence[Any]:
+    def _changed(self, event: Any) -> Sequence[Any] | None:
+        """Return what is published instead of the event; None for the event itself."""
         tag = event.__struct_config__.tag
-        if tag == _CLEARED:
-            self._groups.clear()
-        elif event.medium == MEDIUM_GPU:
-            published = self._groups.setdefault(event.group_idx, set())
-            if tag == _REMOVED:
-                published.difference_update(event.block_hashes)
-            elif tag == _STORED:
+        if tag == _REMOVED:
+            if event.medium == MEDIUM_GPU:
+                self._published(event).difference_update(event.block_hashes)
+        elif tag == _STORED:
+            if event.medium == MEDIUM_GPU:
+                published = self._published(event)
                 if not published.isdisjoint(event.block_hashes):
                     return self._new_parts(event, published)
                 published.update(event.block_hashes)
-        return (event,)
+        elif tag == _CLEARED:
+            self._groups.clear()
+        return None
 
-    def _new_parts(self, event: Any, published: set[int | bytes]) -> Sequence[Any]:
+    def _published(self, event: Any) -> set[int | bytes]:
+        published = self._groups.get(event.group_idx)
+        if published is None:
+            published = self._groups[event.group_idx] = set()
+        return published
+
+    def _new_parts(self, event: Any, published: set[int | bytes]) -> Sequence[Any] | None:
         """Return the new blocks of a stored event as runs of consecutive blocks."""
         hashes = event.block_hashes
         is_new = [block_hash not in published for block_hash in hashes]
         self.num_repeated += is_new.count(False)
         published.update(hashes)
         if True in is_new and len(event.token_ids) != len(hashes) * event.block_size:
-            return (event,)  # A group that skips blocks: the tokens cannot be assigned to its blocks.
+            return None  # A group that skips blocks: the tokens cannot be assigned to its blocks.
         return [_blocks(event, first, stop) for first, stop in true_runs(is_new)]
 
 
@@ -114,10 +129,11 @@ def patch_removed_events_to_last_copy() -> None:
         publish = pool._emit_block_removed_events
     except (ImportError, AttributeError) as error:
         problem = f"does not support this version of vLLM ({error})"
-        raise ConfigError(ONCE_PER_BLOCK, True, problem, "remove it") from None
+        raise ConfigError(ONCE_PER_BLOCK, True, problem, "give false, or upgrade scheduler-components") from None
     if publish.__module__ == __name__:
         return
 
+    @functools.wraps(publish, assigned=())
     def publish_last_copies(self: Any, block_hashes: Sequence[Any]) -> None:
         left = self.cached_block_hash_to_block
         publish(self, [each for each in block_hashes if has_copy(left, each) is None])

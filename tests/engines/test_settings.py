@@ -20,7 +20,7 @@ from scheduler_components.kv_events import KVEventsConfig
 
 def read(given: Any, **switches: Any) -> Any:
     text = given if isinstance(given, str) else json.dumps(given)
-    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, switches=("once_per_block", "other"))
+    return read_plugin_settings({KV_EVENTS_VARIABLE: text}, switches={"once_per_block": False, "other": True})
 
 
 @pytest.mark.parametrize("environ", [{}, {KV_EVENTS_VARIABLE: ""}, {KV_EVENTS_VARIABLE: " \n"}])
@@ -36,6 +36,18 @@ def test_settings_go_to_the_publisher_and_switches_to_the_plugin() -> None:
         publisher="zmq", dialect="native", seq_base="clock", replay_framing="seed"
     )
     assert settings.switches == {"once_per_block"}
+
+
+@pytest.mark.parametrize(
+    ("given", "switches"),
+    [
+        ({}, {"other"}),
+        ({"other": False}, set()),
+        ({"other": True, "once_per_block": True}, {"other", "once_per_block"}),
+    ],
+)
+def test_a_switch_that_is_not_given_has_its_default(given: dict[str, bool], switches: set[str]) -> None:
+    assert read(given or "").switches == switches
 
 
 def test_each_publisher_setting_belongs_to_the_engine_or_to_the_variable() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import subprocess
@@ -14,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from scheduler_components.kv_events import write_key_pair
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
+POOL, SCHEDULER = "vllm.v1.core.block_pool", "vllm.v1.core.sched.scheduler"
 ASKED = {"VLLM_PLUGINS": f"another,{PLUGIN_NAME}"}
 
 
@@ -41,12 +44,13 @@ def vllm(vllm_events: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def factory(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return vLLM's factory without the plugin, which the engine of other tests may have registered.
+    """Return vLLM's factory without the plugin and its patches, which the engine of other tests may have registered.
 
-    Restores its table, and the method of vLLM's pool that ``once_per_block`` replaces, after each test.
+    Restores the table and the methods after each test.
     """
-    pool = import_module("vllm.v1.core.block_pool").BlockPool
-    monkeypatch.setattr(pool, "_emit_block_removed_events", pool._emit_block_removed_events)
+    pool, scheduler = import_module(POOL).BlockPool, import_module(SCHEDULER).Scheduler
+    monkeypatch.setattr(pool, "_emit_block_removed_events", inspect.unwrap(pool._emit_block_removed_events))
+    monkeypatch.setattr(scheduler, "reset_prefix_cache", inspect.unwrap(scheduler.reset_prefix_cache))
     table = dict(vllm.EventPublisherFactory._registry)
     if isinstance(table["zmq"], VllmPublisherFactory):
         table["zmq"] = table["zmq"].own
@@ -210,15 +214,16 @@ def test_an_address_in_use_raises_a_start_error(create: Callable[..., Any]) -> N
     ],
 )
 def test_an_invalid_variable_keeps_vllms_own_publisher(
-    vllm: Any, factory: Any, create: Callable[..., Any], caplog: pytest.LogCaptureFixture, text: str, words: str
+    vllm: Any, create: Callable[..., Any], caplog: pytest.LogCaptureFixture, text: str, words: str
 ) -> None:
-    own = factory._registry["zmq"]
-    register(ASKED)
-    with caplog.at_level(logging.ERROR):
-        register({KV_EVENTS_VARIABLE: text})
-    assert factory._registry["zmq"] is own
-    assert [words in each.getMessage() for each in caplog.records] == [True]
-    assert "vLLM publishes its KV events itself" in caplog.text
+    """Only the process that opens the stream logs it. vLLM loads the plugin in all its processes."""
+    register({KV_EVENTS_VARIABLE: text})
+    register({KV_EVENTS_VARIABLE: text})
+    with caplog.at_level(logging.INFO, logger="vllm.scheduler_components"):
+        assert caplog.records == []
+        assert type(create()) is vllm.ZmqEventPublisher
+    ours = [each.getMessage() for each in caplog.records if each.name == "vllm.scheduler_components"]
+    assert [words in each and "vLLM publishes its KV events itself" in each for each in ours] == [True]
 
 
 @pytest.mark.parametrize("text", ['{"auth": "required"', '{"auth": "required"}', '{"secret_key_file": 7}'])
@@ -277,21 +282,78 @@ def test_a_stream_with_keys_opens(create: Callable[..., Any], tmp_path: Path) ->
     assert type(create()) is VllmEventPublisher
 
 
-def test_a_vllm_without_support_for_once_per_block_keeps_its_own_publisher(
+def stored(vllm: Any, *hashes: int) -> Any:
+    return vllm.BlockStored(list(hashes), None, [0] * len(hashes), 1, None, "GPU", None)
+
+
+def batches_of(vllm: Any, *hashes: int) -> list[Any]:
+    return [vllm.KVEventBatch(ts=1.0, events=[stored(vllm, each)]) for each in hashes]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = [each for each in caplog.records if each.name == "vllm.scheduler_components"]
+    return [each.getMessage() for each in ours if each.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_method", "stores", "num_warnings"),
+    [
+        ({}, True, [7, 8], 0),
+        ({"once_per_block": True}, True, [7, 8], 0),
+        ({"once_per_block": False}, True, [7, 7, 8], 0),
+        ({}, False, [7, 7, 8], 1),
+        ({"once_per_block": True}, False, [7, 7, 8], 1),
+        ({"once_per_block": False}, False, [7, 7, 8], 0),
+    ],
+)
+def test_each_block_is_published_once_unless_the_setting_or_this_vllm_prevents_it(
     vllm: Any,
-    factory: Any,
     create: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    settings: dict[str, bool],
+    has_method: bool,
+    stores: list[int],
+    num_warnings: int,
 ) -> None:
-    pool = import_module("vllm.v1.core.block_pool").BlockPool
-    monkeypatch.delattr(pool, "_emit_block_removed_events")
-    factory._registry["zmq"] = lambda **given: vllm.NullEventPublisher()
-    register(variable(once_per_block=True))
-    assert type(create()) is vllm.NullEventPublisher
-    assert "once_per_block=True: does not support this version of vLLM" in caplog.text
-    register(variable())
-    assert type(create()) is VllmEventPublisher  # the address is free again
+    if not has_method:
+        monkeypatch.delattr(import_module(POOL).BlockPool, "_emit_block_removed_events")
+    register(variable(**settings))
+    with caplog.at_level(logging.WARNING, logger="vllm.scheduler_components"):
+        publisher = create(endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
+    warnings = warnings_of(caplog)
+    assert len(warnings) == num_warnings
+    assert all("rank 0 publishes an event for each copy of a block, as vLLM does" in each for each in warnings)
+    live, _ = frames_of(vllm, publisher, batches_of(vllm, 7, 7, 8), num_sent=len(stores))
+    assert [msgspec.msgpack.decode(payload)[1][0]["block_hashes"] for _, payload in live] == [[each] for each in stores]
+
+
+def test_a_vllm_whose_reset_cannot_be_patched_is_logged_and_published(
+    create: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, SCHEDULER, ModuleType(SCHEDULER))
+    register(ASKED)
+    with caplog.at_level(logging.WARNING, logger="vllm.scheduler_components"):
+        assert type(create()) is VllmEventPublisher
+    assert ["a reset of the prefix cache with vLLM's next step" in each for each in warnings_of(caplog)] == [True]
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="test_vllm_engine.py does it with a whole vLLM")
+def test_a_reset_of_an_idle_scheduler_is_published_without_a_step(
+    vllm: Any, factory: Any, create: Callable[..., Any]
+) -> None:
+    """Without the plugin's publisher the events wait for a step, as in vLLM."""
+    register(ASKED)
+    pool = import_module(POOL).BlockPool(4, True, 1, True)
+    for publisher, num_left in ((create(), 0), (vllm.NullEventPublisher(), 1)):
+        scheduler = import_module(SCHEDULER).Scheduler(pool, publisher)
+        assert scheduler.reset_prefix_cache(reset_running_requests=True) is True
+        assert [type(each).__name__ for each in pool.kv_event_queue] == ["AllBlocksCleared"] * num_left
+        if isinstance(publisher, VllmEventPublisher):
+            assert publisher.publisher.flush(10.0)
+            assert publisher.publisher.stats().batches_sent == 1
+            scheduler.update_from_output()
+            assert publisher.publisher.stats().batches_pending == 0
 
 
 # --- the wire ---
@@ -332,8 +394,14 @@ def every_field(vllm: Any) -> list[Any]:
     return [vllm.KVEventBatch(ts=number + 0.5, events=events) for number, events in enumerate(batches)]
 
 
-def frames_of(vllm: Any, publisher: Any, batches: list[Any]) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """Return the frames of ``batches``: the live frames, and those of a plain replay with its end."""
+def frames_of(
+    vllm: Any, publisher: Any, batches: list[Any], *, num_sent: int | None = None
+) -> tuple[list[list[bytes]], list[list[bytes]]]:
+    """Return the frames of ``batches``: the live frames, and those of a plain replay with its end.
+
+    The publisher sends ``num_sent`` of the batches; None for all.
+    """
+    num_sent = len(batches) if num_sent is None else num_sent
     config = publisher.get_publisher_config()
     with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.DEALER) as asking:
         live.linger = asking.linger = 0
@@ -348,15 +416,15 @@ def frames_of(vllm: Any, publisher: Any, batches: list[Any]) -> tuple[list[list[
         for batch in batches:
             publisher.publish(msgspec.structs.replace(batch))
         received: list[list[bytes]] = []
-        while not received or int.from_bytes(received[-1][1], "big") < num_before + len(batches) - 1:
-            assert live.poll(10_000), f"{len(received)} frames of {len(batches)}"
+        while not received or int.from_bytes(received[-1][1], "big") < num_before + num_sent - 1:
+            assert live.poll(10_000), f"{len(received)} frames of {num_sent}"
             received.append(live.recv_multipart())
         asking.send_multipart([b"", num_before.to_bytes(8, "big")])
         replayed: list[list[bytes]] = []
-        while len(replayed) <= len(batches):
-            assert asking.poll(10_000), f"{len(replayed)} frames of {len(batches)} and the end"
+        while len(replayed) <= num_sent:
+            assert asking.poll(10_000), f"{len(replayed)} frames of {num_sent} and the end"
             replayed.append(asking.recv_multipart())
-    numbers = range(num_before, num_before + len(batches))
+    numbers = range(num_before, num_before + num_sent)
     live_frames = [frames for frames in received if int.from_bytes(frames[1], "big") in numbers]
     assert [int.from_bytes(frames[1], "big") for frames in live_frames] == [*numbers]
     assert [frames[2:3] for frames in replayed[:-1]] == [frames[1:2] for frames in live_frames]
@@ -365,24 +433,37 @@ def frames_of(vllm: Any, publisher: Any, batches: list[Any]) -> tuple[list[list[
 
 
 def test_live_frames_and_plain_replay_equal_those_of_vllm(vllm: Any, create: Callable[..., Any]) -> None:
-    """Where vLLM is installed, its own publisher sends the same batches."""
+    """Where vLLM is installed, its own publisher sends the same batches.
+
+    With ``once_per_block`` this is true of a stream that stores each block once.
+    """
     batches, rank = every_field(vllm), 3
+    settings = {"topic": "kv@pod", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+    if find_spec("vllm.config"):  # the double has none
+        assert frames_of(vllm, create(rank, **settings), batches) == expected_frames(batches, rank)
+    register(variable(once_per_block=False))
+    assert frames_of(vllm, create(rank, **settings), batches) == expected_frames(batches, rank)
+    register(ASKED)
+    once = batches[:-1]  # the last repeats the others
+    for number, batch in enumerate(once):
+        for event in batch.events:
+            if isinstance(event, vllm.BlockStored):
+                event.block_hashes = [2 * number + 100, 2 * number + 101]
+    assert frames_of(vllm, create(rank, **settings), once) == expected_frames(once, rank)
+
+
+def expected_frames(batches: list[Any], rank: int) -> tuple[list[list[bytes]], list[list[bytes]]]:
     encode = msgspec.msgpack.Encoder().encode
     payloads = [encode(msgspec.structs.replace(batch, data_parallel_rank=rank)) for batch in batches]
     end = [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
-    expected = [[b"kv@pod", each] for each in payloads], [*([b"", b"kv@pod", each] for each in payloads), end]
-    settings = {"topic": "kv@pod", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
-    if find_spec("vllm.config"):  # the double has none
-        assert frames_of(vllm, create(rank, **settings), batches) == expected
-    register(ASKED)
-    assert frames_of(vllm, create(rank, **settings), batches) == expected
+    return [[b"kv@pod", each] for each in payloads], [*([b"", b"kv@pod", each] for each in payloads), end]
 
 
 def test_an_invalid_event_is_dropped_alone(vllm: Any, create: Callable[..., Any]) -> None:
     """vLLM's own publisher loses the whole batch and its sequence number."""
     good = every_field(vllm)[0].events
     poison = [None, "text", vllm.BlockStored([1], None, [-1], 1, None, "GPU", None), vllm.BlockRemoved(["x"], "GPU")]
-    for variable_given in (variable(), variable(once_per_block=True)):
+    for variable_given in (variable(), variable(once_per_block=False)):
         register(variable_given)
         publisher = create(endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
         live, _ = frames_of(vllm, publisher, [vllm.KVEventBatch(ts=1.0, events=[*poison, *good])])

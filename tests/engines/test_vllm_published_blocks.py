@@ -5,6 +5,7 @@ The tests use vLLM's own block pool where vLLM is installed, and a double elsewh
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
@@ -27,11 +28,12 @@ SIZE = 4
 
 @pytest.fixture(autouse=True)
 def unhooked(vllm_events: Any) -> Iterator[None]:
-    """Restore the method of the pool after each test."""
+    """Give the pool vLLM's own method at the start of each test, and what it had before at the end."""
     pool = import_module("vllm.v1.core.block_pool").BlockPool
-    original = pool._emit_block_removed_events
+    before = pool._emit_block_removed_events
+    pool._emit_block_removed_events = inspect.unwrap(before)
     yield
-    pool._emit_block_removed_events = original
+    pool._emit_block_removed_events = before
 
 
 def request_of(words: Iterable[int]) -> Any:

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import attrs
 import pytest
 import zmq
+from kit.waiting import wait_until
 
 from observability import DoctorOptions, check_worker
 from observability.doctor import CheckResult, Severity, diagnose_stream, exit_code, render_report_json
@@ -323,3 +325,78 @@ def test_what_a_stream_shows_is_judged(facts: dict[str, object], severity: Sever
     stats = StreamStats(rank=0, endpoint="tcp://127.0.0.1:5557", **facts)
     report = diagnose_stream(ADDRESS, stats, {16})
     assert (report[-1].severity, words in report[-1].what) == (severity, True)
+
+
+# --- relays and bare endpoints ---
+
+
+def test_a_relay_is_not_warned_of_load_and_requests(stack: ExitStack, start_relay: Callable) -> None:
+    publisher = open_publisher(stack)
+    relay = start_relay(f"{publisher.endpoint},{publisher.replay_endpoint}")
+    wait_until(lambda: relay.get("/health") == {"status": "ok"})
+    report = check_worker(relay.url, QUICK)
+    assert troubles(report) == []
+    assert any("live at batch" in result.what and "1 blocks held" in result.what for result in report)
+
+
+def test_a_relay_that_does_not_know_its_source_is_warned_of(serve: Serve, stack: ExitStack) -> None:
+    info = json.loads(described(open_publisher(stack))["/server_info"][1]) | {"relay": {"sources": []}}
+    pages = {"/health": (503, b"stream 0 is dead"), "/server_info": (200, json.dumps(info).encode())}
+    report = check_worker(serve(pages), QUICK)
+    assert [result.what.split(":")[0] for result in troubles(report)] == ["/health", "/metrics"]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_bare_endpoint_is_checked_without_pages(stack: ExitStack, tmp_path: Path, transport: str) -> None:
+    at = {} if transport == "tcp" else {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    publisher = open_publisher(stack, **at)
+    report = check_worker(
+        publisher.endpoint or "", attrs.evolve(QUICK, replay_endpoint=publisher.replay_endpoint, topic="kv")
+    )
+    assert [result.severity for result in report] == [Severity.OK] * 4
+    assert [result.what.split(" ")[2] for result in report[:2]] == ["events", "replay"]
+    assert "live at batch 0, 1 blocks held" in report[-1].what
+
+
+def test_a_bare_endpoint_without_replay_is_a_warning(stack: ExitStack) -> None:
+    report = check_worker(open_publisher(stack).endpoint or "", attrs.evolve(QUICK, listen_s=0.3))
+    assert "a late joiner can never get the whole state" in the_trouble(report).what
+
+
+def test_a_bare_endpoint_of_another_topic_is_an_error(stack: ExitStack) -> None:
+    publisher = open_publisher(stack)
+    ended = threading.Event()
+
+    def publish_on() -> None:
+        while not ended.wait(0.01):
+            publisher.publish(KVEventBatch(ts=time.time(), events=()))
+
+    thread = threading.Thread(target=publish_on)
+    thread.start()
+    try:
+        options = attrs.evolve(QUICK, topic="events", replay_endpoint=publisher.replay_endpoint)
+        report = check_worker(publisher.endpoint or "", options)
+    finally:
+        ended.set()
+        thread.join()
+    assert "it publishes under 'kv'" in the_trouble(report).what
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_bare_endpoint_that_does_not_answer_is_unreachable(closed_port: int, tmp_path: Path, transport: str) -> None:
+    target = f"tcp://127.0.0.1:{closed_port}" if transport == "tcp" else f"ipc://{tmp_path}/none"
+    trouble = the_trouble(check_worker(target, QUICK))
+    assert (trouble.severity, exit_code([trouble])) == (Severity.ERROR, 3)
+
+
+def test_a_closed_replay_port_of_a_bare_endpoint_is_an_error(stack: ExitStack, closed_port: int) -> None:
+    options = attrs.evolve(QUICK, replay_endpoint=f"tcp://127.0.0.1:{closed_port}")
+    report = check_worker(open_publisher(stack).endpoint or "", options)
+    assert exit_code(report) == 1
+    assert any("replay port" in result.what and result.severity is Severity.ERROR for result in report)
+
+
+@pytest.mark.parametrize("option", [{"topic": "kv"}, {"replay_endpoint": "tcp://127.0.0.1:1"}])
+def test_an_option_of_a_bare_endpoint_is_refused_for_a_url(option: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="belongs to a bare endpoint"):
+        check_worker("http://worker:1", attrs.evolve(QUICK, **option))

@@ -93,9 +93,11 @@ def watch(
 
 
 def doctor(
-    url: Annotated[str, Parameter(help="A worker's URL (http://host:port).")],
+    target: Target,
     /,
     *,
+    replay_endpoint: ReplayEndpoint = None,
+    topic: Annotated[str | None, Parameter(help="Topic of a bare endpoint. Default: all.")] = None,
     timeout: Annotated[float, Parameter(validator=Number(gte=0.1), help="Seconds to wait for one answer.")] = 2.0,
     listen: Annotated[float, Parameter(validator=Number(gte=0), help="Seconds to follow the streams at most.")] = 8.0,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
@@ -104,14 +106,17 @@ def doctor(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
 ) -> int:
-    """Connect to the endpoints that a worker's /server_info advertises, and report what is wrong.
+    """Connect to one endpoint, or to those that a worker's /server_info advertises, and report what is wrong.
 
     The exit code is 1 if something is wrong and 3 if nothing answers.
     """
     keys = read_client_keys(secret_key_file, publisher_key_file)
     key = read_api_key("api_key", api_key, api_key_file)
-    report = check_worker(url, DoctorOptions(timeout_s=timeout, listen_s=listen, keys=keys, api_key=key))
-    print_lines((render_report_json(url, report),) if as_json else map(str, report))
+    options = DoctorOptions(
+        timeout_s=timeout, listen_s=listen, keys=keys, api_key=key, replay_endpoint=replay_endpoint, topic=topic
+    )
+    report = check_worker(target, options)
+    print_lines((render_report_json(target, report),) if as_json else map(str, report))
     return exit_code(report)
 
 

@@ -48,6 +48,8 @@ MISTAKES = [
     (["watch", "localhost"], "localhost"),
     (["watch", "tcp://*:5557"], "cannot be dialled"),
     (["doctor", "ftp://host"], "ftp://host"),
+    (["doctor", "tcp://*:5557"], "cannot be dialled"),
+    (["doctor", "http://host:1", "--topic", "kv"], "topic='kv'"),
     (["relay", "--kv-events-config", "{}"], "SOURCE"),
     (["relay", "localhost:5557", "--kv-events-config", "{}"], "localhost:5557"),
     (["relay", "tcp://*:5557", "--kv-events-config", "{}"], "cannot be dialled"),
@@ -76,7 +78,7 @@ OPTIONS = {
     "demo": f"{ENGINE} allow-untested-model chats-per-s device dtype json model requests",
     "chat": "dp-size max-tokens model temperature",
     "watch": f"{API_KEY} count duration history json publisher-key-file replay-endpoint secret-key-file topic",
-    "doctor": f"{API_KEY} json listen publisher-key-file secret-key-file timeout",
+    "doctor": f"{API_KEY} json listen publisher-key-file replay-endpoint secret-key-file timeout topic",
     "conformance": f"{API_KEY} badge batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": f"{API_KEY} block-size host jetstream kv-events-config port {STREAM_KEYS} topic worker",
     "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps",
@@ -120,7 +122,12 @@ def test_the_version_is_shown(command_line: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["doctor", "http://127.0.0.1:1"], ["conformance", "tcp://127.0.0.1:1", "--listen", "0.1"]]
+    "arguments",
+    [
+        ["doctor", "http://127.0.0.1:1"],
+        ["doctor", "tcp://127.0.0.1:1"],
+        ["conformance", "tcp://127.0.0.1:1", "--listen", "0.1"],
+    ],
 )
 def test_a_stream_that_does_not_answer_is_exit_code_3(command_line: Callable, arguments: list[str]) -> None:
     ran = command_line(*arguments)
