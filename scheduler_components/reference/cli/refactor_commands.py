@@ -15,10 +15,11 @@ from cyclopts import App, Parameter
 
 from scheduler_components import ConfigError
 from scheduler_components.errors import StartError
+from scheduler_components.refactor import Recipe, read_recipe, write_recipe
 from scheduler_components.refactor.measure_report import MeasureReport, render_mermaid, render_svg, render_text
 from scheduler_components.refactor.measurement import find_host, measure_host
 from scheduler_components.refactor.plan import MovePlanner
-from scheduler_components.refactor.recipe import Accepted, Recipe, Step, read_recipe, write_recipe
+from scheduler_components.refactor.recipe import Accepted, Step
 from scheduler_components.refactor.source_index import SourceIndex
 from scheduler_components.refactor.source_tree import (
     commit_files,
