@@ -282,8 +282,7 @@ async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
         yield
     except asyncio.CancelledError:
         if task.done() and not task.cancelled():
-            block.uncancel()
-            task.result()  # raises its error
+            block.uncancel()  # the error of `task`, raised below, ends the block
         raise
     finally:
         task.cancel()

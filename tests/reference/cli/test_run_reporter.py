@@ -156,12 +156,20 @@ def test_a_run_ends_when_the_reader_of_its_progress_is_gone(kind: str, monkeypat
     console.file = gone
     reporter = JsonReporter(out=gone, err=gone) if kind == "json" else ConsoleReporter(out=console, err=console)
 
-    async def run() -> None:
-        async with reporter.live_view(view):
-            await asyncio.Event().wait()
+    async def run() -> str:
+        outcome = "cancelled"
+        with pytest.raises(BrokenPipeError):
+            async with reporter.live_view(view):
+                try:
+                    await asyncio.wait_for(asyncio.Event().wait(), 30)
+                except TimeoutError:
+                    outcome = "late"
+        this = asyncio.current_task()
+        assert this is not None
+        assert this.cancelling() == 0, "a later timeout would take this for its own"
+        return outcome
 
-    with pytest.raises(BrokenPipeError):
-        asyncio.run(asyncio.wait_for(run(), 30))
+    assert asyncio.run(run()) == "cancelled"
 
 
 def test_a_cancelled_run_stays_cancelled() -> None:
