@@ -30,7 +30,7 @@ import msgspec
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.internal_state import StateValue
-from scheduler_components.validators import MAX_TOKENS, check_integer, check_number, check_share
+from scheduler_components.validators import MAX_INTEGER, MAX_TOKENS, check_integer, check_number, check_share
 
 __all__ = ["DynamicChunkSizer", "FirstTokenPredictor", "PrefillLatencyFit", "PrefillLatencyModel"]
 
@@ -264,8 +264,8 @@ class DynamicChunkSizer:
     def chunk_tokens(self, history_tokens: int, static_tokens: int) -> int:
         """Return the size of the chunk after `history_tokens`; `static_tokens` is the size at the start of a prompt.
 
-        It is at most the static size and at least a quarter of it, in whole pages if the static size has one. Both
-        arguments are at most `MAX_TOKENS`.
+        It is at most the static size and at least a quarter of it, in whole pages if the static size has one. The
+        static size is at most `MAX_TOKENS`.
         """
         model = self.model
         if model is None:
@@ -308,7 +308,7 @@ class DynamicChunkSizer:
     def _try(self, model: PrefillLatencyModel) -> None:
         """Size a chunk with the smallest and with the largest arguments. Every value on the way grows with both."""
         try:
-            for history_tokens, static_tokens in ((0, 1), (MAX_TOKENS, MAX_TOKENS)):
+            for history_tokens, static_tokens in ((0, 1), (MAX_INTEGER, MAX_TOKENS)):
                 self.chunk_tokens(history_tokens, static_tokens)
         except (ArithmeticError, ValueError):  # infinite, or not a number
             largest = max(_MODEL_NAMES, key=lambda name: getattr(model, name.removeprefix("chunk_")))

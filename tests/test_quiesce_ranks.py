@@ -247,6 +247,18 @@ def test_a_pause_ends_a_pause_that_waits_for_requests(mode: PauseMode) -> None:
     assert replica.ranks[0].state.phase is PauseState.PAUSED
 
 
+def test_a_pause_in_place_waits_for_a_pause_that_lets_requests_end() -> None:
+    """It would freeze the requests for whose end the other one waits."""
+    replica = QuiescableReplica()
+    for rank in replica.engines.values():
+        rank.running = [4]
+    replica.give(Given(PauseGeneration(PauseMode.FINISH, 60.0)), request_id=1)
+    replica.step()
+    replica.give(Given(PauseGeneration(PauseMode.IN_PLACE)), request_id=2)
+    replies = [answer.request_id for _ in range(8) if (answer := replica.step()[0]) is not None]
+    assert replies == [1, 2]
+
+
 def test_a_pause_does_not_overtake_a_continue_or_a_request_that_acts() -> None:
     replica = QuiescableReplica()
     replica.give(Given(PauseGeneration(PauseMode.ABORT)), request_id=1)

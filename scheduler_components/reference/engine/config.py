@@ -115,7 +115,7 @@ class SchedulerConfig:
     """
 
     page_size: int = attrs.field(default=16, validator=integer_validator())
-    kv_tokens: int = attrs.field(default=65_536, validator=integer_validator(at_most=MAX_TOKENS))
+    kv_tokens: int = attrs.field(default=65_536, validator=integer_validator())
     max_running_requests: int = attrs.field(default=64, validator=integer_validator())
     max_prefill_tokens: int = attrs.field(default=4096, validator=integer_validator(at_most=MAX_TOKENS))
     chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
