@@ -186,9 +186,9 @@ class DigestCursor:
     """Recovers one stream by status, incremental replay and snapshot. ``stream_cursor.dispatch`` calls its methods.
 
     Args:
-        patience: failed requests in a row after which a followed view counts as not proved. The same number of bare end
-            markers, on a connection that has not shown the extension, means that a successor without the extension
-            took over. Before the extension was ever seen, one failed request means that.
+        patience: failed requests in a row after which a followed view counts as not proved. The same number on a
+            connection that has not shown the extension means that a successor without the extension took over. Before
+            the extension was ever seen, one failed request means that.
         counters: shared with the other cursor of the stream.
         credit: for requests about gaps; shared likewise.
 
@@ -401,13 +401,11 @@ class DigestCursor:
 
     def on_replay_end(self) -> tuple[Instruction, ...]:
         """Handle a bare end marker: the publisher has no extension, or had to cut its answer."""
-        instructions = self._on_answer_failed()
-        if self._failures >= self._patience and not self._shown_on_connection:
-            self.lacks_extension = True
-        return instructions
+        return self._on_answer_failed()
 
     def on_replay_timeout(self) -> tuple[Instruction, ...]:
-        self.counters.replays_unanswered += 1
+        """Handle silence. Before the extension was ever seen, no answer is owed."""
+        self.counters.replays_unanswered += int(self.has_extension)
         return self._on_answer_failed()
 
     def _on_digest_mismatch(self) -> tuple[Instruction, ...]:
@@ -425,7 +423,7 @@ class DigestCursor:
             return self._sync()
         dropped = self._drop_request()
         self._failures += 1
-        if not self.has_extension:
+        if not self.has_extension or (self._failures >= self._patience and not self._shown_on_connection):
             self.lacks_extension = True
         elif self._failures >= self._patience and self._state in _FOLLOWING:
             self._change_state(StreamState.PARTIAL)

@@ -50,6 +50,8 @@ class FollowPolicy:
     Attributes:
         answer_timeout_s: silence within a replay answer after which the answer counts as lost. Dynamo has no such limit
             and receives nothing more after one lost end marker.
+        extension_timeout_s: silence after which a publisher counts as one without the extension, if it has never shown
+            it. SGLang and vLLM answer immediately; Dynamo's mocker drops the request.
         retry_min_s, retry_max_s: the pause after an unanswered request doubles between these, with jitter. A publisher
             that comes back gets a request within the longest pause.
         request_interval_s: a stream sends four requests without a pause, and then one per interval: in ``t`` seconds at
@@ -63,6 +65,7 @@ class FollowPolicy:
     """
 
     answer_timeout_s: float = attrs.field(default=5.0, validator=number_validator())
+    extension_timeout_s: float = attrs.field(default=1.0, validator=number_validator())
     retry_min_s: float = attrs.field(default=0.2, validator=number_validator())
     retry_max_s: float = attrs.field(default=2.0, validator=number_validator())
     request_interval_s: float = attrs.field(default=0.5, validator=number_validator())
@@ -280,8 +283,15 @@ class StreamFollower(FollowerBase[StreamCursor]):
             self._deadlines.credit_s = now_s + self.policy.request_interval_s
         credit.available -= 1
         self._open_request.held, self._open_request.is_sent = None, True
-        self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
+        self._deadlines.answer_s = now_s + self._answer_timeout_s
         self.channel.send(request)
+
+    @property
+    def _answer_timeout_s(self) -> float:
+        policy = self.policy
+        if self.cursor.is_asking_for_extension:
+            return min(policy.extension_timeout_s, policy.answer_timeout_s)
+        return policy.answer_timeout_s
 
     def _cancel(self) -> None:
         self._open_request.is_sent = False

@@ -114,6 +114,11 @@ class PlainCursor:
         return self._state is not StreamState.SYNCING or not self._failures
 
     @property
+    def has_unanswered_request(self) -> bool:
+        """True while the newest request was not answered: it is sent again after a pause."""
+        return self._failures > 0
+
+    @property
     def _is_replay_silent(self) -> bool:
         return self._failures >= self._patience
 

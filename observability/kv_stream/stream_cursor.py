@@ -56,9 +56,10 @@ extension, ``PlainCursor`` where it has not.
 # META clears ``upstream``.
 #
 # The cursor first sends a request of the extension. SGLang, vLLM and others read it as one huge number and answer with
-# a bare end marker. From then on the cursor follows them by the plain rules, and probes for the extension from time to
-# time, because a successor may have it. STATE_TRANSITIONS (stream_state) has the table of states. log_cursor has the
-# rules of a stream in a log.
+# a bare end marker. Dynamo's mocker checks the length of a request and never answers this one. The follower takes a
+# second of silence for a refusal. From then on the cursor follows them by the plain rules, and probes for the extension
+# from time to time, because a successor may have it. STATE_TRANSITIONS (stream_state) has the table of states.
+# log_cursor has the rules of a stream in a log.
 
 from __future__ import annotations
 
@@ -159,6 +160,13 @@ class StreamCursor:
         return 0 < self._extension_request_id == self.counters.replays_asked
 
     @property
+    def is_asking_for_extension(self) -> bool:
+        """True while the open request shows whether the publisher has the extension: it may never be answered."""
+        if isinstance(self._rules, DigestCursor):
+            return not self._rules.has_extension and not self._had_extension
+        return self._is_probing_extension
+
+    @property
     def expects_meta(self) -> bool:
         """True while the payload of an end marker may be a META."""
         return isinstance(self._rules, DigestCursor) or self._is_probing_extension
@@ -186,6 +194,7 @@ class StreamCursor:
         match event:
             case ReplayMetaReceived(request_id) if self._is_extension_probe(request_id):
                 self._rules = self._new_digest_cursor()
+                self._had_extension = True
                 return self._rules.on_connected()
             case ReplayEndReceived(request_id) | ReplayTimedOut(request_id) if self._is_extension_probe(request_id):
                 self._extension_request_id = 0
@@ -198,7 +207,7 @@ class StreamCursor:
                 self._probes_left = 1
         instructions = dispatch(self._rules, event)
         if isinstance(self._rules, DigestCursor) and self._rules.lacks_extension:
-            return self._follow_plainly(self._rules)
+            return self._follow_plainly(self._rules, is_silent=isinstance(event, ReplayTimedOut))
         return instructions
 
     def _is_extension_probe(self, request_id: int) -> bool:
@@ -206,7 +215,7 @@ class StreamCursor:
 
     def _count_probe(self) -> bool:
         """Count one probe of a plain publisher; return True when it is a probe for the extension."""
-        if isinstance(self._rules, DigestCursor) or not self._has_replay:
+        if isinstance(self._rules, DigestCursor) or not self._has_replay or self._rules.has_unanswered_request:
             return False
         if not self.is_settled or self.open_request_id is not None:
             return False
@@ -223,12 +232,15 @@ class StreamCursor:
     def _probes_per_extension_probe(self) -> int:
         return 1 if self._had_extension else _PROBES_PER_EXTENSION_PROBE
 
-    def _follow_plainly(self, digest_cursor: DigestCursor) -> tuple[Instruction, ...]:
-        """Switch to the plain rules and begin again: the publisher turned out to have no extension."""
+    def _follow_plainly(self, digest_cursor: DigestCursor, *, is_silent: bool) -> tuple[Instruction, ...]:
+        """Switch to the plain rules and begin again: the publisher turned out to have no extension.
+
+        A silent one may only be slow, so the next probe is for the extension.
+        """
         self._had_extension = self._had_extension or digest_cursor.has_extension
         has_blocks = self.counters.applied or self.counters.snapshots
         self._rules = self._new_plain_cursor()
-        self._probes_left = self._probes_per_extension_probe
+        self._probes_left = 1 if is_silent else self._probes_per_extension_probe
         cleared = (Clear("the publisher answers no request of the extension"),) if has_blocks else _NONE
         return (*cleared, *self._rules.on_connected())
 

@@ -22,10 +22,12 @@ POLICY = FollowPolicy(answer_timeout_s=5.0, retry_min_s=1.0, retry_max_s=8.0, pr
 class FakeChannel:
     def __init__(self) -> None:
         self.requests: list[tuple[int, int]] = []
+        self.newest: SendReplayRequest | None = None
         self.is_open = False
 
     def send(self, request: SendReplayRequest) -> None:
         self.requests.append((request.request_id, request.start))
+        self.newest = request
         self.is_open = True
 
     def cancel(self) -> None:

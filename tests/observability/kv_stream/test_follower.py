@@ -43,15 +43,15 @@ def test_only_silence_within_an_answer_times_out() -> None:
 def test_pauses_between_unanswered_requests_grow() -> None:
     bench = FollowerBench()
     bench.follower.on_connected(0.0)
-    # Each request times out after 5 s. After the first one, for the extension, the pauses are 1, 2, 4, ... s.
-    for count, moment_s in enumerate((0.0, 5.0, 11.0, 18.0, 27.0), start=1):
+    # The first request, for the extension, times out after 1 s, and each other after 5 s. Pauses are 1, 2, 4, ... s.
+    for count, moment_s in enumerate((0.0, 1.0, 7.0, 14.0, 23.0), start=1):
         bench.at(moment_s - 0.1)
         assert len(bench.channel.requests) == max(1, count - 1)
         bench.at(moment_s)
         assert len(bench.channel.requests) == count
     assert bench.state is StreamState.PARTIAL
-    bench.follower.on_replay_marker(5, b"", 27.0)
-    bench.follower.on_live_batch(8, payload(stored(8)), 27.0)
+    bench.follower.on_replay_marker(5, b"", 23.0)
+    bench.follower.on_live_batch(8, payload(stored(8)), 23.0)
     assert bench.view.blocks(3) == {8}
 
 
@@ -133,3 +133,114 @@ def test_pauses_grow_and_stay_within_their_bounds(failures: int, jitter: float) 
 def test_an_invalid_time_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="dead_after_s"):
         FollowPolicy(dead_after_s=value)
+
+
+class IgnoringPublisher:
+    """A publisher that answers plain requests, and ignores those of the extension as Dynamo's mocker does.
+
+    Batch n stores block n. All batches stay in its replay buffer.
+    """
+
+    def __init__(self) -> None:
+        self.bench = FollowerBench()
+        self.num_batches = 0
+        self.now_s = 0.0
+        self.is_connected = False
+        self._answered = 0
+
+    def connect(self) -> None:
+        if not self.is_connected:
+            self.is_connected = True
+            self.bench.follower.on_connected(self.now_s)
+            self._serve()
+
+    def disconnect(self) -> None:
+        if self.is_connected:
+            self.is_connected = False
+            self.bench.follower.on_disconnected(self.now_s)
+
+    def publish(self, *, arrives: bool) -> None:
+        seq = self.num_batches
+        self.num_batches += 1
+        if arrives and self.is_connected and self.bench.follower.cursor.is_accepting_live:
+            self.bench.follower.on_live_batch(seq, payload(stored(seq)), self.now_s)
+            self._serve()
+
+    def wait(self, duration_s: float) -> None:
+        end_s = self.now_s + duration_s
+        follower = self.bench.follower
+        while follower.next_deadline_s <= end_s:
+            self.now_s = follower.next_deadline_s
+            follower.tick(self.now_s)
+            self._serve()
+        self.now_s = end_s
+
+    def _serve(self) -> None:
+        channel, follower = self.bench.channel, self.bench.follower
+        while channel.is_open and self.is_connected and channel.newest is not None:
+            request = channel.newest
+            if request.verb is not None or request.request_id == self._answered:
+                return
+            self._answered = request.request_id
+            for seq in range(request.start, self.num_batches):
+                follower.on_replay_batch(request.request_id, seq, payload(stored(seq)), self.now_s)
+            follower.on_replay_marker(request.request_id, b"", self.now_s)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the stream is live with all blocks, or syncing if there is nothing to prove it by."""
+        expected = StreamState.LIVE if self.num_batches else StreamState.SYNCING
+        return self.bench.state is expected and self.bench.view.blocks(3) == set(range(self.num_batches))
+
+
+def test_a_publisher_that_ignores_the_extension_is_live_after_a_second() -> None:
+    publisher = IgnoringPublisher()
+    publisher.publish(arrives=False)
+    publisher.connect()
+    publisher.wait(0.9)
+    assert publisher.bench.state is StreamState.SYNCING
+    publisher.wait(0.2)
+    assert publisher.is_followed
+    publisher.wait(60.0)
+    counters = publisher.bench.follower.cursor.counters
+    assert (counters.replays_unanswered, counters.losses) == (0, 0)
+    assert publisher.bench.diary.states == [StreamState.SYNCING, StreamState.LIVE]
+
+
+def test_an_ignoring_publisher_without_batches_is_live_with_its_first_one() -> None:
+    """An empty answer proves nothing: the publisher may keep no batches."""
+    publisher = IgnoringPublisher()
+    publisher.connect()
+    publisher.wait(45.0)
+    assert publisher.bench.state is StreamState.SYNCING
+    publisher.publish(arrives=True)
+    publisher.wait(3.0)
+    assert publisher.is_followed
+
+
+EVENTS = st.one_of(
+    st.tuples(st.sampled_from(["connect", "disconnect", "publish", "lose"]), st.just(0.0)),
+    st.tuples(st.just("wait"), st.floats(0.1, 20.0)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENTS, max_size=25))
+def test_whatever_happened_an_ignoring_publisher_is_followed_soon_and_live_is_never_wrong(
+    events: list[tuple[str, float]],
+) -> None:
+    publisher = IgnoringPublisher()
+    for kind, duration_s in [*events, ("connect", 0.0), ("wait", 6.0)]:
+        match kind:
+            case "connect":
+                publisher.connect()
+            case "disconnect":
+                publisher.disconnect()
+            case "wait":
+                publisher.wait(duration_s)
+            case _:
+                publisher.publish(arrives=kind == "publish")
+        if publisher.bench.state is StreamState.LIVE:
+            assert publisher.bench.view.blocks(3) == set(range(publisher.bench.follower.cursor.last_seq + 1))
+    assert publisher.is_followed
+    assert publisher.bench.follower.cursor.counters.replays_unanswered == 0

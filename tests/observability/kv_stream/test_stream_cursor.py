@@ -39,6 +39,54 @@ def test_a_publisher_without_the_extension_gets_plain_requests(is_silent: bool) 
     assert (cursor.state, cursor.is_extended) == (StreamState.LIVE, False)
 
 
+def test_a_silent_publisher_is_probed_for_the_extension_soon_because_it_may_be_slow() -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.handle(Connected())
+    assert cursor.is_asking_for_extension
+    cursor.handle(ReplayTimedOut(1))
+    assert not cursor.is_asking_for_extension
+    cursor.handle(ReplayBatchReceived(2, 0, b"0"))
+    cursor.handle(ReplayEndReceived(2))
+    assert cursor.handle(ProbeDue()) == (SendReplayRequest(3, 0, ReplayVerb.STATUS),)
+    assert (cursor.is_asking_for_extension, cursor.is_accepting_live) == (True, True)
+    assert cursor.handle(ReplayTimedOut(3)) == (SendReplayRequest(4, 0),)
+    assert (cursor.is_asking_for_extension, cursor.counters.replays_unanswered) == (False, 0)
+    cursor.handle(ReplayBatchReceived(4, 0, b"0"))
+    cursor.handle(ReplayEndReceived(4))
+    assert cursor.handle(ProbeDue()) == (SendReplayRequest(5, 0),)
+
+
+def test_a_slow_publisher_with_the_extension_has_the_whole_time_for_its_snapshot() -> None:
+    cursor = StreamCursor(has_replay=True)
+    cursor.handle(Connected())
+    cursor.handle(ReplayTimedOut(1))
+    cursor.handle(ReplayBatchReceived(2, 0, b"0"))
+    cursor.handle(ReplayEndReceived(2))
+    cursor.handle(ProbeDue())
+    meta(cursor, ReplayMetaKind.STATUS, at(OLD, 3))
+    assert (cursor.open_request_id, cursor.is_asking_for_extension) == (4, False)
+    receive_snapshot(cursor, at(OLD, 3))
+    assert (cursor.state, cursor.is_extended) == (StreamState.LIVE, True)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_successor_that_refuses_the_extension_is_followed_plainly(is_silent: bool) -> None:
+    cursor = live_cursor()
+    cursor.handle(Disconnected())
+    instructions = cursor.handle(Connected())
+    for attempt in range(3):
+        assert not cursor.is_asking_for_extension
+        request_id = cursor.open_request_id or 0
+        answer = ReplayTimedOut(request_id) if is_silent else ReplayEndReceived(request_id)
+        instructions = cursor.handle(answer)
+        if attempt < 2:
+            assert instructions == (RetryLater(attempt + 1),)
+            instructions = cursor.handle(RetryDue())
+    assert instructions[0] == Clear("the publisher answers no request of the extension")
+    assert isinstance(instructions[1], SendReplayRequest)
+    assert instructions[1].verb is None
+
+
 def test_a_plain_publisher_is_probed_for_the_extension() -> None:
     cursor = StreamCursor(has_replay=True)
     cursor.handle(Connected())
