@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from hypothesis import HealthCheck, Phase, given, settings
-
+from scheduler_components._extras import naming_extras
 from scheduler_components.refactor.harness import Harness, compare_versions, play
 from scheduler_components.refactor.module_tree import ModuleTree
 from scheduler_components.refactor.recording import Coverage, Difference, Recording
+
+with naming_extras:
+    from hypothesis import HealthCheck, Phase, given, settings
 
 __all__ = ["FoundDifference", "find_difference", "record_workloads"]
 
