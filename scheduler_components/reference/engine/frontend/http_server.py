@@ -119,6 +119,22 @@ class _ConnectionLimits:
             loop.default_exception_handler(context)
 
 
+class _FirstWarnings(logging.Filter):
+    """Lets each warning of uvicorn pass once: any client can cause one per request, such as for invalid HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record. Errors always pass."""
+        if record.levelno != logging.WARNING:
+            return True
+        is_first = record.msg not in self._passed
+        self._passed.add(record.msg)
+        return is_first
+
+
 class _QuietTransport:
     """Drops what is written after the connection has closed. asyncio would log a line for each such event of a stream.
 
@@ -275,6 +291,8 @@ async def open_http_server(
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
+    warnings, first_warnings = logging.getLogger("uvicorn.error"), _FirstWarnings()
+    warnings.addFilter(first_warnings)
     server, loop = _Server(config), asyncio.get_running_loop()
     previous = loop.get_exception_handler()
     loop.set_exception_handler(limits.on_loop_error)
@@ -287,6 +305,7 @@ async def open_http_server(
         server.should_exit = True
         await serving
         loop.set_exception_handler(previous)
+        warnings.removeFilter(first_warnings)
 
 
 def _url(host: IPv4Address | IPv6Address, port: int) -> str:

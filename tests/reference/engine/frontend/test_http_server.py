@@ -237,6 +237,30 @@ def test_a_stream_whose_client_has_gone_is_not_logged(caplog: pytest.LogCaptureF
     assert caplog.records == []
 
 
+def test_invalid_requests_are_logged_once_and_errors_of_an_application_always(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(_: Request) -> PlainTextResponse:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        async with serving(Starlette(routes=[Route("/", fail)])) as url:
+            place = urlsplit(url)
+            for text in (b"no HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n") * 10:
+                reader, writer = await asyncio.open_connection(place.hostname, place.port)
+                writer.write(text)
+                assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+                writer.close()
+            async with httpx.AsyncClient() as client:
+                for _ in range(2):
+                    assert (await client.get(url)).status_code == 500
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(scenario(), timeout=20))
+    messages = [record.getMessage().partition("\n")[0].strip() for record in caplog.records]
+    assert messages == ["Invalid HTTP request received.", *["Exception in ASGI application"] * 2]
+
+
 def test_a_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """asyncio reports it for each connection that it could not accept, hundreds in a row."""
 
