@@ -280,6 +280,8 @@ def make_app() -> App:
     for make_group in GROUPS.values():
         app.command(make_group())
 
+    app.meta.suppress_keyboard_interrupt = False  # cyclopts would exit without our line
+
     @app.meta.default
     def launch(
         *arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)], logs: LogOptions = _LOGS
