@@ -55,9 +55,6 @@ _ERROR_GAIN = 1.1
 _STARTS = (_MIN_SAMPLES, 2 * _MIN_SAMPLES, 4 * _MIN_SAMPLES)
 """Steps at which the first fit is made again over all steps so far: of few samples one outlier is not recognised."""
 
-_MAX_FIRST = 20.0
-"""The first fit takes no step for longer than twenty times the median step."""
-
 _REWEIGHTINGS = 12
 """Rounds of the first fit, in which a sample counts the less the more it differs from the fit before."""
 
@@ -144,9 +141,8 @@ class PrefillLatencyFit:
 
     def _start(self) -> None:
         """Make the first fit: of least absolute errors, by least squares with weights."""
-        median_us = sorted(sample[3] for sample in self._first)[len(self._first) // 2]
-        samples = [(*sample[:3], min(sample[3], _MAX_FIRST * median_us)) for sample in self._first]
-        least_us, errors = 1e-6 * median_us, [0.0]
+        samples, errors = self._first, [0.0]
+        least_us = 1e-6 * sorted(sample[3] for sample in samples)[len(samples) // 2]
         self._expected, self._products = None, _zeros()
         for sample in samples:
             self._add(sample, keep=1.0)

@@ -45,6 +45,24 @@ def test_a_lost_lock_is_found_while_requests_run() -> None:
     assert checker.stats().censuses == num_full_checks, "a known loss requires no other full check"
 
 
+def test_locks_that_are_released_require_no_full_check() -> None:
+    checks = CheckPolicy(action="count", count_every_steps=1, locks_every_steps=1, full_check_every_steps=10**6)
+    config = attrs.evolve(SMALL, integrity=IntegrityConfig(checks=checks))
+    device = SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None)
+    scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
+    checker = checker_of(scheduler)
+    checker.after_step(is_idle=True)
+    num_before = checker.stats().censuses
+    for number in range(8):
+        limits = SamplingLimits(max_new_tokens=4, ignore_eos=True)
+        scheduler.submit(Request(f"r{number}", [1, 2, 3, 4, 5, number], limits))
+        scheduler.step()
+    for _ in scheduler.drain():
+        pass
+    assert checker.pools[0].count().num_locks == 0
+    assert checker.stats().censuses == num_before
+
+
 @attrs.define
 class UncountedLocks:
     """The pool of an engine whose cache does not count its locks."""
