@@ -68,6 +68,7 @@ class SchedulerSession(Generic[S]):
     Attributes:
         is_strict: verify each output when it arrives.
         requests: by id, in order of arrival.
+        rid_prefix: one letter, the first of each id.
     """
 
     trace: CheckTrace
@@ -77,15 +78,28 @@ class SchedulerSession(Generic[S]):
     is_strict: bool
     requests: dict[str, SubmittedRequest] = field(default_factory=dict)
     num_steps: int = 0
+    rid_prefix: str = "r"
 
     @classmethod
     def open(
-        cls, title: str, open_scheduler: Callable[[KvEventSink, OutputSink], S], *, is_strict: bool = False
+        cls,
+        title: str,
+        open_scheduler: Callable[[KvEventSink, OutputSink], S],
+        *,
+        is_strict: bool = False,
+        rid_prefix: str = "r",
     ) -> SchedulerSession[S]:
         """Open a scheduler over two new sinks; ``title`` is the promise that the check verifies."""
         trace, events, outputs = CheckTrace(title), ListEventSink(), _OutputLog()
         scheduler = trace.call("opened a scheduler", lambda: open_scheduler(events, outputs))
-        return cls(trace=trace, scheduler=scheduler, events=events, outputs=outputs, is_strict=is_strict)
+        return cls(
+            trace=trace,
+            scheduler=scheduler,
+            events=events,
+            outputs=outputs,
+            is_strict=is_strict,
+            rid_prefix=rid_prefix,
+        )
 
     def serve(self, workload: Workload, *, abort_delay: int | None = None) -> Iterator[None]:
         """Submit one request before each of the first steps, then step until no work is left; yield after each step.
@@ -99,7 +113,7 @@ class SchedulerSession(Generic[S]):
             if number < len(workload):
                 self.submit(*workload[number])
             if abort_delay is not None and (number - abort_delay) % 2 == 0 and abort_delay <= number < num_calls:
-                self.abort(f"r{number - abort_delay + 1}")
+                self.abort(f"{self.rid_prefix}{number - abort_delay + 1}")
             if self.scheduler.has_work:
                 self.step()
             elif number >= num_calls:
@@ -110,7 +124,7 @@ class SchedulerSession(Generic[S]):
         )
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> SubmittedRequest:
-        rid = f"r{len(self.requests) + 1}"
+        rid = f"{self.rid_prefix}{len(self.requests) + 1}"
         request = SubmittedRequest(rid=rid, prompt=tuple(prompt), max_new_tokens=max_new_tokens)
         self.requests[rid] = request
         self.trace.call(
@@ -150,6 +164,10 @@ class SchedulerSession(Generic[S]):
         num_tokens = len(request.token_ids)
         trace.expect(num_tokens, delta.start, f"the position of the first new token of {rid}")
         trace.expect(request.next_tokens(len(tokens)), tokens, f"the tokens of {rid} from {num_tokens} on")
+        num_prompt_tokens = delta.output.num_prompt_tokens or len(
+            request.prompt
+        )  # 0: the scheduler does not report it.
+        trace.expect(len(request.prompt), num_prompt_tokens, f"the number of prompt tokens of {rid}")
         num_tokens += len(tokens)
         trace.expect(num_tokens, delta.num_output_tokens, f"the number of tokens of {rid}")
         is_complete = num_tokens == request.max_new_tokens

@@ -476,7 +476,7 @@ class TiesByChance(ReferenceScheduler):
         (PublishesEventsLate, checks.check_events_match_the_cache, "in a reader's view"),
         (PublishesAnUnknownBlock, checks.check_events_match_the_cache, "in a reader's view"),
         (OneNumber, checks.check_load_is_consistent, "a sequence above 1"),
-        (AddsUp, checks.check_load_is_consistent, "token_usage from 0 to 1"),
+        (AddsUp, checks.check_load_is_consistent, "a token_usage of "),
         (ForgetsItsChunks, checks.check_load_is_consistent, "that have no output token yet"),
         (CountsOnlyWhatRuns, checks.check_load_is_consistent, "adds to the waiting ones"),
         (CountsEachTokenTwice, checks.check_load_is_consistent, "adds to the waiting ones"),
