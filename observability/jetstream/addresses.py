@@ -94,6 +94,11 @@ class LogAddress:
         return f"{self.prefix}.beat.{self.pointer_key}"
 
     @property
+    def problem_subject(self) -> str:
+        """Subject on which the writer says why it cannot store batches. No stream stores it."""
+        return f"{self.heartbeat_subject}.problem"
+
+    @property
     def snapshot_request_subject(self) -> str:
         """Subject on which readers ask the writer for another snapshot."""
         return f"{self.prefix}.wanted.{self.pointer_key}"

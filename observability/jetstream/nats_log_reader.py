@@ -16,7 +16,7 @@ import msgspec
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
-from observability.kv_stream import StreamPosition, StreamStats
+from observability.kv_stream import StreamPosition, StreamStats, escape_unprintable
 from observability.kv_stream.log_records import LogHeartbeat, Snapshot, SnapshotPointer, read_message
 from scheduler_components import DecodeError
 from scheduler_components._extras import naming_extras
@@ -40,6 +40,7 @@ _INACTIVE_S = 30.0
 """The broker deletes a consumer without a reader after this time."""
 
 _READ_AGAIN_S = 0.5
+_MAX_PROBLEM_BYTES = 500
 _MAX_SNAPSHOT_BYTES = 1024 * 1024 * 1024
 """Four million blocks: the limit of what a writer can make a reader fetch."""
 
@@ -80,10 +81,14 @@ class _Reads:
 
 @dataclass(slots=True)
 class _Counters:
-    """``bad_messages``: unreadable messages and heartbeats; ``disconnects``: times that the broker was lost."""
+    """``bad_messages``: unreadable messages and heartbeats; ``disconnects``: times that the broker was lost.
+
+    ``problem`` is why the writer cannot store batches, empty if it can.
+    """
 
     bad_messages: int = 0
     disconnects: int = 0
+    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -110,9 +115,11 @@ class LogStream:
     def stats(self) -> StreamStats:
         """Return state and counters, including those of the connection."""
         cursor = self.follower.cursor
+        stats = self.follower.stats(self.address.subject)
         return msgspec.structs.replace(
-            self.follower.stats(self.address.subject),
+            stats,
             is_extended=True,
+            last_error=self.counters.problem or stats.last_error,
             disconnects=self.counters.disconnects,
             bad_frames=self.counters.bad_messages + cursor.forged,
             fenced=cursor.fenced,
@@ -179,6 +186,7 @@ class LogStream:
         """Start to receive heartbeats."""
         self.client = client
         self._start_task(self._receive_heartbeats, client)
+        self._start_task(self._receive_problems, client)
 
     async def _receive_heartbeats(self, client: Client) -> None:
         subscription = await client.subscribe(self.address.heartbeat_subject)
@@ -188,7 +196,17 @@ class LogStream:
             except DecodeError:
                 self.counters.bad_messages += 1
                 continue
+            self.counters.problem = ""
             await self.inbox.put(partial(self.follower.on_heartbeat, heartbeat))
+
+    async def _receive_problems(self, client: Client) -> None:
+        """Log why the writer cannot store batches, once per reason. Its next heartbeat ends the problem."""
+        subscription = await client.subscribe(self.address.problem_subject)
+        async for message in subscription.messages:
+            text = escape_unprintable(message.data[:_MAX_PROBLEM_BYTES].decode(errors="replace"))
+            if text and text != self.counters.problem:
+                _log.warning("%s: the writer cannot store batches: %s", self.address, text)
+            self.counters.problem = text
 
     def _start_reading(self, reading_id: int, log_seq: int) -> None:
         self.stop_reading()

@@ -70,6 +70,9 @@ _CLOSE_S = 2.0
 _HEADER_BYTES = 150
 """Id and digest with their names, and the broker's own record of a message."""
 
+_NO_STORAGE = 10_047
+"""JetStream's error code for a stream that is larger than what the server may store."""
+
 _NAME_IN_USE = 10_058
 """JetStream's error code for a stream of that name with another configuration."""
 
@@ -264,10 +267,20 @@ class JetStreamWriter:
                 self._is_prepared.set()
                 return
             except NATS_ERRORS as error:
+                problem = _describe_error(error)
                 if not is_logged:
-                    _log.warning("%s: JetStream is not ready (%s); trying again", self._worker, error)
+                    _log.warning("%s: JetStream is not ready (%s); trying again", self._worker, problem)
                     is_logged = True
+                await self._send_problem(client, problem)
                 await asyncio.sleep(_PAUSE_S)
+
+    async def _send_problem(self, client: Client, problem: str) -> None:
+        """Send to the readers why nothing is stored: without a snapshot they get no heartbeat."""
+        for stream in tuple(self._streams.values()):
+            try:
+                await client.publish(stream.address.problem_subject, problem.encode())
+            except NATS_ERRORS as error:
+                _log.debug("%s: cannot send a problem: %s", stream.address, error)
 
     async def _open_broker(self, client: Client) -> _Broker:
         config, js = self._config, client.jetstream()
@@ -492,6 +505,15 @@ class JetStreamWriter:
         stream.slot = pointer.slot
         stream.has_begun = True
         return True
+
+
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, APIError) and error.err_code == _NO_STORAGE:
+        return (
+            f"{error.description}: make room on the server's disk, or raise its max_file_store or lower max_bytes, and "
+            "restart it: it measures the disk when it starts"
+        )
+    return str(error) or type(error).__name__
 
 
 async def _read_pointer(broker: _Broker, address: LogAddress) -> tuple[SnapshotPointer | None, int]:

@@ -50,7 +50,7 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
         fenced: skipped messages of another epoch in the same log; only JetStream has them.
         lag_s: receive time minus the batch's own time stamp, of the last live batch; None before the first. Clocks of
             two machines may differ.
-        last_error: the latest unreadable batch or event, for an operator.
+        last_error: the latest unreadable batch or event, for an operator; of a log also why the writer stores nothing.
     """
 
     rank: int
