@@ -14,7 +14,7 @@ from scheduler_components.refactor.recipe import ClassRef
 from scheduler_components.refactor.refusals import Refusals
 from scheduler_components.refactor.source_index import ClassSource, SourceIndex, dotted_name
 
-__all__ = ["CallSite", "HostTree", "OtherUse", "class_of", "find_in_tree"]
+__all__ = ["CallSite", "HostTree", "OtherUse", "class_of", "files_that_name", "find_in_tree"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,7 @@ class HostTree:
             RefusedError: the host is not there.
             ConfigError: a file is not Python.
         """
-        words = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted({host.name, *names})))})\b")
-        index = SourceIndex.parse({path: text for path, text in tree.items() if words.search(text)})
+        index = SourceIndex.parse(files_that_name(tree, {host.name, *names}))
         index.find_module = lambda module, _importer: find_in_tree(tree, module)
         found = class_of(index, host, refusals)
         return cls(index=index, host=found, measurement=measure_host(index, found))
@@ -121,6 +120,12 @@ class HostTree:
                 if dotted_name(node) == f"self.{name}":
                     return True
         return False
+
+
+def files_that_name(tree: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Return the files with one of the names as a whole word."""
+    words = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(names)))})\b")
+    return {path: text for path, text in tree.items() if words.search(text)}
 
 
 def class_of(index: SourceIndex, ref: ClassRef, refusals: Refusals) -> ClassSource:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.refactor import body_checks
-from scheduler_components.refactor.host_tree import find_in_tree
+from scheduler_components.refactor.host_tree import files_that_name, find_in_tree
 from scheduler_components.refactor.leave_order import LeavePlan, plan_leaving
 from scheduler_components.refactor.measurement import InitOrder, Measurement, find_host, measure_host
 from scheduler_components.refactor.recipe import Accepted, ClassRef, ComponentField, Move, Port, Prepare
@@ -109,6 +109,7 @@ class MovePlanner:
         (component,) = found
         protocols = _protocol_members(index.modules[component.path])
         routes: dict[str, str] = {}
+        ports: list[str] = []
         facts: list[str] = []
         states: list[str] = []
         for name, statement in component.attributes.items():
@@ -116,13 +117,13 @@ class MovePlanner:
                 continue
             protocol = ast.unparse(statement.annotation).strip("'\"")
             if protocol in protocols:
+                ports.append(name)
                 routes |= dict.fromkeys(protocols[protocol], name)
             elif statement.value is not None:
                 states.append(name)
             else:
                 facts.append(name)
         escapes = any(use.escapes for part in measurement.parts if part.name == self.mixin for use in part.methods)
-        ports = list(dict.fromkeys(routes.values()))
         return Move(
             source=ClassRef(file=source.path, name=self.mixin),
             component=ClassRef(file=component.path, name=component.name),
@@ -141,8 +142,7 @@ class MovePlanner:
 
     def _measure(self) -> tuple[SourceIndex, ClassSource, Measurement]:
         name = self.host.rpartition(":")[2]
-        words = {name, self.mixin, self.component}
-        index = SourceIndex.parse({path: text for path, text in self.tree.items() if any(w in text for w in words)})
+        index = SourceIndex.parse(files_that_name(self.tree, {name, self.mixin, self.component}))
         index.find_module = lambda module, _importer: find_in_tree(self.tree, module)
         host = find_host(index, self.host)
         return index, host, measure_host(index, host)

@@ -78,7 +78,7 @@ def _protocol_code(port: Port, component: str) -> str:
     for line in declarations:
         if line.lstrip().startswith(("def ", "async def ", "@")):
             lines += ["", line] if lines[-1] else [line]
-    body = indent("\n".join(lines), "    ")
+    body = indent("\n".join(lines).rstrip(), "    ")
     return f"class {port.protocol}(Protocol):\n{body}\n"
 
 

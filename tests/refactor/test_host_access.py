@@ -96,6 +96,7 @@ FLAT = [
     ("nested alias", "s = self\ndef f():\n    s.a = 1", "rebind:a~"),
     ("alias changed by a nested function", "s = self\ndef f():\n    nonlocal s\n    s = other()\ns.a", "read:a?"),
     ("nested class", "o = self\nclass K:\n    x = self.a\n    def f(self):\n        self.b = o.c", "read:a read:c~"),
+    ("nested class's own names", "s = x\nclass K:\n    s = self\n    def f(it):\n        s.a\n    b = s.c", "read:c"),
     ("decorator of a nested function", "@self.a\ndef f():\n    pass", "read:a"),
     ("comprehension", "return [self.a + r for r in self.b if self.c]", "read:b read:c read:a"),
     ("comprehension's own name", "return [self.a for self in x]", ""),

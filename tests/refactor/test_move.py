@@ -225,6 +225,19 @@ def test_the_moved_code_runs_as_before() -> None:
     assert results[0] == results[1]
 
 
+def test_the_last_base_leaves_no_comma_and_comments_stay_in_their_place() -> None:
+    tree = edited(SCHED, "    LoadMixin,\n    OutputMixin,\n", "    OutputMixin, LoadMixin\n")
+    prepared = edited(LOADS, "repr=False)\n", "repr=False)\n    # the end of the fields\n", applied(PREPARE, tree=tree))
+    after = applied(MOVE, tree=prepared)
+    assert "class Scheduler(\n    OutputMixin\n):" in after[SCHED]
+    assert "repr=False)\n    # the end of the fields\n\n    def init_load(" in after[LOADS]
+
+
+def test_a_function_of_a_module_is_no_member_of_the_host() -> None:
+    tree = edited(ELSE, "def watch", "import far.away\n\ndef other():\n    return far.away.get_load()\n\ndef watch")
+    assert "return far.away.get_load()" in applied(PREPARE, MOVE, tree=tree)[ELSE]
+
+
 def test_delegates_keep_the_old_names() -> None:
     delegates = ("get_load", "_weight", "load_sequence")
     step = msgspec.structs.replace(MOVE, delegates=delegates, delegate_note="until 0.8", receivers=())
@@ -281,6 +294,7 @@ REFUSED = [
     # What the bodies use
     (LOADS, "self.cfg else", "self.waiting else", "unrouted", "waiting"),
     (LOADS, "return busy, limit", "self.cfg = 1", "fact-rebound", "cfg"),
+    (LOADS, "self.load_sequence = first", "self.cfg = first", "fact-rebound", "cfg"),
     (LOADS, "return busy, limit", "self.busy = 1", "unrouted", "busy"),
     (LOADS, "return busy, limit", "return super().get_load()", "super", "get_load"),
     (LOADS, "return busy, limit", "return __class__", "super", "__class__"),

@@ -120,6 +120,15 @@ def test_a_plan_that_is_ambiguous_is_refused_and_an_edited_one_is_applied() -> N
     assert "self.near, self.host.fast, self.host.late, self.host.busy, self.host.run(1)" in moved["engine/load.py"]
 
 
+def test_a_mixin_that_only_passes_the_host_on_gets_an_empty_port() -> None:
+    tree = dict(TREE) | {"engine/load.py": "class LoadMixin:\n    def start_load(self):\n        keep(self)\n"}
+    text = SCHEDULER[1:].replace("if cfg:\n            self.fast", "if self.cfg:\n            self.fast")
+    tree["engine/scheduler.py"] = text.replace("return self.load_count", "return []")
+    prepared = apply_step(tree, planned(tree))
+    moved = apply_step(prepared, planner(prepared).move())
+    assert "        keep(self.host)\n" in moved["engine/load.py"]
+
+
 @pytest.mark.parametrize(
     ("names", "tree", "problem"),
     [
