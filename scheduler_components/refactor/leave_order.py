@@ -131,18 +131,16 @@ class _Facts:
                 for access in use.accesses:
                     if access.kind in ("rebind", "delete"):
                         self.binders.setdefault(access.attribute, set()).add(part.name)
-                        own = part.role in ("host", "mixin", "base")
-                        if not own or use.name not in starting or access.is_deferred:
+                        if not part.is_own or use.name not in starting or access.is_deferred:
                             self.rebound_later.setdefault(access.attribute, access)
 
     def _starting(self) -> set[str]:
         """Return the methods that run during the construction only: all their callers do."""
         callers: dict[str, set[str]] = {}
         for part in self.measurement.parts:
-            own = part.role in ("host", "mixin", "base")
             for use in part.methods:
                 for access in use.accesses:
-                    is_plain = own and access.kind == "call" and not access.is_deferred
+                    is_plain = part.is_own and access.kind == "call" and not access.is_deferred
                     callers.setdefault(access.attribute, set()).add(use.name if is_plain else "")
         starting, grew = {"__init__"}, True
         while grew:

@@ -88,6 +88,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     attributes: tuple[str, ...] = ()
     host_fields: tuple[str, ...] = ()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the class makes up the host: an object of the host has its members."""
+        return self.role in ("host", "mixin", "base")
+
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
     """A name that several classes define, in the order of lookup.
@@ -166,7 +171,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     def own_parts(self) -> Iterator[Part]:
         """Yield the classes that make up the host, in the order of lookup."""
-        return (part for part in self.parts if part.role in ("host", "mixin", "base"))
+        return (part for part in self.parts if part.is_own)
 
 
 def find_host(index: SourceIndex, name: str = "") -> ClassSource:
@@ -177,7 +182,10 @@ def find_host(index: SourceIndex, name: str = "") -> ClassSource:
     """
     if name:
         path, _, short = name.rpartition(":")
-        found = [each for each in index.find_classes(short) if each.path.endswith(path)]
+        named = index.find_classes(short)
+        found = [each for each in named if each.path == path] or [
+            each for each in named if not path or each.path.endswith(f"/{path}")
+        ]
         if len(found) == 1:
             return found[0]
         if found:
@@ -224,8 +232,7 @@ class _HostMeasurer:
         self._seed_annotated()
         self._follow(parts)
         parts += self._other_parts()
-        first = [part for part in parts if part.role in ("host", "mixin", "base")]
-        init_order, before = InitOrder(first).walk()
+        init_order, before = InitOrder([part for part in parts if part.is_own]).walk()
         return Measurement(
             host=self.host.name,
             path=self.host.path,

@@ -118,7 +118,7 @@ def _check_names(tree: Mapping[str, str], step: Prepare, host: HostTree, refusal
                 if access.attribute == step.attribute:
                     message = f"the host has a {step.attribute} already"
                     refusals.add(access.path, access.line, "name-clash", step.attribute, message)
-        if part.role in ("host", "mixin", "base", "subclass"):
+        if part.is_own or part.role == "subclass":
             for name in (*part.attributes, *(use.name for use in part.methods)):
                 if name == step.attribute:
                     message = f"{part.name} defines {name} already"
@@ -176,7 +176,7 @@ def _check_fields(step: Prepare, measurement: Measurement, refusals: Refusals) -
 
 def _known_members(measurement: Measurement) -> Iterator[str]:
     for part in measurement.parts:
-        if part.role in ("host", "mixin", "base"):
+        if part.is_own:
             yield from part.attributes
             yield from (use.name for use in part.methods)
         for use in part.methods:
