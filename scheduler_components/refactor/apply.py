@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scheduler_components.errors import RefusedError
+from scheduler_components.errors import Refusal, RefusedError
 from scheduler_components.refactor.move import move_methods
 from scheduler_components.refactor.prepare import prepare_component
 from scheduler_components.refactor.recipe import Move, Prepare, Recipe, Rename, RenameFile, Replace, Step
-from scheduler_components.refactor.refusals import Refusals
 from scheduler_components.refactor.rename import rename_file, rename_member
 
 __all__ = ["apply_recipe", "apply_step"]
@@ -56,12 +55,9 @@ def apply_step(tree: Mapping[str, str], step: Step) -> dict[str, str]:
 def _replace(tree: Mapping[str, str], step: Replace) -> dict[str, str]:
     text = tree.get(step.file, "")
     if text.count(step.old) != 1:
-        refusals = Refusals(())
         shown = step.old.strip().splitlines()[0] if step.old.strip() else step.old
         message = f"the text {shown!r} is there {text.count(step.old)} times, and not once"
-        refusals.add(step.file, 1, "text", shown, message)
-        refusals.check()
-        raise RefusedError(())
+        raise RefusedError((Refusal(path=step.file, line=1, rule="text", name=shown, message=message),))
     return dict(tree) | {step.file: text.replace(step.old, step.new)}
 
 

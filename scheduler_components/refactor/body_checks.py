@@ -52,10 +52,8 @@ def check_body(method: FunctionSource, source: ClassSource, refusals: Refusals) 
 
 def _check_defaults(method: FunctionSource, source: ClassSource, refusals: Refusals) -> None:
     """Defaults and decorators are evaluated once, in the scope of the class."""
-    arguments = method.node.args
-    defaults = [*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)]
     of_class = {*source.attributes, *source.methods}
-    for default in defaults:
+    for default in _defaults(method):
         for child in ast.walk(default):
             if isinstance(child, ast.Call | ast.Await | ast.NamedExpr):
                 message = f"a default of {method.name} is computed when the class is made, so it would be elsewhere"
@@ -70,14 +68,17 @@ def _check_defaults(method: FunctionSource, source: ClassSource, refusals: Refus
                 refusals.add(method.path, decorator.lineno, "class-scope", child.id, message)
 
 
+def _defaults(method: FunctionSource) -> list[ast.expr]:
+    arguments = method.node.args
+    return [*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)]
+
+
 def check_evaluated_early(
     method: FunctionSource, source: ModuleSource, target: ModuleSource, component: ast.ClassDef, refusals: Refusals
 ) -> None:
     """Refuse a default or decorator with a global that is bound twice, or below the class that gets the method."""
-    arguments = method.node.args
-    early = [*arguments.defaults, *(each for each in arguments.kw_defaults if each), *method.node.decorator_list]
     bound = module_bindings(source.tree)
-    for expression in early:
+    for expression in (*_defaults(method), *method.node.decorator_list):
         for child in ast.walk(expression):
             if not isinstance(child, ast.Name) or child.id not in bound:
                 continue
@@ -97,9 +98,7 @@ def global_names(text: str, path: str, method: FunctionSource) -> set[str]:
         if first <= table.get_lineno() <= method.node.lineno:
             for inner in _tables(table):
                 found |= {symbol.get_name() for symbol in inner.get_symbols() if symbol.is_global()}
-    arguments = method.node.args
-    early = [*arguments.defaults, *(each for each in arguments.kw_defaults if each), *method.node.decorator_list]
-    for expression in early:
+    for expression in (*_defaults(method), *method.node.decorator_list):
         found |= {child.id for child in ast.walk(expression) if isinstance(child, ast.Name)}
     return found
 

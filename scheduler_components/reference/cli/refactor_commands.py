@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -14,7 +13,7 @@ import msgspec
 from cyclopts import App, Parameter
 
 from scheduler_components import ConfigError
-from scheduler_components.errors import StartError
+from scheduler_components._extras import require_modules
 from scheduler_components.refactor import Recipe, read_recipe, write_recipe
 from scheduler_components.refactor.measure_report import MeasureReport, render_mermaid, render_svg, render_text
 from scheduler_components.refactor.measurement import find_host, measure_host
@@ -169,8 +168,7 @@ def _carry_out(
     commit: bool,
 ) -> int:
     """Plan or read a recipe, apply it, and write the files with the recipe."""
-    if not find_spec("libcst"):
-        raise StartError("libcst", "is not installed", "pip install 'scheduler-components[refactor]'")
+    require_modules("libcst")
     from scheduler_components.refactor.apply import apply_recipe
 
     if planned.recipe is not None:

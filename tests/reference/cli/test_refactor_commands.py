@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scheduler_components.reference.cli import refactor_commands
 from scheduler_components.reference.cli.refactor_commands import REFACTOR_COMMANDS
 
 SHARED = {"attribute", "commit", "component", "host", "mixin", "paths", "plan", "recipe"}
@@ -183,7 +183,7 @@ def test_a_move_that_is_not_clear_changes_nothing(
 def test_without_libcst_the_extra_is_named(
     command_line: Callable, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refactor_commands, "find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "libcst", None)
     ran = command_line("refactor", "move", str(engine), *NAMES)
     assert ran.code == 1
     assert "scheduler-components[refactor]" in ran.complaint

@@ -106,26 +106,22 @@ class BodyReceiver:
         """
         body, counted = bytearray(), 0
         try:
-            async with asyncio.timeout(self.timeout_s):
-                if _announced_bytes(request) > max_bytes:
-                    raise _too_large(max_bytes)
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > max_bytes:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    if _announced_bytes(request) > max_bytes:
                         raise _too_large(max_bytes)
-                    self._pending_bytes -= counted
-                    counted = max(0, len(body) - _FREE_BYTES)
-                    self._pending_bytes += counted
-                    if self._pending_bytes > self.max_pending_bytes:
-                        raise TooBusyError("body: the bodies of other requests fill the memory; try again later")
-        except TimeoutError:
-            self._pending_bytes -= counted
-            message = f"body: is incomplete after {self.timeout_s:g} s ({len(body)} bytes)"
-            raise BodyTimeoutError(message) from None
-        except BaseException:
-            self._pending_bytes -= counted
-            raise
-        try:
+                    async for chunk in request.stream():
+                        body += chunk
+                        if len(body) > max_bytes:
+                            raise _too_large(max_bytes)
+                        self._pending_bytes -= counted
+                        counted = max(0, len(body) - _FREE_BYTES)
+                        self._pending_bytes += counted
+                        if self._pending_bytes > self.max_pending_bytes:
+                            raise TooBusyError("body: the bodies of other requests fill the memory; try again later")
+            except TimeoutError:
+                message = f"body: is incomplete after {self.timeout_s:g} s ({len(body)} bytes)"
+                raise BodyTimeoutError(message) from None
             yield body
         finally:
             self._pending_bytes -= counted

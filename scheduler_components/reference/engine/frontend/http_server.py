@@ -36,7 +36,6 @@ KEEP_ALIVE_S = 75
 """Seconds to keep an idle connection open: longer than clients do (httpx 5 s, aiohttp 15 s, load balancers 60 s).
 If the server closed it first, a client might be sending a request at that moment, which would get no response."""
 
-
 LINGER_S = 5.0
 """Longest time for a client that still sends its body to read the response. The server closes the connection then,
 also if the client keeps sending."""
