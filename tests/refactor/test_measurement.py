@@ -270,7 +270,7 @@ def test_a_host_that_cannot_be_measured_is_an_error(files: dict[str, str], name:
 
 
 def test_one_of_two_classes_of_a_name_is_chosen_by_its_file() -> None:
-    index = SourceIndex.parse({path: "class A: ..." for path in ("a.py", "b.py", "old/b.py", "old/engine/b.py", "xb.py")})
+    index = SourceIndex.parse(dict.fromkeys(("a.py", "b.py", "old/b.py", "old/engine/b.py", "xb.py"), "class A: ..."))
     assert find_host(index, "b.py:A").path == "b.py"
     assert find_host(index, "engine/b.py:A").path == "old/engine/b.py"
 
