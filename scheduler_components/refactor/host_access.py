@@ -24,7 +24,7 @@ import msgspec
 
 from scheduler_components.refactor.source_index import FunctionNode, dotted_name
 
-__all__ = ["Access", "AccessKind", "AccessReader", "Escape", "Indirect", "Origin"]
+__all__ = ["Access", "AccessKind", "AccessReader", "Escape", "HostUses", "Indirect", "Origin"]
 
 AccessKind: TypeAlias = Literal["read", "rebind", "mutate", "call", "invoke", "delete"]
 Via: TypeAlias = Literal["self", "alias", "getattr", "super", "class", "field", "parameter"]
@@ -153,6 +153,15 @@ class _Scope:
         self.bindings.setdefault(name, []).append(value)
 
 
+@dataclass(slots=True)
+class HostUses:
+    """What the read functions do with the host, in the order of evaluation."""
+
+    accesses: list[Access] = field(default_factory=list)
+    escapes: list[Escape] = field(default_factory=list)
+    indirect: list[Indirect] = field(default_factory=list)
+
+
 @dataclass(slots=True, kw_only=True)
 class AccessReader:
     """Collects the uses in one function.
@@ -163,6 +172,7 @@ class AccessReader:
         class_name: the class whose private names (``__x``) the function uses.
         is_host_class: whether a name of this file is a class of the host.
         host_fields: fields of the component through which its methods reach the host.
+        uses: what was found.
     """
 
     path: str
@@ -170,9 +180,7 @@ class AccessReader:
     class_name: str = ""
     is_host_class: Callable[[str], bool] = lambda _name: False
     host_fields: frozenset[str] = frozenset()
-    accesses: list[Access] = field(default_factory=list)
-    escapes: list[Escape] = field(default_factory=list)
-    indirect: list[Indirect] = field(default_factory=list)
+    uses: HostUses = field(default_factory=HostUses)
     _depth: int = 0
     _branches: int = 0
     _evaluating: set[tuple[int, str]] = field(default_factory=set)
@@ -375,7 +383,7 @@ class AccessReader:
         name = self._mangled(node.attr)
         hosts = [origin for origin in self._origins(node.value, scope) if origin.what in ("host", "super")]
         if hosts and name == "__dict__":
-            self.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
+            self.uses.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
         elif hosts and name != "__class__":
             for origin in hosts:
                 self._record(origin, name, kind, node, member)
@@ -391,7 +399,7 @@ class AccessReader:
             self._use(node.args[-1], scope)
             return
         if called == "vars" and node.args and self._hosts(node.args[0], scope):
-            self.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
+            self.uses.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
             return
         if self._called_by_getter(node, scope):
             return
@@ -431,7 +439,7 @@ class AccessReader:
     ) -> None:
         words = self._strings(name, scope)
         if words is None:
-            self.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
+            self.uses.indirect.append(Indirect(path=self.path, line=node.lineno, text=ast.unparse(node)))
             return
         for word in words:
             for origin in hosts:
@@ -579,7 +587,7 @@ class AccessReader:
             is_deferred=self._depth > 0,
             is_conditional=self._branches > 0,
         )
-        self.accesses.append(access)
+        self.uses.accesses.append(access)
 
     def _bare(
         self,
@@ -606,7 +614,7 @@ class AccessReader:
                 via=origin.via,
                 is_certain=origin.is_certain,
             )
-            self.escapes.append(escape)
+            self.uses.escapes.append(escape)
 
 
 def _line(node: ast.expr) -> int:

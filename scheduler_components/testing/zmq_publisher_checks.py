@@ -32,7 +32,7 @@ DEADLINE_S = 10.0
 _NUM_BATCHES = 60
 
 
-@dataclass
+@dataclass(slots=True)
 class _PublisherBench:
     """A publisher with a listener, and the published events."""
 
