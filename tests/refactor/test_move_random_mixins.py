@@ -126,7 +126,7 @@ def check(written: Sequence[Sequence[str]], made: Sequence[tuple[int, int]]) -> 
 
 @pytest.mark.soak
 @given(written=st.tuples(bodies, bodies, bodies), made=calls)
-@settings(max_examples=num_examples(2), deadline=None)
+@settings(max_examples=num_examples(1) // 6, deadline=None)
 def test_a_random_mixin_does_the_same_as_a_component(
     written: tuple[list[str], ...], made: list[tuple[int, int]]
 ) -> None:
