@@ -116,6 +116,16 @@ def test_a_second_load_changes_only_the_settings(vllm: Any, factory: Any, create
     assert create().publisher.stats().last_sequence > 1_000_000  # the clock's microseconds
 
 
+def test_each_method_is_patched_once(create: Callable[..., Any]) -> None:
+    methods = []
+    for _ in range(2):
+        register(ASKED)
+        create(endpoint="tcp://*:0")
+        pool, scheduler = import_module(POOL).BlockPool, import_module(SCHEDULER).Scheduler
+        methods.append((pool._emit_block_removed_events, scheduler.reset_prefix_cache))
+    assert methods[0] == methods[1]
+
+
 def test_the_entry_point_of_vllms_group_loads_the_plugin() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'[project.entry-points."vllm.general_plugins"]\n{PLUGIN_NAME} = "scheduler_components.engines.vllm:' in text
