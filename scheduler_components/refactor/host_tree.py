@@ -7,11 +7,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from scheduler_components.errors import RefusedError
+from scheduler_components.errors import Refusal, RefusedError
 from scheduler_components.refactor.host_access import Access
 from scheduler_components.refactor.measurement import Measurement, MethodUse, Part, measure_host
 from scheduler_components.refactor.recipe import ClassRef
-from scheduler_components.refactor.refusals import Refusals
 from scheduler_components.refactor.source_index import ClassSource, SourceIndex, dotted_name
 
 __all__ = ["CallSite", "HostTree", "OtherUse", "class_of", "files_that_name", "find_in_tree"]
@@ -58,7 +57,7 @@ class HostTree:
     measurement: Measurement
 
     @classmethod
-    def read(cls, tree: Mapping[str, str], host: ClassRef, names: Collection[str], refusals: Refusals) -> HostTree:
+    def read(cls, tree: Mapping[str, str], host: ClassRef, names: Collection[str]) -> HostTree:
         """Parse and measure the files of the tree that name the host, its classes or one of `names`.
 
         Raises:
@@ -67,7 +66,7 @@ class HostTree:
         """
         index = SourceIndex.parse(files_that_name(tree, {host.name, *names}))
         index.find_module = lambda module, _importer: find_in_tree(tree, module)
-        found = class_of(index, host, refusals)
+        found = class_of(index, host)
         return cls(index=index, host=found, measurement=measure_host(index, found))
 
     def methods_of(self, owner: str) -> list[MethodUse]:
@@ -128,7 +127,7 @@ def files_that_name(tree: Mapping[str, str], names: Collection[str]) -> dict[str
     return {path: text for path, text in tree.items() if words.search(text)}
 
 
-def class_of(index: SourceIndex, ref: ClassRef, refusals: Refusals) -> ClassSource:
+def class_of(index: SourceIndex, ref: ClassRef) -> ClassSource:
     """Return a class at the top level of a file.
 
     Raises:
@@ -137,9 +136,8 @@ def class_of(index: SourceIndex, ref: ClassRef, refusals: Refusals) -> ClassSour
     module = index.modules.get(ref.file)
     if module is not None and ref.name in module.classes:
         return module.classes[ref.name]
-    refusals.add(ref.file, 1, "missing-class", ref.name, f"{ref.name} is no class at the top level of this file")
-    refusals.check()
-    raise RefusedError(())
+    message = f"{ref.name} is no class at the top level of this file"
+    raise RefusedError((Refusal(path=ref.file, line=1, rule="missing-class", name=ref.name, message=message),))
 
 
 def find_in_tree(tree: Mapping[str, str], module: str) -> tuple[str, str] | None:

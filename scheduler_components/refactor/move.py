@@ -51,9 +51,9 @@ class _Mover:
     def move(self) -> dict[str, str]:
         step = self.step
         names = {step.source.name, step.component.name, *step.methods, *step.states}
-        host = HostTree.read(self.tree, step.host, names, self.refusals)
-        source = class_of(host.index, step.source, self.refusals)
-        component = class_of(host.index, step.component, self.refusals)
+        host = HostTree.read(self.tree, step.host, names)
+        source = class_of(host.index, step.source)
+        component = class_of(host.index, step.component)
         moved = [each for each in source.definitions if each.name in step.methods]
         self._check_presence(source, component)
         self._check_members(host, source, component)

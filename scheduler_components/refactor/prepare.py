@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from textwrap import indent
 
+from scheduler_components.errors import Refusal, RefusedError
 from scheduler_components.refactor import body_checks, code_edits
 from scheduler_components.refactor.host_tree import HostTree, class_of, find_in_tree
 from scheduler_components.refactor.leave_order import rebindings_after_start
@@ -27,7 +28,7 @@ def prepare_component(tree: Mapping[str, str], step: Prepare) -> dict[str, str]:
         ConfigError: a file is not Python.
     """
     refusals = Refusals(step.accepted)
-    host = HostTree.read(tree, step.host, [step.attribute], refusals)
+    host = HostTree.read(tree, step.host, [step.attribute])
     _check_names(tree, step, host, refusals)
     _check_fields(step, host.measurement, refusals)
     refusals.check()
@@ -41,8 +42,14 @@ def prepare_component(tree: Mapping[str, str], step: Prepare) -> dict[str, str]:
     if num_places != 1:
         what = f"{num_places} statements that begin with {step.before!r}" if step.before else "no block of statements"
         message = f"{step.host.name}.{step.method} has {what}"
-        refusals.add(step.host.file, host.host.node.lineno, "place", step.before or step.method, message)
-        refusals.check()
+        place = Refusal(
+            path=step.host.file,
+            line=host.host.node.lineno,
+            rule="place",
+            name=step.before or step.method,
+            message=message,
+        )
+        raise RefusedError((place,))
     after[step.host.file] = module.code
     _check_bound(after, step, refusals)
     refusals.check()
@@ -187,7 +194,7 @@ def _check_bound(tree: Mapping[str, str], step: Prepare, refusals: Refusals) -> 
     """Refuse a fact that the constructor has not bound where the component is made."""
     index = SourceIndex.parse({step.host.file: tree[step.host.file]})
     index.find_module = lambda module, _importer: find_in_tree(tree, module)
-    host = class_of(index, step.host, refusals)
+    host = class_of(index, step.host)
     measurement = measure_host(index, find_host(index, f"{step.host.file}:{step.host.name}"))
     first, last = _construction_lines(host.node, step)
     early = {each.attribute: each for each in measurement.read_before_bound}

@@ -23,7 +23,7 @@ def rename_member(tree: Mapping[str, str], step: Rename) -> dict[str, str]:
         RefusedError: the new name is taken, or a user of the old one cannot be rewritten.
     """
     refusals = Refusals(step.accepted)
-    host = HostTree.read(tree, step.owner, [step.old, step.new], refusals)
+    host = HostTree.read(tree, step.owner, [step.old, step.new])
     edits: dict[str, TextEdits] = {}
     for override in host.measurement.overrides:
         if override.name == step.old:

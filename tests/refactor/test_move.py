@@ -477,6 +477,23 @@ def test_an_unclear_renamed_file_is_refused(step: RenameFile, more: str, rule: s
     assert rule in {refusal.rule for refusal in raised.value.refusals}
 
 
+ACCEPTED = tuple(Accepted(rule=rule, name="*", why="Needed.") for rule in ("missing-class", "place"))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(
+            msgspec.structs.replace(MOVE, component=ClassRef(file=ELSE, name="Load"), accepted=ACCEPTED), id="class"
+        ),
+        pytest.param(msgspec.structs.replace(PREPARE, before="self.never = 1", accepted=ACCEPTED), id="place"),
+    ],
+)
+def test_what_is_missing_cannot_be_accepted(step: Step) -> None:
+    with pytest.raises(RefusedError, match=r"\[(missing-class|place) "):
+        applied(step)
+
+
 def test_a_replaced_text_is_there_once() -> None:
     step = Replace(file=ELSE, old="scheduler.get_load()", new="1", why="By hand.")
     assert "return 1\n" in applied(step)[ELSE]
