@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import msgspec
 
@@ -63,9 +62,12 @@ class DigestMemory:
         encoded = msgspec.json.encode({**self.read(), **files})
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=self._path.parent, delete=False) as written:
-                written.write(encoded)
-            Path(written.name).replace(self._path)
+            written = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            try:
+                written.write_bytes(encoded)
+                written.replace(self._path)
+            finally:
+                written.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the digests of the model's files cannot be kept in %s (%s)", self._path, error)
 

@@ -79,3 +79,12 @@ def test_a_memory_that_cannot_be_written_is_reported(tmp_path: Path, caplog: pyt
     assert digest_files([file], DigestMemory(file / "digests.json"))
     assert "cannot be kept" in caplog.text
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_memory_that_cannot_be_replaced_leaves_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, taken = tmp_path / "weights", tmp_path / "digests.json"
+    file.write_bytes(b"1")
+    taken.mkdir()
+    assert digest_files([file], DigestMemory(taken))
+    assert "cannot be kept" in caplog.text
+    assert {each.name for each in tmp_path.iterdir()} == {"weights", "digests.json"}
