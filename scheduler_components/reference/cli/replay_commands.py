@@ -29,6 +29,9 @@ KeepModules = Annotated[
 ]
 
 
+_MEMBERS = ("exits", "targets", "workload_type", "workloads", "play")
+
+
 def record(
     harness: HarnessFile, version: Version, file: Path, /, *, workloads: Count = 100, keep_modules: KeepModules = False
 ) -> int:
@@ -84,10 +87,10 @@ def _search(harness: Harness[object], old: ModuleTree, new: ModuleTree, count: i
 
 
 def load_harness(file: Path) -> Harness[object]:
-    """Run a file and return its `harness`.
+    """Run a file and return its `harness`. Errors of the file's own code pass unchanged, with their traceback.
 
     Raises:
-        ConfigError: the file cannot be run, or it defines none.
+        ConfigError: it is no Python file, or it defines no harness.
     """
     spec = spec_from_file_location("refactor_harness", file)
     if not file.is_file() or spec is None or spec.loader is None:
@@ -96,7 +99,7 @@ def load_harness(file: Path) -> Harness[object]:
     sys.modules[spec.name] = module  # where annotations of its workloads are resolved
     spec.loader.exec_module(module)
     harness = getattr(module, "harness", None)
-    if missing := [name for name in ("exits", "targets", "workload_type", "play") if not hasattr(harness, name)]:
+    if missing := [name for name in _MEMBERS if not hasattr(harness, name)]:
         hint = "define `harness = MyHarness()` at its end"
         raise ConfigError("harness", str(file), f"defines no `harness` with {missing[0]!r}", hint)
     return cast("Harness[object]", harness)

@@ -106,3 +106,9 @@ def test_what_no_workload_reached_is_a_failure(command_line: Callable, folder: P
 def test_a_wrong_argument_is_named(arguments: list[str], complaint: str, command_line: Callable) -> None:
     found = command_line("refactor", *arguments)
     assert found.complaint.startswith(complaint)
+
+
+def test_a_harness_without_workloads_is_named(command_line: Callable, folder: Path) -> None:
+    text = (folder / "harness.py").read_text()
+    (folder / "harness.py").write_text(text.replace("def workloads(", "def others("))
+    assert "with 'workloads'" in command_line("refactor", "record", "harness.py", "old", "x.rec").complaint
