@@ -68,7 +68,6 @@ class SchedulerSession(Generic[S]):
     Attributes:
         is_strict: verify each output when it arrives.
         requests: by id, in order of arrival.
-        rid_prefix: one letter, the first of each id.
     """
 
     trace: CheckTrace
@@ -78,7 +77,7 @@ class SchedulerSession(Generic[S]):
     is_strict: bool
     requests: dict[str, SubmittedRequest] = field(default_factory=dict)
     num_steps: int = 0
-    rid_prefix: str = "r"
+    _rid_prefix: str = field(default="r", init=False)
 
     @classmethod
     def open(
@@ -89,17 +88,19 @@ class SchedulerSession(Generic[S]):
         is_strict: bool = False,
         rid_prefix: str = "r",
     ) -> SchedulerSession[S]:
-        """Open a scheduler over two new sinks; ``title`` is the promise that the check verifies."""
+        """Open a scheduler over two new sinks.
+
+        Args:
+            title: the promise that the check verifies.
+            open_scheduler: opens it.
+            is_strict: verify each output when it arrives.
+            rid_prefix: one letter, the first of each request id.
+        """
         trace, events, outputs = CheckTrace(title), ListEventSink(), _OutputLog()
         scheduler = trace.call("opened a scheduler", lambda: open_scheduler(events, outputs))
-        return cls(
-            trace=trace,
-            scheduler=scheduler,
-            events=events,
-            outputs=outputs,
-            is_strict=is_strict,
-            rid_prefix=rid_prefix,
-        )
+        session = cls(trace=trace, scheduler=scheduler, events=events, outputs=outputs, is_strict=is_strict)
+        session._rid_prefix = rid_prefix
+        return session
 
     def serve(self, workload: Workload, *, abort_delay: int | None = None) -> Iterator[None]:
         """Submit one request before each of the first steps, then step until no work is left; yield after each step.
@@ -113,7 +114,7 @@ class SchedulerSession(Generic[S]):
             if number < len(workload):
                 self.submit(*workload[number])
             if abort_delay is not None and (number - abort_delay) % 2 == 0 and abort_delay <= number < num_calls:
-                self.abort(f"{self.rid_prefix}{number - abort_delay + 1}")
+                self.abort(f"{self._rid_prefix}{number - abort_delay + 1}")
             if self.scheduler.has_work:
                 self.step()
             elif number >= num_calls:
@@ -124,7 +125,7 @@ class SchedulerSession(Generic[S]):
         )
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> SubmittedRequest:
-        rid = f"{self.rid_prefix}{len(self.requests) + 1}"
+        rid = f"{self._rid_prefix}{len(self.requests) + 1}"
         request = SubmittedRequest(rid=rid, prompt=tuple(prompt), max_new_tokens=max_new_tokens)
         self.requests[rid] = request
         self.trace.call(
