@@ -57,7 +57,7 @@ LONGEST_FILES = (
     "test_torch_tensor_parallel_processes.py",
     "test_torch_text_verifier.py",
     "test_growth.py",
-    "test_http_kv_pool.py",
+    "test_http_app_kv_pool.py",
 )
 """They run first, so that no worker is left alone with one of them at the end."""
 

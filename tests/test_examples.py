@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
 
+@pytest.mark.soak_only
 def test_the_suite_of_the_example_passes(tmp_path: Path) -> None:
     environment = os.environ | {"HYPOTHESIS_STORAGE_DIRECTORY": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [

@@ -571,7 +571,7 @@ _BEYOND = (
         "a reader takes the newest sample of each rank, and knows its age",
         "reports that were 140 s old sent all prompts to one rank",
         "send sequence and time with each sample, and compare them",
-        verified_by="tests/load/test_load_view.py: test_the_newest_of_each_rank_is_kept",
+        verified_by="tests/load/test_load_stat_view.py: test_the_newest_of_each_rank_is_kept",
     ),
     _rule(
         "KVE-1103",
@@ -579,7 +579,7 @@ _BEYOND = (
         "/kv_pool names the last batch before the state that it shows, or null",
         "a comparison with another state reports errors of a correct engine",
         "read the pool between two steps, after the recorded events are sent",
-        verified_by="tests/reference/engine/frontend/test_http_kv_pool.py: "
+        verified_by="tests/reference/engine/test_http_app_kv_pool.py: "
         "test_the_streams_of_a_serving_engine_match_its_pools",
     ),
 )

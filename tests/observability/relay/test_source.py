@@ -38,15 +38,15 @@ def test_a_url_is_asked_and_a_given_topic_replaces_the_advertised_one(
     monkeypatch: pytest.MonkeyPatch, topic: str | None, topics: list[str]
 ) -> None:
     advertised = tuple(static_address(f"tcp://a:{1 + rank}", topic=f"kv@{rank}", rank=rank) for rank in range(2))
-    asked: list[tuple[str, float]] = []
+    asked: list[tuple[str, float, str | None]] = []
 
-    def discover(url: str, *, timeout_s: float) -> tuple[StreamAddress, ...]:
-        asked.append((url, timeout_s))
+    def discover(url: str, *, timeout_s: float, api_key: str | None) -> tuple[StreamAddress, ...]:
+        asked.append((url, timeout_s, api_key))
         return advertised
 
     monkeypatch.setattr(source_module, "discover", discover)
-    found = RelaySource.parse("http://pod:30000", topic=topic).find(timeout_s=2.5)
-    assert asked == [("http://pod:30000", 2.5)]
+    found = RelaySource.parse("http://pod:30000", topic=topic, api_key="secret").find(timeout_s=2.5)
+    assert asked == [("http://pod:30000", 2.5, "secret")]
     assert [address.topic for address in found] == topics
     assert [address.rank for address in found] == [0, 1]
 

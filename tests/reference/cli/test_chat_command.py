@@ -14,6 +14,7 @@ from scheduler_components.reference.cli.commands import run_command
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
 
+@pytest.mark.soak_only
 def test_a_conversation_with_a_tiny_model(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_evicted_pages_are_read_from_the_host_and_by_the_next_engine_from_storag
     assert second["storage"] > 0
 
 
+@pytest.mark.soak_only
 def test_prompts_in_a_circle_larger_than_device_and_host_come_from_storage(
     tmp_path: Path, trace_beyond_the_host: Path
 ) -> None:

@@ -166,8 +166,8 @@ def test_the_identity_is_of_weights_and_configuration(make_model_folder: Callabl
 def test_an_untested_type_needs_the_consent_of_the_operator(make_folder: Callable[..., Path]) -> None:
     folder = make_folder("Llama")
     place = folder / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"model_type": "arcee"}))
-    assert "is of type 'arcee', which was never compared" in refusal_of(folder, allow_untested=False)
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"model_type": "stablelm"}))
+    assert "is of type 'stablelm', which was never compared" in refusal_of(folder, allow_untested=False)
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.99])

@@ -382,8 +382,9 @@ def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp:
     async def stop_and_continue(engine: Engine, client: httpx.AsyncClient, tp_rank: int) -> None:
         assert (await client.get("/health")).status_code == 200
         async with engine.frontend.open_request(make_request(range(40), max_new_tokens=900)) as stream:
-            name = f"rank dp{stream.replica}/pp0/tp{tp_rank}"
-            process = engine.ranks[2 * stream.replica + tp_rank].process
+            rank = 2 * stream.replica + tp_rank
+            name = f"rank dp{stream.replica}/pp0/tp{rank}"
+            process = engine.ranks[rank].process
             await anext(stream)
             os.kill(process.pid, signal.SIGSTOP)
             with pytest.raises(RankSilentError, match=rf"^{name}.* no heartbeat for [\d.]+ s$"):
