@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ def url() -> Iterator[str]:
         found = (re.search(r"http://[0-9.]+:[0-9]+", line) for line in process.stdout)
         yield next(match.group() for match in found if match)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # a job in the background of a shell ignores SIGINT, and so do its children
         process.communicate(timeout=60)
 
 
