@@ -36,6 +36,7 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.rank_groups import RankGroups
 from scheduler_components.validators import check_integer, check_share
+from scheduler_components.values import BatchShape
 
 __all__ = [
     "BatchShape",
@@ -59,26 +60,6 @@ PrefillVote: TypeAlias = Literal[
 """Reason of the vote. Prefills may start: delays are disabled; no request runs; a prefill continues; all replicas have
 one; a pool would run empty; the delay reached its limit. Prefills may not start: no replica had one when it voted; they
 are delayed."""
-
-
-class BatchShape(msgspec.Struct, frozen=True, gc=False):
-    """What a replica computes in one step. All zero is an idle batch, with which a replica only takes part.
-
-    Attributes:
-        num_prefill_tokens, num_decode_tokens: computed positions, by kind.
-        num_context_tokens: positions whose KV is read.
-        can_run_graph: whether the batch fits a captured graph. An idle batch always does.
-    """
-
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_context_tokens: int = 0
-    can_run_graph: bool = True
-
-    @property
-    def num_tokens(self) -> int:
-        """Computed positions."""
-        return self.num_prefill_tokens + self.num_decode_tokens
 
 
 class PrefillIntent(msgspec.Struct, frozen=True, gc=False):

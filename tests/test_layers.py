@@ -37,6 +37,8 @@ FLOORS = (
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "internal_state"),
     ("batch_result_processor",),
     ("dp_attn", "dynamic_chunk_sizer", "new_token_ratio_tracker"),
+    ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache", "request_queues"),
+    ("batcher",),
     ("profiler_manager", "torch_profiler", "thread_stack_sampler"),
     ("load_publisher", "server_info", "kv_pool_reader", "torch_weight_updater"),
     ("quiesce",),

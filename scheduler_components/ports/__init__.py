@@ -48,6 +48,12 @@ from scheduler_components.ports.pages import (
     ZeroCopyPageStore,
 )
 from scheduler_components.ports.pools import AllocationSink, NullAllocationSink, NullPageHolders, PageHolders
+from scheduler_components.ports.scheduling import (
+    PreemptibleRequest,
+    PreemptionPolicy,
+    SchedulableRequest,
+    SchedulingPolicy,
+)
 from scheduler_components.ports.stats import StatsSource
 from scheduler_components.ports.sync import SyncGroup
 
@@ -87,9 +93,13 @@ __all__ = [
     "PageMover",
     "PageStore",
     "PoolSource",
+    "PreemptibleRequest",
+    "PreemptionPolicy",
     "QueueSource",
     "QueuedRequest",
     "RateSource",
+    "SchedulableRequest",
+    "SchedulingPolicy",
     "StatsSource",
     "SyncGroup",
     "ZeroCopyPageStore",

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from scheduler_components.values.batches import (
+    BatchShape,
+    RefusalReason,
+    RequestHints,
+    RequestState,
+    ScheduledBatch,
+    ScheduledChunk,
+)
 from scheduler_components.values.control import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
@@ -69,6 +77,7 @@ from scheduler_components.values.tiers import CachedTokens, TierStats
 __all__ = [
     "AllocationAction",
     "AllocationRecord",
+    "BatchShape",
     "BatchingStats",
     "BeginWeightUpdate",
     "CachedTokens",
@@ -111,12 +120,17 @@ __all__ = [
     "QueueLoad",
     "QuiesceStats",
     "ReceiverStats",
+    "RefusalReason",
     "RejectionReason",
     "RelayedInput",
     "ReleaseMemory",
+    "RequestHints",
     "RequestRejection",
+    "RequestState",
     "ResumeMemory",
     "RollBackWeights",
+    "ScheduledBatch",
+    "ScheduledChunk",
     "SchedulerCounters",
     "SchedulerStats",
     "SpeculativeLoad",

@@ -8,17 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 from zlib import crc32
 
 import attrs
 import msgspec
 
 from scheduler_components import ConfigError
-from scheduler_components.dp_attn import BatchShape
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.validators import check_number, number_validator
+from scheduler_components.values import BatchShape, ScheduledBatch, ScheduledChunk
 
 __all__ = [
     "NUM_SIMULATED_LAYERS",
@@ -65,54 +65,6 @@ class DeviceRequest(Protocol):
     def sampling(self) -> SamplingParams:
         """How to choose the next token."""
         ...
-
-
-RequestT_co = TypeVar("RequestT_co", bound=DeviceRequest, covariant=True)
-"""The scheduler's own request class. Each result returns the request."""
-
-
-class ScheduledChunk(msgspec.Struct, Generic[RequestT_co], frozen=True):
-    """Positions ``start`` to ``end`` of one request, which the device computes in this step.
-
-    Attributes:
-        request: the request; ``request.pages`` covers ``end`` positions.
-        start, end: half-open range of positions in ``request.token_ids``.
-        is_prefill: False for the one new position of a decode.
-    """
-
-    request: RequestT_co
-    start: int
-    end: int
-    is_prefill: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-
-class ScheduledBatch(msgspec.Struct, Generic[RequestT_co], frozen=True):
-    """The decodes and prefill chunks of one forward pass, mixed, in order of arrival.
-
-    Attributes:
-        chunks: at most one entry per request.
-        num_prefill_tokens, num_decode_tokens: computed positions, by kind.
-        num_context_tokens: positions whose KV is read, the sum of all ``end``.
-        num_admitted, num_retracted: requests that got and lost their pages while the batch was built.
-        replicas: under DP attention, the shapes of all replicas' batches, including this one; otherwise empty.
-    """
-
-    chunks: tuple[ScheduledChunk[RequestT_co], ...] = ()
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_context_tokens: int = 0
-    num_admitted: int = 0
-    num_retracted: int = 0
-    replicas: tuple[BatchShape, ...] = ()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the device runs this step, because this or another replica computes something."""
-        return bool(self.chunks) or any(shape.num_tokens for shape in self.replicas)
 
 
 class DeviceOutput(msgspec.Struct, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Iterable
 from zlib import crc32
@@ -11,7 +10,7 @@ from scheduler_components import ConfigError
 from scheduler_components.cache import RadixNode
 from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.reference.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
-from scheduler_components.values import CachedTokens, FinishReason, TokenOutput
+from scheduler_components.values import CachedTokens, FinishReason, RequestState, TokenOutput
 
 __all__ = [
     "Request",
@@ -19,14 +18,6 @@ __all__ = [
 ]
 
 _GREEDY = SamplingParams()
-
-
-class RequestState(enum.Enum):
-    """The state of a request. A retraction changes RUNNING to WAITING."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 class Request:

@@ -1,0 +1,115 @@
+"""Scheduling: which waiting request is next, and which running request gives up its pages.
+
+A decision may depend on the calls so far and on what came with the requests. It may not depend on a clock, on the rank
+or on the order of a set, because all ranks of a replica decide alone and must decide equally. Time is the number of the
+step, which the batcher counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from scheduler_components.ports.load import QueuedRequest
+from scheduler_components.values import RequestHints
+
+__all__ = ["PreemptibleRequest", "PreemptionPolicy", "SchedulableRequest", "SchedulingPolicy"]
+
+
+class SchedulableRequest(QueuedRequest, Protocol):
+    """A waiting request, as a scheduling policy reads it: the scheduler's own class."""
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests in flight."""
+        ...
+
+    @property
+    def arrival(self) -> int:
+        """Number of its submission: unique, ascending, kept when the request is preempted."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt, then the generated tokens; u32."""
+        ...
+
+    @property
+    def num_output_tokens_left(self) -> int:
+        """Tokens that may still be generated."""
+        ...
+
+    @property
+    def hints(self) -> RequestHints:
+        """What the client says about the order."""
+        ...
+
+
+R = TypeVar("R", bound=SchedulableRequest)
+
+
+class SchedulingPolicy(Protocol[R]):
+    """The order of the waiting requests. The batcher calls it.
+
+    The docstring of a policy states how long a request may wait, in steps, or shows by which arrivals it starves.
+    """
+
+    def add(self, request: R, step: int) -> None:
+        """Handle a request that begins to wait in this step: a new one, or a preempted one with its old ``arrival``."""
+        ...
+
+    def discard(self, request: R) -> None:
+        """Handle a request that waits no longer: it was admitted or aborted. No effect if it is unknown."""
+        ...
+
+    def order(self, step: int) -> Iterator[R]:
+        """Iterate over all waiting requests, best first, each once.
+
+        The batcher stops when nothing more fits, so an order that is made lazily costs what was read. While it
+        iterates, the batcher may discard the request just yielded, and calls nothing else.
+        """
+        ...
+
+    def on_scheduled(self, request: R, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        """Handle the tokens of a request that the batch of this step computes, for shares of tenants."""
+        ...
+
+
+class PreemptibleRequest(Protocol):
+    """A running request, as a preemption policy reads it: the scheduler's own class."""
+
+    @property
+    def arrival(self) -> int:
+        """Number of its submission: unique, ascending, kept when the request is preempted."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose KV is in its pages."""
+        ...
+
+    @property
+    def num_output_tokens_left(self) -> int:
+        """Tokens that may still be generated."""
+        ...
+
+    @property
+    def hints(self) -> RequestHints:
+        """What the client says about the order."""
+        ...
+
+
+P = TypeVar("P", bound=PreemptibleRequest)
+
+
+class PreemptionPolicy(Protocol[P]):
+    """Which running request gives up its pages when the pool is full. The batcher calls it."""
+
+    def select_victim(self, candidates: Sequence[P]) -> P:
+        """Return the request to preempt.
+
+        Args:
+            candidates: at least one, in order of arrival. The batcher leaves out the earliest arrival of the running
+                requests, so that one always finishes and no two requests preempt each other for ever.
+        """
+        ...
