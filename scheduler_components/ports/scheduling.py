@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from scheduler_components.ports.load import QueuedRequest
-from scheduler_components.values import RequestHints
+from scheduler_components.values import RequestHints, ScheduledChunk
 
 __all__ = ["PreemptibleRequest", "PreemptionPolicy", "SchedulableRequest", "SchedulingPolicy"]
 
@@ -70,8 +70,8 @@ class SchedulingPolicy(Protocol[R]):
         """
         ...
 
-    def on_scheduled(self, request: R, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """Handle the tokens of a request that the batch of this step computes, for shares of tenants."""
+    def on_scheduled(self, chunks: Sequence[ScheduledChunk[R]]) -> None:
+        """Handle what the batch of this step computes, for shares of tenants. Called once per batch with chunks."""
         ...
 
 
