@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.machine_speed import measure_slowdown
 from benchmarks.measure import Measurement, Scale
 from benchmarks.peer_publishers import find_peers
 from benchmarks.report import as_json, as_table, machine
@@ -49,26 +50,27 @@ def main() -> int:
     if unknown := set(arguments.sections) - set(_SECTIONS):
         parser.error(f"section {', '.join(sorted(unknown))} is not known: give some of {', '.join(_SECTIONS)}")
     peers, missing = find_peers()
-    print(*(f"{name} {value}" for name, value in machine().items()), sep=", ", file=sys.stderr)
+    slowdown = measure_slowdown()
+    print(*(f"{name} {value}" for name, value in machine(slowdown).items()), sep=", ", file=sys.stderr)
     for line in missing:
         print(line, file=sys.stderr)
     scale = _QUICK if arguments.quick else Scale(turns=arguments.turns)
     rows: list[Measurement] = []
     for section in arguments.sections or _SECTIONS:
-        rows += _run(section, scale, peers)
+        rows += _run(section, scale, peers, slowdown)
     if arguments.json:
-        arguments.json.write_bytes(as_json(rows))
+        arguments.json.write_bytes(as_json(rows, slowdown))
     if arguments.plot:
         arguments.plot.write_text(draw_scaling_plot(rows))
-    missed = [row.what for row in rows if row.reached is False]
-    print(f"{len(rows)} measurements, {sum(row.reached is True for row in rows)} goals reached, {len(missed)} missed")
+    verdicts = [row.reached(slowdown) for row in rows]
+    print(f"{len(rows)} measurements, {verdicts.count(True)} goals reached, {verdicts.count(False)} missed")
     return 0
 
 
-def _run(section: str, scale: Scale, peers: list[str]) -> list[Measurement]:
+def _run(section: str, scale: Scale, peers: list[str], slowdown: float) -> list[Measurement]:
     begun = time.perf_counter()
     found: list[Measurement] = importlib.import_module(f"benchmarks.bench_{section}").run(scale, peers)
-    print(f"\n{section}, {time.perf_counter() - begun:.0f} s\n{as_table(found)}", flush=True)
+    print(f"\n{section}, {time.perf_counter() - begun:.0f} s\n{as_table(found, slowdown)}", flush=True)
     return found
 
 

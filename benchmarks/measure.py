@@ -20,6 +20,9 @@ Samples = Sequence[float]
 """One value per turn. The turns of compared measurements belong together."""
 
 
+_TIMES = ("ns", "us", "ms", "s")
+
+
 class Scale(msgspec.Struct, frozen=True):
     """The size of a run: ``turns`` per measurement, each with ``share`` of the full number of steps."""
 
@@ -76,15 +79,29 @@ class Measurement(msgspec.Struct, frozen=True):
         """Return ours / theirs, the median over turns; None if ``name`` was not measured."""
         return ratio_of(self.ours, self.beside[name]) if name in self.beside else None
 
-    @property
-    def reached(self) -> bool | None:
-        """Return whether the goal is met; None without a goal, or if its reference was not measured."""
+    def reached(self, slowdown: float = 1.0) -> bool | None:
+        """Return whether the goal is met; None without a goal, or if its reference was not measured.
+
+        Args:
+            slowdown: time of this machine relative to the one of the goals. It changes goals in times and rates, not
+                ratios and sizes.
+        """
         if self.goal is None:
             return None
         value = self.ratio(self.goal.beside) if self.goal.beside else self.value
         if value is None or math.isnan(value):
             return None
-        return value >= self.goal.bound if self.goal.at_least else value <= self.goal.bound
+        if self.goal.at_least:
+            return value >= self.goal.bound / (slowdown if self._is_rate else 1.0)
+        return value <= self.goal.bound * (slowdown if self._is_time else 1.0)
+
+    @property
+    def _is_time(self) -> bool:
+        return self.goal is not None and not self.goal.beside and self.unit in _TIMES
+
+    @property
+    def _is_rate(self) -> bool:
+        return self.goal is not None and not self.goal.beside and self.unit.endswith("/s")
 
 
 def ratio_of(ours: Samples, theirs: Samples) -> float:

@@ -37,9 +37,10 @@ class JsonReport(msgspec.Struct, frozen=True):
     rows: list[JsonRow]
 
 
-def machine() -> dict[str, str]:
+def machine(slowdown: float = 1.0) -> dict[str, str]:
     """Describe the machine and versions that the figures depend on."""
     return {
+        "slowdown": f"{slowdown:.2f}",
         "python": platform.python_version(),
         "processor": platform.machine(),
         "cores": str(os.cpu_count()),
@@ -47,9 +48,9 @@ def machine() -> dict[str, str]:
     } | {name: version(name) for name in _LIBRARIES}
 
 
-def as_json(rows: Iterable[Measurement]) -> bytes:
+def as_json(rows: Iterable[Measurement], slowdown: float = 1.0) -> bytes:
     """Encode all rows with the values of every turn, one row per line."""
-    return _as_lines(JsonReport(machine(), [_json_row(row) for row in rows]))
+    return _as_lines(JsonReport(machine(slowdown), [_json_row(row, slowdown) for row in rows]))
 
 
 def _as_lines(report: JsonReport) -> bytes:
@@ -62,18 +63,18 @@ def read_json(text: bytes) -> JsonReport:
     return msgspec.json.decode(text, type=JsonReport)
 
 
-def _json_row(row: Measurement) -> JsonRow:
+def _json_row(row: Measurement, slowdown: float) -> JsonRow:
     found = {name: row.ratio(name) for name in row.beside}
     ratios = {name: ratio for name, ratio in found.items() if ratio is not None and math.isfinite(ratio)}
     samples = {"ours": list(row.ours)} | {name: list(values) for name, values in row.beside.items()}
     goal = str(row.goal) if row.goal else ""
-    return JsonRow(row.section, row.what, row.unit, row.value, ratios, goal, row.reached, samples)
+    return JsonRow(row.section, row.what, row.unit, row.value, ratios, goal, row.reached(slowdown), samples)
 
 
-def as_table(rows: Sequence[Measurement]) -> str:
+def as_table(rows: Sequence[Measurement], slowdown: float = 1.0) -> str:
     """Format one line per measurement: value, peers with ours/theirs, goal, and whether it is reached."""
     cells = [("what", "ours", "compared with: theirs (ours/theirs)", "goal", "")]
-    cells += [_cells(row) for row in rows]
+    cells += [_cells(row, slowdown) for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = []
     for what, ours, compared, goal, mark in cells:
@@ -82,14 +83,14 @@ def as_table(rows: Sequence[Measurement]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Measurement) -> tuple[str, str, str, str, str]:
+def _cells(row: Measurement, slowdown: float) -> tuple[str, str, str, str, str]:
     compared = []
     for name, values in row.beside.items():
         ratio = row.ratio(name)
         middle = sorted(values)[len(values) // 2]
         ratio_text = "" if ratio is None or not math.isfinite(ratio) else f" ({ratio:.2f}x)"
         compared.append(f"{name} {number_text(middle)}{ratio_text}")
-    mark = {True: "reached", False: "MISSED", None: "-" if row.goal else ""}[row.reached]
+    mark = {True: "reached", False: "MISSED", None: "-" if row.goal else ""}[row.reached(slowdown)]
     unit = f" {row.unit}" if row.unit else ""
     return row.what, number_text(row.value) + unit, ", ".join(compared), str(row.goal or ""), mark
 

@@ -42,6 +42,17 @@ def test_a_missed_goal_without_a_reason_is_named(report: JsonReport, monkeypatch
     assert tables.missed_goals(report) == "- Tuples.\n    - codec: encode: 2.00x, goal <= 1.5 x limit"
 
 
+def test_a_slow_machine_changes_goals_in_times_and_rates_only() -> None:
+    def verdicts(unit: str, goal: Goal) -> list[bool | None]:
+        row = Measurement("codec", "encode", unit, (3.0,), {"limit": (1.0,)}, goal)
+        return [row.reached(slowdown) for slowdown in (1.0, 2.0)]
+
+    assert verdicts("us", Goal(2.0)) == [False, True]
+    assert verdicts("batches/s", Goal(5.0, at_least=True)) == [False, True]
+    assert verdicts("us", Goal(2.0, "limit")) == [False, False]
+    assert verdicts("bytes a block", Goal(2.0)) == [False, False]
+
+
 def test_only_text_between_marks_is_replaced(report: JsonReport) -> None:
     page = "above\n<!-- results -->\nold\n<!-- /results -->\nbelow\n"
     assert tables.with_tables(page, report) == (
