@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, cast
 
-from scheduler_components.cache import RadixCache, RadixNode
+import msgspec
+
+from scheduler_components.cache import BlockTableCache, RadixCache, RadixNode, TableMatch
 from scheduler_components.ports import NullPageHolders, PageHolders
 from scheduler_components.values import PageHolding, PoolCount, PoolStats
 
-__all__ = ["AuditedNode", "AuditedPool", "PoolStatsObserver", "RadixCachePool", "SlotPool"]
+__all__ = ["AuditedNode", "AuditedPool", "BlockTablePool", "PoolStatsObserver", "RadixCachePool", "SlotPool"]
 
 
 class AuditedNode(Protocol):
@@ -34,7 +36,7 @@ class AuditedNode(Protocol):
 
 
 class AuditedPool(Protocol):
-    """A pool whose pages can be counted and listed: `RadixCachePool`, `SlotPool`.
+    """A pool whose pages can be counted and listed: `RadixCachePool`, `BlockTablePool`, `SlotPool`.
 
     Read by `PoolStatsObserver` and `PoolInvariantChecker`. Each fact comes from the object that keeps it, never from
     the difference of other facts, because a derived count always adds up.
@@ -101,6 +103,73 @@ class RadixCachePool:
 
     def tree_nodes(self) -> Iterator[RadixNode]:
         return self.cache.tree.walk()
+
+
+@dataclass(slots=True, frozen=True)
+class _PageNode:
+    """A page of a block table, as a node: the page before it in the prefix of one holder is its parent."""
+
+    page: int
+    lock_count: int = field(default=0, compare=False)
+    parent: _PageNode | None = field(default=None, compare=False)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return (self.page,)
+
+
+_ROOT = _PageNode(-1)
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockTablePool:
+    """The `AuditedPool` of a `BlockTableCache`. Each page of the table is a node of its own, because copies of one
+    block have separate references.
+
+    Attributes:
+        cache: the pool, the table and the order of eviction.
+        requests: requests that hold pages outside the table and lock matches.
+        name: name of the pool.
+    """
+
+    cache: BlockTableCache
+    requests: PageHolders
+    name: str = "full"
+
+    def count(self) -> PoolCount:
+        pool, num_evictable = self.cache.pool, self.cache.num_evictable
+        held = self.requests.count_held()
+        return PoolCount(
+            self.name,
+            self.cache.num_pages,
+            pool.num_free,
+            num_evictable,
+            pool.num_cached - num_evictable,
+            held.session_held,
+            held.uncached,
+            held.in_transfer,
+            first_page=self.cache.first_page,
+            num_locks=self.cache.num_locks,
+        )
+
+    def free_pages(self) -> Sequence[int]:
+        return self.cache.pool.free_pages()
+
+    def holdings(self) -> Iterator[PageHolding]:
+        for holding in self.requests.holdings():
+            match = cast("TableMatch | None", holding.node)
+            yield msgspec.structs.replace(holding, node=None if match is None else _chain(match.page_array))
+
+    def tree_nodes(self) -> Iterator[_PageNode]:
+        return (_PageNode(page, references, _ROOT) for page, references in self.cache.references())
+
+
+def _chain(pages: Sequence[int]) -> _PageNode:
+    """Return the last page of a prefix, below all pages before it."""
+    node = _ROOT
+    for page in pages:
+        node = _PageNode(page, 0, node)
+    return node
 
 
 @dataclass(slots=True, kw_only=True)

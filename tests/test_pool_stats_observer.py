@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import attrs
+import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, request
 
-from scheduler_components.pool_stats_observer import PoolStatsObserver
+from scheduler_components.cache import BlockTableCache
+from scheduler_components.invariant_checker import find_pool_violations
+from scheduler_components.pool_stats_observer import BlockTablePool, PoolStatsObserver
 from scheduler_components.testing.fakes import ListSink
-from scheduler_components.values import PageHolding, PoolCount, PoolStats, SchedulerStats
+from scheduler_components.values import HeldCount, PageHolding, PoolCount, PoolStats, SchedulerStats
 from scheduler_components.watchdog import IDLE_PHASE
 
 
@@ -98,3 +101,54 @@ def test_the_watchdog_sees_an_idle_scheduler_between_steps() -> None:
         assert progress.phase == IDLE_PHASE
         assert progress.num_phase_changes > num_phase_changes
     assert progress.step == scheduler.num_steps == 1
+
+
+@attrs.define
+class Holders:
+    """``PageHolders`` with a list of holdings."""
+
+    held: list[PageHolding]
+
+    def count_held(self) -> HeldCount:
+        return HeldCount(sum(len(each.pages) for each in self.held))
+
+    def holdings(self) -> Iterable[PageHolding]:
+        return self.held
+
+
+@pytest.mark.parametrize(
+    ("mistake", "rules"),
+    [
+        ("none", set()),
+        ("a lock without a holder", {"locks"}),
+        ("an unlocked prefix", {"locks"}),
+        ("a page without a holder", {"count", "lost"}),
+        ("a page of two", {"count", "owned-twice"}),
+        ("an evicted prefix", {"locks", "not-cached"}),
+    ],
+)
+def test_mistakes_with_a_block_table_are_violations(mistake: str, rules: set[str]) -> None:
+    """Two requests share a page; each copy of the next block is a page of its own."""
+    cache = BlockTableCache(page_size=2, capacity_tokens=16, reserves_page_0=True)
+    holders = Holders([])
+    for name in ("first", "second"):
+        shared = cache.match_prefix([1, 2])
+        own = cache.allocate(3 - len(shared.pages))
+        match = cache.insert([1, 2, 3, 4], [*shared.pages, *own[:-1]])
+        cache.lock(match)
+        holders.held.append(PageHolding(name, "request", own[-1:], match.pages, match))
+    match, last = holders.held[1].node, holders.held[1]
+    if mistake == "a lock without a holder":
+        cache.lock(match)
+    elif mistake == "an unlocked prefix":
+        cache.unlock(match)
+    elif mistake == "a page without a holder":
+        cache.allocate(1)
+    elif mistake == "a page of two":
+        holders.held.append(PageHolding("third", "request", last.pages))
+    elif mistake == "an evicted prefix":
+        cache.unlock(match)
+        cache.evict(1)
+    pool = BlockTablePool(cache=cache, requests=holders)
+    assert {violation.rule for violation in find_pool_violations(pool)} == rules
+    assert (pool.count().first_page, pool.count().total) == (1, 8)

@@ -1,12 +1,14 @@
 """The reference prefix cache: a radix tree of pages that records events of its own changes.
 
-``BlockTableRecorder`` records events for engines that keep a table of hashed blocks instead of a tree.
+``BlockTableCache`` is a table of full pages instead, by vLLM's rules: a page of a request is never replaced.
+``BlockTableRecorder`` records events for engines that have such a table of their own.
 """
 
 from __future__ import annotations
 
 from scheduler_components.cache.block_hash import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
 from scheduler_components.cache.block_table import BlockTableRecorder
+from scheduler_components.cache.block_table_cache import BlockTableCache, TableMatch
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.cache.radix_cache import PrefixMatch, RadixCache
 from scheduler_components.cache.radix_tree import RadixNode
@@ -14,12 +16,14 @@ from scheduler_components.events import signed_block_hash
 
 __all__ = [
     "DEFAULT_NAMESPACE",
+    "BlockTableCache",
     "BlockTableRecorder",
     "PagePool",
     "PrefixMatch",
     "PrefixNamespace",
     "RadixCache",
     "RadixNode",
+    "TableMatch",
     "hash_pages",
     "signed_block_hash",
 ]

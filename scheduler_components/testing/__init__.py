@@ -28,7 +28,7 @@ from scheduler_components.testing.fake_device import PagedModel, next_token
 from scheduler_components.testing.fakes import FakeClock, FakePool, FakeQueues, ListEventSink, ListOutputSink
 from scheduler_components.testing.page_store_checks import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
 from scheduler_components.testing.pool_verifier import PoolVerifier
-from scheduler_components.testing.prefix_cache_checks import PREFIX_CACHE_CHECKS
+from scheduler_components.testing.prefix_cache_checks import BLOCK_TABLE_CACHE_CHECKS, PREFIX_CACHE_CHECKS
 from scheduler_components.testing.quiesce_checks import QUIESCE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
 from scheduler_components.testing.scheduler_checks import POOL_INVARIANT_CHECKS, POOL_STREAM_CHECKS, SCHEDULER_CHECKS
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # checks
+    "BLOCK_TABLE_CACHE_CHECKS",
     "IN_PLACE_STORE_CHECKS",
     "PAGE_STORE_CHECKS",
     "POOL_INVARIANT_CHECKS",

@@ -6,6 +6,7 @@ with the steps, the expectation and the finding.
 | checks | a check takes | the part is |
 | --- | --- | --- |
 | ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
+| ``BLOCK_TABLE_CACHE_CHECKS`` | the same | one that keeps the pages of its requests |
 | ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
 | ``IN_PLACE_STORE_CHECKS`` | the same | a ``ZeroCopyPageStore`` |

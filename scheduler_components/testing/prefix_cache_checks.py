@@ -1,4 +1,5 @@
-"""Checks of every prefix cache. Run each of ``PREFIX_CACHE_CHECKS`` on a cache of your own.
+"""Checks of every prefix cache. Run each of ``PREFIX_CACHE_CHECKS`` on a cache of your own, or each of
+``BLOCK_TABLE_CACHE_CHECKS`` on one that never replaces a page of a request.
 
 A check takes a function that opens an empty, recording cache with a number of pages of ``PAGE_SIZE`` tokens, and raises
 ``ConformanceError`` with its trace. ``PrefixCacheMachine`` finds further errors.
@@ -15,7 +16,7 @@ from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import PAGE_SIZE, CachedPrefix, PrefixCache
 
-__all__ = ["PREFIX_CACHE_CHECKS", "OpenCache"]
+__all__ = ["BLOCK_TABLE_CACHE_CHECKS", "PREFIX_CACHE_CHECKS", "OpenCache"]
 
 OpenCache = Callable[[int], PrefixCache]
 """Opens a cache with a number of pages."""
@@ -43,6 +44,26 @@ def check_equal_prompts_share_pages(open_cache: OpenCache) -> None:
     trace.expect((*first, second[2]), tuple(merged.pages), "the first's pages, then the new one")
     trace.expect(5 * PAGE_SIZE, cache.free_tokens, "free tokens: two of the second's pages were freed")
     trace.call("check_integrity()", cache.check_integrity)
+
+
+def check_equal_prompts_keep_their_pages(open_cache: OpenCache) -> None:
+    """If two requests computed the same page, both keep theirs, and readers see one block until both are gone."""
+    trace, cache = _begin("A request's pages are never replaced, and copies are one block to readers", open_cache, 4)
+    ledger = EventLedger(block_size=PAGE_SIZE)
+    first, second = (list(cache.allocate(2)) for _ in range(2))
+    stored = trace.call("insert([1, 2, 3, 4]) by the first", lambda: cache.insert([1, 2, 3, 4], first))
+    trace.call("lock by the first", lambda: cache.lock(stored.node))
+    copied = trace.call("insert([1, 2, 3, 4]) by the second", lambda: cache.insert([1, 2, 3, 4], second))
+    trace.expect(tuple(second), tuple(copied.pages), "the second's own pages")
+    trace.expect((0, 4), (cache.free_tokens, cache.evictable_tokens), "(free, evictable) tokens")
+    trace.expect(tuple(first), tuple(cache.match_prefix([1, 2, 3, 4]).pages), "the pages of a match: the first's")
+    _read(trace, cache, ledger)
+    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted: the second's")
+    trace.expect(4, cache.match_prefix([1, 2, 3, 4]).num_tokens, "tokens that still match")
+    _read(trace, cache, ledger)
+    trace.call("unlock by the first", lambda: cache.unlock(stored.node))
+    trace.expect(2, trace.call("evict(4)", lambda: cache.evict(4)), "pages that can be evicted: the first's")
+    _read(trace, cache, ledger)
 
 
 def check_locked_prefixes_stay(open_cache: OpenCache) -> None:
@@ -180,3 +201,9 @@ PREFIX_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = (
     check_equal_calls_give_equal_events,
 )
 """All checks of a prefix cache."""
+
+BLOCK_TABLE_CACHE_CHECKS: tuple[Callable[[OpenCache], None], ...] = (
+    *(check for check in PREFIX_CACHE_CHECKS if check is not check_equal_prompts_share_pages),
+    check_equal_prompts_keep_their_pages,
+)
+"""All checks of a prefix cache whose requests keep their own pages: a ``BlockTableCache``."""

@@ -9,18 +9,28 @@ import msgspec
 import pytest
 
 from scheduler_components import BlockStored, CacheIntegrityError, KVCacheEvent, OutOfPagesError
-from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache
+from scheduler_components.cache import BlockTableCache, PrefixMatch, PrefixNamespace, RadixCache, TableMatch
 from scheduler_components.testing import ConformanceError
 from scheduler_components.testing import prefix_cache_checks as checks
 
 
-def opening(kind: type[RadixCache]) -> checks.OpenCache:
+def opening(kind: type[RadixCache | BlockTableCache]) -> checks.OpenCache:
     return lambda num_pages: kind(page_size=2, capacity_tokens=2 * num_pages, record=True)
 
 
 @pytest.mark.parametrize("check", checks.PREFIX_CACHE_CHECKS)
 def test_the_radix_cache_passes(check: Callable[[checks.OpenCache], None]) -> None:
     check(opening(RadixCache))
+
+
+@pytest.mark.parametrize("reserves_page_0", [False, True])
+@pytest.mark.parametrize("check", checks.BLOCK_TABLE_CACHE_CHECKS)
+def test_the_block_table_cache_passes(check: Callable[[checks.OpenCache], None], reserves_page_0: bool) -> None:
+    check(
+        lambda num_pages: BlockTableCache(
+            page_size=2, capacity_tokens=2 * num_pages, reserves_page_0=reserves_page_0, record=True
+        )
+    )
 
 
 class RoundsUp(RadixCache):
@@ -86,6 +96,28 @@ class EvictsTheRoot(RadixCache):
         return min(gone, num_pages)
 
 
+class PublishesCopies(BlockTableCache):
+    """Publishes the removal of every copy, as vLLM 0.32 does."""
+
+    def evict(self, num_pages: int) -> int:
+        gone = [next(iter(self._evictable)) for _ in range(min(num_pages, 1)) if self._evictable]
+        for page in gone:
+            block = self._block_of[page]
+            if block is not None and len(block.pages) > 1:
+                self._recorder.remove((block.block_hash,))
+        return super().evict(num_pages)
+
+
+class ReturnsTheOldestCopy(BlockTableCache):
+    """Replaces the pages of the second request."""
+
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
+    ) -> TableMatch:
+        super().insert(token_ids, pages, namespace)
+        return self.match_prefix(token_ids, namespace)
+
+
 OPENED: list[RadixCache] = []
 
 
@@ -112,10 +144,12 @@ class TakesTurns(RadixCache):
         (checks.check_events_match_the_contents, TellsHalf, "broken rules|in a reader's view"),
         (checks.check_events_match_the_contents, TellsParentsFirst, "broken rules|in a reader's view"),
         (checks.check_equal_calls_give_equal_events, TakesTurns, "the other cache's pages"),
+        (checks.check_equal_prompts_keep_their_pages, ReturnsTheOldestCopy, "the second's own pages"),
+        (checks.check_equal_prompts_keep_their_pages, PublishesCopies, "broken rules|in a reader's view"),
     ],
 )
 def test_a_broken_cache_fails_with_its_trace(
-    check: Callable[[checks.OpenCache], None], broken: type[RadixCache], message: str
+    check: Callable[[checks.OpenCache], None], broken: type[RadixCache | BlockTableCache], message: str
 ) -> None:
     OPENED.clear()
     with pytest.raises(ConformanceError) as failed:
@@ -126,7 +160,7 @@ def test_a_broken_cache_fails_with_its_trace(
 
 def test_every_check_has_a_broken_cache() -> None:
     cases = next(mark for mark in test_a_broken_cache_fails_with_its_trace.pytestmark if mark.name == "parametrize")
-    assert {check for check, _, _ in cases.args[1]} == set(checks.PREFIX_CACHE_CHECKS)
+    assert {check for check, _, _ in cases.args[1]} == {*checks.PREFIX_CACHE_CHECKS, *checks.BLOCK_TABLE_CACHE_CHECKS}
 
 
 def test_an_error_of_the_cache_becomes_a_trace() -> None:
