@@ -37,6 +37,7 @@ FLOORS = (
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "internal_state"),
     ("batch_result_processor",),
     ("dp_attn", "dynamic_chunk_sizer", "new_token_ratio_tracker"),
+    ("ordered_requests",),
     ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache", "request_queues"),
     ("batcher",),
     ("profiler_manager", "torch_profiler", "thread_stack_sampler"),

@@ -27,6 +27,7 @@ from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fake_device import PagedModel, next_token
 from scheduler_components.testing.fakes import FakeClock, FakePool, FakeQueues, ListEventSink, ListOutputSink
 from scheduler_components.testing.page_store_checks import IN_PLACE_STORE_CHECKS, PAGE_STORE_CHECKS
+from scheduler_components.testing.policy_checks import POLICY_CHECKS, PolicyPromises, PolicyRequest
 from scheduler_components.testing.pool_verifier import PoolVerifier
 from scheduler_components.testing.prefix_cache_checks import BLOCK_TABLE_CACHE_CHECKS, PREFIX_CACHE_CHECKS
 from scheduler_components.testing.quiesce_checks import QUIESCE_CHECKS
@@ -51,6 +52,7 @@ __all__ = [
     "BLOCK_TABLE_CACHE_CHECKS",
     "IN_PLACE_STORE_CHECKS",
     "PAGE_STORE_CHECKS",
+    "POLICY_CHECKS",
     "POOL_INVARIANT_CHECKS",
     "POOL_STREAM_CHECKS",
     "PREFIX_CACHE_CHECKS",
@@ -64,6 +66,8 @@ __all__ = [
     "SUBSCRIBER_CHECKS",
     "CheckTrace",
     "ConformanceError",
+    "PolicyPromises",
+    "PolicyRequest",
     # machines
     "FollowerMachine",
     "PageStoreMachine",
