@@ -30,7 +30,7 @@ CAPACITY_TOKENS = 1 << 19
 _BLOCK_TOKENS = 512
 _NUM_REQUESTS = 60
 _ROOT = Path(__file__).parent.parent
-_GOALS = {(1, False): 1.0, (1, True): 0.4, (16, False): 1.0, (16, True): 0.3}
+_GOALS = {(1, False): 0.7, (1, True): 0.4, (16, False): 1.0, (16, True): 0.3}
 
 
 class Peer(Protocol):

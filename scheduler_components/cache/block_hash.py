@@ -48,6 +48,8 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     ids: Sequence[int] = token_ids
     if isinstance(token_ids, bytes | bytearray | memoryview):
         ids = list(token_ids)  # array() would read bytes as raw memory, not as a sequence of ids
+    elif isinstance(token_ids, array) and token_ids.typecode == "I" and sys.byteorder == "little":
+        return token_ids.tobytes()
     elif isinstance(token_ids, array) and token_ids.typecode != "I":
         ids = token_ids.tolist()  # SGLang's array("q"): array() reads a list faster than another array
     try:

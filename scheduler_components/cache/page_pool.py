@@ -35,21 +35,22 @@ class PagePool:
         ConfigError: ``num_pages`` is below 1.
     """
 
-    __slots__ = ("_free", "_num_cached", "_numbers", "_states", "num_pages")
+    __slots__ = ("_num_cached", "_num_taken", "_numbers", "_stack", "_states", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         check_integer("num_pages", num_pages)
         self.num_pages = num_pages
-        numbers = array("I", range(num_pages))
-        self._numbers = numbers.tobytes()  # bytes that a run is compared with
-        self._free = numbers[::-1]
+        # The free pages, the next one first, after ``_num_taken`` places without meaning.
+        self._stack = array("I", range(num_pages))
+        self._num_taken = 0
+        self._numbers = self._stack.tobytes()  # bytes that a run is compared with
         self._states = bytearray(num_pages)
         self._num_cached = 0
 
     @property
     def num_free(self) -> int:
         """Pages that ``allocate`` can return."""
-        return len(self._free)
+        return self.num_pages - self._num_taken
 
     @property
     def num_cached(self) -> int:
@@ -59,11 +60,11 @@ class PagePool:
     @property
     def num_held(self) -> int:
         """Pages that requests hold."""
-        return self.num_pages - len(self._free) - self._num_cached
+        return self._num_taken - self._num_cached
 
     def free_pages(self) -> array[int]:
-        """Return a copy of the free list. Use it in checks, not in steps."""
-        return self._free[:]
+        """Return a copy of the free list, the next page first. Use it in checks, not in steps."""
+        return self._stack[self._num_taken :]
 
     def allocate(self, num_pages: int) -> array[int]:
         """Move free pages to a request and return them as an ``array("I")``.
@@ -74,13 +75,12 @@ class PagePool:
         """
         if num_pages < 0:
             raise ConfigError("num_pages", num_pages, "is negative", "ask for 0 or more pages")
-        rest = len(self._free) - num_pages
-        if rest < 0:
-            raise OutOfPagesError(num_pages, len(self._free))
-        pages = self._free[rest:]
-        del self._free[rest:]
-        pages.reverse()
+        stop = self._num_taken + num_pages
+        if stop > self.num_pages:
+            raise OutOfPagesError(num_pages, self.num_free)
+        pages = self._stack[self._num_taken : stop]
         self._move(pages, _FREE, _HELD)
+        self._num_taken = stop
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class PagePool:
         Raises:
             CacheIntegrityError: a page is not held by a request (freed twice, or cached), or is named twice.
         """
-        self._free += self._move(pages, _HELD, _FREE)[::-1]
+        self._push(self._move(pages, _HELD, _FREE))
 
     def move_to_cache(self, pages: Sequence[int]) -> None:
         """Pass pages from a request to the tree.
@@ -107,7 +107,7 @@ class PagePool:
         """
         moved = self._move(pages, _CACHED, _FREE)
         self._num_cached -= len(moved)
-        self._free += moved[::-1]
+        self._push(moved)
 
     def as_array(self, pages: Sequence[int]) -> array[int]:
         """Return pages as an ``array("I")``, which every method here accepts without a copy.
@@ -143,12 +143,18 @@ class PagePool:
         """
         self._expect(cached, _CACHED)
         free, held, in_tree = (self._states.count(state) for state in (_FREE, _HELD, _CACHED))
-        if (free, in_tree, self._num_cached) != (len(self._free), len(cached), len(cached)):
+        if (free, in_tree, self._num_cached) != (self.num_free, len(cached), len(cached)):
             raise CacheIntegrityError(
                 f"{free} free + {held} held + {in_tree} cached = {self.num_pages} pages, but the free list has "
-                f"{len(self._free)}, the count of cached pages is {self._num_cached}, and the tree has {len(cached)}"
+                f"{self.num_free}, the count of cached pages is {self._num_cached}, and the tree has {len(cached)}"
             )
-        self._expect(self._free, _FREE)
+        self._expect(self.free_pages(), _FREE)
+
+    def _push(self, pages: array[int]) -> None:
+        """Put free pages on the stack. Its array keeps its size: one that shrinks and grows costs page faults."""
+        start = self._num_taken - len(pages)
+        self._stack[start : self._num_taken] = pages
+        self._num_taken = start
 
     def _move(self, pages: Sequence[int], old: int, new: int) -> array[int]:
         """Move pages from one state to another and return them. If a page is not in state ``old``, nothing changes."""
@@ -167,8 +173,8 @@ class PagePool:
             return 0
         states, first = self._states, pages[0]
         end = first + num_pages
-        is_run = pages[-1] == end - 1 < self.num_pages and self._is_run(pages, first, end)
-        if is_run and states.count(old, first, end) == num_pages:
+        is_run = pages[-1] == end - 1 and self._numbers.startswith(pages, first * pages.itemsize)
+        if is_run and states.startswith(bytes((old,)) * num_pages, first):
             states[first:end] = bytes((new,)) * num_pages
             return num_pages
         if num_pages > _SHORT:
@@ -184,10 +190,6 @@ class PagePool:
         except IndexError:
             return num_moved
         return num_pages
-
-    def _is_run(self, pages: array[int], first: int, end: int) -> bool:
-        size = pages.itemsize
-        return pages.tobytes() == self._numbers[first * size : end * size]
 
     def _expect(self, pages: Sequence[int], state: int) -> None:
         if len(set(pages)) != len(pages):
