@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 
 from observability.kv_stream.holder_tables import SWEEP_SLICE_HASHES, HolderTables, MaskTable
-from observability.kv_stream.rank_set import RankSet, ranks_in, record_depth
+from observability.kv_stream.rank_set import RankSet, depths_in, ranks_in, record_depth
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, BlockLocation, Tier, block_location, medium_tier
 
@@ -41,6 +41,9 @@ LocationKey = str | None | tuple[str | None, ...]
 
 _MAX_EARLY_HASHES = 256
 """Hashes kept in a list, so that clearing a rank with few blocks removes them and does not retire a bit."""
+
+_FEW_RANKS = 128
+"""Up to this number of ranks, a query records the depth of each rank when it ends."""
 
 _PARTIAL_KIND = "sliding_window"
 """One of the kinds that do not attend to a whole prefix."""
@@ -388,28 +391,40 @@ class BlockView:
             rank to depth in blocks, for ranks that hold at least the first block.
         """
         rank_at = self._rank_of_place or self._index()
-        rank_of_bit = self._rank_of_bit.get
-        depths: dict[int, int] = {}
+        rank_of_bit = self._rank_of_bit
+        are_few = len(rank_of_bit) <= _FEW_RANKS
+        found: dict[int, int] = {}
+        sets: list[int] = []
+        depths: list[int] = []
         alive, depth = self._live, 0
         masks = self._holders.tiers[tier].lookup if group_idx is None else self._lookup_in_group(tier, group_idx)
         for block_hash in hashes:
             mask = masks(block_hash, 0)
             if mask != alive:
                 still = mask & alive
-                if depth and still != alive:
-                    gone = alive ^ still
-                    rank = rank_of_bit(gone)  # usually one rank ends here
-                    if rank is None:
-                        record_depth(gone, rank_at, depth, depths)
-                    else:
-                        depths[rank] = depth
-                alive = still
+                if still != alive:
+                    if depth and are_few:
+                        gone = alive ^ still
+                        rank = rank_of_bit.get(gone)  # usually one rank ends here
+                        if rank is None:
+                            record_depth(gone, rank_at, depth, found)
+                        else:
+                            found[rank] = depth
+                    elif depth:
+                        sets.append(alive)
+                        depths.append(depth)
+                    alive = still
                 if not alive:
-                    return depths
+                    break
             depth += 1
+        if not are_few:
+            if depth and alive:
+                sets.append(alive)
+                depths.append(depth)
+            return depths_in(sets, depths, rank_at)
         if depth:
-            record_depth(alive, rank_at, depth, depths)
-        return depths
+            record_depth(alive, rank_at, depth, found)
+        return found
 
     def best_ranks(
         self, hashes: Iterable[int], tier: Tier = Tier.DEVICE, *, group_idx: int | None = None
