@@ -17,8 +17,8 @@ PACKAGES = ("scheduler_components", "observability")
 HEAD = """# Code map
 
 Every file with its subject, generated from the first sentence of its docstring by `make generated`. Files whose
-names begin with `zmq_`, `torch_`, `thread_`, `file_`, `http_`, `prometheus_`, `mooncake_`, `shm_` or `nats_` do I/O.
-[Architecture](../ARCHITECTURE.md) says how the files work together.
+names begin with `zmq_`, `torch_`, `thread_`, `file_`, `http_`, `prometheus_`, `mooncake_`, `shm_`, `nats_` or `otel_`
+do I/O. [Architecture](../ARCHITECTURE.md) says how the files work together.
 """
 
 

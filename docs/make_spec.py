@@ -20,12 +20,14 @@ from typing import NamedTuple
 from scheduler_components.testing.golden import (
     BatchVector,
     DigestVector,
+    ForwardPassVector,
     FrameVector,
     NamespacedHashVector,
     PageHashVector,
     PeerVector,
     batch_vectors,
     digest_vectors,
+    forward_pass_vectors,
     namespaced_hash_vectors,
     page_hash_vectors,
     peer_vectors,
@@ -41,7 +43,9 @@ PAGES = {
 }
 """Each page and its chapters."""
 
-_Vector = BatchVector | PeerVector | FrameVector | PageHashVector | NamespacedHashVector | DigestVector
+_Vector = (
+    BatchVector | PeerVector | ForwardPassVector | FrameVector | PageHashVector | NamespacedHashVector | DigestVector
+)
 _VECTORS: dict[str, Callable[[], Mapping[str, _Vector]]] = {
     "batches.json": lambda: {each.name: each for each in batch_vectors()},
     "peers.json": lambda: {each.name: each for each in peer_vectors()},
@@ -49,6 +53,7 @@ _VECTORS: dict[str, Callable[[], Mapping[str, _Vector]]] = {
     "page_hashes.json": lambda: {each.name: each for each in page_hash_vectors()},
     "namespaced_hashes.json": lambda: {each.name: each for each in namespaced_hash_vectors()},
     "digests.json": lambda: {each.name: each for each in digest_vectors()},
+    "forward_passes.json": lambda: {each.name: each for each in forward_pass_vectors()},
 }
 
 _BLOCK = re.compile(r"(<!-- (rules|index|fields|golden)(?:: ([^>]+?))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -145,7 +150,7 @@ def _field_table(event: str) -> Iterator[str]:
 
 def _golden(file: str, name: str) -> Iterator[str]:
     vector = _VECTORS[file]()[name]
-    if isinstance(vector, BatchVector | PeerVector):
+    if isinstance(vector, BatchVector | PeerVector | ForwardPassVector):
         yield from _columns(vector.parts)
     elif isinstance(vector, FrameVector):
         yield from _columns((f"[{frame}]", meaning) for frame, meaning in vector.frames)

@@ -27,6 +27,7 @@ EXTRA_OF = {
     "transformers": "model",
     "mooncake": "mooncake",
     "nats": "jetstream",
+    "opentelemetry": "otel",
     "hypothesis": "testing",
     "libcst": "refactor",
 }

@@ -31,6 +31,7 @@ import msgspec
 from scheduler_components.errors import ConfigError
 from scheduler_components.internal_state import StateValue
 from scheduler_components.validators import MAX_INTEGER, MAX_TOKENS, check_integer, check_number, check_share
+from scheduler_components.values import ForwardPassMetrics
 
 __all__ = ["DynamicChunkSizer", "FirstTokenPredictor", "PrefillLatencyFit", "PrefillLatencyModel"]
 
@@ -138,6 +139,18 @@ class PrefillLatencyFit:
         elif self.num_steps % _MIN_SAMPLES == 0:
             self._first.clear()
             self._expected = self._fitted()
+
+    def observe_metrics(self, metrics: ForwardPassMetrics) -> None:
+        """Add one step from its forward-pass metrics, as a planner receives them. One without prefill is ignored.
+
+        The metrics have sums over the step's prefills. So the pairs are exact for one prefill, and for several those of
+        prefills with equal chunks after equal histories.
+        """
+        scheduled = metrics.scheduled_requests
+        tokens, num_prefills = scheduled.sum_prefill_tokens, scheduled.num_prefill_requests
+        if num_prefills > 0:
+            pairs = tokens * (tokens + 2 * scheduled.sum_prefill_kv_tokens) // num_prefills
+            self.observe(tokens, pairs, metrics.wall_time)
 
     def _start(self) -> None:
         """Make the first fit: of least absolute errors, by least squares with weights."""

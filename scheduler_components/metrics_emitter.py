@@ -16,6 +16,7 @@ from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
 from scheduler_components.validators import check_integer
 from scheduler_components.values import (
     BatchingStats,
+    ForwardPassStats,
     IntegrityStats,
     LatencySnapshot,
     LoadSnapshot,
@@ -26,6 +27,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SpanStats,
     TierStats,
 )
 
@@ -49,6 +51,8 @@ class StatsSources(TypedDict, total=False):
     pools: StatsSource[PoolStats]
     batching: StatsSource[BatchingStats]
     outputs: StatsSource[OutputStats]
+    forward_passes: StatsSource[ForwardPassStats]
+    spans: StatsSource[SpanStats]
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,6 +17,7 @@ from scheduler_components.dynamic_chunk_sizer import (
 )
 from scheduler_components.internal_state import InternalState
 from scheduler_components.testing import FakeClock
+from scheduler_components.values import ForwardPassMetrics, ScheduledRequestMetrics
 
 models = st.builds(PrefillLatencyModel, st.floats(0, 50_000), st.floats(0.1, 200), st.floats(0, 500))
 lengths = st.integers(0, 200_000)
@@ -190,3 +191,30 @@ def test_a_prediction_learns_what_the_fit_does_not_know() -> None:
     for of_kind in errors.values():
         assert max(of_kind[45:]) < 0.05
         assert of_kind[0] > 0.4
+
+
+def metrics_of(chunks: list[tuple[int, int]], step_s: float) -> ForwardPassMetrics:
+    """The forward-pass metrics of a step with these (history, tokens) of prefills."""
+    tokens, history = sum(tokens for _, tokens in chunks), sum(history for history, _ in chunks)
+    scheduled = ScheduledRequestMetrics(len(chunks), tokens, sum_prefill_kv_tokens=history)
+    return ForwardPassMetrics(wall_time=step_s, scheduled_requests=scheduled)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9_000), st.integers(1, 500), st.integers(1, 4)), min_size=16, max_size=32))
+def test_a_planner_fits_equal_prefills_exactly(steps: list[tuple[int, int, int]]) -> None:
+    own, planners = PrefillLatencyFit(), PrefillLatencyFit()
+    for history, tokens, count in steps:
+        pairs = count * ((history + tokens) ** 2 - history**2)
+        step_s = 1e-6 * (500 + 20 * tokens * count + 3 * pairs / 1e6)
+        own.observe(tokens * count, pairs, step_s)
+        planners.observe_metrics(metrics_of([(history, tokens)] * count, step_s))
+    assert planners == own
+
+
+def test_a_planner_ignores_heartbeats_and_decodes() -> None:
+    fit = PrefillLatencyFit()
+    fit.observe_metrics(ForwardPassMetrics())
+    decode = ScheduledRequestMetrics(num_decode_requests=3, sum_decode_kv_tokens=50)
+    fit.observe_metrics(ForwardPassMetrics(wall_time=0.1, scheduled_requests=decode))
+    fit.observe_metrics(metrics_of([(0, 10)], 0.0))
+    assert fit.num_steps == 0

@@ -67,6 +67,7 @@ def test_no_module_raises_a_bare_import_error(without_extras: tuple[dict[str, st
         ("observability.http_status", "metrics"),
         ("observability.prometheus_schedulers", "metrics"),
         ("observability.jetstream.nats_writer", "jetstream"),
+        ("scheduler_components.metrics.otel_spans", "otel"),
         ("scheduler_components.hicache.memory", "hicache"),
         ("scheduler_components.torch_sync", "torch"),
         ("scheduler_components.testing.machines", "testing"),

@@ -35,6 +35,7 @@ FLOORS = (
     ("allocation_log", "thread_watchdog", "pool_stats_observer"),
     ("invariant_checker",),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "internal_state"),
+    ("forward_pass_publisher", "request_tracer"),
     ("batch_result_processor",),
     ("dp_attn", "dynamic_chunk_sizer", "new_token_ratio_tracker"),
     ("ordered_requests",),
@@ -62,8 +63,18 @@ FLOORS = (
 """From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
-EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_", "nats_")
-EDGE_MODULES = {"zmq", "torch", "threading", "multiprocessing", "asyncio", "prometheus_client", "mooncake", "nats"}
+EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_", "nats_", "otel_")
+EDGE_MODULES = {
+    "zmq",
+    "torch",
+    "threading",
+    "multiprocessing",
+    "asyncio",
+    "prometheus_client",
+    "mooncake",
+    "nats",
+    "opentelemetry",
+}
 HYPOTHESIS_ROOMS = {
     "scheduler_components/refactor/harness.py",  # for a type
     "scheduler_components/refactor/workload_search.py",

@@ -21,6 +21,7 @@ from scheduler_components import (
     ParallelState,
     SchedulerKvEventsPublisher,
 )
+from scheduler_components.forward_pass_publisher import ForwardPassPublisher
 from scheduler_components.kv_events import (
     EventPublisherFactory,
     KVEventsConfig,
@@ -29,7 +30,7 @@ from scheduler_components.kv_events import (
 )
 from scheduler_components.testing import FakePool, FakeQueues, ListEventSink
 from scheduler_components.testing.fakes import FakeLoad, ListSink, ScriptedEventSource
-from scheduler_components.values import KvMetrics, LoadSnapshot, SchedulerStats
+from scheduler_components.values import ForwardPassMetrics, KvMetrics, LoadSnapshot, SchedulerStats
 
 sizes = st.sampled_from([1, 2, 3])
 
@@ -147,12 +148,22 @@ def test_the_load_of_each_replica_leaves_once(engine: Engine) -> None:
     assert once_per_cache([snapshot.dp_rank for snapshot in sink.sent], engine)
 
 
+@given(engines())
+def test_the_forward_passes_of_each_replica_leave_once(engine: Engine) -> None:
+    sink = ListSink[ForwardPassMetrics]()
+    for parallel, _ in engine.ranks:
+        publisher = ForwardPassPublisher(parallel=parallel, queues=FakeQueues(), sink=sink)
+        publisher.publish_forward_pass((), 0.1)
+    assert once_per_cache([metrics.dp_rank for metrics in sink.sent], engine)
+
+
 PROPERTIES = [
     test_the_events_of_each_cache_are_published_once_and_every_rank_is_drained,
     test_the_publisher_of_each_cache_is_opened_once,
     test_the_kv_metrics_of_each_cache_are_sent_once,
     test_the_statistics_of_each_replica_are_reported_once,
     test_the_load_of_each_replica_leaves_once,
+    test_the_forward_passes_of_each_replica_leave_once,
 ]
 BROKEN: dict[str, tuple[str, Callable[[ParallelState], Any]]] = {
     "ignores pipeline stages": (

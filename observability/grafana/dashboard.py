@@ -124,6 +124,18 @@ ROWS = (
         ),
     ),
     Row(
+        "Telemetry",
+        (
+            Panel(
+                "Messages of forward-pass metrics per second",
+                ("forward_passes_sent_total", "forward_pass_heartbeats_total", "forward_passes_failed_total"),
+            ),
+            Panel("Spans per second", ("request_spans_exported_total", "request_spans_dropped_total")),
+            Panel("Spans waiting for their export", ("request_spans_pending",)),
+            Panel("Invalid trace headers per second", ("trace_parents_refused_total",)),
+        ),
+    ),
+    Row(
         "Batches",
         (
             Panel("New-token ratio", ("new_token_ratio",)),

@@ -8,22 +8,39 @@ from scheduler_components._lazy import lazy_exports
 from scheduler_components.metrics.request_times import RateMeter, RequestLatencyRecorder, RequestTimeStats
 
 if TYPE_CHECKING:
+    from scheduler_components.metrics.otel_spans import OtelSpanSink, open_otel_span_sink
     from scheduler_components.metrics.shm_metrics_board import open_shm_metrics_board, open_shm_metrics_sink
+    from scheduler_components.metrics.zmq_forward_pass import (
+        ZmqForwardPassReader,
+        ZmqForwardPassSink,
+        open_zmq_forward_pass_reader,
+        open_zmq_forward_pass_sink,
+    )
     from scheduler_components.metrics.zmq_kv_metrics import open_zmq_kv_metrics_receiver
 
 __all__ = [
+    "OtelSpanSink",
     "RateMeter",
     "RequestLatencyRecorder",
     "RequestTimeStats",
+    "ZmqForwardPassReader",
+    "ZmqForwardPassSink",
+    "open_otel_span_sink",
     "open_shm_metrics_board",
     "open_shm_metrics_sink",
+    "open_zmq_forward_pass_reader",
+    "open_zmq_forward_pass_sink",
     "open_zmq_kv_metrics_receiver",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "scheduler_components.metrics.otel_spans": "OtelSpanSink open_otel_span_sink",
         "scheduler_components.metrics.shm_metrics_board": "open_shm_metrics_board open_shm_metrics_sink",
+        "scheduler_components.metrics.zmq_forward_pass": (
+            "ZmqForwardPassReader ZmqForwardPassSink open_zmq_forward_pass_reader open_zmq_forward_pass_sink"
+        ),
         "scheduler_components.metrics.zmq_kv_metrics": "open_zmq_kv_metrics_receiver",
     },
 )

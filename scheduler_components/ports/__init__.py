@@ -30,7 +30,14 @@ from scheduler_components.ports.load import (
     QueueSource,
     RateSource,
 )
-from scheduler_components.ports.metrics import MetricsSink, NullMetricsSink
+from scheduler_components.ports.metrics import (
+    ForwardPassSink,
+    MetricsSink,
+    NullForwardPassSink,
+    NullMetricsSink,
+    NullSpanSink,
+    SpanSink,
+)
 from scheduler_components.ports.outputs import NullOutputSink, OutputSink
 from scheduler_components.ports.pages import (
     CopyEvent,
@@ -62,6 +69,7 @@ __all__ = [
     "ComputeGate",
     "CopyEvent",
     "DeviceMemory",
+    "ForwardPassSink",
     "HeldBlocksSource",
     "HostLayerView",
     "HostPages",
@@ -76,6 +84,7 @@ __all__ = [
     "NullAllocationSink",
     "NullComputeGate",
     "NullCopyEvent",
+    "NullForwardPassSink",
     "NullHeldBlocksSource",
     "NullKvMetricsSink",
     "NullLayerDoneCounter",
@@ -86,6 +95,7 @@ __all__ = [
     "NullPageHook",
     "NullRateSource",
     "NullOutputSink",
+    "NullSpanSink",
     "OutputSink",
     "PageBytes",
     "PageHolders",
@@ -100,6 +110,7 @@ __all__ = [
     "RateSource",
     "SchedulableRequest",
     "SchedulingPolicy",
+    "SpanSink",
     "StatsSource",
     "SyncGroup",
     "ZeroCopyPageStore",

@@ -30,6 +30,13 @@ from scheduler_components.values.control import (
     RollBackWeights,
     control_request_name,
 )
+from scheduler_components.values.forward_pass import (
+    FORWARD_PASS_VERSION,
+    ForwardPassMetrics,
+    ForwardPassStats,
+    QueuedRequestMetrics,
+    ScheduledRequestMetrics,
+)
 from scheduler_components.values.load import (
     DecodeMoments,
     DisaggregationLoad,
@@ -61,6 +68,7 @@ from scheduler_components.values.receive import (
     RelayedInput,
     RequestRejection,
 )
+from scheduler_components.values.request_span import FinishedRequest, RequestSpan, SpanStats, TraceParent
 from scheduler_components.values.stats import (
     BatchingStats,
     HistogramSnapshot,
@@ -90,9 +98,13 @@ __all__ = [
     "DecodeMoments",
     "DisaggregationLoad",
     "EndWeightUpdate",
+    "FORWARD_PASS_VERSION",
     "FinishReason",
+    "FinishedRequest",
     "FlushCache",
     "ForwardMode",
+    "ForwardPassMetrics",
+    "ForwardPassStats",
     "HeldCount",
     "HistogramSnapshot",
     "IdleControlRequest",
@@ -118,6 +130,7 @@ __all__ = [
     "PoolStats",
     "PublisherStats",
     "QueueLoad",
+    "QueuedRequestMetrics",
     "QuiesceStats",
     "ReceiverStats",
     "RefusalReason",
@@ -131,12 +144,16 @@ __all__ = [
     "RollBackWeights",
     "ScheduledBatch",
     "ScheduledChunk",
+    "RequestSpan",
+    "ScheduledRequestMetrics",
     "SchedulerCounters",
     "SchedulerStats",
+    "SpanStats",
     "SpeculativeLoad",
     "StallReport",
     "SyncCall",
     "TierStats",
+    "TraceParent",
     "TokenOutput",
     "control_request_name",
 ]

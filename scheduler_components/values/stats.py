@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from scheduler_components.values.forward_pass import ForwardPassStats
 from scheduler_components.values.load import LoadSnapshot
 from scheduler_components.values.outputs import OutputStats
 from scheduler_components.values.pools import IntegrityStats, PoolStats
 from scheduler_components.values.receive import ReceiverStats
+from scheduler_components.values.request_span import SpanStats
 from scheduler_components.values.tiers import TierStats
 
 __all__ = [
@@ -220,6 +222,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
         pools: usage of each page pool.
         batching: how batches are composed.
         outputs: counters of the output streamer.
+        forward_passes: counters of the forward-pass metrics.
+        spans: counters of the request spans.
 
     ``load`` is from this step. ``MetricsEmitter`` reads the other parts every few steps. A part that the engine does
     not have is None.
@@ -237,3 +241,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     pools: PoolStats | None = None
     batching: BatchingStats | None = None
     outputs: OutputStats | None = None
+    forward_passes: ForwardPassStats | None = None
+    spans: SpanStats | None = None

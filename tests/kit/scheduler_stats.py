@@ -12,6 +12,7 @@ from scheduler_components.values import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
+    ForwardPassStats,
     IntegrityStats,
     LoadSnapshot,
     LoraLoad,
@@ -23,6 +24,7 @@ from scheduler_components.values import (
     QuiesceStats,
     ReceiverStats,
     SchedulerStats,
+    SpanStats,
     SpeculativeLoad,
     TierStats,
 )
@@ -57,4 +59,6 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         pools=PoolStats(*[0] * 14),
         batching=BatchingStats(),
         outputs=OutputStats(),
+        forward_passes=ForwardPassStats(),
+        spans=SpanStats(),
     )

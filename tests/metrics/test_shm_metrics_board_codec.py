@@ -18,6 +18,7 @@ from scheduler_components.values import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
+    ForwardPassStats,
     HistogramSnapshot,
     IntegrityStats,
     LoadSnapshot,
@@ -31,6 +32,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SpanStats,
     SpeculativeLoad,
     TierStats,
 )
@@ -66,6 +68,8 @@ def whole_report() -> SchedulerStats:
         PoolStats(*range(1, 15)),
         BatchingStats(0.5, *range(2, 11)),
         OutputStats(*range(1, 10)),
+        ForwardPassStats(1, 2, 3),
+        SpanStats(1, 2, 3, 4),
     )
 
 

@@ -22,6 +22,7 @@ from scheduler_components.values import (
     BatchingStats,
     DecodeMoments,
     DisaggregationLoad,
+    ForwardPassStats,
     IntegrityStats,
     LatencySnapshot,
     LoadSnapshot,
@@ -35,6 +36,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SpanStats,
     SpeculativeLoad,
     TierStats,
 )
@@ -73,6 +75,8 @@ PARTS = {
     "pools.": PoolStats,
     "publisher.": PublisherStats,
     "outputs.": OutputStats,
+    "forward_passes.": ForwardPassStats,
+    "spans.": SpanStats,
 }
 WHOLE = make_full_stats()
 

@@ -33,6 +33,7 @@ from scheduler_components.reference.engine.config import (
     SchedulerConfig,
     StorageChecksum,
     StorageKind,
+    TelemetryConfig,
 )
 from scheduler_components.reference.engine.free_ports import default_kv_events
 from scheduler_components.reference.engine.log_output import LogConfig
@@ -147,6 +148,24 @@ class EngineOptions:
     profile_directory: Annotated[
         str,
         Parameter(show_default=False, help="Directory of profiles. Without it /start_profile is refused."),
+    ] = ""
+    forward_pass_endpoint: Annotated[
+        str,
+        Parameter(
+            show_default=False,
+            help="Send the metrics of each forward pass here, for planners. "
+            "Replica r binds tcp://HOST:PORT at PORT + r, or ipc://PATH.r.",
+        ),
+    ] = ""
+    forward_pass_worker_id: Annotated[
+        str, Parameter(show_default=False, help="Name of this engine in these metrics; Dynamo's id of the worker.")
+    ] = ""
+    otlp_traces_endpoint: Annotated[
+        str,
+        Parameter(
+            show_default=False,
+            help="Export a span of each request to this collector, as OTLP over HTTP: http://127.0.0.1:4318/v1/traces.",
+        ),
     ] = ""
     speed: Annotated[float, Parameter(help="Divides the time of workload, trace and device.")] = 1.0
     seed: Annotated[int, Parameter(help="Seed of the generated workload and of the output tokens.")] = 0
@@ -335,6 +354,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
         hicache=hicache.config(sizes.kv_tokens),
         profile_directory=options.profile_directory,
         dp_attention=_dp_attention(options),
+        telemetry=_telemetry(options),
     )
     _check_memory(engine)
     return _with_kv_events(engine, options.kv_events_config)
@@ -366,6 +386,16 @@ def _dp_attention(options: EngineOptions) -> DpAttentionConfig | None:
         if value := getattr(options, name):
             raise ConfigError(name, value, "has no effect by itself", "add --dp-attention")
     return None
+
+
+def _telemetry(options: EngineOptions) -> TelemetryConfig:
+    if options.otlp_traces_endpoint:
+        require_modules("opentelemetry", otherwise="leave --otlp-traces-endpoint out")
+    return TelemetryConfig(
+        forward_pass_endpoint=options.forward_pass_endpoint,
+        forward_pass_worker_id=options.forward_pass_worker_id,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
+    )
 
 
 def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:

@@ -16,9 +16,11 @@ from scheduler_components.dp_attn import PrefillDelayer
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout
 from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
 from scheduler_components.reference.engine.log_output import LogConfig
+from scheduler_components.request_tracer import check_otlp_endpoint
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "SchedulerConfig",
     "StorageChecksum",
     "StorageKind",
+    "TelemetryConfig",
 ]
 
 DEFAULT_HOST = "127.0.0.1"
@@ -227,6 +230,40 @@ class DpAttentionConfig:
 
 
 @attrs.frozen(kw_only=True)
+class TelemetryConfig:
+    """What an engine sends to planners and collectors. By default nothing.
+
+    Attributes:
+        forward_pass_endpoint: base address of the forward-pass metrics: replica r binds port + r, or the path ``.r``.
+        forward_pass_worker_id: name of the engine in these metrics, as its reader's discovery knows it.
+        otlp_traces_endpoint: URL of the collector to which the spans of requests are exported.
+
+    Raises:
+        ConfigError: a value is invalid; the error names it.
+    """
+
+    forward_pass_endpoint: str = ""
+    forward_pass_worker_id: str = ""
+    otlp_traces_endpoint: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.otlp_traces_endpoint:
+            check_otlp_endpoint(self.otlp_traces_endpoint)
+        if self.forward_pass_worker_id and not self.forward_pass_endpoint:
+            worker_id, hint = self.forward_pass_worker_id, "give forward_pass_endpoint, too"
+            raise ConfigError("forward_pass_worker_id", worker_id, "has no effect by itself", hint)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Check that ``num_ranks`` replicas have an address each.
+
+        Raises:
+            ConfigError: the base address is invalid, or too high.
+        """
+        if self.forward_pass_endpoint:
+            parse_forward_pass_endpoint(self.forward_pass_endpoint, num_ranks=num_ranks)
+
+
+@attrs.frozen(kw_only=True)
 class EngineConfig:
     """Configuration of one engine.
 
@@ -247,6 +284,7 @@ class EngineConfig:
         profile_directory: directory for the ranks' profiles; empty disables profiles.
         dp_attention: replicas take every step together; None lets each replica step by itself.
         logs: level and format of the log of every process.
+        telemetry: forward-pass metrics and spans of requests.
 
     Raises:
         ConfigError: a value is invalid; the error names it.
@@ -267,8 +305,10 @@ class EngineConfig:
     dp_attention: DpAttentionConfig | None = None
     model: ModelSpec | None = None
     logs: LogConfig = attrs.field(factory=LogConfig)
+    telemetry: TelemetryConfig = attrs.field(factory=TelemetryConfig)
 
     def __attrs_post_init__(self) -> None:
+        self.telemetry.check_ranks(self.dp_size)
         if self.model is not None:
             self._check_model_ranks(self.model)
         if self.tp_size % self.moe_dp_size:

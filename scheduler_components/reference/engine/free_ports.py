@@ -1,15 +1,17 @@
-"""Choose and check the TCP ports of an engine's event streams."""
+"""Choose and check the TCP ports of an engine's event streams and forward-pass metrics."""
 
 from __future__ import annotations
 
 import errno
 import random
 import socket
+from collections.abc import Iterator
 
 import msgspec
 
 from scheduler_components import StartError
-from scheduler_components.kv_events import KVEventsConfig
+from scheduler_components.kv_events import Endpoint, KVEventsConfig
+from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.reference.engine.config import DEFAULT_HOST, EngineConfig
 
 __all__ = [
@@ -43,30 +45,35 @@ def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
 
 
 def check_ports_free(engine: EngineConfig) -> None:
-    """Check that the TCP ports of the event streams are free, before any process is started.
+    """Check that the TCP ports of the streams are free, before any process is started.
 
     A port may still be taken before a rank binds it. Then the rank reports the error.
 
     Raises:
         StartError: an endpoint is in use; the error names the first one.
     """
+    for base in _bound_endpoints(engine):
+        for index in range(engine.dp_size if base.port else 0):
+            endpoint = base.offset(index)
+            if _is_taken(endpoint.host, endpoint.port or 0):
+                raise StartError(
+                    str(endpoint), "is in use", "stop the process that listens there, or give another port"
+                )
+
+
+def _bound_endpoints(engine: EngineConfig) -> Iterator[Endpoint]:
+    """Yield the base of each range of addresses that the ranks bind."""
+    if engine.telemetry.forward_pass_endpoint:
+        yield parse_forward_pass_endpoint(engine.telemetry.forward_pass_endpoint)
     if engine.kv_events is None:
         return
     settings = KVEventsConfig.from_cli(engine.kv_events)
     if settings.publisher != "zmq":
         return
     plan = settings.port_plan(engine.dp_size)
-    bound = [plan.replay, plan.load]
+    yield from (base for base in (plan.replay, plan.load) if base is not None)
     if plan.events.resolve_bind(settings.bind):
-        bound.append(plan.events)
-    for base in bound:
-        for index in range(engine.dp_size if base is not None and base.port else 0):
-            assert base is not None
-            endpoint = base.offset(index)
-            if _is_taken(endpoint.host, endpoint.port or 0):
-                raise StartError(
-                    str(endpoint), "is in use", "stop the process that listens there, or give another port"
-                )
+        yield plan.events
 
 
 def _is_taken(host: str, port: int) -> bool:

@@ -33,7 +33,7 @@ from scheduler_components.reference.engine.frontend.openapi import openapi_route
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend, open_text_codec
 from scheduler_components.reference.engine.frontend.weights_root import default_weights_root
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
-from scheduler_components.values import LoadSnapshot, QuiesceStats
+from scheduler_components.values import FORWARD_PASS_VERSION, LoadSnapshot, QuiesceStats
 
 __all__ = [
     "EngineStatus",
@@ -93,11 +93,26 @@ class EngineStatus:
             "max_running_requests": config.scheduler.num_request_slots,
             "chunked_prefill_size": config.scheduler.chunk_tokens,
             "kv_metrics": [msgspec.to_builtins(kv_metrics_of_load(load)) for load in self.load_snapshots()],
+            "forward_pass_metrics": self._forward_pass_metrics(),
         }
         page_size = config.scheduler.page_size
         return info | kv_events_server_info(
             config.kv_events, block_size=page_size, dp_size=config.dp_size, publishers=self._bound_streams()
         )
+
+    def _forward_pass_metrics(self) -> dict[str, Any] | None:
+        """Return where each replica sends its forward-pass metrics; None if it sends none."""
+        ready = self.engine.frontend.replies.ready
+        bound = {
+            self.engine.config.parallel(rank).kv_stream_index: said.forward_pass_endpoint
+            for rank, said in ready.items()
+            if said.forward_pass_endpoint is not None
+        }
+        if not bound:
+            return None
+        publishers = [{"dp_rank": replica, "endpoint": endpoint} for replica, endpoint in sorted(bound.items())]
+        worker_id = self.engine.config.telemetry.forward_pass_worker_id
+        return {"version": FORWARD_PASS_VERSION, "worker_id": worker_id, "publishers": publishers}
 
     def _quiesce_stats(self) -> list[QuiesceStats]:
         """Return the newest quiesce state of each replica that has reported one."""

@@ -22,7 +22,7 @@ import msgspec
 
 from scheduler_components import DecodeError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
-from scheduler_components.values import ControlReply, ControlRequest, LoadSnapshot, OutputBatch, TierStats
+from scheduler_components.values import ControlReply, ControlRequest, LoadSnapshot, OutputBatch, TierStats, TraceParent
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",
@@ -74,7 +74,10 @@ RpcMethod: TypeAlias = Literal["get_internal_state", "set_internal_state", "star
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Submit a request. ``input_ids`` is packed by ``pack_tokens``; the ``DispatchLedger`` issues ``ticket``."""
+    """Submit a request. ``input_ids`` is packed by ``pack_tokens``; the ``DispatchLedger`` issues ``ticket``.
+
+    ``trace`` is the trace of the client, if it sent one.
+    """
 
     rid: str
     input_ids: bytes
@@ -82,6 +85,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     stream_interval: int
     ticket: int
     sampling: SamplingParams = SamplingParams()
+    trace: TraceParent | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -155,6 +159,7 @@ class RankReady(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True
     stream_endpoint: str | None
     replay_endpoint: str | None = None
     load_endpoint: str | None = None
+    forward_pass_endpoint: str | None = None
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from scheduler_components import ConfigError, StartError
+from scheduler_components.errors import MissingExtraError
 from scheduler_components.hicache import HiCachePolicy
+from scheduler_components.reference.cli import engine_commands
 from scheduler_components.reference.cli.commands import COMMANDS, make_app
 from scheduler_components.reference.cli.engine_commands import (
     DemoOptions,
@@ -19,7 +21,7 @@ from scheduler_components.reference.cli.engine_commands import (
     ModelOptions,
     engine_config,
 )
-from scheduler_components.reference.engine.config import DEFAULT_HOST, HiCacheConfig, SchedulerConfig
+from scheduler_components.reference.engine.config import DEFAULT_HOST, HiCacheConfig, SchedulerConfig, TelemetryConfig
 
 
 def parse(*arguments: str) -> tuple[Any, dict[str, Any]]:
@@ -130,3 +132,21 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
 def test_a_step_takes_a_whole_chunk(chunk_tokens: int) -> None:
     scheduler = engine_config(EngineOptions(chunk_tokens=chunk_tokens), HiCacheOptions()).scheduler
     assert scheduler.max_prefill_tokens == max(chunk_tokens, SchedulerConfig().max_prefill_tokens)
+
+
+def test_telemetry_is_off_by_default_and_its_options_reach_the_ranks() -> None:
+    options = EngineOptions(forward_pass_endpoint="tcp://127.0.0.1:0", forward_pass_worker_id="w7")
+    telemetry = engine_config(options, HiCacheOptions()).telemetry
+    assert telemetry == TelemetryConfig(forward_pass_endpoint="tcp://127.0.0.1:0", forward_pass_worker_id="w7")
+    assert engine_config(EngineOptions(), HiCacheOptions()).telemetry == TelemetryConfig()
+
+
+def test_spans_need_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_commands, "require_modules", without_opentelemetry)
+    with pytest.raises(MissingExtraError, match=r"\[otel\]', or leave --otlp-traces-endpoint out"):
+        engine_config(EngineOptions(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces"), HiCacheOptions())
+
+
+def without_opentelemetry(*modules: str, otherwise: str = "") -> None:
+    if "opentelemetry" in modules:
+        raise MissingExtraError("opentelemetry", "otel", otherwise)

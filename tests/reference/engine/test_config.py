@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig, TelemetryConfig
 
 
 @pytest.mark.parametrize(
@@ -27,5 +27,23 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 def test_an_invalid_size_is_named_with_its_hint(field: str, value: float, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         SchedulerConfig(**{field: value})
+    assert error.value.field == field
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "hint"),
+    [
+        ("forward_pass_endpoint", {"forward_pass_endpoint": "tcp://127.0.0.1:65535"}, "at most 65534"),
+        ("forward_pass_endpoint", {"forward_pass_endpoint": "inproc://x"}, "tcp or ipc"),
+        ("forward_pass_worker_id", {"forward_pass_worker_id": "w7"}, "give forward_pass_endpoint, too"),
+        ("otlp_traces_endpoint", {"otlp_traces_endpoint": "localhost:4317"}, "http://127.0.0.1:4318/v1/traces"),
+    ],
+)
+def test_a_wrong_address_of_telemetry_is_refused_before_any_process_starts(
+    field: str, settings: dict[str, str], hint: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(dp_size=2, telemetry=TelemetryConfig(**settings))
     assert error.value.field == field
     assert hint in error.value.hint

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from scheduler_components import StartError
-from scheduler_components.reference.engine.config import EngineConfig
+from scheduler_components.reference.engine.config import EngineConfig, TelemetryConfig
 from scheduler_components.reference.engine.free_ports import check_ports_free, default_kv_events
 
 pytestmark = pytest.mark.sockets
@@ -38,3 +38,12 @@ def test_a_port_in_use_is_named(name: str) -> None:
 
 def test_an_engine_without_streams_needs_no_ports() -> None:
     check_ports_free(EngineConfig(**SIZES))
+
+
+def test_a_port_in_use_of_the_forward_pass_metrics_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        telemetry = TelemetryConfig(forward_pass_endpoint=f"tcp://127.0.0.1:{port - 1}")
+        with pytest.raises(StartError, match=f":{port}: is in use"):
+            check_ports_free(EngineConfig(**SIZES, telemetry=telemetry))
+    check_ports_free(EngineConfig(**SIZES, telemetry=TelemetryConfig(forward_pass_endpoint="ipc:///nowhere/fpm")))

@@ -42,7 +42,7 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     encode,
 )
-from scheduler_components.values import ControlReply, FinishReason, OutputBatch, OutputDelta
+from scheduler_components.values import ControlReply, FinishReason, OutputBatch, OutputDelta, TraceParent
 
 __all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
 
@@ -61,6 +61,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
         stream_interval: tokens between two deltas; 0 for one delta at the end.
         conversation: requests with the same value share a prefix; the dispatcher may send them to one replica.
         replica: the replica that must serve the request; None lets the dispatcher choose.
+        trace: the trace of the client, or None.
     """
 
     rid: str | None = None
@@ -70,6 +71,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1
     conversation: str | None = None
     replica: int | None = None
+    trace: TraceParent | None = None
 
     @property
     def num_input_tokens(self) -> int:
@@ -175,7 +177,9 @@ class Frontend:
         replica, ticket = self._place(request)
         stream = self._open[rid] = RequestStream(rid=rid, replica=replica, frontend=self)
         sampling = _with_seed(request.sampling)
-        command = SubmitRequest(rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling)
+        command = SubmitRequest(
+            rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling, request.trace
+        )
         self.send(replica, command)
         return stream
 

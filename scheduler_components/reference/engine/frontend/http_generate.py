@@ -28,7 +28,7 @@ from scheduler_components.reference.engine.frontend.http_body import (
     run_until_disconnected,
     stream_response,
 )
-from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER, requested_replica
+from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER, with_headers
 from scheduler_components.reference.engine.frontend.openai_format import (
     Count,
     LogitBias,
@@ -150,8 +150,7 @@ class GenerateEndpoint:
         try:
             async with self.bodies.receive(request) as received:
                 body = read_generate_body(self._reader, received)
-            params = body.params()
-            params = msgspec.structs.replace(params, replica=requested_replica(request.headers, params.replica))
+            params = with_headers(body.params(), request.headers)
             prompt = body.input_ids if body.text is None else await self.text.encode(body.text)
             stream = self.text.frontend.open_request(self.text.request(prompt or (), params, rid=body.rid))
         except ClientDisconnect:

@@ -46,19 +46,33 @@ from scheduler_components.reference.engine.frontend.text_frontend import (
     merge_streams,
 )
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
+from scheduler_components.request_tracer import read_trace_parent
 
 __all__ = [
     "RANK_HEADER",
     "ChatEndpoint",
     "CompletionEndpoint",
-    "requested_replica",
+    "with_headers",
 ]
 
 RANK_HEADER = "x-data-parallel-rank"
 """SGLang's header. In a request it names the rank that must serve it, in a response the rank or ranks that did."""
 
 
-def requested_replica(headers: Headers, in_body: int | None) -> int | None:
+def with_headers(params: GenerationParams, headers: Headers) -> GenerationParams:
+    """Return the parameters with what a request's headers add to its body: the rank, and the trace of the client.
+
+    Raises:
+        ConfigError: the rank is not a number.
+    """
+    return msgspec.structs.replace(
+        params,
+        replica=_requested_replica(headers, params.replica),
+        trace=read_trace_parent(headers.get("traceparent"), headers.get("tracestate")),
+    )
+
+
+def _requested_replica(headers: Headers, in_body: int | None) -> int | None:
     """Return the rank that a client has chosen. The header, which a router sets, takes precedence over the body.
 
     Raises:
@@ -158,7 +172,7 @@ class _Job:
         writer: _CompletionWriter | _ChatWriter,
     ) -> _Job:
         return cls(
-            params=msgspec.structs.replace(params, replica=requested_replica(headers, params.replica)),
+            params=with_headers(params, headers),
             prompts=prompts,
             num_choices=body.num_choices,
             writer=writer,

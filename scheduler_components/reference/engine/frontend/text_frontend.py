@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import FinishReason, OutputDelta
+from scheduler_components.values import FinishReason, OutputDelta, TraceParent
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -48,7 +48,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
         stops: strings that end the text.
         include_stop_str: keep the stop string in the text.
         stream_interval: tokens between two deltas; 0 for one delta at the end.
-        conversation, replica: see ``GenerateReqInput``.
+        conversation, replica, trace: see ``GenerateReqInput``.
     """
 
     max_new_tokens: int | None = None
@@ -60,6 +60,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1
     conversation: str | None = None
     replica: int | None = None
+    trace: TraceParent | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -137,6 +138,7 @@ class TextFrontend:
             stream_interval=1 if params.stops else params.stream_interval,
             conversation=params.conversation,
             replica=params.replica,
+            trace=params.trace,
         )
 
     async def text_deltas(self, stream: RequestStream, params: GenerationParams) -> AsyncGenerator[TextDelta, None]:

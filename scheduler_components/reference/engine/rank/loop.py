@@ -158,6 +158,7 @@ class RankWorker:
                 command.limits,
                 sampling=command.sampling,
                 stream_interval=command.stream_interval,
+                trace=command.trace,
             )
             self.scheduler.submit(request)
         except ConfigError as error:  # an invalid request, which every rank refuses alike
@@ -253,6 +254,7 @@ class Leader:
         scheduler = self.worker.scheduler
         scheduler.output.flush()
         scheduler.kv_events.flush()
+        scheduler.forward_passes.publish_idle()
         scheduler.metrics.emit()
         self.load_publisher.flush()
 

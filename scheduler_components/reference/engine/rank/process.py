@@ -20,7 +20,8 @@ from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
-from scheduler_components.metrics import open_shm_metrics_sink
+from scheduler_components.metrics import ZmqForwardPassSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
+from scheduler_components.ports import ForwardPassSink
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.rank_groups import world_rank_groups
@@ -104,6 +105,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
         opened.callback(metrics.close)
         sinks = SchedulerSinks(events=events, metrics=metrics)
+        _open_telemetry(config, parallel, sinks, opened)
         if parallel.leads_replica:
             outputs = connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
             sinks.outputs = ZmqOutputSink(socket=outputs)
@@ -139,7 +141,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         loop = _open_loop(config, context, worker, heartbeat, load_publisher, peers)
         opened.callback(loop.receiver.close)
         heartbeat.send_if_due()  # before `RankReady`, so that the frontend monitors the rank from the start
-        reports.send(_ready(config.rank, events, load_publisher))
+        reports.send(_ready(config.rank, events, load_publisher, sinks.forward_passes))
         loop.run()
 
 
@@ -148,6 +150,21 @@ def _profiler(config: RankConfig) -> Profiler:
     if not config.engine.profile_directory:
         return NullProfiler()
     return StackSampler(Path(config.engine.profile_directory))
+
+
+def _open_telemetry(config: RankConfig, parallel: ParallelState, sinks: SchedulerSinks, opened: ExitStack) -> None:
+    """Open the sinks for planners and collectors that the configuration names."""
+    telemetry = config.engine.telemetry
+    sinks.worker_id, sinks.model_name = telemetry.forward_pass_worker_id, config.engine.model_name
+    if telemetry.forward_pass_endpoint:
+        sinks.forward_passes = open_zmq_forward_pass_sink(telemetry.forward_pass_endpoint, parallel)
+        opened.callback(sinks.forward_passes.close)
+    if telemetry.otlp_traces_endpoint:
+        # Imported here, because only an engine that exports spans needs OpenTelemetry.
+        from scheduler_components.metrics import open_otel_span_sink
+
+        sinks.spans = open_otel_span_sink(telemetry.otlp_traces_endpoint, parallel)
+        opened.callback(sinks.spans.close)
 
 
 def _open_watchdog(
@@ -283,12 +300,15 @@ def _open_loop(
     )
 
 
-def _ready(rank: int, events: EventPublisher, load_publisher: LoadPublisher) -> RankReady:
-    """Return the bound endpoints of this rank's event stream and load gauge."""
+def _ready(
+    rank: int, events: EventPublisher, load_publisher: LoadPublisher, forward_passes: ForwardPassSink
+) -> RankReady:
+    """Return the bound endpoints of this rank's event stream, load gauge and forward-pass metrics."""
     load_endpoint = next((sink.endpoint for sink in load_publisher.sinks if isinstance(sink, ZmqLoadSink)), None)
+    passes = forward_passes.endpoint if isinstance(forward_passes, ZmqForwardPassSink) else None
     if isinstance(events, ZmqEventPublisher):
-        return RankReady(rank, events.endpoint, events.replay_endpoint, load_endpoint)
-    return RankReady(rank, None, load_endpoint=load_endpoint)
+        return RankReady(rank, events.endpoint, events.replay_endpoint, load_endpoint, passes)
+    return RankReady(rank, None, None, load_endpoint, passes)
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -10,7 +10,7 @@ from scheduler_components import ConfigError
 from scheduler_components.cache import RadixNode
 from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.reference.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
-from scheduler_components.values import CachedTokens, FinishReason, RequestState, TokenOutput
+from scheduler_components.values import CachedTokens, FinishReason, RequestState, TokenOutput, TraceParent
 
 __all__ = [
     "Request",
@@ -49,6 +49,7 @@ class Request:
         num_retractions: how often the request lost its pages to other requests.
         is_sampled: the allocation log records its pages; no decision depends on it.
         times: time stamps for latencies; no decision depends on them.
+        trace: the client's trace, which its span belongs to; no decision depends on it.
 
     Raises:
         ConfigError: no input tokens, a token id that is not u32, or an id that is empty or not valid text.
@@ -77,6 +78,7 @@ class Request:
         "num_retractions",
         "is_sampled",
         "times",
+        "trace",
     )
 
     def __init__(
@@ -87,6 +89,7 @@ class Request:
         *,
         sampling: SamplingParams = _GREEDY,
         stream_interval: int = 1,
+        trace: TraceParent | None = None,
     ) -> None:
         self.rid = _checked_rid(rid)
         self.token_ids = _as_token_array(input_ids)
@@ -110,6 +113,7 @@ class Request:
         self.num_retractions = 0
         self.is_sampled = False
         self.times: RequestTimeStats | None = None
+        self.trace = trace
 
     @property
     def input_ids(self) -> tuple[int, ...]:

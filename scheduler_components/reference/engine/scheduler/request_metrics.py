@@ -9,12 +9,13 @@ from typing import cast
 
 import msgspec
 
-from scheduler_components import WorkCounters
+from scheduler_components import ParallelState, WorkCounters
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.values import FinishReason, ReceiverStats, SchedulerCounters
+from scheduler_components.request_tracer import RequestTracer
+from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, SchedulerCounters
 
 __all__ = ["RequestMetrics"]
 
@@ -31,6 +32,7 @@ class RequestMetrics:
         rates: throughput and hit rate over the recent window.
         latencies: histograms of request times.
         receiver: counters of the rank's ``RequestReceiver``.
+        tracer: makes a span of each ended request.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -38,6 +40,7 @@ class RequestMetrics:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     work: WorkCounters = field(default_factory=WorkCounters)
     receiver: ReceiverStats = field(default_factory=ReceiverStats)
+    tracer: RequestTracer = field(default_factory=lambda: RequestTracer(parallel=ParallelState()))
     rates: RateMeter = field(init=False)
     latencies: RequestLatencyRecorder = field(init=False)
 
@@ -64,14 +67,15 @@ class RequestMetrics:
         self.counters.num_retractions_total += 1
         self.rates.observe_preemption()
 
-    def on_batch_computed(self, batch: ScheduledBatch[Request], *, begun_s: float) -> None:
-        """Record that the device has computed a batch, which was launched at ``begun_s``."""
+    def on_batch_computed(self, batch: ScheduledBatch[Request], *, begun_s: float) -> float:
+        """Record that the device has computed a batch, which was launched at ``begun_s``. Return its seconds."""
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
             self.work.record_prefill(batch.num_prefill_tokens, busy_s)
             self.budget.observe_prefill(batch, busy_s)
         else:
             self.work.record_decode(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
+        return busy_s
 
     def on_tokens(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> None:
         """Record the tokens that a step generated for each of these requests."""
@@ -84,6 +88,7 @@ class RequestMetrics:
     def on_finished(self, request: Request, reason: FinishReason) -> None:
         """Record the end of a request."""
         self.latencies.on_finished(_times(request))
+        self.tracer.on_finished(_times(request), _facts(request, reason))
         self.budget.on_finished(request)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests_total += 1
@@ -96,3 +101,19 @@ class RequestMetrics:
 def _times(request: Request) -> RequestTimeStats:
     assert request.times is not None, f"{request!r} was never queued"
     return request.times
+
+
+def _facts(request: Request, reason: FinishReason) -> FinishedRequest:
+    limits, sampling = request.limits, request.sampling
+    return FinishedRequest(
+        rid=request.rid,
+        finish_reason=reason,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_cached_tokens=request.num_cached_prompt_tokens,
+        max_tokens=limits.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or None,
+        parent=request.trace,
+    )

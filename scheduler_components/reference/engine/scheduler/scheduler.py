@@ -38,16 +38,21 @@ from scheduler_components import (
 )
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
+from scheduler_components.forward_pass_publisher import ForwardPassPublisher
 from scheduler_components.kv_events import NullEventPublisher
 from scheduler_components.ports import (
+    ForwardPassSink,
     KvEventSink,
     KvMetricsSink,
     LoadSource,
     MetricsSink,
+    NullForwardPassSink,
     NullKvMetricsSink,
     NullMetricsSink,
     NullOutputSink,
+    NullSpanSink,
     OutputSink,
+    SpanSink,
 )
 from scheduler_components.quiesce import QuiesceState, weight_namespace
 from scheduler_components.reference.device.device import Device, DeviceOutput, ScheduledBatch
@@ -61,6 +66,7 @@ from scheduler_components.reference.engine.scheduler.request import Request, Req
 from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
+from scheduler_components.request_tracer import RequestTracer
 from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode
 from scheduler_components.watchdog import IDLE_PHASE
 
@@ -86,6 +92,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         load: reports how busy this replica is.
         request_metrics: counts and times requests.
         metrics: reports the statistics of each step.
+        forward_passes: reports what each batch was, to planners.
         integrity: checks the pools between steps, and tracks the progress of a step for the watchdog.
     """
 
@@ -99,6 +106,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     load: LoadSource
     request_metrics: RequestMetrics
     metrics: MetricsEmitter
+    forward_passes: ForwardPassPublisher
     integrity: SchedulerIntegrity
     _digest: StateDigest = field(default_factory=StateDigest, init=False)
 
@@ -136,7 +144,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         budget.forecast.clock = clocks.monotonic
 
         # Observers: they read the parts above and decide nothing.
-        request_metrics = RequestMetrics(clock=clocks.monotonic, budget=budget)
+        tracer = RequestTracer(parallel=parallel, sink=sinks.spans, model_name=sinks.model_name, clock=clocks.wall)
+        request_metrics = RequestMetrics(clock=clocks.monotonic, budget=budget, tracer=tracer)
         integrity = SchedulerIntegrity.compose(config.integrity, parallel, tiers, queues)
         load = LoadInquirer(
             parallel=parallel,
@@ -154,6 +163,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             metrics_sink=sinks.kv_metrics,
             clock=clocks.wall,
         )
+        forward_passes = ForwardPassPublisher(
+            parallel=parallel,
+            queues=queues,
+            sink=sinks.forward_passes,
+            worker_id=sinks.worker_id,
+            clock=clocks.monotonic,
+        )
         output = OutputStreamer(sink=sinks.outputs)
         metrics = MetricsEmitter(
             parallel=parallel,
@@ -170,6 +186,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
                 "pools": integrity.pools,
                 "batching": budget,
                 "outputs": output,
+                "forward_passes": forward_passes,
+                "spans": tracer,
             },
         )
 
@@ -203,6 +221,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             load=load,
             request_metrics=request_metrics,
             metrics=metrics,
+            forward_passes=forward_passes,
             integrity=integrity,
         )
 
@@ -291,8 +310,9 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             self.integrity.progress.enter_phase("results")
             return self.results.fail([chunk.request for chunk in batch.chunks], error)
         self.integrity.progress.enter_phase("results")
-        self.request_metrics.on_batch_computed(batch, begun_s=started_s)
+        busy_s = self.request_metrics.on_batch_computed(batch, begun_s=started_s)
         updated = self._apply(batch, output)
+        self.forward_passes.publish_forward_pass(batch.chunks, busy_s)
         if batch.num_prefill_tokens:
             self.batcher.budget.on_first_tokens(batch)
             for chunk in batch.chunks:
@@ -383,6 +403,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """
         self.kv_events.shutdown()
         self.output.close()
+        self.forward_passes.close()
+        self.request_metrics.tracer.close()
         self.tiers.close()
 
 
@@ -395,12 +417,19 @@ class SchedulerSinks:
         outputs: tokens of requests.
         metrics: statistics of each step; its owner closes it.
         kv_metrics: ``KvMetrics``: request slots and KV blocks.
+        forward_passes: what each batch was.
+        spans: the spans of ended requests.
+        worker_id, model_name: names of the engine and of its model for the readers of these two.
     """
 
     events: KvEventSink = field(default_factory=NullEventPublisher)
     outputs: OutputSink = field(default_factory=NullOutputSink)
     metrics: MetricsSink = field(default_factory=NullMetricsSink)
     kv_metrics: KvMetricsSink = field(default_factory=NullKvMetricsSink)
+    forward_passes: ForwardPassSink = field(default_factory=NullForwardPassSink)
+    spans: SpanSink = field(default_factory=NullSpanSink)
+    worker_id: str = ""
+    model_name: str = ""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -14,6 +14,7 @@ import pytest
 
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
+from scheduler_components.values import TraceParent
 
 openai = pytest.importorskip("openai", reason="needs openai: pip install scheduler-components[dev]")
 httpx2 = pytest.importorskip("httpx2", reason="openai 3 brings it")
@@ -344,6 +345,22 @@ def test_a_request_is_served_on_the_rank_that_its_client_chose(
 
     use(served, scenario)
     assert [len(replica.submitted) for replica in served.replicas] == [0, 0, 3]
+
+
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
+
+
+def test_every_output_of_a_body_belongs_to_the_trace_of_its_client(make_served: Callable[..., Any]) -> None:
+    served = make_served()
+
+    async def scenario(client: Any) -> None:
+        await client.completions.create(model="any", prompt="one", max_tokens=1, n=2, extra_headers=TRACE)
+        await client.completions.create(model="any", prompt="one", max_tokens=1)
+        await client.chat.completions.create(model="any", messages=CHAT, max_tokens=1, extra_headers=TRACE)
+
+    use(served, scenario)
+    parent = TraceParent(*TRACE.values())
+    assert [command.trace for command in served.replicas[0].submitted] == [parent, parent, None, parent]
 
 
 CHAT = [{"role": "user", "content": "hello"}]

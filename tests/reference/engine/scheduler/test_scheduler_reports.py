@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from scheduler_components import AllBlocksCleared, CacheIntegrityError, ParallelState
+from scheduler_components.dynamic_chunk_sizer import PrefillLatencyFit
+from scheduler_components.metrics.forward_pass_metrics import decode_forward_pass, encode_forward_pass
+from scheduler_components.reference.device.device import DeviceOutput, ScheduledBatch
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler, SchedulerSinks
+from scheduler_components.testing import FakeClock
+from scheduler_components.testing.fake_device import InstantDevice as FunctionDevice
+from scheduler_components.testing.fakes import ListSink
+from scheduler_components.values import ForwardPassMetrics, RequestSpan, SpanStats, TraceParent
+
+
+class SpanList(ListSink[RequestSpan]):
+    wants_spans = True
+
+    def stats(self) -> SpanStats:
+        return SpanStats(exported=len(self.sent))
 
 
 def test_each_chunk_is_stored_in_the_step_that_computed_it(make_bench: Callable) -> None:
@@ -113,3 +132,74 @@ def test_after_a_clear_waiting_requests_have_no_cached_tokens(make_bench: Callab
     assert bench.scheduler.load.get_loads().num_waiting_uncached_tokens == 8
     bench.drain()
     assert bench.publisher.events()[-1].extra_keys == (("weight_version=v2",),) * 2
+
+
+def test_each_batch_is_reported_to_planners_whose_fit_is_the_schedulers_own() -> None:
+    """Durations follow the batch, so that both fits have something to find."""
+    passes, now = ListSink[ForwardPassMetrics](), FakeClock(0.0)
+
+    def compute(batch: ScheduledBatch) -> DeviceOutput:
+        now.now_s += 0.01 + 1e-4 * batch.num_prefill_tokens + 1e-6 * sum(chunk.end**2 for chunk in batch.chunks)
+        return DeviceOutput(tuple(7 for _ in batch.chunks))
+
+    scheduler = Scheduler.compose(
+        SchedulerConfig(page_size=4, kv_tokens=256, chunk_tokens=8),
+        ParallelState.trivial(),
+        FunctionDevice(compute),
+        sinks=SchedulerSinks(forward_passes=passes, worker_id="w7"),
+        clocks=Clocks(monotonic=now),
+    )
+    fit = PrefillLatencyFit()
+    for length in (20, 37, 64, 61):
+        scheduler.submit(Request(f"r{length}", range(length), SamplingLimits(max_new_tokens=3)))
+        for _ in scheduler.drain():
+            pass
+        scheduler.clear_cache()
+    for metrics in passes.sent:
+        fit.observe_metrics(decode_forward_pass(encode_forward_pass(metrics)))
+    assert fit.num_steps > 16
+    own = scheduler.batcher.budget.chunk_sizer.fit.model()
+    assert own is not None
+    assert fit.model() == own
+    first = [msgspec.structs.astuple(metrics.scheduled_requests) for metrics in passes.sent[:5]]
+    assert [(*each[:2], *each[3:6]) for each in first] == [
+        (1, 8, 0, 0, 0), (1, 8, 8, 0, 0), (1, 4, 16, 0, 0), (0, 0, 0, 1, 21), (0, 0, 0, 1, 22),
+    ]  # fmt: skip
+    assert {metrics.worker_id for metrics in passes.sent} == {"w7"}
+    assert [metrics.counter_id for metrics in passes.sent] == list(range(len(passes.sent)))
+    scheduler.close()
+    assert passes.num_closed == 1
+
+
+def test_a_batch_that_fails_is_not_reported_to_planners(make_bench: Callable) -> None:
+    bench, passes = make_bench(), ListSink[ForwardPassMetrics]()
+    bench.scheduler.forward_passes.sink = passes
+    bench.device.answers.append(RuntimeError("the device is gone"))
+    bench.submit("r", range(8))
+    bench.drain()
+    assert (passes.sent, bench.scheduler.forward_passes.stats().failed) == ([], 0)
+
+
+def test_an_ended_request_has_a_span(make_bench: Callable) -> None:
+    bench, sink = make_bench(), SpanList()
+    bench.scheduler.request_metrics.tracer.sink = sink
+    bench.submit("warm", range(9))
+    bench.drain()
+    parent = TraceParent("00-1")
+    bench.scheduler.submit(Request("r", range(9), SamplingLimits(max_new_tokens=2), trace=parent))
+    bench.drain()
+    bench.submit("aborted", range(9), 5)
+    bench.scheduler.abort("aborted")
+    bench.device.answers.append(RuntimeError("the device is gone"))
+    bench.submit("failed", range(9))
+    bench.drain()
+    by_rid = {str(span.attributes["gen_ai.request.id"]): span for span in sink.sent}
+    ends = {rid: span.attributes["gen_ai.response.finish_reasons"] for rid, span in by_rid.items()}
+    assert ends == {"warm": ("length",), "r": ("length",), "aborted": ("abort",), "failed": ("error",)}
+    assert [rid for rid, span in by_rid.items() if span.is_error] == ["failed"]
+    attributes = by_rid["r"].attributes
+    assert (by_rid["r"].parent, attributes["gen_ai.usage.cached_tokens"]) == (parent, 8)
+    counts = [attributes[f"gen_ai.{name}"] for name in ("usage.prompt_tokens", "usage.completion_tokens")]
+    assert [*counts, attributes["gen_ai.request.max_tokens"]] == [9, 2, 2]
+    bench.scheduler.close()
+    assert sink.num_closed == 1
