@@ -130,26 +130,36 @@ def package_exports(package: str) -> frozenset[str]:
     return frozenset(exports(path) if path.exists() else ())
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_imports_only_go_down(path: Path) -> None:
-    room = room_of(module_of(path))
-    for module, _ in kit_imports(path):
-        asked = room_of(module)
-        assert asked == room or FLOOR_OF[asked] < FLOOR_OF[room], f"{name(path)} imports {module} from above"
+# One test reads all files and names each one that breaks its rule: as a test per file and rule they would cost seconds.
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_exported_names_are_imported_from_their_package(path: Path) -> None:
+def test_imports_only_go_down() -> None:
+    upward = []
+    for path in SOURCES:
+        room = room_of(module_of(path))
+        for module, _ in kit_imports(path):
+            asked = room_of(module)
+            if asked != room and FLOOR_OF[asked] >= FLOOR_OF[room]:
+                upward.append(f"{name(path)} imports {module} from above")
+    assert upward == []
+
+
+def test_exported_names_are_imported_from_their_package() -> None:
     """What a package does not export is imported from one of its public modules."""
-    room = room_of(module_of(path))
-    for module, what in kit_imports(path):
-        asked = room_of(module)
-        package = asked if asked.startswith(("observability", KIT)) else f"{KIT}.{asked}"
-        if asked == room or asked.startswith("reference") or module == package:  # reference exports nothing
-            continue
-        inner = module.removeprefix(f"{package}.")
-        assert not inner.startswith("_") and "._" not in inner, f"{name(path)} imports the private module {module}"
-        assert what not in package_exports(package), f"{name(path)} imports {what} from {module}, not from {package}"
+    wrong = []
+    for path in SOURCES:
+        room = room_of(module_of(path))
+        for module, what in kit_imports(path):
+            asked = room_of(module)
+            package = asked if asked.startswith(("observability", KIT)) else f"{KIT}.{asked}"
+            if asked == room or asked.startswith("reference") or module == package:  # reference exports nothing
+                continue
+            inner = module.removeprefix(f"{package}.")
+            if inner.startswith("_") or "._" in inner:
+                wrong.append(f"{name(path)} imports the private module {module}")
+            if what in package_exports(package):
+                wrong.append(f"{name(path)} imports {what} from {module}, not from {package}")
+    assert wrong == []
 
 
 def test_no_file_imports_itself_through_others() -> None:
@@ -165,26 +175,31 @@ def test_no_file_imports_itself_through_others() -> None:
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_sockets_threads_and_devices_live_in_edge_files(path: Path) -> None:
-    if room_of(module_of(path)).startswith(("reference", "testing", "observability.testing")):
-        return
-    found = EDGE_MODULES & {module.partition(".")[0] for module, _ in imports(path)}
-    assert not found or path.name.startswith(EDGE_PREFIXES), f"{name(path)} imports {', '.join(found)}"
+def test_sockets_threads_and_devices_live_in_edge_files() -> None:
+    wrong = []
+    for path in SOURCES:
+        if room_of(module_of(path)).startswith(("reference", "testing", "observability.testing")):
+            continue
+        found = EDGE_MODULES & {module.partition(".")[0] for module, _ in imports(path)}
+        if found and not path.name.startswith(EDGE_PREFIXES):
+            wrong.append(f"{name(path)} imports {', '.join(sorted(found))}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_only_strategies_and_machines_import_hypothesis(path: Path) -> None:
-    found = any(module.partition(".")[0] in ("hypothesis", "pytest") for module, _ in imports(path))
-    assert not found or name(path) in HYPOTHESIS_ROOMS, name(path)
+def test_only_strategies_and_machines_import_hypothesis() -> None:
+    importing = {
+        name(path)
+        for path in SOURCES
+        if any(module.partition(".")[0] in ("hypothesis", "pytest") for module, _ in imports(path))
+    }
+    assert importing <= HYPOTHESIS_ROOMS
 
 
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py" and exports(path)]
 
 
-@pytest.fixture(scope="module")
-def broken_exports() -> dict[str, str]:
-    """Import every exported name in one fresh process; return the error of each package that has one."""
+def test_a_package_has_every_name_that_it_exports() -> None:
+    """One fresh process imports each name."""
     pytest.importorskip("torch")
     script = """
 import importlib, json, sys, traceback
@@ -200,13 +215,7 @@ print(json.dumps(errors))
 """
     modules = [module_of(path) for path in PACKAGES]
     ran = subprocess.run([sys.executable, "-c", script, *modules], capture_output=True, text=True, check=True)
-    errors: dict[str, str] = json.loads(ran.stdout)
-    return errors
-
-
-@pytest.mark.parametrize("path", PACKAGES, ids=name)
-def test_a_package_has_every_name_that_it_exports(path: Path, broken_exports: dict[str, str]) -> None:
-    assert module_of(path) not in broken_exports, broken_exports[module_of(path)]
+    assert json.loads(ran.stdout) == {}, ran.stdout
 
 
 DOORS = "scheduler_components scheduler_components.kv_events scheduler_components.cache scheduler_components.load "
@@ -214,12 +223,25 @@ DOORS += "scheduler_components.metrics scheduler_components.hicache scheduler_co
 DOORS += "scheduler_components.engines scheduler_components.request_receiver"
 
 
-@pytest.mark.parametrize("module", DOORS.split())
-def test_importing_a_package_loads_no_heavy_module(module: str) -> None:
+def expect_not_loaded(modules: list[str], heavy: tuple[str, ...]) -> None:
+    """Import modules one after another in a fresh interpreter, and name the first that loads one of ``heavy``."""
+    script = """
+import importlib, json, sys
+heavy = tuple(json.loads(sys.argv[1]))
+inner = tuple(f"{each}." for each in heavy)
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+    if found := sorted(each for each in sys.modules if each in heavy or each.startswith(inner)):
+        sys.exit(f"{module} loads {found}")
+"""
+    command = [sys.executable, "-c", script, json.dumps(heavy), *modules]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_importing_a_package_loads_no_heavy_module() -> None:
     heavy = "zmq torch pydantic hypothesis prometheus_client starlette httpx rich cyclopts numpy"
-    script = f"import sys, {module}; print(*[m for m in '{heavy}'.split() if m in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert loaded.stdout.split() == []
+    expect_not_loaded(DOORS.split(), tuple(heavy.split()))
 
 
 RANK_MODULES = (
@@ -237,9 +259,6 @@ RANK_MODULES = (
 """What only the scheduler processes of the reference engine need."""
 
 
-@pytest.mark.parametrize("module", ["messages", "config", "frontend.frontend", "engine", "http_app"])
-def test_the_frontend_process_loads_no_scheduler(module: str) -> None:
-    script = f"import sys, {KIT}.reference.engine.{module}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert [each for each in loaded if each.startswith(tuple(f"{name}." for name in RANK_MODULES))] == []
-    assert set(loaded).isdisjoint(RANK_MODULES)
+def test_the_frontend_process_loads_no_scheduler() -> None:
+    parts = ("messages", "config", "frontend.frontend", "engine", "http_app")
+    expect_not_loaded([f"{KIT}.reference.engine.{part}" for part in parts], RANK_MODULES)

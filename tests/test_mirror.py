@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path, PurePath
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 
@@ -102,32 +100,39 @@ def module_of(test: PurePath) -> PurePath | None:
     return test.parent if test.parent in MODULES else None
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_each_module_has_a_test_file_of_its_name(module: PurePath) -> None:
-    has_tests = any(module_of(test) == module for test in TEST_FILES)
-    path = MODULES[module]
-    if path in DECLARATIONS:
-        assert not has_tests, f"{path} has tests: take it out of DECLARATIONS"
-    elif module in TESTED_TOGETHER:
-        assert not has_tests, f"{path} has tests: take it out of TOGETHER"
-    else:
-        assert has_tests, f"{path} has no test: write tests/{module.parent / ('test_' + module.name.strip('_'))}.py"
+def test_each_module_has_a_test_file_of_its_name() -> None:
+    tested = {module_of(test) for test in TEST_FILES}
+    wrong = []
+    for module, path in MODULES.items():
+        if path in DECLARATIONS:
+            wrong += [f"{path} has tests: take it out of DECLARATIONS"] * (module in tested)
+        elif module in TESTED_TOGETHER:
+            wrong += [f"{path} has tests: take it out of TOGETHER"] * (module in tested)
+        elif module not in tested:
+            file = module.parent / ("test_" + module.name.strip("_"))
+            wrong.append(f"{path} has no test: write tests/{file}.py")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", DECLARATIONS)
-def test_a_declaration_does_nothing(path: str) -> None:
-    for function in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = [each for each in function.body if not isinstance(each, ast.Expr | ast.Pass)]
-            assert len(body) <= 1, f"{path}: {function.name} has behaviour, so the module needs a test file"
-            assert all(isinstance(each, ast.Return | ast.Raise) for each in body), f"{path}: {function.name}"
+def test_a_declaration_does_nothing() -> None:
+    """A function has one expression; one with behaviour needs a test file for its module."""
+    behaviour = []
+    for path in DECLARATIONS:
+        for function in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = [each for each in function.body if not isinstance(each, ast.Expr | ast.Pass)]
+                if len(body) > 1 or not all(isinstance(each, ast.Return | ast.Raise) for each in body):
+                    behaviour.append(f"{path}: {function.name}")
+    assert behaviour == []
 
 
-@pytest.mark.parametrize("test", TEST_FILES, ids=str)
-def test_each_test_file_belongs_to_a_module(test: PurePath) -> None:
-    if test.as_posix() in SUBJECTS or test.parts[0] in SUBJECTS:
-        return
-    assert module_of(test) is not None, f"tests/{test}: no module has this name"
+def test_each_test_file_belongs_to_a_module() -> None:
+    strays = [
+        f"tests/{test}: no module has this name"
+        for test in TEST_FILES
+        if test.as_posix() not in SUBJECTS and test.parts[0] not in SUBJECTS and module_of(test) is None
+    ]
+    assert strays == []
 
 
 def test_the_exceptions_exist() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from textwrap import dedent, indent
 
 import pytest
+
+from scheduler_components.component_lint import ComponentChecker
 
 Lint = Callable[..., list[tuple[int, str]]]
 
@@ -56,18 +59,22 @@ BEHAVIOUR = {
 }
 
 
+def codes_of(head: str, kind: str, methods: str) -> set[str]:
+    """Return the codes of the checker alone, which takes a tenth of flake8's time."""
+    found = ComponentChecker(ast.parse(f"{head}{kind}{indent(FIELDS + methods, '    ')}\n")).run()
+    return {problem.split(" ", 1)[0] for _, _, problem, _ in found}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("methods", NO_BEHAVIOUR.values(), ids=NO_BEHAVIOUR)
-def test_no_component_rule_applies_to_a_record(lint: Lint, head: str, kind: str, methods: str) -> None:
-    found = lint(f"{head}{kind}{indent(FIELDS + methods, '    ')}\n")
-    assert [code for _, code in found if code in ABOUT_COMPONENTS] == []
+def test_no_component_rule_applies_to_a_record(head: str, kind: str) -> None:
+    for case, methods in NO_BEHAVIOUR.items():
+        assert codes_of(head, kind, methods).isdisjoint(ABOUT_COMPONENTS), case
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize("methods", BEHAVIOUR.values(), ids=BEHAVIOUR)
-def test_component_rules_apply_to_a_data_class_with_behaviour(lint: Lint, head: str, kind: str, methods: str) -> None:
-    found = lint(f"{head}{kind}{indent(FIELDS + methods, '    ')}\n")
-    assert {"SCH001", "SCH003", "SCH006"} <= {code for _, code in found}
+def test_component_rules_apply_to_a_data_class_with_behaviour(head: str, kind: str) -> None:
+    for case, methods in BEHAVIOUR.items():
+        assert codes_of(head, kind, methods) >= {"SCH001", "SCH003", "SCH006"}, case
 
 
 def test_component_rules_apply_to_every_plain_class(lint: Lint, head: str) -> None:
