@@ -11,11 +11,13 @@ import subprocess
 import sys
 from code import InteractiveConsole
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 
 import pytest
 from kit.documents import REFERENCE, ROOT
+from kit.forked_programs import Ran, run_programs
 
 from observability.catalog import render_markdown
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored
@@ -36,32 +38,55 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def programs() -> Iterator[object]:
+def programs() -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the code and the output of each program."""
     for path in DOCUMENTS:
         blocks = BLOCK.findall(path.read_text())
         if name(path) in CONTINUED:
             blocks = [tuple("".join(parts) for parts in zip(*blocks, strict=True))]
         for number, (code, printed) in enumerate(blocks):
-            yield pytest.param(code, printed, id=f"{name(path)}-{number}")
+            yield f"{name(path)}-{number}", code, printed
 
 
-@pytest.mark.parametrize(("code", "printed"), list(programs()))
-def test_python_blocks_run_and_print_the_text_below(code: str, printed: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", code]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == printed or not printed
+PROGRAMS = list(programs())
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_python_blocks_are_formatted_and_their_imports_sorted(path: Path) -> None:
-    """Except for empty lines, because a prompt ends a definition at one."""
-    ruff, name_and_input = [sys.executable, "-m", "ruff"], ["--quiet", "--stdin-filename", f"{path}.py", "-"]
-    for block, _ in BLOCK.findall(path.read_text()):
-        for command in ([*ruff, "check", "--select", "I", *name_and_input], [*ruff, "format", *name_and_input]):
-            ran = subprocess.run(command, input=block, check=False, capture_output=True, text=True)
-            assert ran.returncode == 0, ran.stdout
-        assert [line for line in ran.stdout.splitlines() if line] == [line for line in block.splitlines() if line]
+@pytest.fixture(scope="module")
+def ran() -> dict[str, Ran]:
+    """How each program ended, by its name."""
+    names, codes, _ = zip(*PROGRAMS, strict=True)
+    imports = ["observability.kv_stream", "scheduler_components.kv_events.config", "scheduler_components.testing"]
+    imports += ["prometheus_client", "zmq"]
+    return dict(zip(names, run_programs(codes, imports=imports), strict=True))
+
+
+@pytest.mark.parametrize(("program", "printed"), [(program, printed) for program, _, printed in PROGRAMS])
+def test_python_blocks_run_and_print_the_text_below(program: str, printed: str, ran: dict[str, Ran]) -> None:
+    assert ran[program].code == 0, ran[program].err
+    assert ran[program].out == printed or not printed
+
+
+def test_python_blocks_are_formatted_and_their_imports_sorted(tmp_path: Path) -> None:
+    """Except for empty lines, because a prompt ends a definition at one. One run of ruff reads all blocks as files."""
+    blocks = {
+        tmp_path / f"{name(path).replace('/', '-')}-{number}.py": block
+        for path in DOCUMENTS
+        for number, (block, _) in enumerate(BLOCK.findall(path.read_text()))
+    }
+    for file, block in blocks.items():
+        file.write_text(block)
+    options = ["--quiet", "--no-cache", "--config", str(ROOT / "pyproject.toml"), str(tmp_path)]
+    for command in (["check", "--select", "I"], ["format"]):
+        checked = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *options], cwd=ROOT, check=False, capture_output=True, text=True
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+    def filled_lines(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line]
+
+    changed = [file.name for file, block in blocks.items() if filled_lines(file.read_text()) != filled_lines(block)]
+    assert changed == []
 
 
 class Prompt(InteractiveConsole):
@@ -78,14 +103,16 @@ class Prompt(InteractiveConsole):
         self.complaints += data
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if BLOCK.search(path.read_text())], ids=name)
-def test_python_blocks_can_be_pasted_into_a_prompt(path: Path) -> None:
+def test_python_blocks_can_be_pasted_into_a_prompt() -> None:
     """There an empty line ends a definition, and only an empty line does."""
-    for block, _ in BLOCK.findall(path.read_text()):
-        prompt = Prompt()
-        for line in [*block.splitlines(), ""]:
-            prompt.push(line)
-        assert prompt.complaints == ""
+    complaints = []
+    for path in DOCUMENTS:
+        for block, _ in BLOCK.findall(path.read_text()):
+            prompt = Prompt()
+            for line in [*block.splitlines(), ""]:
+                prompt.push(line)
+            complaints += [f"{name(path)}: {prompt.complaints}"] * (prompt.complaints != "")
+    assert complaints == []
 
 
 def test_the_tutorial_runs_at_a_prompt() -> None:
@@ -99,29 +126,35 @@ def test_the_tutorial_runs_at_a_prompt() -> None:
     ]
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """The anchors that a forge gives to a document's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_links_within_the_project_work(path: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        target, _, anchor = link.partition("#")
-        if "://" in target:
-            continue
-        file = path.parent / target if target else path
-        assert file.exists(), f"{path}: {link}"
-        is_of_the_site = file.resolve() in REFERENCE.values()  # which a strict build looks up
-        assert not anchor or is_of_the_site or anchor in anchors(file), f"{path}: {link}"
+def test_links_within_the_project_work() -> None:
+    broken = []
+    for path in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            target, _, anchor = link.partition("#")
+            if "://" in target:
+                continue
+            file = path.parent / target if target else path
+            is_of_the_site = file.resolve() in REFERENCE.values()  # which a strict build looks up
+            if not file.exists() or (anchor and not is_of_the_site and anchor not in anchors(file)):
+                broken.append(f"{name(path)}: {link}")
+    assert broken == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_a_blank_line_precedes_each_list(path: Path) -> None:
+def test_a_blank_line_precedes_each_list() -> None:
     """A forge forgives the missing line; the site would show one long paragraph."""
-    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert re.findall(r"^[A-Za-z`*_\[(].*\n(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
+    joined = []
+    for path in DOCUMENTS:
+        text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(r"^[A-Za-z`*_\[(].*\n(?:[-*]|\d+\.) .*", text, re.MULTILINE)
+        joined += [f"{name(path)}: {lines}" for lines in found]
+    assert joined == []
 
 
 def test_the_index_links_to_every_document() -> None:
@@ -175,16 +208,18 @@ NAMES_OF_OTHERS = {"prometheus_client", "event_publishers", "NullX", "attrs", "f
 """Names in these pages that the kit does not define."""
 
 
-def bound_names(path: Path) -> Iterator[str]:
-    """Yield every name that a file binds: modules, classes, functions, parameters, fields, constants."""
-    yield from path.relative_to(ROOT).with_suffix("").parts
+@cache
+def bound_names(path: Path) -> frozenset[str]:
+    """Return every name that a file binds: modules, classes, functions, parameters, fields, constants."""
+    found = {*path.relative_to(ROOT).with_suffix("").parts}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
+            found.add(node.name)
         elif isinstance(node, ast.arg):
-            yield node.arg
+            found.add(node.arg)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.id if isinstance(node, ast.Name) else node.attr
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return frozenset(found)
 
 
 def test_every_name_of_the_glossary_is_defined_in_its_file() -> None:
