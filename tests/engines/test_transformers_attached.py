@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.imported_later import ImportedLater
+
+from observability.kv_stream import BlockView, open_subscriber, static_address
+from scheduler_components import ParallelState
+from scheduler_components.cache import signed_block_hash
+from scheduler_components.kv_events import KVEventsConfig, open_event_publisher
+from scheduler_components.ports import KvEventSink
+from scheduler_components.testing import EventLedger, ListEventSink
+from scheduler_components.values import SchedulerStats
 
 REASON = "`make engines` makes an environment with transformers 5.23"
-transformers = pytest.importorskip("transformers", "5.23", reason=REASON)
-batching = pytest.importorskip("transformers.generation.continuous_batching.scheduler", reason=REASON)
-blocks = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators.cache_allocator")
-
-from observability.kv_stream import BlockView, open_subscriber, static_address  # noqa: E402
-from scheduler_components import ParallelState  # noqa: E402
-from scheduler_components.cache import signed_block_hash  # noqa: E402
-from scheduler_components.kv_events import KVEventsConfig, open_event_publisher  # noqa: E402
-from scheduler_components.ports import KvEventSink  # noqa: E402
-from scheduler_components.testing import EventLedger, ListEventSink  # noqa: E402
-from scheduler_components.values import SchedulerStats  # noqa: E402
+INSIDE = "transformers.generation.continuous_batching"
+transformers = ImportedLater("transformers", "5.23", reason=REASON)
+batching = ImportedLater(f"{INSIDE}.scheduler", reason=REASON)
+blocks = ImportedLater(f"{INSIDE}.cache_allocators.cache_allocator", reason=REASON)
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]  # the engine's own
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from kit.imported_later import ImportedLater
 
 from scheduler_components.reference.cli.hicache_sim_command import RunProgress, draw_divergence
 from scheduler_components.reference.device.hicache_sim import SimulationRun
 
-matplotlib_figure = pytest.importorskip("matplotlib.figure", reason="pip install scheduler-components[plot]")
+matplotlib_figure = ImportedLater("matplotlib.figure", reason="pip install scheduler-components[plot]")
 
 
 def test_the_report_shows_divergence_over_tp_only(command_line: Callable, tmp_path: Path) -> None:

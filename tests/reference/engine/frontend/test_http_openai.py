@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from kit.imported_later import ImportedLater
 
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
 from scheduler_components.values import TraceParent
 
-openai = pytest.importorskip("openai", reason="needs openai: pip install scheduler-components[dev]")
-httpx2 = pytest.importorskip("httpx2", reason="openai 3 brings it")
+openai = ImportedLater("openai", reason="needs openai: pip install scheduler-components[dev]")
+httpx2 = ImportedLater("httpx2", reason="openai 3 brings it")
 
 CODEC = WordTokenizer()
 
