@@ -179,6 +179,9 @@ def test_the_shell_completion_covers_all_commands(command_line: Callable, shell:
     assert ran.code == 0
     assert all(command in ran.out for command in COMMANDS)
     assert "--hicache-storage" in ran.out
+
+
+def test_the_completion_of_an_unknown_shell_is_refused(command_line: Callable) -> None:
     assert command_line("completion", "tcl").code == 2
 
 

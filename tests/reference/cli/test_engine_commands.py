@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,6 +33,7 @@ COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
 TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]
 TWO_REPLICAS = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "1"]
 TWO_RANKS = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2"]
+ONE_RANK = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1"]
 DEADLINE_S = 90
 
 
@@ -79,8 +81,10 @@ def test_the_demo_passes_its_own_checks() -> None:
     assert out.endswith("PASSED\n")
 
 
-def test_the_json_lines_of_the_demo_have_the_facts_of_its_text() -> None:
-    with started("demo", *TWO_RANKS, "--requests", "8", "--speed", "4", "--json") as process:
+def test_context_parallel_and_pipeline_ranks_publish_no_stream_and_json_lines_say_so() -> None:
+    """JSON lines have the facts of the text."""
+    sizes = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "1", "--pp-size", "2"]
+    with started("demo", *sizes, "--requests", "8", "--speed", "8", "--json") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
     printed = [json.loads(line) for line in out.splitlines()]
@@ -89,57 +93,39 @@ def test_the_json_lines_of_the_demo_have_the_facts_of_its_text() -> None:
     assert by_kind["ready"]["url"].startswith("http://127.0.0.1:")
     assert (by_kind["summary"]["requests"], by_kind["summary"]["finished"], by_kind["summary"]["failed"]) == (8, 8, 0)
     assert by_kind["report"]["passed"] is True
-    assert {check["name"] for check in by_kind["report"]["checks"]} >= {"requests", "view equals cache"}
+    facts = {check["name"]: check["facts"] for check in by_kind["report"]["checks"]}
+    assert facts.keys() >= {"requests", "view equals cache"}
+    assert facts["streams"] == "exactly 1 streams for 4 ranks; 1 of 4 candidate ports answer"
     assert printed[-1]["kind"] == "report"
 
 
-def test_modules_in_the_working_directory_reach_no_rank(tmp_path: Path) -> None:
-    """The command's own script does not look there, and neither may its ranks."""
+def test_modules_in_the_working_directory_reach_no_rank_of_an_engine_without_publisher(tmp_path: Path) -> None:
+    """The command's own script does not look there, and neither may its ranks. No publisher, no check of streams."""
     for name in ("observability", "zmq"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     kit = str(Path(scheduler_components.__file__).parent.parent)
     script = f"import sys; sys.path[0] = {kit!r}; from scheduler_components.reference.cli.main import main; main()"
-    arguments = [sys.executable, "-c", script, "demo", *TWO_RANKS, "--requests", "4", "--speed", "8"]
+    settings = ["--requests", "4", "--speed", "8", "--kv-events-config", '{"publisher": "null"}']
+    arguments = [sys.executable, "-c", script, "demo", *TWO_RANKS, *settings]
     ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+    assert re.search(r"streams +ok +not checked: ", ran.stdout)
 
 
-def test_context_parallel_and_pipeline_ranks_publish_no_stream_of_their_own() -> None:
-    sizes = ["--dp-size", "1", "--attn-cp-size", "2", "--attn-tp-size", "1", "--pp-size", "2"]
-    with started("demo", *sizes, "--requests", "10", "--speed", "8") as process:
-        code, out, _ = finish(process)
-    assert code == 0
-    assert "exactly 1 streams for 4 ranks; 1 of 4 candidate ports answer" in out
-
-
-def test_a_stream_too_many_fails_the_run() -> None:
+def test_a_stream_too_many_and_a_workload_of_which_nothing_finishes_fail_the_run() -> None:
     """A stranger publishes on the port after the last stream, as a rank without its gate would."""
-    engine = EngineConfig(dp_size=2, attn_cp_size=1, attn_tp_size=2)
+    engine = EngineConfig(dp_size=1, attn_cp_size=1, attn_tp_size=2)
     config = default_kv_events(engine)
     port = int(json.loads(config)["endpoint"].rpartition(":")[2])
     with zmq.Context() as context, context.socket(zmq.PUB) as stranger:
-        stranger.bind(f"tcp://127.0.0.1:{port + 2}")
-        arguments = ["demo", *TWO_BY_TWO, "--requests", "4", "--speed", "8", "--kv-events-config", config]
-        with started(*arguments) as process:
+        stranger.bind(f"tcp://127.0.0.1:{port + 1}")
+        sizes = [*TWO_RANKS, "--requests", "4", "--speed", "8", "--kv-tokens", "64"]
+        with started("demo", *sizes, "--kv-events-config", config) as process:
             code, out, _ = finish(process)
     assert code == 1
     assert re.search(r"streams +FAIL .*answer", out)
-    assert out.endswith("FAILED\n")
-
-
-def test_a_workload_of_which_nothing_finishes_fails_the_run() -> None:
-    with started("demo", *TWO_RANKS, "--requests", "4", "--speed", "8", "--kv-tokens", "64") as process:
-        code, out, _ = finish(process)
-    assert code == 1
     assert re.search(r"requests +FAIL", out)
-
-
-def test_without_a_publisher_the_streams_are_not_verified() -> None:
-    arguments = ["--requests", "6", "--speed", "8", "--kv-events-config", '{"publisher": "null"}']
-    with started("demo", *TWO_RANKS, *arguments) as process:
-        code, out, _ = finish(process)
-    assert code == 0
-    assert re.search(r"streams +ok +not checked: ", out)
+    assert out.endswith("FAILED\n")
 
 
 def test_a_trace_is_replayed_and_verified(tmp_path: Path) -> None:
@@ -152,7 +138,7 @@ def test_a_trace_is_replayed_and_verified(tmp_path: Path) -> None:
         )
     )
     with started(
-        "serve", *TWO_RANKS, "--port", "0", "--trace", str(path), "--speed", "20", "--kv-tokens", "4096"
+        "serve", *ONE_RANK, "--port", "0", "--trace", str(path), "--speed", "20", "--kv-tokens", "4096"
     ) as process:
         code, out, _ = finish(process)
     assert code == 0
@@ -161,22 +147,12 @@ def test_a_trace_is_replayed_and_verified(tmp_path: Path) -> None:
     assert out.endswith("PASSED\n")
 
 
-def test_a_bad_trace_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_a_bad_trace_line_is_one_line_and_exit_code_2(tmp_path: Path, command_line: Callable[..., Any]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\nnonsense\n')
-    with started("serve", *TWO_RANKS, "--port", "0", "--trace", str(path)) as process:
-        code, out, err = finish(process)
-    assert (code, out) == (2, ""), "a process was started for a trace that cannot be replayed"
-    assert f"{path}:2" in err
-    assert err.count("\n") == 1
-
-
-def expect_stop(process: subprocess.Popen[str], code: int) -> None:
-    """Check that a process that got a signal ends with ``code`` and one line."""
-    status, _, err = finish(process)
-    assert status == code
-    assert err.endswith("all processes are stopped\n")
-    assert err.count("\n") == 1
+    ran = command_line("serve", *TWO_RANKS, "--port", "0", "--trace", str(path))
+    assert (ran.code, ran.out) == (2, ""), "a process was started for a trace that cannot be replayed"
+    assert f"{path}:2" in ran.complaint
 
 
 def test_an_interrupt_ends_an_open_stream_and_stops_everything_without_a_traceback() -> None:
@@ -190,17 +166,12 @@ def test_an_interrupt_ends_an_open_stream_and_stops_everything_without_a_traceba
             *_, error, done = [line for line in lines if line]
         assert "the engine is stopping" in error
         assert done == "data: [DONE]"
-        expect_stop(process, 130)
+        status, _, err = finish(process)
+    assert (status, err.count("\n")) == (130, 1)
+    assert err.endswith("all processes are stopped\n")
 
 
-def test_ranks_end_when_their_parent_is_killed() -> None:
-    with started("serve", *TWO_RANKS, "--port", "0") as process:
-        wait_for_url(process)
-        process.kill()
-        finish(process)  # returns when the last rank has closed the output that it inherited
-
-
-def test_a_running_engine_answers_routers_and_users_until_sigterm_stops_it(
+def test_a_running_engine_answers_routers_and_users_and_its_ranks_end_when_it_is_killed(
     eventually: Callable[[Callable[[], object]], None],
 ) -> None:
     with started("serve", *TWO_REPLICAS, "--port", "0") as process:
@@ -229,19 +200,18 @@ def test_a_running_engine_answers_routers_and_users_until_sigterm_stops_it(
             assert re.search(rf"OK +rank {rank}: load gauge \S+: 0 running, 0 waiting, 0 of 262144 tokens", diagnosis)
         watched = run_command("watch", url, "--history", "--json", "--count", "1", "--duration", "20")
         assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
-        process.send_signal(signal.SIGTERM)
-        expect_stop(process, 143)
+        process.kill()
+        finish(process)  # returns when the last rank has closed the output that it inherited
 
 
 @pytest.mark.soak_only
 def test_more_connections_than_descriptors_cost_a_line_and_no_service() -> None:
     """Found with 21 MB of tracebacks and 22 s without service."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    arguments = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1", "--port", "0"]
     with ExitStack() as opened:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))  # the engine inherits it
         try:
-            process = opened.enter_context(started("serve", *arguments))
+            process = opened.enter_context(started("serve", *ONE_RANK, "--port", "0"))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         url = httpx.URL(wait_for_url(process))
@@ -271,9 +241,8 @@ def test_sigterm_lets_open_requests_end_refuses_others_and_clears_its_stream(
     """On an engine with keys, which are not in the list of processes."""
     (tmp_path / "key").write_text("client-key\n")
     (tmp_path / "admin").write_text("admin-key\n")
-    sizes = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1"]
     keys = ["--api-key-file", str(tmp_path / "key"), "--admin-api-key-file", str(tmp_path / "admin")]
-    with started("serve", *sizes, *keys, "--port", "0") as process:
+    with started("serve", *ONE_RANK, *keys, "--port", "0") as process:
         url = wait_for_url(process)
         assert httpx.get(f"{url}/server_info").status_code == 401
         assert httpx.get(f"{url}/ready").status_code == 200
@@ -312,6 +281,7 @@ def test_sigterm_lets_open_requests_end_refuses_others_and_clears_its_stream(
             assert subscriber.blocks(0) == frozenset()
         status, _, err = finish(process)
     assert (status, err.count("\n")) == (143, 3), "two kinds of refusals were logged once each"
+    assert err.endswith("all processes are stopped\n")
     assert "client-key" not in err and "admin-key" not in err
 
 

@@ -23,7 +23,7 @@ SMALL = ["--hicache", "--speed", "16", "--dp-size", "1", "--kv-tokens", "2048"]
 DEADLINE_S = 90
 
 
-def run(folder: Path, command: str, *arguments: str) -> str:
+def run(folder: Path, command: str, *arguments: str, num_ranks: int = 4) -> str:
     """What a run over file storage says; it must pass its checks."""
     storage = ["--hicache-storage", "file", "--hicache-storage-path", str(folder)]
     done = subprocess.run(
@@ -35,7 +35,7 @@ def run(folder: Path, command: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
-    assert "4 ranks in 1 replicas, each in lockstep with its leader" in done.stdout
+    assert f"{num_ranks} ranks in 1 replicas, each in lockstep with its leader" in done.stdout
     assert re.search(r"dp0: \d+ device \+ \d+ host( \+ \d+ storage)? blocks equal", done.stdout)
     return done.stdout
 
@@ -45,17 +45,21 @@ def hits(summary: str) -> dict[str, float]:
     return {tier: float(rate) for tier, rate in re.findall(r"(\w+) ([\d.]+)%", line)}
 
 
-def test_evicted_pages_are_read_from_the_host_and_by_the_next_engine_from_storage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attn_tp_size", [1, pytest.param(2, marks=pytest.mark.soak_only)])
+def test_evicted_pages_are_read_from_the_host_and_by_the_next_engine_from_storage(
+    tmp_path: Path, attn_tp_size: int
+) -> None:
     """Every page that comes back is compared with its bytes on the way; all ranks hold the same pages at every step.
 
-    On two pipeline stages of two ranks, each of which has its own slice of every page.
+    On two pipeline stages, each of which has its own slice of every page; in make soak on two ranks of each.
     """
-    stages = ["--attn-cp-size", "1", "--pp-size", "2"]
-    first = hits(run(tmp_path, "demo", "--requests", "20", *stages))
+    stages = ["--attn-cp-size", "1", "--pp-size", "2", "--attn-tp-size", str(attn_tp_size)]
+    num_ranks = 2 * attn_tp_size
+    first = hits(run(tmp_path, "demo", "--requests", "20", *stages, num_ranks=num_ranks))
     assert first["device"] > 0
     assert first["host"] > 0
     waiting = ["--hicache-prefetch", "wait_complete", "--hicache-write", "write_back"]
-    second = hits(run(tmp_path, "demo", "--requests", "20", *stages, *waiting))
+    second = hits(run(tmp_path, "demo", "--requests", "10", *stages, *waiting, num_ranks=num_ranks))
     assert second["storage"] > 0
 
 

@@ -88,6 +88,7 @@ class Interrupter:
         if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupter())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 from scheduler_components.reference.cli.main import main
 main()
 """

@@ -91,7 +91,8 @@ RunScenario = Callable[[Callable[[Engine], Awaitable[None]]], None]
 def run_on_shared_engine() -> Iterator[RunScenario]:
     """Run scenarios that leave an engine idle on one engine, because a start costs seconds.
 
-    Its event loop has its own thread, so that the engine receives heartbeats between the scenarios.
+    Its event loop has its own thread, so that the engine receives heartbeats between the scenarios. It is so slow that
+    a long request takes seconds: a busy machine acts before its last token.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(empty_afterwards())
@@ -107,7 +108,8 @@ def run_on_shared_engine() -> Iterator[RunScenario]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, "tempdir", directory)
-            opened = open_engine(attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)), show=lambda _: None)
+            config = attrs.evolve(SMALL, speed=1.0, kv_events=default_kv_events(SMALL))
+            opened = open_engine(config, show=lambda _: None)
             engine = run(opened.__aenter__())
         stack.callback(lambda: run(opened.__aexit__(None, None, None)))
 
@@ -156,6 +158,23 @@ def test_only_the_first_rank_of_each_replica_opens_a_stream(run_on_shared_engine
     run_on_shared_engine(scenario)
 
 
+def test_without_the_option_an_engine_has_no_route_of_its_kv_pool(run_on_shared_engine: RunScenario) -> None:
+    async def scenario(engine: Engine) -> None:
+        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        async with httpx.AsyncClient(transport=app, base_url="http://localhost") as client:
+            assert (await client.get("/kv_pool")).status_code == 404
+
+    run_on_shared_engine(scenario)
+
+
+def test_an_engine_without_a_directory_records_no_profiles(run_on_shared_engine: RunScenario) -> None:
+    async def scenario(engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="--profile-directory"):
+            await engine.ask("start_profile")
+
+    run_on_shared_engine(scenario)
+
+
 def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Path) -> None:
     async def scenario(engine: Engine) -> None:
         await generate(engine, make_request(range(64)))
@@ -165,16 +184,17 @@ def test_streams_on_ports_of_the_system_are_advertised_and_found(private_tmp: Pa
         dumps = await engine.dump_caches()
         async with open_async_subscriber(addresses) as reader:
             for rank, address in enumerate(addresses):
-                dump = dumps[2 * rank]
+                dump = dumps[rank]
                 assert address.rank == rank and await reader.wait_until(rank, dump.last_sequence, 20)
                 assert reader.blocks(rank) == unpack_hashes(dump.block_hashes)
 
     anywhere = "tcp://127.0.0.1:0"
     settings = {"endpoint": anywhere, "replay_endpoint": anywhere, "load_endpoint": anywhere, "bind": True}
-    run_engine(scenario, attrs.evolve(SMALL, kv_events=json.dumps({"publisher": "zmq"} | settings)))
+    config = attrs.evolve(SMALL, attn_tp_size=1, kv_events=json.dumps({"publisher": "zmq"} | settings))
+    run_engine(scenario, config)
 
 
-def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> None:
+def test_a_flush_of_an_idle_engine_reaches_its_readers(run_on_shared_engine: RunScenario) -> None:
     """The cache is empty after the flush. A flush with work in flight is refused."""
 
     async def scenario(engine: Engine) -> None:
@@ -210,7 +230,7 @@ def test_a_flush_of_an_idle_engine_reaches_its_readers(private_tmp: Path) -> Non
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    run_engine(scenario, attrs.evolve(SMALL, speed=1.0, kv_events=default_kv_events(SMALL)))
+    run_on_shared_engine(scenario)
 
 
 def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, private_tmp: Path) -> None:
@@ -364,7 +384,8 @@ def test_a_closed_request_frees_its_pages(run_on_shared_engine: RunScenario) -> 
     run_on_shared_engine(scenario)
 
 
-@pytest.mark.parametrize("tp_rank", [0, 1])
+# In the suite, test_torch_tensor_parallel_processes.py kills a follower.
+@pytest.mark.parametrize("tp_rank", [0, pytest.param(1, marks=pytest.mark.soak_only)])
 def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: int) -> None:
     async def scenario(engine: Engine) -> None:
         os.kill(engine.ranks[tp_rank].process.pid, signal.SIGKILL)
@@ -376,7 +397,7 @@ def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: i
     run_engine(scenario, ONE_REPLICA)
 
 
-def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp: Path) -> None:
+def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(run_on_shared_engine: RunScenario) -> None:
     """First the leader of a replica, then a follower."""
 
     async def stop_and_continue(engine: Engine, client: httpx.AsyncClient, tp_rank: int) -> None:
@@ -404,14 +425,15 @@ def test_a_stopped_rank_is_named_and_serves_again_when_it_continues(private_tmp:
         assert all(len(tokens) == 5 for tokens in answers)
 
     async def scenario(engine: Engine) -> None:
-        engine.frontend.heartbeats.timeout_s = 3.0
+        heartbeats = engine.frontend.heartbeats
+        usual_s, heartbeats.timeout_s = heartbeats.timeout_s, 3.0
         app = make_app(engine, CollectorRegistry())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for tp_rank in (0, 1):
                 await stop_and_continue(engine, client, tp_rank)
+        heartbeats.timeout_s = usual_s
 
-    # So slow that the request takes seconds: a busy machine stops the rank before its last token.
-    run_engine(scenario, attrs.evolve(SMALL, speed=1.0))
+    run_on_shared_engine(scenario)
 
 
 def test_a_rank_that_cannot_start_reports_why(private_tmp: Path) -> None:

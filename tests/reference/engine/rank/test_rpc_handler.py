@@ -126,14 +126,3 @@ def test_every_rank_of_a_running_engine_reads_sets_and_records(tmp_path: Path) -
         assert all("run_rank (process.py:" in Path(trace).read_text() for trace in traces)
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
-
-
-def test_an_engine_without_a_directory_records_no_profiles() -> None:
-    config = EngineConfig(dp_size=1, attn_cp_size=1, attn_tp_size=1, scheduler=CONFIG)
-
-    async def scenario() -> None:
-        async with open_engine(config, show=print) as engine:
-            with pytest.raises(ConfigError, match="--profile-directory"):
-                await engine.ask("start_profile")
-
-    asyncio.run(asyncio.wait_for(scenario(), timeout=60))
