@@ -41,7 +41,7 @@ help:
 	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
 	@echo "make chat    install a small real model (100 MB, and torch), serve it, and talk with it (CHAT_ARGS='--temperature 0.7')"
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
-	@echo "make soak    run long forms: 10 to 30 times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
+	@echo "make soak    run long forms: 20 to 50 times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
 	@echo "make pythons import the kit and run pure tests in each other Python that is installed (PYTHONS='python3.12 python3.13')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
@@ -158,8 +158,11 @@ $(VENV)/.mooncake: $(VENV)/.dev
 	$(BIN)/python -c 'import mooncake.store'
 	touch $@
 
+# Byte code once, or else each worker of the first `make test` would compile the kit and all tests.
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install $(QUIET) --editable '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 scheduler_components observability benchmarks
+	-PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -q > /dev/null
 	touch $@ $(VENV)/.engine
 
 $(ENGINE_VENVS)/%/.ready: pyproject.toml
