@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -110,10 +111,16 @@ def requirements(extra: str) -> set[str]:
     return {re.split(r"[\[<>=;, ]", each)[0].lower().replace("_", "-") for each in EXTRAS[extra]}
 
 
+@pytest.fixture(scope="module")
+def installed() -> Mapping[str, list[str]]:
+    """The distributions of each module. All their files are read for it."""
+    return packages_distributions()
+
+
 @pytest.mark.parametrize("module", EXTRA_OF)
-def test_the_named_extra_installs_the_module(module: str) -> None:
+def test_the_named_extra_installs_the_module(module: str, installed: Mapping[str, list[str]]) -> None:
     known = {"mooncake": ["mooncake-transfer-engine-non-cuda"], "nats": ["nats-py"]}  # not installed everywhere
-    distributions = known.get(module) or packages_distributions().get(module)
+    distributions = known.get(module) or installed.get(module)
     if distributions is None:
         pytest.skip(f"{module} is not installed")
     assert {each.lower().replace("_", "-") for each in distributions} & requirements(EXTRA_OF[module])

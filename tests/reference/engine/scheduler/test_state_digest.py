@@ -9,8 +9,10 @@ import itertools
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ParallelState
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
@@ -85,7 +87,8 @@ class SchedulerRank:
         return list(self.scheduler.cache.block_hashes())
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(2))
 @given(workloads, st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4)]))
 @example([[Submit((0, 1, 2, 3) * 4, 8), Submit((3, 2, 1, 0) * 4, 8)], [], [Abort(0)]], (2, 2))
 @example(
