@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +167,10 @@ class ForwardPassPublisher:
     Only the rank that reports its replica's metrics sends (``ParallelState.reports_metrics``). SGLang lets the last
     pipeline stage send, and each attention-CP rank; Dynamo then reads a pass several times.
 
+    A scheduler that calls ``idle`` while its device works pays for a message there: the message of a pass is counted
+    and sent during the next pass. Its queue is then the one without the requests of that next pass, as in SGLang's
+    overlapped schedule. Without ``idle`` a message is sent in ``publish_forward_pass``.
+
     An exception of the queue or of the sink never reaches the scheduler's step: ``failures`` counts it and logs each
     episode once. The message is lost, and its number with it.
 
@@ -193,31 +197,41 @@ class ForwardPassPublisher:
     _counters: ForwardPassStats = field(default_factory=ForwardPassStats, init=False, repr=False)
     _num_messages: int = field(default=0, init=False, repr=False)
     _last_s: float = field(default=0.0, init=False, repr=False)  # of the last message
+    _pending: tuple[Sequence[ScheduledPart], float] | None = field(default=None, init=False, repr=False)
+    _has_idled: bool = field(default=False, init=False, repr=False)  # since the last pass
 
     def __post_init__(self) -> None:
         check_number("heartbeat_s", self.heartbeat_s)
         self._last_s = self.clock()
 
-    def publish_forward_pass(self, parts: Iterable[ScheduledPart], wall_time_s: float) -> None:
-        """Send what a pass computed. Call it after the results of the pass were applied.
+    def publish_forward_pass(self, parts: Sequence[ScheduledPart], wall_time_s: float) -> None:
+        """Send what a pass computed, or keep it for ``idle``. Call it after the results of the pass were applied.
 
         Args:
-            parts: what the device computed; empty for a pass that only takes part in the layers of other replicas.
+            parts: what the device computed; empty for a pass that only takes part in the layers of other replicas. It
+                must not change until it is sent.
             wall_time_s: duration of the pass, from its launch until its results were on the host. A value that is not
                 finite or not above 0 is a failure, because a reader takes a duration of 0 for a heartbeat.
         """
         if self.sink.wants_forward_passes and self.parallel.reports_metrics:
-            with self.failures.guard(_SENDING):
-                if not 0.0 < wall_time_s < math.inf:
-                    raise ValueError(f"a forward pass took {wall_time_s} s")
-                self._send(wall_time_s, count_scheduled(parts))
+            self._send_pending()  # of a scheduler that has stopped calling `idle`
+            self._pending = parts, wall_time_s
+            if not self._has_idled:
+                self._send_pending()
+            self._has_idled = False
+
+    def idle(self) -> None:
+        """Send the message of the last pass. Call it where the scheduler waits for its device."""
+        self._has_idled = True
+        self._send_pending()
 
     def publish_idle(self) -> None:
-        """Send a heartbeat if the last message is old enough. Call it while the engine is idle, more often than that.
+        """Send what is pending, and a heartbeat if the last message is old enough. Call it while no request runs.
 
-        Its counts are 0, as in SGLang, except those of requests that wait although nothing is computed: in a paused
-        engine.
+        A heartbeat's counts are 0, as in SGLang, except those of requests that wait although nothing is computed: in a
+        paused engine.
         """
+        self._send_pending()
         if (
             self.sink.wants_forward_passes
             and self.parallel.reports_metrics
@@ -226,6 +240,15 @@ class ForwardPassPublisher:
             with self.failures.guard(_SENDING):
                 self._send(0.0, _NOTHING)
                 self._counters.heartbeats += 1
+
+    def _send_pending(self) -> None:
+        if self._pending is None:
+            return
+        (parts, wall_time_s), self._pending = self._pending, None
+        with self.failures.guard(_SENDING):
+            if not 0.0 < wall_time_s < math.inf:
+                raise ValueError(f"a forward pass took {wall_time_s} s")
+            self._send(wall_time_s, count_scheduled(parts))
 
     def _send(self, wall_time_s: float, scheduled: ScheduledRequestMetrics) -> None:
         self._last_s = self.clock()
@@ -249,7 +272,8 @@ class ForwardPassPublisher:
         return ForwardPassStats(counters.sent, counters.heartbeats, self.failures.counts.get(_SENDING, 0))
 
     def close(self) -> None:
-        """Close the sink. Safe to call twice; never raises."""
+        """Send what is pending and close the sink. Safe to call twice; never raises."""
+        self._send_pending()
         sink, self.sink = self.sink, NullForwardPassSink()
         with self.failures.guard(_CLOSING):
             sink.close()

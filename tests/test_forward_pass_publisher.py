@@ -114,6 +114,39 @@ def test_messages_are_numbered_and_a_lost_one_leaves_a_gap() -> None:
     assert rank.publisher.stats() == ForwardPassStats(sent=2, heartbeats=0, failed=1)
 
 
+def test_with_idle_a_pass_is_sent_during_the_next_one_with_the_queue_of_that_moment() -> None:
+    rank = Rank()
+    rank.publisher.idle()
+    for number in range(3):
+        rank.queue.waiting = [Waiting(10)] * (3 - number)
+        rank.publisher.publish_forward_pass([Part(0, number + 1)], 0.1)
+        assert len(rank.sink.sent) == number
+        rank.queue.waiting = rank.queue.waiting[1:]
+        rank.publisher.idle()
+        rank.publisher.idle()
+    sent = [(each.scheduled_requests.sum_prefill_tokens, each.queued_requests) for each in rank.sink.sent]
+    queues = [QueuedRequestMetrics(2, 20), QueuedRequestMetrics(1, 10), QueuedRequestMetrics()]
+    assert sent == list(zip([1, 2, 3], queues, strict=True))
+
+
+@pytest.mark.parametrize("then", ["publish_idle", "close"])
+def test_a_kept_pass_is_sent_before_the_engine_sleeps_or_ends(then: str) -> None:
+    rank = Rank()
+    rank.publisher.idle()
+    rank.publisher.publish_forward_pass([], 0.25)
+    getattr(rank.publisher, then)()
+    assert [metrics.wall_time for metrics in rank.sink.sent] == [0.25]
+
+
+def test_a_scheduler_that_stops_calling_idle_loses_nothing_and_keeps_the_order() -> None:
+    rank = Rank()
+    rank.publisher.idle()
+    for number in range(1, 4):
+        rank.publisher.publish_forward_pass([Part(0, number)], 0.1)
+    assert [metrics.scheduled_requests.sum_prefill_tokens for metrics in rank.sink.sent] == [1, 2, 3]
+    assert [metrics.counter_id for metrics in rank.sink.sent] == [0, 1, 2]
+
+
 def test_an_idle_engine_sends_a_heartbeat_of_zeros_each_second() -> None:
     rank = Rank()
     for rank.clock.now_s in (0.0, 0.5, 0.99, 1.0, 1.5, 2.0, 2.2):
@@ -172,11 +205,6 @@ def test_nothing_raises_into_the_step(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 2  # of sending and of closing
 
 
-class UnreadParts:
-    def __iter__(self) -> Iterator[Part]:
-        raise AssertionError("nothing reads it")
-
-
 @pytest.mark.parametrize("closed", [True, False])
 def test_without_a_receiver_nothing_is_counted(closed: bool) -> None:
     rank = Rank()
@@ -188,7 +216,8 @@ def test_without_a_receiver_nothing_is_counted(closed: bool) -> None:
         rank.sink.wants_forward_passes = False
     rank.publisher.queues = BrokenQueue()
     rank.clock.now_s = 5.0
-    rank.publisher.publish_forward_pass(UnreadParts(), 0.1)
+    rank.publisher.publish_forward_pass([], 0.1)
+    rank.publisher.idle()
     rank.publisher.publish_idle()
     assert rank.publisher.stats() == ForwardPassStats()
 

@@ -6,6 +6,7 @@
     batcher.next_batch()            choose what to compute; allocate pages, retract the latest arrivals if necessary
     device.launch(batch)
     kv_events.idle()                send the events of the previous step while the device computes
+    forward_passes.idle()           send what the previous batch was
     results.process(device.wait())  append tokens, cache full pages, finish requests, stream outputs
     kv_events.publish_kv_events()   publish what the cache stored and removed in this step
     metrics.emit()                  report load and statistics
@@ -303,6 +304,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         try:
             self.device.launch(batch)
             self.kv_events.idle()
+            self.forward_passes.idle()
             output = self.device.wait()
             if len(output.token_ids) != len(batch.chunks):
                 raise ValueError(f"the device returned {len(output.token_ids)} tokens for {len(batch.chunks)} chunks")
