@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -65,11 +68,11 @@ def test_references_are_counted_while_one_of_their_blocks_is_cached(steps: list[
     for name, *values in steps:
         if name == "store":
             location, hashes = values
-            state.store(location, hashes, ref)
+            state.store(location, array("q", hashes).tobytes(), ref)
             owner |= {(location, each): ref for each in hashes}
         elif name == "remove":
             location, hashes = values
-            state.remove(location, hashes)
+            state.remove(location, array("q", hashes).tobytes())
             for each in hashes:
                 owner.pop((location, each), None)
         elif name == "complete":
@@ -114,3 +117,23 @@ def test_payloads_that_were_cleared_before_their_reference_was_full_are_dropped(
     snapshot.fold(encoder.encode(KVEventBatch(1.0, (AllBlocksCleared(),)), 0))
     assert list(snapshot.segments()) == []
     assert (len(snapshot), snapshot.num_bytes) == (0, 0)
+
+
+def test_no_fold_copies_more_than_a_part_of_the_blocks() -> None:
+    """Python copies a table in one go when it has grown. The largest fold of a single table allocates 1.2 MB here."""
+    choose = random.Random(24)
+    snapshot, encoder = StreamSnapshot(), BatchEncoder()
+    largest = 0
+    tracemalloc.start()
+    try:
+        for _ in range(1_500):
+            hashes = tuple(choose.getrandbits(63) for _ in range(20))
+            folded = encoder.encode_with_changes(KVEventBatch(1.0, (BlockStored(hashes, None, (7,) * 20, 1, None),)), 0)
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            snapshot.fold(*folded)
+            largest = max(largest, tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+    assert len(snapshot) == 30_000
+    assert largest < 400_000
