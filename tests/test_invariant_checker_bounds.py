@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components.invariant_checker import find_pool_violations
 from scheduler_components.pool_stats_observer import SlotPool
 from scheduler_components.reference.engine.scheduler.integrity import RequestSlotPool
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
+from scheduler_components.request_queues import RequestQueues
 from scheduler_components.values import HeldCount, PageHolding
 
 MANY = 10**7

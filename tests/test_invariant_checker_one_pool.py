@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import attrs
 import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, serve
+from kit.replaced_parts import replace_kv_cache
 
 from scheduler_components import ParallelState
 from scheduler_components.cache import RadixNode
@@ -21,10 +22,10 @@ from scheduler_components.pool_stats_observer import RadixCachePool
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.integrity import RequestPageHolders, RequestSlotPool
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.reference.engine.scheduler.request_kv_cache import KV_POOL, RequestKvCache
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.request_kv_cache import KV_POOL, RequestKvCache
+from scheduler_components.request_queues import RequestQueues
 from scheduler_components.values import AllocationRecord, FinishReason, PageHolding
 
 
@@ -120,10 +121,9 @@ def make_scheduler(
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     config = SMALL if integrity is None else attrs.evolve(SMALL, integrity=integrity)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device)
-    pages = scheduler.batcher.kv_cache
-    scheduler.batcher.kv_cache = scheduler.results.kv = pages_class(
-        cache=pages.cache, counters=pages.counters, allocation_log=pages.allocation_log
-    )
+    pages = scheduler.prefetcher.kv_cache
+    kv_cache = pages_class(cache=pages.cache, counters=pages.counters, allocation_log=pages.allocation_log)
+    replace_kv_cache(scheduler, kv_cache)
     return scheduler
 
 
@@ -192,7 +192,7 @@ def test_a_false_leak_names_a_request_that_has_the_page() -> None:
 def test_a_slot_that_is_not_freed_is_found_in_its_step() -> None:
     scheduler = make_scheduler()
     queues = KeepsSlot(max_running_requests=SMALL.max_running_requests)
-    scheduler.queues = scheduler.batcher.queues = scheduler.results.requests = queues
+    scheduler.queues = scheduler.batcher.queues = queues
     pages, slots = checker_of(scheduler).pools
     assert isinstance(pages, RadixCachePool) and isinstance(slots, RequestSlotPool)
     pages.requests, slots.queues = RequestPageHolders(queues=queues), queues

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_exports
+from scheduler_components.testing.batcher_checks import BATCHER_CHECKS
 from scheduler_components.testing.check_trace import CheckTrace, ConformanceError
 from scheduler_components.testing.control_checks import PROFILER_CHECKS, STATE_HOLDER_CHECKS
 from scheduler_components.testing.event_ledger import EventLedger
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # checks
+    "BATCHER_CHECKS",
     "BLOCK_TABLE_CACHE_CHECKS",
     "IN_PLACE_STORE_CHECKS",
     "PAGE_STORE_CHECKS",

@@ -16,6 +16,7 @@ with the steps, the expectation and the finding.
 | ``POOL_STREAM_CHECKS`` | the same | a ``PooledScheduler``: one that can read its pool |
 | ``QUIESCE_CHECKS`` | the same | a ``QuiescableScheduler``: one that also executes control requests |
 | ``POOL_INVARIANT_CHECKS`` | the same | an ``AuditedScheduler``: one with auditable pools |
+| ``BATCHER_CHECKS`` | ``open_batcher(limits, queues, kv_cache)`` | a ``BatcherUnderCheck`` of ``CheckedRequest`` |
 | ``POLICY_CHECKS`` | ``open_policy(match_length), promises`` | a ``SchedulingPolicy`` of ``PolicyRequest`` |
 | ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateProvider``, and values that can be set in it |
 | ``PROFILER_CHECKS`` | ``open_profiler()`` | a ``Profiler`` |

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kit.replaced_parts import replace_kv_cache
 from scheduler_components import ParallelState
 from scheduler_components.allocation_log import AllocationLog
-from scheduler_components.cache import PagePool, PrefixNamespace
+from scheduler_components.cache import PagePool, PrefixNamespace, RadixNode
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
 from scheduler_components.pool_stats_observer import RadixCachePool, SlotPool
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.request_kv_cache import RequestKvCache
+from scheduler_components.request_queues import RequestQueues
 from scheduler_components.values import HeldCount, PageHolding
 
 WINDOW_PAGES = 2
@@ -58,7 +59,7 @@ class SideHolders:
     """The ``PageHolders`` of one side pool: running and waiting requests."""
 
     held: dict[str, Held]
-    queues: RequestQueues
+    queues: RequestQueues[Request]
 
     def count_held(self) -> HeldCount:
         return HeldCount(sum(len(each.pages) for each in self.held.values()))
@@ -71,7 +72,7 @@ class SideHolders:
 class HybridPages:
     """``RequestKvCache`` and two side pools. Tests override one method to break it."""
 
-    def __init__(self, base: RequestKvCache, scheduler: Scheduler, num_window_pages: int = 64) -> None:
+    def __init__(self, base: RequestKvCache[RadixNode], scheduler: Scheduler, num_window_pages: int = 64) -> None:
         self.base = base
         self.cache = base.cache
         self.scheduler = scheduler
@@ -83,6 +84,14 @@ class HybridPages:
         self.state_of: dict[str, Held] = {}
 
     # what the scheduler calls
+
+    @property
+    def page_size(self) -> int:
+        return self.base.page_size
+
+    @property
+    def token_usage(self) -> float:
+        return self.base.token_usage
 
     @property
     def available_pages(self) -> int:
@@ -164,8 +173,8 @@ def hybrid_scheduler(
     """A reference scheduler over three pools of pages and one of slots, all of them checked after every step."""
     device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device, tiers=tiers)
-    pages = pages_class(scheduler.batcher.kv_cache, scheduler, num_window_pages)
-    scheduler.batcher.kv_cache = scheduler.results.kv = pages  # type: ignore[assignment]
+    pages = pages_class(scheduler.prefetcher.kv_cache, scheduler, num_window_pages)
+    replace_kv_cache(scheduler, pages)
     checker, queues = scheduler.integrity.checker, scheduler.queues
     checker.pools = (
         *checker.pools,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.request_kv_cache import KV_POOL, RequestKvCache
+from kit.replaced_parts import replace_kv_cache
+from scheduler_components.cache import RadixNode
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.request_kv_cache import KV_POOL, KvRequest, RequestKvCache
 
 Loss: TypeAlias = Literal["page", "lock"]
 
 
-class LeakyPages(RequestKvCache):
+class LeakyPages(RequestKvCache[RadixNode]):
     """Frees the requests of ``guilty`` without one page, or without their lock. The log records what really happens."""
 
     loss: Loss
@@ -21,13 +22,13 @@ class LeakyPages(RequestKvCache):
     @classmethod
     def put_into(cls, scheduler: Scheduler, loss: Loss, *guilty: str) -> LeakyPages:
         """Replace the pages of a scheduler."""
-        sound = scheduler.batcher.kv_cache
+        sound = scheduler.prefetcher.kv_cache
         leaky = cls(cache=sound.cache, counters=sound.counters, allocation_log=sound.allocation_log)
         leaky.loss, leaky.guilty, leaky.lost = loss, frozenset(guilty), []
-        scheduler.batcher.kv_cache = scheduler.results.kv = leaky
+        replace_kv_cache(scheduler, leaky)
         return leaky
 
-    def free(self, request: Request) -> None:
+    def free(self, request: KvRequest[RadixNode]) -> None:
         self.cache_unfinished(request)
         own = request.pages[request.num_cached_pages :]
         if request.rid not in self.guilty or not (own if self.loss == "page" else request.num_cached_pages):
@@ -45,6 +46,6 @@ class LeakyPages(RequestKvCache):
         request.node, request.pages = None, []
         request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
 
-    def _record(self, request: Request, action: Literal["freed", "unlocked"], pages: list[int]) -> None:
+    def _record(self, request: KvRequest[RadixNode], action: Literal["freed", "unlocked"], pages: list[int]) -> None:
         if request.is_sampled:
             self.allocation_log.record(action, KV_POOL, request.rid, "LeakyPages.free", pages)

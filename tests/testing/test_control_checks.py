@@ -12,7 +12,7 @@ from scheduler_components import ParallelState
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings
+from scheduler_components.reference.engine.scheduler.batcher_settings import BatcherSettings
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing import PROFILER_CHECKS, STATE_HOLDER_CHECKS, ConformanceError
 from scheduler_components.thread_stack_sampler import StackSampler
@@ -21,9 +21,7 @@ MODEL = {"chunk_base_us": 1.0, "chunk_token_us": 2.0, "chunk_million_pairs_us": 
 
 
 def batcher_state() -> BatcherSettings:
-    return BatcherSettings(
-        batcher=Scheduler.compose(SchedulerConfig(), ParallelState.trivial(), SimulatedDevice()).batcher
-    )
+    return Scheduler.compose(SchedulerConfig(), ParallelState.trivial(), SimulatedDevice()).settings
 
 
 @pytest.mark.parametrize("check", STATE_HOLDER_CHECKS)

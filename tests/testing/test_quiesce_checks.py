@@ -9,16 +9,17 @@ import pytest
 from kit.reference_scheduler import ReferenceScheduler
 
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.batcher import Batcher
 from scheduler_components.events import MediumGroup
 from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
 from scheduler_components.reference.device.weights import SimulatedWeights
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_components.reference.engine.scheduler.batcher import Batcher
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces, next_token
 from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
@@ -30,7 +31,7 @@ class RestingReference(ReferenceScheduler):
 
     def __init__(self, events: KvEventSink, outputs: OutputSink, tiers: CacheTiers | None = None) -> None:
         super().__init__(events, outputs, tiers)
-        state = self.scheduler.batcher.budget.gate
+        state = self.scheduler.batcher.conditions.gate
         assert isinstance(state, QuiesceState)
         weights = SimulatedWeights(device=SimulatedDevice())
         self.stepper = make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(), weights=weights)
@@ -71,18 +72,18 @@ class _KeepsComputing(Batcher):
     __slots__ = ()
 
     def next_batch(self) -> Any:
-        gate, self.budget.gate = self.budget.gate, QuiesceState()
+        gate, self.conditions.gate = self.conditions.gate, QuiesceState()
         try:
             return super().next_batch()
         finally:
-            self.budget.gate = gate
+            self.conditions.gate = gate
 
 
-class _KeepsItsNamespace(Batcher):
+class _KeepsItsNamespace(TierPrefetcher):
     __slots__ = ()
 
-    def reset_cached_tokens(self, namespace: object) -> None:
-        super().reset_cached_tokens(self.kv_cache.namespace)
+    def restart(self, namespace: object) -> None:
+        super().restart(self.kv_cache.namespace)
 
 
 class _LosesTheRetracted(Batcher):
@@ -124,6 +125,15 @@ def with_batcher(broken: type) -> type[RestingReference]:
     return Broken
 
 
+def with_prefetcher(broken: type) -> type[RestingReference]:
+    class Broken(RestingReference):
+        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+            super().__init__(events, outputs)
+            self.scheduler.prefetcher.__class__ = broken
+
+    return Broken
+
+
 def with_scheduler(broken: type) -> type[RestingReference]:
     class Broken(RestingReference):
         def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
@@ -145,7 +155,7 @@ def with_scheduler(broken: type) -> type[RestingReference]:
         (checks.check_paused_scheduler_computes_nothing, with_batcher(_LosesTheRetracted), "requests without an end"),
         (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_TellsLater), "in a reader's view"),
         (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_ClearsNothing), "after the flush"),
-        (checks.check_new_weights_share_no_block_with_old_ones, with_batcher(_KeepsItsNamespace), "of old weights"),
+        (checks.check_new_weights_share_no_block_with_old_ones, with_prefetcher(_KeepsItsNamespace), "of old weights"),
         (checks.check_released_memory_holds_nothing, with_batcher(_KeepsComputing), "scheduler is quiesced"),
         (checks.check_released_memory_holds_nothing, with_scheduler(_ClearsNothing), "after the release"),
     ],

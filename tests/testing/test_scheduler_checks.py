@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from kit.reference_scheduler import PAGE_SIZE, ReferenceScheduler
 
 from scheduler_components import BatchResultProcessor, BlockStored, EventBatch, KVEventBatch
+from scheduler_components.batcher import Batcher
 from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
 from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.scheduler.batcher import Batcher
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
+from scheduler_components.request_kv_cache import RequestKvCache
+from scheduler_components.request_queues import RequestQueues
 from scheduler_components.testing import ConformanceError, ListEventSink, ListOutputSink, interfaces
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
@@ -73,12 +73,13 @@ class LosesTheRetracted(ReferenceScheduler):
 class _TiredOfWaiting(Batcher):
     __slots__ = ()
 
-    def _try_admit(self, request: Request, reserved_pages: int) -> bool:
-        if super()._try_admit(request, reserved_pages):
-            return True
-        self.queues.waiting.remove(request)
-        del self.queues._by_rid[request.rid]
-        return False
+    def _try_admit(self, request: Request, budget: Any, chunks: Any) -> Any:
+        refusal = super()._try_admit(request, budget, chunks)
+        if refusal == "pages":
+            self.policy.discard(request)
+            self.queues.waiting.remove(request)
+            del self.queues._by_rid[request.rid]
+        return refusal
 
 
 class LosesRequestsThatDoNotFit(ReferenceScheduler):
@@ -332,23 +333,39 @@ class RefusesLateAborts(ReferenceScheduler):
         return True
 
 
-class ServesTheLatestFirst(ReferenceScheduler):
-    def submit(self, rid: str, prompt: Sequence[int], max_new_tokens: int) -> None:
-        super().submit(rid, prompt, max_new_tokens)
-        waiting = self.scheduler.queues.waiting
-        waiting.appendleft(waiting.pop())
+class _LeastKeyFirst:
+    """A scheduling policy that orders by one key, so that some requests starve."""
+
+    def __init__(self, key: Callable[[Request], int]) -> None:
+        self.key, self.waiting = key, dict[int, Request]()
+
+    def add(self, request: Request, step: int) -> None:
+        self.waiting[request.arrival] = request
+
+    def discard(self, request: Request) -> None:
+        self.waiting.pop(request.arrival, None)
+
+    def order(self, step: int) -> Iterator[Request]:
+        return iter(sorted(self.waiting.values(), key=self.key))
+
+    def on_scheduled(self, chunks: object) -> None:
+        pass
 
 
-class ServesTheShortestFirst(ReferenceScheduler):
-    def step(self) -> object:
-        self.scheduler.queues.waiting.sort(key=lambda request: request.num_input_tokens)
-        return super().step()
+def with_order(key: Callable[[Request], int]) -> type[ReferenceScheduler]:
+    """Return a scheduler that serves the requests in this order."""
+
+    class Ordered(ReferenceScheduler):
+        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+            super().__init__(events, outputs)
+            self.scheduler.batcher.policy = _LeastKeyFirst(key)
+
+    return Ordered
 
 
-class ServesTheCachedFirst(ReferenceScheduler):
-    def step(self) -> object:
-        self.scheduler.queues.waiting.sort(key=lambda request: -request.num_cached_tokens)
-        return super().step()
+ServesTheLatestFirst = with_order(lambda request: -request.arrival)
+ServesTheShortestFirst = with_order(lambda request: request.num_input_tokens)
+ServesTheCachedFirst = with_order(lambda request: -request.num_cached_tokens)
 
 
 class ForgetsAStep(ReferenceScheduler):

@@ -12,6 +12,7 @@ import attrs
 import msgspec
 
 from scheduler_components import ConfigError, DecodeError, ParallelState
+from scheduler_components.admission_budget import BATCH_MODES, BatchLimits, BatchMode
 from scheduler_components.dp_attn import PrefillDelayer
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
@@ -107,6 +108,7 @@ class SchedulerConfig:
         new_token_ratio: share of a request's possible output that admission reserves initially. 0.7 as in SGLang,
             because few requests use all of ``max_new_tokens``.
         min_new_token_ratio: the share after 600 steps without a retraction (``NewTokenRatioTracker``).
+        batch_mode: ``mixed`` or ``prefill_first`` (``BatchLimits``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
         kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``KvMetricsSink``.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
@@ -124,6 +126,7 @@ class SchedulerConfig:
     chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
+    batch_mode: BatchMode = attrs.field(default="mixed", validator=choice_validator(*BATCH_MODES))
     tokens: TokenSpec = attrs.field(factory=TokenSpec)
     kv_metrics_every_steps: int = attrs.field(default=8, validator=integer_validator())
     recv_interval: int = attrs.field(default=1, validator=integer_validator("is not an interval"))
@@ -147,6 +150,16 @@ class SchedulerConfig:
     def kv_pages(self) -> int:
         """Number of pages of the KV pool."""
         return self.kv_tokens // self.page_size
+
+    @property
+    def batch_limits(self) -> BatchLimits:
+        """The sizes that the batcher reads."""
+        return BatchLimits(
+            max_running_requests=self.num_request_slots,
+            max_prefill_tokens=self.max_prefill_tokens,
+            chunk_tokens=self.chunk_tokens,
+            mode=self.batch_mode,
+        )
 
     @property
     def num_request_slots(self) -> int:

@@ -119,7 +119,7 @@ def simulate_dp_attn(config: DpSimConfig, arrivals: Sequence[Arrival] | None = N
         makespan_s=max(each.clock.now_s for each in replicas) - (arrivals[0].at_s if arrivals else 0.0),
         first_token_s=firsts,
         inter_token_s=between,
-        stats=[each.scheduler.batcher.budget.dp.stats for each in replicas],
+        stats=[each.scheduler.batcher.conditions.dp.stats for each in replicas],
         shapes=replicas[0].shapes,
         num_tokens=len(firsts) + len(between),
     )
@@ -204,7 +204,7 @@ class _Replica:
                 self._submit(num_arrived, arrivals[num_arrived])
                 num_arrived += 1
             self.scheduler.step()
-            step = self.scheduler.batcher.budget.dp.last
+            step = self.scheduler.batcher.conditions.dp.last
             self.shapes.append(step.shapes)
             if not step.any_work:
                 if num_arrived == len(arrivals):

@@ -18,7 +18,7 @@ from scheduler_components.ports import CopyEvent, NullCopyEvent
 from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
+from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.testing import ConformanceError
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
 

@@ -40,7 +40,7 @@ from scheduler_components.reference.engine.rank.frontend_sinks import (
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, ProfiledDevice, RpcHandler
+from scheduler_components.reference.engine.rank.rpc_handler import ProfiledDevice, RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
@@ -125,9 +125,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         opened.callback(scheduler.close)
         opened.callback(scheduler.kv_events.publish_all_cleared)
         quiesce = make_quiesce_stepper(scheduler, state, groups=groups, weights=compute.weights, memory=compute.memory)
-        internal = InternalState(
-            providers=(BatcherSettings(batcher=scheduler.batcher), scheduler.batcher.budget.chunk_sizer, profiles)
-        )
+        internal = InternalState(providers=(scheduler.settings, scheduler.batcher.conditions.chunk_sizer, profiles))
         rpc = RpcHandler(state=internal, profiles=profiles)
         worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         _open_watchdog(config, context, alive, scheduler, opened)

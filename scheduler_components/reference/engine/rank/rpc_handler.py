@@ -6,24 +6,21 @@ all ranks of a replica from the same step on, and a profile has one trace per ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import attrs
 import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.internal_state import InternalState, StateValue
 from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager
-from scheduler_components.reference.device.device import Device, DeviceOutput, DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.device.device import Device, DeviceOutput, DeviceRequest
 from scheduler_components.reference.engine.messages import RpcMethod
-from scheduler_components.reference.engine.scheduler.batcher import Batcher
+from scheduler_components.values import ScheduledBatch
 
 __all__ = [
     "RpcHandler",
-    "BatcherSettings",
     "ProfiledDevice",
     "StateChanges",
     "parse_state_changes",
@@ -55,52 +52,6 @@ def _decode(decode: Callable[[bytes], Any], body: bytes) -> Any:
         return decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("body", body[:64], f"cannot be decoded: {error}", "give one JSON object") from None
-
-
-@dataclass(slots=True, kw_only=True)
-class BatcherSettings:
-    """The sizes of the batcher as a ``StateProvider``, which can change while requests run.
-
-    Sizes that other components depend on, such as pages and pool, can be read but not set. If ``max_running_requests``
-    becomes less than the number of running requests, the batcher admits none until enough have finished.
-    """
-
-    batcher: Batcher
-
-    @property
-    def settable(self) -> Collection[str]:
-        return _SETTABLE
-
-    def state(self) -> Mapping[str, StateValue]:
-        batcher = self.batcher
-        return {
-            **attrs.asdict(batcher.config),
-            "max_running_requests": batcher.queues.max_running_requests,
-            "new_token_ratio_now": batcher.budget.new_token_ratio.current,
-            "num_running_reqs": len(batcher.queues.running),
-            "num_waiting_reqs": len(batcher.queues.waiting),
-        }
-
-    def check_state(self, changes: Mapping[str, StateValue]) -> None:
-        self.batcher.check_sizes(self._evolve(changes))
-
-    def set_state(self, changes: Mapping[str, StateValue]) -> None:
-        self.batcher.reconfigure(self._evolve(changes))
-
-    def _evolve(self, changes: Mapping[str, Any]) -> SchedulerConfig:
-        """Return the sizes with the changes. Every value is validated together with the others."""
-        in_use = {"max_running_requests": self.batcher.queues.max_running_requests}
-        return attrs.evolve(self.batcher.config, **(in_use | dict(changes)))
-
-
-_SETTABLE = (
-    "max_running_requests",
-    "max_prefill_tokens",
-    "chunk_tokens",
-    "new_token_ratio",
-    "min_new_token_ratio",
-    "kv_metrics_every_steps",
-)
 
 
 @dataclass(slots=True, kw_only=True)

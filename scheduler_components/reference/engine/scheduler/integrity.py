@@ -13,9 +13,9 @@ from scheduler_components.pool_stats_observer import AuditedPool, PoolStatsObser
 from scheduler_components.ports import AllocationSink, KvEventSource, NullAllocationSink
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
-from scheduler_components.reference.engine.scheduler.request import RequestState
-from scheduler_components.values import HeldCount, PageHolding, PoolCount
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.request_queues import RequestQueues
+from scheduler_components.values import HeldCount, PageHolding, PoolCount, RequestState
 from scheduler_components.watchdog import StepProgress
 
 __all__ = ["SchedulerIntegrity", "RequestPageHolders", "RequestSlotPool"]
@@ -27,7 +27,7 @@ REQUEST_SLOT_POOL = "req"
 class RequestPageHolders:
     """The ``PageHolders`` of a scheduler: its requests. Waiting requests are included; they should hold no page."""
 
-    queues: RequestQueues
+    queues: RequestQueues[Request]
 
     def count_held(self) -> HeldCount:
         return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.queues.running]))
@@ -43,7 +43,7 @@ class RequestPageHolders:
 class RequestSlotPool:
     """The ``AuditedPool`` of request slots. Slots have no numbers here: a slot is an index of ``queues.running``."""
 
-    queues: RequestQueues
+    queues: RequestQueues[Request]
     name: str = REQUEST_SLOT_POOL
 
     def count(self) -> PoolCount:
@@ -88,7 +88,7 @@ class SchedulerIntegrity:
 
     @classmethod
     def compose(
-        cls, config: IntegrityConfig, parallel: ParallelState, tiers: CacheTiers, queues: RequestQueues
+        cls, config: IntegrityConfig, parallel: ParallelState, tiers: CacheTiers, queues: RequestQueues[Request]
     ) -> SchedulerIntegrity:
         """Wire the checks of a scheduler's tiers and queues. A rank without an event stream compares no events."""
         cache = tiers.cache

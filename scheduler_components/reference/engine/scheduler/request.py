@@ -10,7 +10,14 @@ from scheduler_components import ConfigError
 from scheduler_components.cache import RadixNode
 from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.reference.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
-from scheduler_components.values import CachedTokens, FinishReason, RequestState, TokenOutput, TraceParent
+from scheduler_components.values import (
+    CachedTokens,
+    FinishReason,
+    RequestHints,
+    RequestState,
+    TokenOutput,
+    TraceParent,
+)
 
 __all__ = [
     "Request",
@@ -18,6 +25,7 @@ __all__ = [
 ]
 
 _GREEDY = SamplingParams()
+_NO_HINTS = RequestHints()
 
 
 class Request:
@@ -36,6 +44,7 @@ class Request:
         limits: when to stop.
         sampling: how tokens are chosen.
         logprobs: one entry per generated token if ``sampling`` requests them, else None.
+        hints: what the client says about the order.
         stream_interval: tokens between two deltas to the client; 0 for one delta at the end.
         arrival: number assigned at submission, which defines the order of requests.
         state, finish_reason: the reason is None until the state is FINISHED.
@@ -63,6 +72,7 @@ class Request:
         "limits",
         "sampling",
         "logprobs",
+        "hints",
         "stream_interval",
         "arrival",
         "state",
@@ -88,6 +98,7 @@ class Request:
         limits: SamplingLimits | None = None,
         *,
         sampling: SamplingParams = _GREEDY,
+        hints: RequestHints = _NO_HINTS,
         stream_interval: int = 1,
         trace: TraceParent | None = None,
     ) -> None:
@@ -98,6 +109,7 @@ class Request:
         self.limits = limits if limits is not None else SamplingLimits()
         self.sampling = sampling
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self.hints = hints
         self.stream_interval = stream_interval
         self.arrival = -1
         self.state = RequestState.WAITING

@@ -11,22 +11,21 @@ import msgspec
 
 from scheduler_components import ParallelState, WorkCounters
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
-from scheduler_components.reference.device.device import ScheduledBatch
-from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
+from scheduler_components.reference.engine.scheduler.prefill_forecast import PrefillForecast
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.request_tracer import RequestTracer
-from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, SchedulerCounters
+from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, ScheduledBatch, SchedulerCounters
 
 __all__ = ["RequestMetrics"]
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """The ``ResultObserver`` of a scheduler, and the ``StatsSource`` of its ``SchedulerCounters``.
+    """The ``ResultObserver`` and ``BatchObserver`` of a scheduler, and the source of its ``SchedulerCounters``.
 
     Attributes:
         clock: monotonic seconds, for rates and request times.
-        budget: observes prefill times for its forecasts.
+        forecast: observes prefills and first tokens.
         counters: incremented here, and by ``RequestKvCache`` for evictions.
         work: tickets of received requests and the work done, for load reports.
         rates: throughput and hit rate over the recent window.
@@ -36,7 +35,7 @@ class RequestMetrics:
     """
 
     clock: Callable[[], float] = time.monotonic
-    budget: AdmissionBudget = field(default_factory=AdmissionBudget)
+    forecast: PrefillForecast = field(default_factory=PrefillForecast)
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     work: WorkCounters = field(default_factory=WorkCounters)
     receiver: ReceiverStats = field(default_factory=ReceiverStats)
@@ -72,7 +71,7 @@ class RequestMetrics:
         busy_s = self.clock() - begun_s
         if batch.num_prefill_tokens:
             self.work.record_prefill(batch.num_prefill_tokens, busy_s)
-            self.budget.observe_prefill(batch, busy_s)
+            self.forecast.observe_prefill(batch, busy_s)
         else:
             self.work.record_decode(batch.num_decode_tokens, busy_s, batch.num_decode_tokens)
         return busy_s
@@ -89,7 +88,7 @@ class RequestMetrics:
         """Record the end of a request."""
         self.latencies.on_finished(_times(request))
         self.tracer.on_finished(_times(request), _facts(request, reason))
-        self.budget.on_finished(request)
+        self.forecast.on_finished(request)
         if reason is FinishReason.ABORT:
             self.counters.num_aborted_requests_total += 1
 

@@ -37,6 +37,7 @@ from scheduler_components import (
     RequestResult,
     SchedulerKvEventsPublisher,
 )
+from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.forward_pass_publisher import ForwardPassPublisher
@@ -56,19 +57,21 @@ from scheduler_components.ports import (
     SpanSink,
 )
 from scheduler_components.quiesce import QuiesceState, weight_namespace
-from scheduler_components.reference.device.device import Device, DeviceOutput, ScheduledBatch
+from scheduler_components.reference.device.device import Device, DeviceOutput
 from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.admission_budget import AdmissionBudget
-from scheduler_components.reference.engine.scheduler.batcher import Batcher, check_request_fits, check_tokens_known
+from scheduler_components.reference.engine.scheduler.batcher_settings import BatcherSettings, make_ratio_tracker
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers, DeviceOnlyTiers, PrefixCache
 from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
-from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.reference.engine.scheduler.request_kv_cache import RequestKvCache
+from scheduler_components.reference.engine.scheduler.prefill_forecast import PrefillForecast
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_limits import check_request_fits, check_tokens_known
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
+from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
+from scheduler_components.request_kv_cache import RequestKvCache
+from scheduler_components.request_queues import RequestQueues
 from scheduler_components.request_tracer import RequestTracer
-from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode
+from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode, RequestState, ScheduledBatch
 from scheduler_components.watchdog import IDLE_PHASE
 
 __all__ = ["Clocks", "Scheduler", "SchedulerSinks", "StepResult"]
@@ -86,6 +89,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         device: computes batches.
         queues: the waiting and running requests.
         tiers: the prefix cache with the tiers behind it.
+        prefetcher: fetches the prefixes of waiting requests from these tiers.
+        settings: the sizes, which can change while requests run.
         batcher: makes batches and allocates their pages.
         results: applies the result of a batch to its requests.
         output: streams the tokens of requests.
@@ -98,9 +103,11 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     """
 
     device: Device
-    queues: RequestQueues
+    queues: RequestQueues[Request]
     tiers: CacheTiers
-    batcher: Batcher
+    prefetcher: TierPrefetcher
+    settings: BatcherSettings
+    batcher: Batcher[Request]
     results: BatchResultProcessor[Request]
     output: OutputStreamer
     kv_events: SchedulerKvEventsPublisher
@@ -140,13 +147,19 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         quiesce, dp = quiesce or QuiesceState(), dp or DpBatchSync()
         tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
         cache = tiers.cache
-        queues = RequestQueues(max_running_requests=config.num_request_slots)
-        budget = AdmissionBudget(gate=quiesce, dp=dp, chunk_sizer=DynamicChunkSizer(page_size=config.page_size))
-        budget.forecast.clock = clocks.monotonic
+        queues = RequestQueues[Request](max_running_requests=config.num_request_slots)
+        conditions = BatchConditions[Request](
+            gate=quiesce,
+            dp=dp,
+            new_token_ratio=make_ratio_tracker(config),
+            chunk_sizer=DynamicChunkSizer(page_size=config.page_size),
+        )
 
         # Observers: they read the parts above and decide nothing.
         tracer = RequestTracer(parallel=parallel, sink=sinks.spans, model_name=sinks.model_name, clock=clocks.wall)
-        request_metrics = RequestMetrics(clock=clocks.monotonic, budget=budget, tracer=tracer)
+        forecast = PrefillForecast(conditions=conditions)
+        forecast.predictor.clock = clocks.monotonic
+        request_metrics = RequestMetrics(clock=clocks.monotonic, forecast=forecast, tracer=tracer)
         integrity = SchedulerIntegrity.compose(config.integrity, parallel, tiers, queues)
         load = LoadInquirer(
             parallel=parallel,
@@ -185,7 +198,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
                 "quiesce": quiesce,
                 "integrity": integrity.checker,
                 "pools": integrity.pools,
-                "batching": budget,
+                "batching": forecast,
                 "outputs": output,
                 "forward_passes": forward_passes,
                 "spans": tracer,
@@ -196,17 +209,17 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         kv_cache = RequestKvCache(
             cache=cache, counters=request_metrics.counters, allocation_log=integrity.allocation_log
         )
+        prefetcher = conditions.prefetcher = TierPrefetcher(tiers=tiers, kv_cache=kv_cache, queues=queues)
         batcher = Batcher(
-            config=config,
+            limits=config.batch_limits,
             queues=queues,
             kv_cache=kv_cache,
-            request_metrics=request_metrics,
-            tiers=tiers,
-            budget=budget,
+            conditions=conditions,
+            observer=request_metrics,
         )
         results = BatchResultProcessor(
             kv=kv_cache,
-            requests=queues,
+            requests=batcher,
             output=output,
             observer=request_metrics,
             eos_token_ids=frozenset(config.tokens.eos_token_ids),
@@ -215,6 +228,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             device=device,
             queues=queues,
             tiers=tiers,
+            prefetcher=prefetcher,
+            settings=BatcherSettings(config=config, batcher=batcher),
             batcher=batcher,
             results=results,
             output=output,
@@ -233,17 +248,19 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             ConfigError: the pool or the model's context cannot hold the request, the model does not know a token, the
                 id is in use by a request in flight or an abort that is not streamed yet, or the request is not new.
         """
-        check_request_fits(self.batcher.config, request.num_input_tokens, request.limits.max_new_tokens)
-        check_tokens_known(self.batcher.config, request.token_ids)
+        config = self.settings.config
+        check_request_fits(config, request.num_input_tokens, request.limits.max_new_tokens)
+        check_tokens_known(config, request.token_ids)
         if request.rid in self.queues:
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
         self.integrity.progress.enter_phase("submit", request.rid)
-        self.batcher.start_prefetch(request)
-        request.num_cached_tokens = self.batcher.kv_cache.match_length(request)
-        self.batcher.predict_first_token(request)
-        self.queues.add(request)
+        self.prefetcher.start(request)
+        request.num_cached_tokens = self.prefetcher.kv_cache.match_length(request)
+        forecast = self.request_metrics.forecast
+        forecast.predict_first_token(request, self.queues, step_tokens=config.max_prefill_tokens)
+        self.batcher.add(request)
         self.request_metrics.on_queued(request)
         self._digest.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
         self.integrity.progress.enter_phase(IDLE_PHASE)
@@ -272,7 +289,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         progress = self.integrity.progress
         progress.begin_step(self.num_steps + 1, "tiers")
         self.tiers.step()
-        self.batcher.update_prefetched_spans()
+        self.prefetcher.update_prefetched_spans()
         progress.enter_phase("batch")
         batch = self.batcher.next_batch()
         if batch.has_work:
@@ -316,7 +333,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         updated = self._apply(batch, output)
         self.forward_passes.publish_forward_pass(batch.chunks, busy_s)
         if batch.num_prefill_tokens:
-            self.batcher.budget.on_first_tokens(batch)
+            self.request_metrics.forecast.on_first_tokens(batch)
             for chunk in batch.chunks:
                 if chunk.is_prefill:
                     self.queues.update_prefill_tokens(chunk.request)
@@ -335,7 +352,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """Publish events and statistics, and now and then ``KvMetrics``."""
         self.kv_events.publish_kv_events()
         self.metrics.emit()
-        if self.num_steps % self.batcher.config.kv_metrics_every_steps == 0 or not self.has_work:
+        if self.num_steps % self.settings.config.kv_metrics_every_steps == 0 or not self.has_work:
             self.kv_events.emit_kv_metrics()
 
     @property
@@ -346,7 +363,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         request of another replica.
         """
         is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.num_operations
-        return bool(is_busy or self.batcher.budget.dp.last.any_work)
+        return bool(is_busy or self.batcher.conditions.dp.last.any_work)
 
     @property
     def num_steps(self) -> int:
@@ -385,7 +402,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             CacheIntegrityError: a request runs or a page transfer is in flight; nothing has changed.
         """
         self.cache.clear(weight_version)
-        self.batcher.reset_cached_tokens(weight_namespace(weight_version))
+        self.prefetcher.restart(weight_namespace(weight_version))
         self._digest.add(self.cache.free_tokens, crc32(weight_version.encode()))
         self.kv_events.flush()
 

@@ -6,9 +6,9 @@ from array import array
 from dataclasses import dataclass
 from zlib import crc32
 
-from scheduler_components.reference.device.device import ScheduledBatch
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.values import ScheduledBatch
 
 __all__ = ["StateDigest"]
 

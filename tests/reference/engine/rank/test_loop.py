@@ -44,7 +44,7 @@ from scheduler_components.reference.engine.rank.frontend_sinks import FrontendLo
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing.fakes import ListSink
@@ -152,7 +152,7 @@ class ExecutorRank:
         )
         quiesce = make_quiesce_stepper(scheduler, state, groups=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
-        internal = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles))
+        internal = InternalState(providers=(scheduler.settings, profiles))
         rpc = RpcHandler(state=internal, profiles=profiles)
         self.worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)

@@ -48,7 +48,7 @@ from scheduler_components.reference.engine.rank.frontend_sinks import ZmqReportS
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Leader, RankWorker
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_sync_hub
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
@@ -203,7 +203,7 @@ class LeaderThread:
             quiesce=state,
             dp=self.dp,
         )
-        internal = InternalState(providers=(BatcherSettings(batcher=self.scheduler.batcher),))
+        internal = InternalState(providers=(self.scheduler.settings,))
         self.leader = Leader(
             worker=RankWorker(
                 parallel=parallel,

@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.engine import open_engine
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
 from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
-from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 
@@ -38,9 +38,7 @@ def scheduler() -> Scheduler:
 @pytest.fixture
 def control(scheduler: Scheduler) -> RpcHandler:
     profiles = ProfilerManager()
-    return RpcHandler(
-        state=InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), profiles)), profiles=profiles
-    )
+    return RpcHandler(state=InternalState(providers=(scheduler.settings, profiles)), profiles=profiles)
 
 
 def test_sizes_can_be_changed_while_requests_run(scheduler: Scheduler, control: RpcHandler) -> None:
@@ -89,10 +87,10 @@ def test_a_new_ratio_takes_effect_immediately_and_other_changes_keep_it(
     scheduler.submit(Request("r", range(8), SamplingLimits(max_new_tokens=20)))
     for _ in range(5):
         scheduler.step()
-    decayed = scheduler.batcher.budget.new_token_ratio.current
+    decayed = scheduler.batcher.conditions.new_token_ratio.current
     assert decayed < CONFIG.new_token_ratio
     control.answer("set_internal_state", b'{"chunk_tokens": 64}')
-    assert scheduler.batcher.budget.new_token_ratio.current == decayed
+    assert scheduler.batcher.conditions.new_token_ratio.current == decayed
     control.answer("set_internal_state", b'{"new_token_ratio": 0.5}')
     assert control.answer("get_internal_state", b"")["new_token_ratio_now"] == 0.5
 

@@ -18,7 +18,7 @@ from scheduler_components.profiler_manager import ProfilerManager
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_components.reference.engine.rank.rpc_handler import BatcherSettings, RpcHandler
+from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.values import KvMetrics
@@ -82,8 +82,7 @@ def settable_rank(config: SchedulerConfig = CONFIG) -> SettableRank:
     sinks = SchedulerSinks(kv_metrics=EncodingSink())
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device, sinks=sinks)
     profiles = ProfilerManager()
-    budget = scheduler.batcher.budget
-    state = InternalState(providers=(BatcherSettings(batcher=scheduler.batcher), budget.chunk_sizer, profiles))
+    state = InternalState(providers=(scheduler.settings, scheduler.batcher.conditions.chunk_sizer, profiles))
     return SettableRank(scheduler, RpcHandler(state=state, profiles=profiles))
 
 
@@ -130,12 +129,6 @@ def test_a_value_that_a_step_cannot_use_is_refused_by_name(change: dict[str, Sta
     with pytest.raises(ConfigError) as refusal:
         rank.rpc.answer("set_internal_state", json.dumps(change).encode())
     assert refusal.value.field == field
-
-
-def test_a_value_is_refused_before_any_component_changes() -> None:
-    settings_of_batcher = BatcherSettings(batcher=settable_rank().scheduler.batcher)
-    with pytest.raises(ConfigError, match="give at most 64"):
-        settings_of_batcher.check_state({"max_running_requests": 65})
 
 
 def test_no_more_requests_run_than_the_pool_has_pages() -> None:

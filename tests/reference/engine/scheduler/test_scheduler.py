@@ -247,3 +247,13 @@ def test_each_episode_of_a_failing_device_is_logged_once(
     logged = [record.levelname for record in caplog.records if "computing a batch" in record.getMessage()]
     assert logged == ["ERROR", "WARNING", "ERROR"]
     assert bench.scheduler.results.failures.total == 3
+
+
+def test_an_id_is_in_use_until_its_abort_is_streamed(make_bench: Callable) -> None:
+    bench = make_bench()
+    bench.submit("r", range(5))
+    bench.scheduler.abort("r")
+    with pytest.raises(ConfigError, match="in flight"):
+        bench.submit("r", range(5))
+    bench.drain()
+    bench.submit("r", range(5))

@@ -24,8 +24,8 @@ from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks, StepResult
+from scheduler_components.request_kv_cache import pages_for
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.values import (
     BeginWeightUpdate,
@@ -161,13 +161,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             oldest = min(self.scheduler.queues, key=lambda request: request.arrival, default=None)
             before = progress(oldest) if oldest is not None else (0, 0)
             was_running = bool(self.scheduler.queues.running)
-            ratio_before = self.scheduler.batcher.budget.new_token_ratio.current
+            ratio_before = self.scheduler.batcher.conditions.new_token_ratio.current
             result = self.scheduler.step()
             self.read(result)
-            ratio = self.scheduler.batcher.budget.new_token_ratio.current
+            ratio = self.scheduler.batcher.conditions.new_token_ratio.current
             assert self.config.min_new_token_ratio <= ratio <= 1.0
             highest = ratio_before if was_running else self.config.new_token_ratio
-            may_move = self.scheduler.batcher.budget.gate.can_admit
+            may_move = self.scheduler.batcher.conditions.gate.can_admit
             assert result.num_retracted or not may_move or ratio <= highest
             assert oldest is None or not may_move or progress(oldest) > before or oldest.state is RequestState.FINISHED
             assert self.view.blocks == set(self.scheduler.cache.block_hashes())

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.digest_workloads import digest_of
 from kit.searches import num_examples
 
 from scheduler_components import ParallelState
@@ -165,3 +166,23 @@ def test_the_digest_shows_a_call_before_the_next_step() -> None:
     plain.call(Abort(99))  # an unknown id changes nothing
     again = SchedulerRank(ParallelState.trivial())
     assert again.step([Submit((0, 1, 2), 4)]).digest == plain.scheduler.state_digest
+
+
+GOLDEN = [
+    (1952719771, 9),
+    (3239909659, 14),
+    (3323040882, 2),
+    (3866190213, 0),
+    (2940336076, 11),
+    (3986450931, 2),
+    (1455529800, 17),
+    (3252949137, 16),
+]
+"""Digest and retractions of ``digest_of(seed)`` before the batcher became a component (0.4.0)."""
+
+
+@pytest.mark.parametrize(("seed", "golden"), list(enumerate(GOLDEN)))
+def test_first_come_first_served_with_the_latest_arrival_as_victim_decides_as_before(
+    seed: int, golden: tuple[int, int]
+) -> None:
+    assert digest_of(seed) == golden

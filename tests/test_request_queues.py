@@ -1,26 +1,11 @@
-"""An id stays in use until its abort is streamed."""
+"""Requests in flight are in one queue each, running ones in order of arrival."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
-from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.scheduler.queues import RequestQueues
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.request_queues import RequestQueues
 from scheduler_components.values import FinishReason
-
-
-def test_an_id_is_in_use_until_its_abort_is_streamed(make_bench: Callable) -> None:
-    bench = make_bench()
-    bench.submit("r", range(5))
-    bench.scheduler.abort("r")
-    with pytest.raises(ConfigError, match="in flight"):
-        bench.submit("r", range(5))
-    bench.drain()
-    bench.submit("r", range(5))
 
 
 def test_requests_keep_their_order_and_prefill_tokens_are_counted_while_they_run() -> None:
@@ -43,3 +28,13 @@ def test_requests_keep_their_order_and_prefill_tokens_are_counted_while_they_run
     assert ["a" in queues, "b" in queues] == [False, True]
     queues.on_aborts_streamed()
     assert "b" not in queues
+
+
+def test_running_requests_are_in_order_of_arrival_whatever_the_order_of_admission() -> None:
+    queues = RequestQueues[Request](max_running_requests=4)
+    requests = [Request(rid, (1,)) for rid in "abcd"]
+    for request in requests:
+        queues.add(request)
+    for index in (2, 0, 3, 1):
+        queues.admit(requests[index])
+    assert queues.running == requests

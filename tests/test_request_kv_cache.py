@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.reference.engine.scheduler.request_kv_cache import pages_for
+from scheduler_components.request_kv_cache import pages_for
 
 checked = settings(deadline=None, max_examples=200)
 

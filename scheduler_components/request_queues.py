@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
 
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.values import FinishReason
+from scheduler_components.ports import QueuedRequest
+from scheduler_components.values import FinishReason, RequestState
 
-__all__ = [
-    "RequestQueues",
-]
+__all__ = ["RequestQueues", "TrackedRequest"]
 
 
-class _PrefillCount:
+class TrackedRequest(QueuedRequest, Protocol):
+    """A request in flight, as ``RequestQueues`` reads and writes it: the scheduler's own class.
+
+    Attributes:
+        arrival: number that ``add`` assigns.
+        state: written on each move between the queues.
+        finish_reason: written by ``finish``.
+    """
+
+    arrival: int
+    state: RequestState
+    finish_reason: FinishReason | None
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests in flight."""
+        ...
+
+    @property
+    def num_prefill_tokens_left(self) -> int:
+        """Number of prefill positions still to compute; 0 in decode and while waiting."""
+        ...
+
+
+R = TypeVar("R", bound=TrackedRequest)
+
+_arrival = attrgetter("arrival")
+
+
+class _PrefillCount(Generic[R]):
     """The number of prefill tokens that running requests have still to compute, kept as a sum for load reports.
 
     It remembers the count of each request, so that it subtracts exactly what it has added.
@@ -26,26 +56,25 @@ class _PrefillCount:
         self._by_rid: dict[str, int] = {}  # requests in prefill only
         self.num_tokens = 0
 
-    def count(self, request: Request) -> None:
+    def count(self, request: R) -> None:
         """Count a running request. An earlier count of it is replaced."""
         self.remove(request)
         if num_tokens := request.num_prefill_tokens_left:
             self._by_rid[request.rid] = num_tokens
             self.num_tokens += num_tokens
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: R) -> None:
         """Subtract the count of a request, if it has one."""
         if self._by_rid:
             self.num_tokens -= self._by_rid.pop(request.rid, 0)
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestQueues:
+class RequestQueues(Generic[R]):
     """The requests in flight. Each is in exactly one of ``waiting`` and ``running``.
 
-    Both queues are in order of arrival, and every running request arrived before every waiting one, because the oldest
-    waiting request is admitted first and the latest running request is retracted first. Load reports read this class
-    as a ``QueueSource``.
+    ``running`` is in order of arrival. ``waiting`` has new requests at its end and preempted ones at its front; the
+    scheduling policy decides which of them is next. Load reports read this class as a ``QueueSource``.
 
     Attributes:
         max_running_requests: request slots of ``running``.
@@ -54,17 +83,17 @@ class RequestQueues:
     """
 
     max_running_requests: int
-    waiting: TokenCountedQueue[Request] = field(default_factory=TokenCountedQueue)
-    running: list[Request] = field(default_factory=list)
-    _by_rid: dict[str, Request] = field(default_factory=dict, init=False, repr=False)
+    waiting: TokenCountedQueue[R] = field(default_factory=TokenCountedQueue)
+    running: list[R] = field(default_factory=list)
+    _by_rid: dict[str, R] = field(default_factory=dict, init=False, repr=False)
     _unreported_aborts: set[str] = field(default_factory=set, init=False, repr=False)
     _num_arrivals: int = field(default=0, init=False)
-    _prefills: _PrefillCount = field(default_factory=_PrefillCount, init=False, repr=False)
+    _prefills: _PrefillCount[R] = field(default_factory=_PrefillCount, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self._by_rid)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[R]:
         yield from self.running
         yield from self.waiting
 
@@ -73,12 +102,12 @@ class RequestQueues:
         """Sum of ``num_prefill_tokens_left`` over all running requests."""
         return self._prefills.num_tokens
 
-    def update_prefill_tokens(self, request: Request) -> None:
+    def update_prefill_tokens(self, request: R) -> None:
         """Update the count after a part of a prefill was computed. A finished request is not counted any more."""
         if request.state is RequestState.RUNNING:
             self._prefills.count(request)
 
-    def find(self, rid: str) -> Request | None:
+    def find(self, rid: str) -> R | None:
         """Return the request in flight with this id, or None."""
         return self._by_rid.get(rid)
 
@@ -90,28 +119,28 @@ class RequestQueues:
         """Allow new requests with the ids of aborted ones, because all aborts have been streamed."""
         self._unreported_aborts.clear()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: R) -> None:
         """Append a new request to the waiting queue and number its arrival."""
         self._by_rid[request.rid] = request
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.waiting.append(request)
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: R) -> None:
         """Move a request from waiting to running. The caller has set its ``prefill_end``."""
         self.waiting.remove(request)
-        self.running.append(request)
+        insort(self.running, request, key=_arrival)
         request.state = RequestState.RUNNING
         self._prefills.count(request)
 
-    def requeue(self, request: Request) -> None:
+    def requeue(self, request: R) -> None:
         """Move a request from running to the head of the waiting queue."""
         self.running.remove(request)
         self._prefills.remove(request)
         request.state = RequestState.WAITING
         self.waiting.appendleft(request)
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
+    def finish(self, request: R, reason: FinishReason) -> None:
         """Remove a request from its queue and set its finish reason."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from scheduler_components.dynamic_chunk_sizer import PrefillLatencyModel
 from scheduler_components.testing import FakeClock
-from scheduler_components.values import CachedTokens
 
 
 def timed(bench: object, base_s: float, token_s: float) -> FakeClock:
     """Let the duration of every step follow a linear model."""
     clock = FakeClock(0.0)
-    request_metrics, budget = bench.scheduler.request_metrics, bench.scheduler.batcher.budget
-    request_metrics.clock = budget.forecast.clock = clock
+    request_metrics = bench.scheduler.request_metrics
+    request_metrics.clock = request_metrics.forecast.predictor.clock = clock
     launch = bench.device.launch
 
     def slow(batch: object) -> None:
@@ -38,12 +35,12 @@ def test_the_errors_of_forecasts_are_reported(make_bench: Callable) -> None:
     stats = bench.sink.stats[-1].batching
     assert stats.first_tokens_predicted >= 6
     assert stats.first_token_error_p50_s <= stats.first_token_error_p90_s < 0.02
-    assert stats.new_token_ratio == bench.scheduler.batcher.budget.new_token_ratio.current
+    assert stats.new_token_ratio == bench.scheduler.batcher.conditions.new_token_ratio.current
 
 
 def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_computed(make_bench: Callable) -> None:
     bench = make_bench(page_size=4, kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
-    bench.scheduler.batcher.budget.chunk_sizer.model = PrefillLatencyModel(1_000, 1, 10_000)
+    bench.scheduler.batcher.conditions.chunk_sizer.model = PrefillLatencyModel(1_000, 1, 10_000)
     bench.submit("long", range(3000))
     chunks = [result.num_prefill_tokens for result in bench.drain()]
     assert sum(chunks) == 3000
@@ -56,37 +53,3 @@ def test_without_a_model_chunks_have_their_configured_length(make_bench: Callabl
     bench = make_bench(kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
     bench.submit("long", range(1000))
     assert [result.num_prefill_tokens for result in bench.drain()] == [256, 256, 256, 232]
-
-
-class ComingFromStorage:
-    """PrefetchQueue of a cache whose storage brings tokens 8 to 40 of one request, and lets it wait until then."""
-
-    def __init__(self) -> None:
-        self.spans = [("waits", (8, 40)), ("never-came", (0, 4))]
-
-    def start(self, *_: object) -> None:
-        pass
-
-    def is_done(self, rid: str, *_: object, is_next: bool) -> bool:
-        return not self.spans
-
-    def record_admission(self, rid: str, *, cached_tokens: int, **_: int) -> CachedTokens:
-        return CachedTokens(device=cached_tokens)
-
-    def prefetched_spans(self) -> list[tuple[str, tuple[int, int]]]:
-        return self.spans
-
-    def cancel(self, rid: str) -> None:
-        pass
-
-
-def test_prefetched_tokens_are_not_counted_as_waiting(make_bench: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make_bench(kv_tokens=256)
-    coming = ComingFromStorage()
-    monkeypatch.setattr(type(bench.scheduler.tiers), "prefetch_queue", coming)
-    bench.submit("waits", range(100))
-    bench.scheduler.step()
-    assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 100 - 32
-    coming.spans = []
-    bench.drain()
-    assert bench.sink.stats[-1].load.num_waiting_uncached_tokens == 0

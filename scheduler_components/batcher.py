@@ -1,0 +1,575 @@
+"""Batcher: choose which positions of which requests the device computes next, and allocate their pages.
+
+Batching is continuous: every step makes a new batch of the running and waiting requests. The rules, in the order in
+which a step applies them:
+
+1. Every running request advances by one decode token or one chunk of its prefill, the earliest arrival first. In
+   ``prefill_first`` mode those in prefill advance alone, and decodes only in a step without a prefill.
+2. While the pool is full, the preemption policy selects a victim among the running requests, but never the earliest
+   arrival. So the earliest always advances whatever the size of the pool, every running request becomes the earliest
+   one day, and no two requests preempt each other for ever.
+3. The scheduling policy orders the waiting requests. They are admitted in this order until one is refused by the
+   ``AdmissionBudget``. No request is admitted in a step that preempts one.
+
+All decisions depend on the sequence of calls only, never on a clock or on the rank, so all ranks of a replica make the
+same batch. Time is the number of the step.
+
+A policy is code of a user. If it raises an exception, names a request twice or one that does not wait, or leaves one
+out, the batcher logs one sentence, counts it, and serves the requests first come, first served from there on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from scheduler_components.admission_budget import (
+    AdmissionBudget,
+    AdmissionDemand,
+    BatchLimits,
+    estimate_pages,
+    estimate_pages_to_allocate,
+    prefill_chunk,
+)
+from scheduler_components.dp_attn import DpBatchSync, PrefillIntent
+from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
+from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
+from scheduler_components.ports import (
+    ComputeGate,
+    NullComputeGate,
+    PreemptionPolicy,
+    SchedulableRequest,
+    SchedulingPolicy,
+)
+from scheduler_components.preemption_policy import LatestArrival
+from scheduler_components.request_queues import RequestQueues, TrackedRequest
+from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.values import (
+    BatchShape,
+    FinishReason,
+    RefusalReason,
+    RequestState,
+    ScheduledBatch,
+    ScheduledChunk,
+)
+
+__all__ = [
+    "BatchConditions",
+    "BatchObserver",
+    "BatchedRequest",
+    "Batcher",
+    "KvAllocator",
+    "NullBatchObserver",
+    "NullPrefetcher",
+    "Prefetcher",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAX_SKIPPED = 128
+"""Refused requests that a step passes over, so that 10,000 waiting requests of one tenant cost no more than 128."""
+
+_MAX_PREFILL_STEPS = 16
+"""Steps in a row in which prefills hold up decodes in ``prefill_first`` mode. Prompts that end with their first token
+never take a slot for long, so without a limit they could hold up decodes for ever."""
+
+
+class BatchedRequest(TrackedRequest, SchedulableRequest, RunningRequest, Protocol):
+    """A request, as ``Batcher`` reads and writes it: the scheduler's own class.
+
+    Attributes:
+        prefill_end: number of its tokens at the last admission; computing positions below it is prefill.
+        num_retractions: how often it was preempted.
+    """
+
+    arrival: int
+    prefill_end: int
+    num_retractions: int
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """KV pages that it holds."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose KV is in ``pages``."""
+        ...
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Positions to compute before the next token is known."""
+        ...
+
+
+R = TypeVar("R", bound=BatchedRequest)
+
+_arrival = attrgetter("arrival")
+Request_contra = TypeVar("Request_contra", contravariant=True)
+
+
+class KvAllocator(Protocol[Request_contra]):
+    """Assigns KV pages to requests: ``RequestKvCache``, or a wrapper that also counts the pools of a hybrid model."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        ...
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be allocated now."""
+        ...
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the pool that requests hold, 0 to 1. Read under DP attention."""
+        ...
+
+    def match(self, request: Request_contra) -> None:
+        """Match and lock the cached prefix of a request that is about to run."""
+        ...
+
+    def grow(self, request: Request_contra, num_tokens: int) -> bool:
+        """Allocate pages for ``num_tokens`` more positions. Return False, without a change, if the pool is full."""
+        ...
+
+    def free(self, request: Request_contra) -> None:
+        """Release all pages. Computed ones may stay in the cache."""
+        ...
+
+
+class Prefetcher(Protocol[Request_contra]):
+    """Fetches the pages of waiting requests from lower tiers.
+
+    Attributes:
+        num_look_ahead: waiting requests behind the next one that are asked for already; 0 if none ever waits for pages.
+    """
+
+    @property
+    def num_look_ahead(self) -> int: ...
+
+    def is_ready(self, request: Request_contra, *, is_next: bool) -> bool:
+        """Return whether a waiting request has no pages to wait for. Start to fetch them if necessary."""
+        ...
+
+    def on_admitted(self, request: Request_contra) -> None:
+        """Handle that a request begins to run with the pages that it has."""
+        ...
+
+
+class NullPrefetcher:
+    """The prefetcher of a cache without lower tiers."""
+
+    num_look_ahead = 0
+
+    def is_ready(self, request: object, *, is_next: bool) -> bool:  # noqa: ARG002 - the port's
+        return True
+
+    def on_admitted(self, request: object) -> None:
+        pass
+
+
+class BatchObserver(Protocol[Request_contra]):
+    """Counts and times what the batcher does. It changes nothing."""
+
+    def on_admitted(self, request: Request_contra) -> None:
+        """Handle that a waiting request got its first pages."""
+        ...
+
+    def on_retracted(self, request: Request_contra) -> None:
+        """Handle that a running request lost its pages and waits again."""
+        ...
+
+
+class NullBatchObserver:
+    """The observer of a batcher that nothing watches."""
+
+    def on_admitted(self, request: object) -> None:
+        pass
+
+    def on_retracted(self, request: object) -> None:
+        pass
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchConditions(Generic[R]):
+    """What limits a batch besides sizes, queues and pages.
+
+    Attributes:
+        gate: says whether control requests allow to admit and to compute requests.
+        dp: exchange with the other replicas under DP attention; by default there are none.
+        new_token_ratio: share of a request's possible output that an admission reserves now.
+        chunk_sizer: limits the length of the next chunk of a prompt.
+        prefetcher: says whether the pages of a waiting request are still being fetched.
+    """
+
+    gate: ComputeGate = field(default_factory=NullComputeGate)
+    dp: DpBatchSync = field(default_factory=DpBatchSync)
+    new_token_ratio: NewTokenRatioTracker = field(default_factory=NewTokenRatioTracker)
+    chunk_sizer: DynamicChunkSizer = field(default_factory=DynamicChunkSizer)
+    prefetcher: Prefetcher[R] = field(default_factory=NullPrefetcher)
+
+    @property
+    def can_admit(self) -> bool:
+        """True if requests may be admitted now."""
+        return self.gate.can_admit and self.dp.last.may_prefill
+
+
+@dataclass(slots=True, kw_only=True)
+class Batcher(Generic[R]):
+    """Makes batches by the rules at the top of this file. It is the ``RequestFinisher`` of a scheduler.
+
+    Attributes:
+        limits: sizes of a batch.
+        queues: the waiting and running requests. Add and end requests through this class, so that the policy knows.
+        kv_cache: allocates and frees the pages of requests.
+        policy: orders the waiting requests.
+        preemption: selects the request that gives up its pages.
+        conditions: control requests, other replicas, the new-token ratio, the length of chunks, prefetches.
+        observer: counts and times admissions and preemptions; no decision depends on it.
+        num_steps: batches so far.
+        refusals: requests that a step did not admit, by reason. A request counts once in each step that reads it.
+        num_preemptions: victims that the preemption policy selected.
+        num_replaced_policies: policies that failed and were replaced.
+    """
+
+    limits: BatchLimits
+    queues: RequestQueues[R]
+    kv_cache: KvAllocator[R]
+    policy: SchedulingPolicy[R] = field(default_factory=FirstComeFirstServed)
+    preemption: PreemptionPolicy[R] = field(default_factory=LatestArrival)
+    conditions: BatchConditions[R] = field(default_factory=BatchConditions)
+    observer: BatchObserver[R] = field(default_factory=NullBatchObserver)
+    num_steps: int = field(default=0, init=False)
+    refusals: dict[RefusalReason, int] = field(default_factory=dict, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    num_replaced_policies: int = field(default=0, init=False)
+    _num_prefill_steps: int = field(default=0, init=False, repr=False)
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next batch would not be empty, or would not be once a prefetch has completed."""
+        gate = self.conditions.gate
+        return bool(self.queues if gate.can_admit else gate.can_compute and self.queues.running)
+
+    def add(self, request: R) -> None:
+        """Queue a new request."""
+        self.queues.add(request)
+        self._add_to_policy(request)
+
+    def finish(self, request: R, reason: FinishReason) -> None:
+        """Remove a waiting or running request, free its slot, and set its ``finish_reason``. Its pages stay its own."""
+        if request in self.queues.waiting:
+            self._discard_from_policy(request)
+        self.queues.finish(request, reason)
+
+    def retract_all(self) -> int:
+        """Move every running request back to the waiting queue, with its output, and return their number."""
+        running = self.queues.running
+        num_running = len(running)
+        while running:
+            self._retract(running[-1])
+        return num_running
+
+    def next_batch(self) -> ScheduledBatch[R]:
+        """Make the next batch and allocate its pages. It is empty if no request can or may be computed."""
+        self.num_steps += 1
+        conditions = self.conditions
+        batch = self._local_batch() if conditions.gate.can_compute else ScheduledBatch()
+        if batch.chunks:
+            try:
+                self.policy.on_scheduled(batch.chunks)
+            except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced
+                self._replace_policy(f"on_scheduled() raised {error!r}")
+        return batch if conditions.dp.num_replicas == 1 else self._exchange_shapes(batch)
+
+    def _local_batch(self) -> ScheduledBatch[R]:
+        chunks: list[ScheduledChunk[R]] = []
+        ratio = self.conditions.new_token_ratio
+        if not self.queues.running:
+            ratio.reset()
+        num_retracted, num_admitted = self._fill(chunks)
+        if num_retracted:
+            ratio.on_retract(self.queues.running)
+        else:
+            ratio.decay_step()
+        num_prefill_tokens = _num_prefill_tokens(chunks)
+        return ScheduledBatch(
+            chunks=tuple(chunks),
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=sum(not chunk.is_prefill for chunk in chunks),
+            num_context_tokens=sum(chunk.end for chunk in chunks),
+            num_admitted=num_admitted,
+            num_retracted=num_retracted,
+        )
+
+    def _fill(self, chunks: list[ScheduledChunk[R]]) -> tuple[int, int]:
+        """Add running and waiting requests to the batch. Return how many were retracted and admitted.
+
+        After a retraction no request is admitted, because the next one may be the request just retracted.
+        """
+        if self.limits.mode == "mixed":
+            num_retracted = self._continue_running(chunks, self.queues.running)
+            return num_retracted, 0 if num_retracted or not self.conditions.can_admit else self._admit_waiting(chunks)
+        num_retracted = num_admitted = 0
+        decodes = [request for request in self.queues.running if not request.num_prefill_tokens_left]
+        if self._num_prefill_steps < _MAX_PREFILL_STEPS or not decodes:
+            prefills = [request for request in self.queues.running if request.num_prefill_tokens_left]
+            num_retracted = self._continue_running(chunks, prefills)
+            if not num_retracted and self.conditions.can_admit:
+                num_admitted = self._admit_waiting(chunks)
+        self._num_prefill_steps = self._num_prefill_steps + 1 if chunks and decodes else 0
+        if not chunks:
+            num_retracted += self._continue_running(chunks, decodes)
+        return num_retracted, num_admitted
+
+    def _exchange_shapes(self, batch: ScheduledBatch[R]) -> ScheduledBatch[R]:
+        """Exchange the shapes of this step's batches with the other replicas, and add them to the batch."""
+        queues = self.queues
+        shape = BatchShape(
+            batch.num_prefill_tokens, batch.num_decode_tokens, batch.num_context_tokens, not batch.num_prefill_tokens
+        )
+        intent = PrefillIntent(
+            has_work=self.has_work,
+            is_running=bool(queues.running),
+            is_prefilling=queues.num_chunked_tokens_left > batch.num_prefill_tokens,
+            is_prefillable=bool(queues.waiting) and len(queues.running) < queues.max_running_requests,
+            token_usage=self.kv_cache.token_usage,
+        )
+        return msgspec.structs.replace(batch, replicas=self.conditions.dp.exchange(shape, intent).shapes)
+
+    def _continue_running(self, chunks: list[ScheduledChunk[R]], requests: Sequence[R]) -> int:
+        """Add running requests to the batch, earliest first. Return how many were retracted for that.
+
+        The earliest request of all always fits if the pool can hold it alone, because all others can be retracted.
+        """
+        budget_tokens = self.limits.max_prefill_tokens
+        num_retracted = 0
+        for request in tuple(requests):
+            if request.state is not RequestState.RUNNING:
+                continue  # it was a victim
+            num_tokens = self._num_tokens_now(request, budget_tokens)
+            if not num_tokens:
+                continue
+            while not self.kv_cache.grow(request, num_tokens):
+                victim = self._select_victim()
+                budget_tokens += self._remove_chunk(chunks, victim)
+                self._retract(victim)
+                num_retracted += 1
+                if victim is request:
+                    break
+            else:
+                chunk = _chunk_of(request, num_tokens)
+                chunks.append(chunk)
+                if chunk.is_prefill or self.limits.counts_decodes:
+                    budget_tokens -= num_tokens
+        return num_retracted
+
+    def _num_tokens_now(self, request: R, budget_tokens: int) -> int:
+        """Return the tokens to compute: 1 in decode, the next chunk in prefill, 0 if no budget is left."""
+        num_tokens_left = request.num_prefill_tokens_left
+        if not num_tokens_left:
+            num_tokens = request.num_uncomputed_tokens
+            return min(num_tokens, budget_tokens) if self.limits.counts_decodes else num_tokens
+        chunk_tokens = self.conditions.chunk_sizer.chunk_tokens(request.num_computed_tokens, self.limits.chunk_tokens)
+        return prefill_chunk(num_tokens_left, chunk_tokens=chunk_tokens, budget_tokens=budget_tokens)
+
+    def _remove_chunk(self, chunks: list[ScheduledChunk[R]], request: R) -> int:
+        """Remove the chunk of a victim that is in the batch already. Return the budget that it had spent."""
+        for index, chunk in enumerate(chunks):
+            if chunk.request is request:
+                del chunks[index]
+                return chunk.num_tokens if chunk.is_prefill or self.limits.counts_decodes else 0
+        return 0
+
+    def _select_victim(self) -> R:
+        """Return the running request to preempt: never the earliest arrival, unless it runs alone.
+
+        A request that runs alone does not fit while a transfer between tiers holds pages. It waits for them.
+        """
+        running = self.queues.running
+        if len(running) == 1:
+            return running[0]
+        candidates = running[1:]
+        try:
+            victim = self.preemption.select_victim(candidates)
+            problem = (
+                ""
+                if any(victim is each for each in candidates)
+                else f"select_victim() returned {victim!r}, which is no candidate"
+            )
+        except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced
+            problem = f"select_victim() raised {error!r}"
+        if problem:
+            self._report("preemption", self.preemption, problem, "the latest arrival is preempted from now on")
+            self.preemption = LatestArrival()
+            victim = self.preemption.select_victim(candidates)
+        self.num_preemptions += 1
+        return victim
+
+    def _retract(self, request: R) -> None:
+        """Free the pages of a request and move it to the head of the waiting queue. Its output is prefilled again."""
+        self.kv_cache.free(request)
+        request.num_retractions += 1
+        self.queues.requeue(request)
+        self._add_to_policy(request)
+        self.observer.on_retracted(request)
+
+    def _admit_waiting(self, chunks: list[ScheduledChunk[R]]) -> int:
+        """Admit waiting requests in the order of the policy until one is refused. Return how many were admitted."""
+        if not self.queues.waiting:
+            return 0
+        budget, prefetcher = self._make_budget(chunks), self.conditions.prefetcher
+        refusal = budget.refusal_of(AdmissionDemand())
+        if refusal is not None and not prefetcher.num_look_ahead:
+            self._count(refusal)  # the order is not read
+            return 0
+        order = self._order()
+        num_admitted = num_skipped = 0
+        for request in order:
+            refusal = self._try_admit(request, budget, chunks)
+            if refusal is None:
+                num_admitted += 1
+                continue
+            self._count(refusal)
+            may_skip = refusal in ("tenant", "not_ready") and not self.limits.head_of_line_blocking
+            if not may_skip or num_skipped == _MAX_SKIPPED:
+                break
+            num_skipped += 1
+        for request in islice(order, prefetcher.num_look_ahead):
+            prefetcher.is_ready(request, is_next=False)
+        return num_admitted
+
+    def _make_budget(self, chunks: list[ScheduledChunk[R]]) -> AdmissionBudget:
+        """Return what is left of this step after the running requests."""
+        limits, queues = self.limits, self.queues
+        spent = sum(chunk.num_tokens for chunk in chunks if chunk.is_prefill or limits.counts_decodes)
+        by_tenant: dict[str, int] = {}
+        if limits.max_running_per_tenant is not None:
+            for request in queues.running:
+                by_tenant[request.hints.tenant] = by_tenant.get(request.hints.tenant, 0) + 1
+        tokens, slots = limits.max_prefill_tokens - spent, max(0, queues.max_running_requests - len(queues.running))
+        return AdmissionBudget(
+            tokens=tokens,
+            slots=slots,
+            reserved_pages=self._pages_to_allocate(queues.running) if tokens > 0 and slots else 0,
+            watermark_pages=limits.watermark_pages,
+            num_running=len(queues.running),
+            tenant_cap=limits.max_running_per_tenant,
+            running_by_tenant=by_tenant,
+        )
+
+    def _pages_to_allocate(self, requests: Sequence[R]) -> int:
+        return estimate_pages_to_allocate(
+            requests, page_size=self.kv_cache.page_size, new_token_ratio=self.conditions.new_token_ratio.current
+        )
+
+    def _try_admit(self, request: R, budget: AdmissionBudget, chunks: list[ScheduledChunk[R]]) -> RefusalReason | None:
+        """Lock the cached prefix of a waiting request, admit it and add its first chunk, or return why not."""
+        tenant, kv_cache = request.hints.tenant, self.kv_cache
+        refusal = budget.refusal_of(AdmissionDemand(tenant=tenant))
+        if refusal is None and not self.conditions.prefetcher.is_ready(request, is_next=True):
+            refusal = "not_ready"
+        if refusal is not None:
+            return refusal
+        num_cached_before = request.num_cached_tokens
+        kv_cache.match(request)
+        budget.available_pages = kv_cache.available_pages
+        num_expected = estimate_pages(
+            request, page_size=kv_cache.page_size, new_token_ratio=self.conditions.new_token_ratio.current
+        )
+        demand = AdmissionDemand(num_pages=num_expected - len(request.pages), tenant=tenant)
+        refusal = budget.refusal_of(demand)
+        if refusal is not None:
+            kv_cache.free(request)
+            if request.num_cached_tokens != num_cached_before:
+                self.queues.waiting.recount(request)
+            return refusal
+        request.prefill_end = request.num_input_tokens
+        self._discard_from_policy(request)
+        self.queues.admit(request)
+        self.conditions.prefetcher.on_admitted(request)
+        self.observer.on_admitted(request)
+        chunk = _chunk_of(request, self._num_tokens_now(request, budget.tokens))
+        has_room = kv_cache.grow(request, chunk.num_tokens)
+        assert has_room, f"{request!r}: no room for its first chunk after its admission"
+        chunks.append(chunk)
+        budget.spend(
+            AdmissionDemand(num_tokens=chunk.num_tokens, tenant=tenant),
+            reserved_pages=self._pages_to_allocate([request]),
+        )
+        return None
+
+    # --- the policy, which may fail ---
+
+    def _order(self) -> Iterator[R]:
+        """Iterate over the waiting requests in the order of the policy, or from a failure on in order of arrival.
+
+        Every waiting request comes once, whatever the policy does.
+        """
+        waiting, policy = self.queues.waiting, self.policy
+        num_waiting, seen, problem = len(waiting), set[int](), ""
+        try:
+            for request in policy.order(self.num_steps):
+                if id(request) in seen:
+                    problem = f"order() returned {request!r} twice"
+                elif request not in waiting:
+                    problem = f"order() returned {request!r}, which does not wait"
+                if problem or self.policy is not policy:
+                    break
+                seen.add(id(request))
+                yield request
+            else:
+                if len(seen) == num_waiting:
+                    return
+                problem = f"order() left out {num_waiting - len(seen)} of {num_waiting} waiting requests"
+        except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced
+            problem = f"order() raised {error!r}"
+        if self.policy is policy:
+            self._replace_policy(problem)
+        for request in self.policy.order(self.num_steps):
+            if id(request) not in seen:
+                yield request
+
+    def _add_to_policy(self, request: R) -> None:
+        try:
+            self.policy.add(request, self.num_steps)
+        except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced
+            self._replace_policy(f"add() raised {error!r}")
+
+    def _discard_from_policy(self, request: R) -> None:
+        try:
+            self.policy.discard(request)
+        except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced
+            self._replace_policy(f"discard() raised {error!r}")
+            self.policy.discard(request)
+
+    def _replace_policy(self, problem: str) -> None:
+        """Serve the waiting requests first come, first served from now on, because the policy has failed."""
+        self._report("scheduling", self.policy, problem, "requests are served first come, first served from now on")
+        self.policy = FirstComeFirstServed()
+        for request in sorted(self.queues.waiting, key=_arrival):
+            self.policy.add(request, self.num_steps)
+
+    def _report(self, kind: str, policy: object, problem: str, consequence: str) -> None:
+        self.num_replaced_policies += 1
+        logger.error("the %s policy %s failed: %s; %s", kind, type(policy).__name__, problem, consequence)
+
+    def _count(self, refusal: RefusalReason) -> None:
+        self.refusals[refusal] = self.refusals.get(refusal, 0) + 1
+
+
+def _chunk_of(request: R, num_tokens: int) -> ScheduledChunk[R]:
+    start = request.num_computed_tokens
+    return ScheduledChunk(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
+
+
+def _num_prefill_tokens(chunks: Sequence[ScheduledChunk[R]]) -> int:
+    return sum(chunk.num_tokens for chunk in chunks if chunk.is_prefill)

@@ -1,0 +1,12 @@
+"""Replace the KV cache of a reference scheduler, in every part that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+
+
+def replace_kv_cache(scheduler: Scheduler, kv_cache: Any) -> None:
+    """Let the batcher, the results and the prefetches of a scheduler use ``kv_cache``."""
+    scheduler.batcher.kv_cache = scheduler.results.kv = scheduler.prefetcher.kv_cache = kv_cache

@@ -1,0 +1,308 @@
+"""The batcher keeps its rules whatever the policies do."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components.admission_budget import BatchLimits
+from scheduler_components.batcher import BatchConditions, Batcher
+from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
+from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.testing.batcher_checks import BATCHER_CHECKS, SMALL_LIMITS, random_workload
+from scheduler_components.testing.batcher_session import (
+    BatcherSession,
+    CheckedRequest,
+    OpenBatcher,
+    PlannedRequest,
+)
+from scheduler_components.values import RequestHints
+
+Fcfs = FirstComeFirstServed[CheckedRequest]
+
+
+def opening(
+    policy: Callable[[], object] = Fcfs, preemption: Callable[[], object] | None = None, ratio: float = 0.2
+) -> OpenBatcher:
+    """Open batchers with these policies, which reserve little, so that a small pool preempts."""
+
+    def open_batcher(limits, queues, kv_cache):
+        tracker = NewTokenRatioTracker(initial=ratio, minimum=0.0)
+        parts = {} if preemption is None else {"preemption": preemption()}
+        conditions = BatchConditions(new_token_ratio=tracker)
+        return Batcher(limits=limits, queues=queues, kv_cache=kv_cache, policy=policy(), conditions=conditions, **parts)
+
+    return open_batcher
+
+
+def a_session(open_batcher: OpenBatcher, *, num_pages: int = 24, limits: BatchLimits = SMALL_LIMITS) -> BatcherSession:
+    return BatcherSession.open("test", open_batcher, limits=limits, num_pages=num_pages)
+
+
+@pytest.mark.parametrize("check", BATCHER_CHECKS)
+@pytest.mark.parametrize("name", PREEMPTION_POLICY_NAMES)
+def test_every_preemption_policy_passes_all_checks(name: str, check: Callable[[OpenBatcher], None]) -> None:
+    check(opening(preemption=lambda: make_preemption_policy(name)))
+
+
+# Policies that fail.
+
+
+class Twice(Fcfs):
+    def order(self, step: int) -> Iterator[CheckedRequest]:
+        for request in super().order(step):
+            yield request
+            yield request
+
+
+class LeavesOut(Fcfs):
+    def order(self, step: int) -> Iterator[CheckedRequest]:
+        return iter(())
+
+
+class LeavesOutTheLast(Fcfs):
+    def order(self, step: int) -> Iterator[CheckedRequest]:
+        return iter(list(super().order(step))[:-1])
+
+
+class NamesTheAdmitted(Fcfs):
+    def discard(self, request: CheckedRequest) -> None:
+        pass
+
+
+class NamesNone(Fcfs):
+    def order(self, step: int) -> Iterator[CheckedRequest]:
+        return iter([None])  # type: ignore[list-item]
+
+
+class ReturnsNothing(Fcfs):
+    def order(self, step: int) -> Iterator[CheckedRequest]:
+        return None  # type: ignore[return-value]
+
+
+class RaisesLate(Fcfs):
+    def order(self, step: int) -> Iterator[CheckedRequest]:
+        for number, request in enumerate(super().order(step)):
+            if number == 1:
+                raise TypeError("key is not comparable")
+            yield request
+
+
+class RaisesOnAdd(Fcfs):
+    def add(self, request: CheckedRequest, step: int) -> None:
+        if request.arrival == 3:
+            raise ValueError("key is nan")
+        super().add(request, step)
+
+
+class RaisesOnDiscard(Fcfs):
+    def discard(self, request: CheckedRequest) -> None:
+        if request.arrival == 3:
+            raise KeyError(request.arrival)
+        super().discard(request)
+
+
+class RaisesOnScheduled(Fcfs):
+    def on_scheduled(self, chunks: Sequence[object]) -> None:
+        raise ZeroDivisionError("no tokens")
+
+
+FAILING = [
+    (Twice, "returned <r0.* twice"),
+    (LeavesOut, r"left out \d+ of \d+ waiting requests"),
+    (LeavesOutTheLast, r"left out 1 of \d+ waiting requests"),
+    (NamesTheAdmitted, "which does not wait"),
+    (NamesNone, "returned None, which does not wait"),
+    (ReturnsNothing, "raised TypeError"),
+    (RaisesLate, "key is not comparable"),
+    (RaisesOnAdd, r"add\(\) raised ValueError\('key is nan'\)"),
+    (RaisesOnDiscard, r"discard\(\) raised KeyError\(3\)"),
+    (RaisesOnScheduled, r"on_scheduled\(\) raised ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("policy", "words"), FAILING)
+def test_a_policy_that_fails_is_replaced_and_reported_once(
+    policy: type[Fcfs], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batches are those of first come, first served, from the failing step on and in the failing step."""
+    workload = random_workload(5)
+    sound, failing = a_session(opening()), a_session(opening(policy))
+    with caplog.at_level(logging.ERROR, logger="scheduler_components.batcher"):
+        for session in (sound, failing):
+            session.serve(workload)
+            session.expect_outputs()
+            session.expect_nothing_held()
+    assert failing.batches == sound.batches
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"the scheduling policy {policy.__name__} failed: ")
+    assert record.getMessage().endswith("; requests are served first come, first served from now on")
+    assert re.search(words, record.getMessage())
+    assert failing.batcher.num_replaced_policies == 1
+
+
+class PreemptsAnother:
+    def select_victim(self, candidates: Sequence[CheckedRequest]) -> CheckedRequest:
+        return CheckedRequest(rid="other", token_ids=[1], num_prompt_tokens=1, max_new_tokens=1)
+
+
+class PreemptsWithError:
+    def select_victim(self, candidates: Sequence[CheckedRequest]) -> CheckedRequest:
+        raise ValueError("no key")
+
+
+@pytest.mark.parametrize("preemption", [PreemptsAnother, PreemptsWithError])
+def test_a_preemption_policy_that_fails_is_replaced_and_reported_once(
+    preemption: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    workload = random_workload(5)
+    sound, failing = a_session(opening(ratio=0.0)), a_session(opening(preemption=preemption, ratio=0.0))
+    for session in (sound, failing):
+        session.serve(workload)
+    assert failing.batches == sound.batches
+    [record] = caplog.records
+    assert record.getMessage().endswith("; the latest arrival is preempted from now on")
+    assert failing.batcher.num_preemptions == sound.batcher.num_preemptions > 1
+
+
+class Mirror(Fcfs):
+    """Keeps the calls, to compare them with the queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[int, CheckedRequest] = {}
+        self.steps: list[int] = []
+        self.num_tokens = 0
+
+    def add(self, request: CheckedRequest, step: int) -> None:
+        assert request.arrival not in self.waiting
+        self.waiting[request.arrival] = request
+        self.steps.append(step)
+        super().add(request, step)
+
+    def discard(self, request: CheckedRequest) -> None:
+        del self.waiting[request.arrival]
+        super().discard(request)
+
+    def on_scheduled(self, chunks: Sequence[object]) -> None:
+        self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
+
+
+def test_a_policy_knows_exactly_the_waiting_requests_and_every_scheduled_token() -> None:
+    mirror = Mirror()
+    session = a_session(opening(lambda: mirror))
+    workload, num_tokens = random_workload(8), 0
+    for step in range(60):
+        session.begin_step(workload, step)
+        if session.unfinished:
+            num_tokens += sum(chunk.num_tokens for chunk in session.step().chunks)
+        assert sorted(mirror.waiting) == sorted(each.arrival for each in session.queues.waiting)
+    assert mirror.num_tokens == num_tokens
+    assert mirror.steps == sorted(mirror.steps) and mirror.steps[-1] > mirror.steps[0]
+    assert any(each.num_retractions for each in session.requests)
+
+
+# Admission.
+
+
+def planned(*, tenant: str = "", prompt: int = 4, new: int = 30, first: int = 0) -> PlannedRequest:
+    return PlannedRequest(tuple(range(first, first + prompt)), new, RequestHints(tenant=tenant))
+
+
+def test_a_tenant_at_its_cap_blocks_those_behind_it_only_where_that_is_wanted() -> None:
+    for blocks, running in ((True, "a"), (False, "ab")):
+        limits = attrs.evolve(SMALL_LIMITS, max_running_per_tenant=1, head_of_line_blocking=blocks)
+        session = a_session(opening(), limits=limits, num_pages=60)
+        for number, tenant in enumerate("aab"):
+            session.add(planned(tenant=tenant, first=100 * number))
+        session.step()
+        assert "".join(each.hints.tenant for each in session.queues.running) == running
+        assert session.batcher.refusals == {"tenant": 1}
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    reasons = set()
+    many = attrs.evolve(SMALL_LIMITS, max_prefill_tokens=8, max_running_requests=9)
+    watermark = attrs.evolve(SMALL_LIMITS, watermark_pages=2)
+    for limits, num_pages in ((SMALL_LIMITS, 60), (many, 60), (watermark, 13)):
+        session = a_session(opening(ratio=0.0), num_pages=num_pages, limits=limits)
+        session.serve(random_workload(9, max_tokens=40))
+        reasons |= set(session.batcher.refusals)
+    assert reasons == {"tokens", "slots", "pages", "watermark"}
+
+
+def test_many_waiting_requests_of_a_capped_tenant_are_not_all_read() -> None:
+    class Counting(Fcfs):
+        num_read = 0
+
+        def order(self, step: int) -> Iterator[CheckedRequest]:
+            for request in super().order(step):
+                Counting.num_read += 1
+                yield request
+
+    limits = attrs.evolve(SMALL_LIMITS, max_running_per_tenant=1, head_of_line_blocking=False)
+    session = a_session(opening(Counting), limits=limits, num_pages=60)
+    for number in range(300):
+        session.add(planned(tenant="a", first=10 * number))
+    session.batcher.next_batch()
+    assert 128 <= Counting.num_read <= 130
+
+
+# Modes.
+
+
+def test_prefill_first_computes_decodes_only_without_a_prefill() -> None:
+    limits = attrs.evolve(SMALL_LIMITS, mode="prefill_first")
+    session = a_session(opening(), limits=limits, num_pages=60)
+    session.add(planned(new=4))
+    session.step()
+    session.add(planned(first=500, prompt=25, new=2))
+    kinds = ["".join("p" if chunk.is_prefill else "d" for chunk in session.step().chunks) for _ in range(5)]
+    assert kinds == ["p", "p", "p", "dd", "d"]
+
+
+def test_prefill_first_does_not_hold_up_decodes_for_ever() -> None:
+    """Prompts that end with their first token free their slot in every step."""
+    limits = attrs.evolve(SMALL_LIMITS, mode="prefill_first")
+    session = a_session(opening(), limits=limits, num_pages=60)
+    first = session.add(planned(new=3))
+    session.step()
+    for number in range(40):
+        session.add(planned(first=100 * number, new=1))
+        session.step()
+    assert first.finish_reason is not None
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(PREEMPTION_POLICY_NAMES),
+    st.sampled_from(["mixed", "prefill_first"]),
+    st.booleans(),
+    st.integers(20, 30),
+)
+def test_any_workload_is_served(seed: int, name: str, mode: str, counts_decodes: bool, num_pages: int) -> None:
+    limits = attrs.evolve(SMALL_LIMITS, mode=mode, counts_decodes=counts_decodes)
+    session = a_session(opening(preemption=lambda: make_preemption_policy(name)), limits=limits, num_pages=num_pages)
+    session.serve(random_workload(seed, num_requests=8))
+    session.expect_outputs()
+    session.expect_nothing_held()
+
+
+def test_retract_all_keeps_the_order_of_arrival_and_every_token() -> None:
+    session = a_session(opening(), num_pages=60)
+    requests = [session.add(planned(first=100 * number)) for number in range(3)]
+    session.step()
+    session.step()
+    assert session.batcher.retract_all() == 3
+    assert list(session.queues.waiting) == requests
+    assert [each.num_retractions for each in requests] == [1, 1, 1]
+    session.serve([])
+    session.expect_outputs()
