@@ -17,7 +17,6 @@ from benchmarks.scaling_plot import draw_scaling_plot
 _SECTIONS = (
     "publish",
     "saturated",
-    "traffic",
     "throughput",
     "parts",
     "replay",
@@ -37,6 +36,7 @@ _SECTIONS = (
     "jetstream",
     "hicache_step",
     "batching",
+    "policies",
     "model",
     "shadow",
     "start",
