@@ -432,9 +432,13 @@ class JetStreamWriter:
             stream.writer.on_failed(message)
         if self._is_prepared.is_set():
             _log.warning("%s: batch %d was not stored (%s); trying again", stream.address, message.seq, error)
-            self._is_prepared.clear()
-            asyncio.get_running_loop().call_later(_PAUSE_S, self._prepare_again.set)
+            self._prepare_soon()
         stream.has_work.set()
+
+    def _prepare_soon(self) -> None:
+        """Create the log and the buckets again after a pause, because one of them may have been deleted."""
+        self._is_prepared.clear()
+        asyncio.get_running_loop().call_later(_PAUSE_S, self._prepare_again.set)
 
     # --- the snapshot ---
 
@@ -459,8 +463,10 @@ class JetStreamWriter:
             async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
                 is_stored = await self._write_snapshot(broker, stream, snapshot)
         except NATS_ERRORS as error:
-            _log.warning("%s: the snapshot was not stored (%s); trying again", stream.address, error)
+            problem = _describe_error(error)
+            _log.warning("%s: the snapshot was not stored (%s); trying again", stream.address, problem)
             is_stored = False
+            self._prepare_soon()
         with self._lock:
             if is_stored:
                 stream.writer.on_snapshot_stored(snapshot, traffic_bytes, self._clock())

@@ -16,6 +16,7 @@ from kit.jetstream import config_of
 from observability.jetstream import (
     JetStreamConfig,
     LogAddress,
+    log_writer,
     nats_writer,
     open_jetstream_subscriber,
     open_jetstream_writer,
@@ -111,6 +112,60 @@ def test_a_broker_that_lost_its_store_gets_the_state_again(
         wait_for_whole(reader, feeder)
         with read(config) as late:
             wait_for_whole(late, feeder)
+
+
+async def delete_pointer_bucket(js: Any) -> None:
+    await js.delete_key_value(HERE.pointer_bucket)
+
+
+async def delete_snapshot_bucket(js: Any) -> None:
+    await js.delete_object_store(HERE.snapshot_bucket)
+
+
+async def delete_both_buckets(js: Any) -> None:
+    await delete_pointer_bucket(js)
+    await delete_snapshot_bucket(js)
+
+
+async def delete_pointer(js: Any) -> None:
+    await (await js.key_value(HERE.pointer_bucket)).delete(HERE.pointer_key)
+
+
+async def delete_snapshots(js: Any) -> None:
+    bucket = await js.object_store(HERE.snapshot_bucket)
+    for each in await bucket.list():
+        await bucket.delete(each.name)
+
+
+async def delete_log(js: Any) -> None:
+    await js.delete_stream(HERE.log)
+
+
+@pytest.mark.parametrize(
+    "delete",
+    [delete_pointer_bucket, delete_snapshot_bucket, delete_both_buckets, delete_pointer, delete_snapshots, delete_log],
+)
+def test_what_is_deleted_from_a_connected_broker_is_stored_again(
+    delete: Callable[[Any], Awaitable[None]],
+    nats_server: Any,
+    feed: Any,
+    wait_for_whole: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reader that joins afterwards is LIVE, and so is the one that followed meanwhile."""
+    monkeypatch.setattr(log_writer, "_REQUEST_PAUSE_S", 0.1)
+    config = config_of(nats_server)
+    with write(config) as writer, read(config) as reader:
+        feeder = feed(writer.sink(0))
+        feeder.churn(50)
+        wait_for_whole(reader, feeder)
+        run_with_client(config, lambda _, js: delete(js))
+        feeder.churn(10)
+        with read(config) as late:
+            wait_for_whole(late, feeder)
+        feeder.churn(10)
+        wait_for_whole(reader, feeder)
+        assert not writer.stats()[0].is_superseded
 
 
 def test_retention_drops_only_messages_that_the_snapshot_covers(
