@@ -549,6 +549,8 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
             "Blocks in the view, over all tiers."),
         gauge("kv_stream_lag_seconds", "seconds", "lag_s",
             "Receive time minus timestamp of the last live batch."),
+        gauge("kv_stream_newest_batch_age_seconds", "seconds", "newest_batch_age_s",
+            "Time now minus timestamp of the newest batch in the view."),
         counter("kv_stream_batches_total", "batches", "batches",
             "Batches and snapshot chunks applied."),
         counter("kv_stream_events_total", "events", "events",

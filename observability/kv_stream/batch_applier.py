@@ -29,13 +29,18 @@ __all__ = ["ApplierCounters", "BatchApplier", "NullStreamListener", "PayloadDeco
 
 @dataclass(slots=True)
 class ApplierCounters:
-    """Counters of one stream's batches and chunks. ``lag_s`` and ``last_error`` are those of the latest."""
+    """Counters of one stream's batches and chunks. ``lag_s`` and ``last_error`` are those of the latest.
+
+    ``newest_ts`` is the time stamp of the newest batch in the view, ``staged_ts`` of that in the staging view.
+    """
 
     batches: int = 0
     events: int = 0
     decode_errors: int = 0
     rank_mismatches: int = 0
     lag_s: float | None = None
+    newest_ts: float | None = None
+    staged_ts: float | None = None
     last_error: str = ""
 
 
@@ -124,7 +129,7 @@ class BatchApplier:
 
     Attributes:
         rank: number of the stream in the view. A batch that names another rank is applied and counted.
-        wall_clock: seconds since the epoch, for the lag.
+        wall_clock: seconds since the epoch, for the lag and the age of the newest batch.
         staging: the view in which a snapshot is built, None without one.
         state: the state that the listener knows.
     """
@@ -153,6 +158,7 @@ class BatchApplier:
             self.abort_staging()
         elif isinstance(instruction, Clear):
             self.view.clear(self.rank)
+            self.counters.newest_ts = None
             self.listener.on_view_cleared(self.rank, instruction.reason)
         else:
             assert_never(instruction)
@@ -173,6 +179,7 @@ class BatchApplier:
         """Create an empty staging view."""
         self._discard_staging()
         self.staging = self.view.create_staging()
+        self.counters.staged_ts = None
         self.listener.on_snapshot_begin(self.rank)
 
     def apply_staged(self, seq: int, payload: bytes, *, is_snapshot_chunk: bool) -> ViewFeedback | None:
@@ -190,6 +197,7 @@ class BatchApplier:
         assert self.staging is not None
         self.view.replace(self.rank, self.staging)
         self.staging = None
+        self.counters.newest_ts = self.counters.staged_ts
         self.listener.on_snapshot_end(self.rank, was_used=True)
 
     def abort_staging(self) -> None:
@@ -222,6 +230,7 @@ class BatchApplier:
             unknown_removals=blocks.unknown_removals,
             unknown_media=blocks.unknown_media,
             lag_s=counters.lag_s,
+            newest_batch_age_s=None if counters.newest_ts is None else self.wall_clock() - counters.newest_ts,
             last_error=counters.last_error,
             **{name: getattr(cursor_counters, name) for name in _CURSOR_STATS},
         )
@@ -243,6 +252,11 @@ class BatchApplier:
             counters.rank_mismatches += 1
         if not replayed:
             counters.lag_s = self.wall_clock() - batch.ts
+        if not is_snapshot_chunk:
+            if view is self.view:
+                counters.newest_ts = batch.ts
+            else:
+                counters.staged_ts = batch.ts
         view.apply(self.rank, batch.events)
         if is_snapshot_chunk and batch.events and isinstance(batch.events[0], AllBlocksCleared):
             # The first chunk begins with a clear so that it can be applied to any view. No clear happened.

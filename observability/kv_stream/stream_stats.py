@@ -50,6 +50,9 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
         fenced: skipped messages of another epoch in the same log; only JetStream has them.
         lag_s: receive time minus the batch's own time stamp, of the last live batch; None before the first. Clocks of
             two machines may differ.
+        newest_batch_age_s: time now minus the time stamp of the newest batch in the view, live or replayed; None while
+            no batch in the view has one, as in a snapshot. The reader's wall clock minus the publisher's, so the
+            difference of the two clocks is added: it may be below 0. It grows while the publisher has nothing to send.
         last_error: the latest unreadable batch or event, for an operator; of a log also why the writer stores nothing.
     """
 
@@ -83,4 +86,5 @@ class StreamStats(msgspec.Struct, frozen=True, gc=False):
     unknown_media: int = 0
     fenced: int = 0
     lag_s: float | None = None
+    newest_batch_age_s: float | None = None
     last_error: str = ""

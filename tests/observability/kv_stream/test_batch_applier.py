@@ -28,6 +28,35 @@ def test_a_batch_of_another_rank_is_counted() -> None:
     assert bench.view.blocks(3) == {5, 6}
 
 
+def test_the_newest_batch_ages_also_when_it_was_replayed() -> None:
+    """The clock of the bench says 110, and batches are stamped 100."""
+    bench = live_bench()
+    applier = bench.follower.applier
+    assert bench.follower.stats("").newest_batch_age_s == 10.0
+    applier.wall_clock = lambda: 99.0  # a reader whose clock is behind
+    assert bench.follower.stats("").newest_batch_age_s == -1.0
+    bench.follower.on_disconnected(1.0)
+    bench.at(60.0)
+    assert bench.state is StreamState.DEAD
+    assert bench.follower.stats("").newest_batch_age_s is None
+
+
+def test_a_snapshot_changes_the_age_when_it_replaces_the_view() -> None:
+    bench = live_bench()
+    applier = bench.follower.applier
+    applier.start_staging()
+    applier.apply_staged(5, payload(stored(7)), is_snapshot_chunk=True)
+    later = msgspec.msgpack.encode((107.0, [], 3))
+    applier.apply_staged(6, later, is_snapshot_chunk=False)
+    assert bench.follower.stats("").newest_batch_age_s == 10.0
+    applier.commit_staging()
+    assert bench.follower.stats("").newest_batch_age_s == 3.0
+    applier.start_staging()
+    applier.apply_staged(7, payload(stored(7)), is_snapshot_chunk=True)
+    applier.commit_staging()
+    assert bench.follower.stats("").newest_batch_age_s is None  # a chunk has no time
+
+
 @pytest.mark.parametrize("begins_another", [True, False])
 def test_a_discarded_snapshot_leaves_no_blocks(begins_another: bool) -> None:
     bench = live_bench()
