@@ -95,10 +95,12 @@ class _Session:
 class ReplaySessions:
     """All open answers of one stream.
 
-    An answer covers the batches that had been sent when it was requested; the client receives later ones live. A plain
-    client whose start has left the replay buffer gets the folded snapshot first, as ordinary batches numbered below the
-    buffer, so that it ends with the whole state. If these numbers are too few for messages that readers accept, it gets
-    only the buffer: it sees the gap, and may request from 0.
+    An answer covers at least the batches that had been sent when it was requested; the client receives later ones live.
+    The stream keeps the batches of an open answer, so the replay buffer overtakes only a client that is slower than the
+    publisher for the length of the whole buffer. A plain client whose start has left the replay buffer gets the folded
+    snapshot first, as ordinary batches numbered below the buffer, so that it ends with the whole state. If these
+    numbers are too few for messages that readers accept, it gets only the buffer: it sees the gap, and may request
+    from 0.
 
     Above ``max_clients`` a request waits for its turn. A stuck client yields to it and gets no end marker, because a
     plain client would read the marker as the complete answer. A request that cannot even wait gets no end marker
@@ -126,9 +128,9 @@ class ReplaySessions:
         "_encoder",
         "_end_prefix",
         "_max_clients",
-        "_pinning",
         "_prefix",
         "_rank",
+        "_receiving",
         "_stream",
         "_waiting",
         "num_batches",
@@ -158,7 +160,7 @@ class ReplaySessions:
         self._max_clients = max_clients
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._waiting: OrderedDict[bytes, ReplayRequest] = OrderedDict()
-        self._pinning: set[bytes] = set()
+        self._receiving: set[bytes] = set()
         self.upstream: str | None = None
         self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
 
@@ -214,69 +216,78 @@ class ReplaySessions:
         stream = self._stream
         stop = stream.next_sequence
         sequence = start if stream.has_folded else max(start, stream.first)
-        while sequence < stop:
-            if sequence < stream.first:
-                # The replay buffer may also overtake a slow client: the snapshot then fills its gap.
-                yield from self._folded(client, sequence)
-                sequence = stream.first
-                continue
-            yield _numbered(sequence, stream.payload(sequence))
-            sequence += 1
+        with self._holding(client):
+            while sequence < stop:
+                if sequence < stream.oldest:
+                    # At the start, and once more if the client falls behind by a whole replay buffer: the snapshot then
+                    # contains all batches of the answer.
+                    sequence = yield from self._folded(client, sequence)
+                    continue
+                stream.holds[client] = sequence
+                yield _numbered(sequence, stream.payload(sequence))
+                sequence += 1
         yield _END
 
-    def _folded(self, client: bytes, start: int) -> ReplyMessages:
+    def _folded(self, client: bytes, start: int) -> Generator[NumberedPayload | None, None, int]:
         """Yield the snapshot as batches numbered up to ``first - 1``, at most ``first - start`` of them.
 
         Yield nothing if it does not fit into so many: the client then sees a gap in the numbers.
+
+        Returns:
+            ``first``, from which the batches follow.
         """
+        self._stream.holds.pop(client, None)
         yield from self._wait_for_folding()
-        with self._pinned(client):
-            first = self._stream.first
+        with self._receiving_snapshot(client):
             chunks: list[SnapshotChunk] = []
-            for planned in self._stream.plan_snapshot(max_chunks=first - start):
-                if planned is None:
-                    yield None
-                else:
-                    chunks = planned
-            if not chunks:
-                self.num_truncated += 1
-                return
+            with self._pinned():
+                first = self._stream.holds[client] = self._stream.first
+                for planned in self._stream.plan_snapshot(max_chunks=first - start):
+                    if planned is None:
+                        yield None
+                    else:
+                        chunks = planned
+            self.num_truncated += not chunks
             start = first - len(chunks)
             for number in range(start, first):
                 # Chunks are freed one by one: freeing a large plan in one go would show in the scheduler's step.
                 yield from self._chunk(number, chunks.pop(0), clear=number == start)
+        return first
 
     def _wait_for_folding(self) -> ReplyMessages:
         """Wait until the backlog of the last pin is folded. Pinning again now would continue to hold it up."""
         while self._stream.is_over_limit and not self._stream.pins:
             yield None
 
-    def _snapshot(self) -> Generator[NumberedPayload | None, None, int]:
-        """Yield the snapshot as chunks numbered 0 and up. Return their number."""
-        num_chunks = 0
-        for planned in self._stream.plan_snapshot():
-            if planned is None:
-                yield None
-                continue
-            num_chunks = len(planned)
-            for number in range(num_chunks):
-                yield from self._chunk(number, planned.pop(0), clear=number == 0)
-        return num_chunks
-
     def _chunk(self, number: int, chunk: SnapshotChunk, *, clear: bool) -> ReplyMessages:
         for payload in self._stream.encode_chunk(chunk, self._encoder, self._rank, clear=clear):
             yield None if payload is None else _numbered(number, payload)
 
     @contextmanager
-    def _pinned(self, client: bytes) -> Iterator[None]:
-        """Keep the snapshot and the start of the replay buffer unchanged while ``client`` receives them."""
+    def _holding(self, client: bytes) -> Iterator[None]:
+        """Release the batches of an answer at its end. The answer sets ``holds`` for each batch."""
+        try:
+            yield
+        finally:
+            self._stream.holds.pop(client, None)
+
+    @contextmanager
+    def _pinned(self) -> Iterator[None]:
+        """Keep the snapshot and the start of the replay buffer unchanged while the snapshot is cut into chunks."""
         self._stream.pins += 1
-        self._pinning.add(client)
         try:
             yield
         finally:
             self._stream.pins -= 1
-            self._pinning.discard(client)
+
+    @contextmanager
+    def _receiving_snapshot(self, client: bytes) -> Iterator[None]:
+        """Mark ``client`` as one whose answer keeps chunks of the snapshot in memory."""
+        self._receiving.add(client)
+        try:
+            yield
+        finally:
+            self._receiving.discard(client)
 
     def _extended(self, client: bytes, request: ReplayRequest) -> ReplyMessages:
         stream = self._stream
@@ -284,27 +295,56 @@ class ReplaySessions:
         start = request.start if is_in_buffer else stream.first
         if request.verb is ReplayVerb.STATUS:
             yield self._meta(request, ReplayMetaKind.STATUS, start)
-            return
-        gets_snapshot = request.verb is ReplayVerb.SNAPSHOT or not is_in_buffer
-        if gets_snapshot:
+        elif request.verb is ReplayVerb.SNAPSHOT or not is_in_buffer:
             yield from self._wait_for_folding()
-        # Created now: the replay buffer may have passed this position when a slow client has taken the last batch.
-        stop = stream.next_sequence
-        end = self._meta(request, ReplayMetaKind.END, stop)
-        num_chunks = None
-        if gets_snapshot:
-            with self._pinned(client):
-                start = stream.first
+            with self._holding(client):
+                yield from self._snapshot_then_batches(client, request)
+        else:
+            begin, stop, end = self._begin_and_end(request, start)
+            with self._holding(client):
+                stream.holds[client] = start
+                yield begin
+                yield from self._batches(client, start, stop, end)
+
+    def _snapshot_then_batches(self, client: bytes, request: ReplayRequest) -> ReplyMessages:
+        stream = self._stream
+        with self._receiving_snapshot(client):
+            chunks: list[SnapshotChunk] = []
+            with self._pinned():
+                start = stream.holds[client] = stream.first
                 yield self._meta(request, ReplayMetaKind.BEGIN, start, snap=True)
-                num_chunks = yield from self._snapshot()
-        yield self._meta(request, ReplayMetaKind.BEGIN, start, chunks=num_chunks)
+                for planned in stream.plan_snapshot():
+                    if planned is None:
+                        yield None
+                    else:
+                        chunks = planned
+                begin, stop, end = self._begin_and_end(request, start, chunks=len(chunks))
+            for number in range(len(chunks)):
+                yield from self._chunk(number, chunks.pop(0), clear=number == 0)
+        yield begin
+        yield from self._batches(client, start, stop, end)
+
+    def _begin_and_end(
+        self, request: ReplayRequest, start: int, *, chunks: int | None = None
+    ) -> tuple[NumberedPayload, int, NumberedPayload]:
+        """Return the META before the batches from ``start``, the number after the newest one, and the META after it.
+
+        They are made together, because the stream forgets the digest of a position when it folds the batch.
+        """
+        stop = self._stream.next_sequence
+        begin = self._meta(request, ReplayMetaKind.BEGIN, start, chunks=chunks)
+        return begin, stop, self._meta(request, ReplayMetaKind.END, stop)
+
+    def _batches(self, client: bytes, start: int, stop: int, end: NumberedPayload) -> ReplyMessages:
+        """Yield the batches from ``start`` to ``stop - 1``, then ``end``."""
+        stream = self._stream
         for sequence in range(start, stop):
-            if sequence < stream.first:
-                # The replay buffer has overtaken the client. Without the closing META it knows that it must request
-                # again.
+            if sequence < stream.oldest:
+                # Without the closing META the client knows that it must request again.
                 self.num_truncated += 1
                 yield _END
                 return
+            stream.holds[client] = sequence
             yield _numbered(sequence, stream.payload(sequence))
         yield end
 
@@ -358,13 +398,19 @@ class ReplaySessions:
             self._cut(client)
 
     def cancel_pinned(self) -> None:
-        """Cut the answers that keep the snapshot from folding: their clients are too slow and must request again.
+        """Cut the answers that are too slow (``EventStream.is_too_slow``): their clients must request again.
 
         An extended client gets a bare end marker. A plain client gets none, because it would read it as the complete
-        answer.
+        answer. A client that has received the snapshot only loses its hold: it is cut, or gets the snapshot again, when
+        it takes its next message and the batch is gone.
         """
-        for client in tuple(self._pinning):
-            if self._sessions[client].is_plain:
+        stream = self._stream
+        for client, sequence in tuple(stream.holds.items()):
+            if not stream.is_too_slow(sequence):
+                continue
+            if client not in self._receiving:
+                del stream.holds[client]
+            elif self._sessions[client].is_plain:
                 self.num_truncated += 1
                 self.drop(client)
             else:

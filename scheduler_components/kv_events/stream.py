@@ -47,13 +47,21 @@ __all__ = ["EventStream", "SnapshotChunk"]
 # Folding is therefore the only way out of the buffer; no batch is dropped. ``snapshot.py`` has the rules of folding. A
 # run of blocks of which only a part is cached is cut into segments when it is sent.
 #
-# Pins. A snapshot that is being sent must not change, so a replay pins it: nothing is folded and the buffer grows. When
-# the buffer has twice its bounds, the publisher cuts the replays that pin the snapshot; their readers request again.
+# Pins. A snapshot must not change while it is cut into chunks, so a replay pins it for this time: nothing is folded and
+# the buffer grows. Each drain folds a bounded number of batches, so a buffer that has grown is folded over many steps
+# and not in one.
 #
-# Each drain folds a bounded number of batches, so a buffer that has grown is folded over many steps and not in one.
+# Trail. A reader that joins gets the snapshot, then the buffer from its oldest batch on. If the next fold took that
+# batch away, the answer would be cut just where it begins, and no reader of a busy publisher would ever arrive. So an
+# answer holds the number of the batch that it sends next. The stream keeps folded batches behind the buffer (the trail)
+# from the lowest held number on. The bound: buffer and trail together have at most twice the bounds of the buffer. An
+# answer that needs more is too slow: it is cut, and its reader requests again.
 
 _FOLDS_PER_DRAIN = 8
 """Batches folded in one drain in addition to those that it added. More would show in the scheduler's step."""
+
+_TRIMS_PER_DRAIN = 128
+"""Folded batches dropped in one drain after the last answer that needed them."""
 
 _CHUNK_BYTES = 256 * 1024
 """Size of a full snapshot chunk: large enough to amortise a send, small enough for one drain."""
@@ -85,7 +93,8 @@ class EventStream:
         digest: the digest after the last batch.
         buffered_bytes: payload bytes in the replay buffer.
         has_folded: True once a batch has left the replay buffer; before that, the snapshot is empty.
-        pins: replays that send the snapshot; while there are any, nothing is folded and the buffer grows.
+        pins: replays that cut the snapshot into chunks; while there are any, nothing is folded and the buffer grows.
+        holds: the number of the batch that each open answer sends next, by client. The answers keep it current.
     """
 
     __slots__ = (
@@ -96,10 +105,13 @@ class EventStream:
         "_replay_buffer",
         "_replay_digests",
         "_replay_changes",
+        "_trail",
+        "_trail_bytes",
         "digest",
         "epoch",
         "first",
         "has_folded",
+        "holds",
         "buffered_bytes",
         "next_sequence",
         "pins",
@@ -119,6 +131,9 @@ class EventStream:
         self.buffered_bytes = self._num_unfolded = 0
         self.has_folded = False
         self.pins = 0
+        self.holds: dict[bytes, int] = {}
+        self._trail: deque[bytes] = deque()
+        self._trail_bytes = 0
 
     def __len__(self) -> int:
         """Batches in the replay buffer."""
@@ -161,8 +176,26 @@ class EventStream:
             self.first += 1
             self.has_folded = True
             self.buffered_bytes -= len(payload)
+            if self.holds or self._trail:
+                self._trail.append(payload)
+                self._trail_bytes += len(payload)
             self._snapshot.fold(payload, self._replay_changes.popleft())
             most -= 1
+        if self._trail:
+            self._trim_trail()
+
+    def _trim_trail(self) -> None:
+        """Drop a bounded number of batches that no answer needs, and all beyond the bound."""
+        needed = min(self.holds.values(), default=self.first)
+        most = _TRIMS_PER_DRAIN
+        while self._trail and (self._is_over_twice() or (most and self.oldest < needed)):
+            self._trail_bytes -= len(self._trail.popleft())
+            most -= 1
+
+    @property
+    def oldest(self) -> int:
+        """The oldest number that the stream still has, in the trail or in the replay buffer."""
+        return self.first - len(self._trail)
 
     @property
     def is_over_limit(self) -> bool:
@@ -170,19 +203,29 @@ class EventStream:
         num = len(self._replay_buffer)
         return num > self._max_steps or (self.buffered_bytes > self._max_bytes and num > 1)
 
+    def _is_over_twice(self) -> bool:
+        """Return True if buffer and trail exceed twice the bounds of the buffer."""
+        num = len(self._replay_buffer) + len(self._trail)
+        num_bytes = self.buffered_bytes + self._trail_bytes
+        return num > 2 * self._max_steps or (num_bytes > 2 * self._max_bytes and num > 1)
+
+    def is_too_slow(self, sequence: int) -> bool:
+        """Return True if an answer that is still at ``sequence`` needs too many batches to be completed."""
+        return sequence < self.oldest or (sequence <= self.first and self._is_over_twice())
+
     @property
     def has_stuck_pins(self) -> bool:
-        """True if pins have let the replay buffer grow to twice its bounds, so that their replays must be cut."""
-        num = len(self._replay_buffer)
-        is_over_twice = num > 2 * self._max_steps or (self.buffered_bytes > 2 * self._max_bytes and num > 1)
-        return bool(self.pins) and is_over_twice
+        """True if an answer is too slow: see ``is_too_slow``."""
+        return bool(self.holds) and self.is_too_slow(min(self.holds.values()))
 
     def payload(self, sequence: int) -> bytes:
-        """Return the payload of batch ``sequence``, from ``first`` to ``next_sequence - 1``.
+        """Return the payload of batch ``sequence``, from ``oldest`` to ``next_sequence - 1``.
 
         Raises:
-            LookupError: the batch is not in the replay buffer.
+            LookupError: the stream no longer has the batch, or does not have it yet.
         """
+        if self.oldest <= sequence < self.first:
+            return self._trail[sequence - self.oldest]
         return self._replay_buffer[self._index(sequence)]
 
     def digest_before(self, sequence: int) -> bytes:

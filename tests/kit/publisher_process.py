@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -38,6 +39,28 @@ def tick_for_a_second(publisher: ZmqEventPublisher, first: int, count: int, stan
             pause.wait(due_in_s)
 
 
+def pace(publisher: ZmqEventPublisher, first: int, rate: int, standing: int) -> int:
+    """Store ``rate`` blocks per second until the next line, each with the removal of the one ``standing`` before it.
+
+    The loop never calls ``idle()``.
+
+    Returns:
+        The number of the next block.
+    """
+    pause, began_s = threading.Event(), time.monotonic()
+    block_hash = first
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        new = sized_batch(block_hash, 20)
+        gone = (BlockRemoved((block_hash - standing,)),) if block_hash >= standing else ()
+        publisher.publish(KVEventBatch(ts=time.time(), events=(*new.events, *gone)))
+        block_hash += 1
+        due_in_s = began_s + (block_hash - first) / rate - time.monotonic()
+        if due_in_s > 0:
+            pause.wait(due_in_s)
+    sys.stdin.readline()
+    return block_hash
+
+
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -63,6 +86,8 @@ def main() -> None:
             answer = msgspec.to_builtins(publisher.stats())
         elif verb == "tick":
             tick_for_a_second(publisher, *numbers)
+        elif verb == "pace":
+            answer = pace(publisher, *numbers)
         elif verb == "memory":
             answer = resident_bytes()
         elif verb == "resources":

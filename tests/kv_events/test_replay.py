@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kit.events import batch, stored
@@ -464,17 +464,48 @@ def test_otherwise_sync_is_the_snapshot_and_then_the_buffer(request_: ReplayRequ
     assert hashes(messages) == list(range(1, 9))
 
 
-def test_a_replayed_snapshot_is_pinned_until_it_is_sent_or_its_client_leaves() -> None:
+def test_a_snapshot_is_pinned_while_it_is_cut_into_chunks_or_until_its_client_leaves() -> None:
     stream = stream_of(8, max_steps=3)
     cursors = cursors_of(stream)
     for client in (b"c", b"leaves"):
         ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), client)
     add(stream, 3)
     assert (stream.first, stream.pins) == (5, 2)
-    assert hashes(answer(cursors)) == list(range(1, 9))
+    cursors.on_sent(b"c")
     assert stream.pins == 1
     cursors.drop(b"leaves")
     assert stream.pins == 0
+
+
+def test_the_stream_keeps_the_batches_of_an_answer_until_they_are_sent_or_its_client_leaves() -> None:
+    stream = stream_of(8, max_steps=3)
+    cursors = cursors_of(stream)
+    for client in (b"c", b"leaves"):
+        ask(cursors, ReplayRequest(5, ReplayVerb.SYNC, TOKEN, EPOCH), client)
+    add(stream, 2)
+    assert (stream.first, stream.oldest) == (7, 5)
+    assert numbers(answer(cursors)) == [-1, 5, 6, 7, -1]
+    assert stream.oldest == 5
+    cursors.drop(b"leaves")
+    assert stream.holds == {}
+    stream.fold_oldest()
+    assert stream.oldest == stream.first == 7
+
+
+@pytest.mark.parametrize("verb", [ReplayVerb.SYNC, ReplayVerb.SNAPSHOT])
+def test_the_buffer_and_the_batches_of_open_answers_have_at_most_twice_the_bounds(verb: ReplayVerb) -> None:
+    """Clients that never read join one after the other. Without a bound each would keep a whole buffer."""
+    stream = EventStream(epoch=EPOCH, max_steps=20, max_bytes=10**9)
+    cursors = cursors_of(stream)
+    add(stream, 60)
+    for number in range(30):
+        ask(cursors, ReplayRequest(stream.first, verb, TOKEN, EPOCH), b"%d" % number)
+        for _ in range(7):
+            add(stream, 1)
+            if stream.has_stuck_pins:
+                cursors.cancel_pinned()
+            assert stream.next_sequence - stream.oldest <= 2 * 20 + 1
+    assert len(cursors) == 30
 
 
 @pytest.mark.parametrize("verb", [ReplayVerb.SYNC, ReplayVerb.SNAPSHOT])
@@ -483,27 +514,27 @@ def test_a_client_that_is_too_slow_is_cut_and_must_request_again(verb: ReplayVer
     cursors = cursors_of(stream)
     ask(cursors, ReplayRequest(5, verb, TOKEN, EPOCH))
     add(stream, 20)
-    if verb is ReplayVerb.SNAPSHOT:
-        assert stream.has_stuck_pins
-        cursors.cancel_pinned()
+    assert stream.has_stuck_pins
+    cursors.cancel_pinned()
     end = answer(cursors)[-1]
     assert end[-2:] == (END_SEQ, b"")
     assert (stream.pins, cursors.num_truncated) == (0, 1)
 
 
-def test_only_the_client_that_pins_the_snapshot_is_cut() -> None:
+def test_only_clients_that_are_too_slow_are_cut() -> None:
     stream = stream_of(30, max_steps=5)
     cursors = cursors_of(stream)
-    ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), b"slow")
     ask(cursors, 0, b"slow and plain")
-    ask(cursors, stream.first, b"prompt")
-    while stream.pins != 2:
-        cursors.on_sent(b"slow and plain")
-    add(stream, 10)
+    ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), b"slow")
+    cursors.on_sent(b"slow")
+    add(stream, 4)
+    ask(cursors, 29, b"prompt")
+    add(stream, 2)
+    assert (stream.first, stream.oldest) == (31, 26)
     cursors.cancel_pinned()
     # A plain client would read an end marker as the complete answer.
     assert [numbers(answer(cursors, client)) for client in (b"slow", b"slow and plain")] == [[-1], []]
-    assert numbers(answer(cursors, b"prompt")) == [*range(25, 30), -1]
+    assert numbers(answer(cursors, b"prompt")) == [*range(29, 34), -1]
     assert (stream.pins, cursors.num_truncated) == (0, 2)
 
 
@@ -601,6 +632,46 @@ def test_a_client_that_was_cut_and_requests_again_immediately_gets_everything(
                 break
         assert turns.blocks()[:held] == list(range(1, held + 1))
     assert turns.cursors.num_truncated == 1
+
+
+@pytest.mark.parametrize(
+    "request_", [ReplayRequest(0), ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH)], ids=["plain", "snapshot"]
+)
+@settings(deadline=None, max_examples=10)
+@example(batches=1, sends=16)
+@example(batches=20, sends=16)
+@given(batches=st.integers(1, 20), sends=st.integers(16, 96))
+def test_a_client_that_joins_a_full_buffer_gets_everything_while_batches_continue(
+    request_: ReplayRequest, batches: int, sends: int
+) -> None:
+    """The fold of each turn takes away the oldest batch: the one with which the answer begins."""
+    turns = Turns()
+    for _ in range(75):
+        turns.take(batches=8, sends=0)
+    turns.ask(request_)
+    for _ in range(2 + (MAX_STEPS + 10 * batches) // sends + 10):
+        turns.take(batches=batches, sends=sends)
+        if turns.is_answered:
+            break
+    assert turns.is_answered
+    assert turns.cursors.num_truncated == 0
+    assert len(turns.blocks()) >= 600
+    assert turns.blocks() == list(range(1, len(turns.blocks()) + 1))
+
+
+def test_a_plain_client_gets_the_snapshot_at_most_once_more_however_slow_it_is() -> None:
+    turns = Turns()
+    for _ in range(75):
+        turns.take(batches=8, sends=0)
+    turns.ask(ReplayRequest(0))
+    for _ in range(600):
+        turns.take(batches=8, sends=1)
+        if turns.is_answered:
+            break
+    assert turns.is_answered
+    batches = [BatchDecoder().decode(each[-1]) for each in turns.answer[:-1]]
+    assert sum(isinstance(event, AllBlocksCleared) for batch in batches for event in batch.events) == 2
+    assert set(turns.blocks()) >= set(range(1, 601))
 
 
 def test_batches_are_folded_as_fast_as_they_arrive() -> None:

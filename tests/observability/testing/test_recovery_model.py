@@ -9,8 +9,7 @@ Broken variants of each core show that the properties catch them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -251,15 +250,6 @@ def buffer_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
             self.first += 1
 
     patch.setattr(EventStream, "fold_oldest", fold_and_forget_one)
-
-
-@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), *FOUR_MORE, ("serve", 0, 9, "none"))
-def snapshot_is_folded_while_it_is_sent(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def not_pinned(self: ReplaySessions, client: bytes) -> Iterator[None]:
-        yield
-
-    patch.setattr(ReplaySessions, "_pinned", not_pinned)
 
 
 @caught_by(("store", 0, 1, False), ("send",), ("wait", 21), *[("store", 0, 1, False)] * 2, is_searched=True)
