@@ -23,9 +23,10 @@ from typing import TypeAlias
 
 from scheduler_components.cache.block_hash import (
     DEFAULT_NAMESPACE,
+    DIGEST_BYTES,
     TOKEN_BYTES,
     PrefixNamespace,
-    block_hashes_of,
+    block_hash_array,
     pack_tokens,
     page_digests,
     weight_namespace,
@@ -44,10 +45,10 @@ class _Block:
 
     __slots__ = ("block_hash", "digest", "key", "pages")
 
-    def __init__(self, key: _BlockKey, digest: bytes) -> None:
+    def __init__(self, key: _BlockKey, digest: bytes, block_hash: int) -> None:
         self.key = key
         self.digest = digest
-        self.block_hash = block_hashes_of(digest)[0]
+        self.block_hash = block_hash
         self.pages: list[int] = []  # the copies, oldest first; never empty in the table
 
     @property
@@ -234,11 +235,13 @@ class BlockTableCache:
         self.pool.move_to_cache(fresh)  # may raise; the rest cannot fail
 
         above: _Block | bytes = path[-1] if path else space.seed()
-        for index in range(len(path), len(given)):
-            tokens = packed[index * size : (index + 1) * size]
-            prior = above.digest if isinstance(above, _Block) else above
-            key = (above, tokens)
-            above = self._table[key] = _Block(key, page_digests(tokens, self.page_size, prior))
+        prior = above.digest if isinstance(above, _Block) else above
+        tail = packed[len(path) * size : len(given) * size]
+        digests = page_digests(tail, self.page_size, prior)
+        for index, block_hash in enumerate(block_hash_array(digests)):
+            key = (above, tail[index * size : (index + 1) * size])
+            above = _Block(key, digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES], block_hash)
+            self._table[key] = above
             path.append(above)
         for block, page in zip(path[num_known:], fresh, strict=True):
             block.pages.append(page)

@@ -1,8 +1,13 @@
-"""Settings of the plugins: one environment variable that extends an engine's own KV-event settings.
+"""Settings of the plugins, and of the schedulers for vLLM.
+
+A plugin reads one environment variable that extends an engine's own KV-event settings.
 
 The engine's option ``--kv-events-config`` does not change; it has the endpoints. The variable
 ``SCHEDULER_COMPONENTS_KV_EVENTS`` holds a JSON object with the settings of ``KVEventsConfig`` that the option lacks,
 and with switches of the plugin.
+
+The schedulers for vLLM read ``--additional-config``, a JSON object that vLLM passes on, under the key
+``scheduler_components``.
 """
 
 from __future__ import annotations
@@ -21,11 +26,14 @@ __all__ = [
     "ENGINE_SETTINGS",
     "KV_EVENTS_VARIABLE",
     "PUBLISHER_SETTINGS",
+    "SCHEDULER_KEY",
     "UNLIMITED",
     "PluginSettings",
+    "SchedulerSettings",
     "log_fallback",
     "may_require_keys",
     "read_plugin_settings",
+    "read_scheduler_settings",
 ]
 
 KV_EVENTS_VARIABLE = "SCHEDULER_COMPONENTS_KV_EVENTS"
@@ -108,3 +116,44 @@ def log_fallback(log: logging.Logger, error: ConfigError, *, engine: str, is_clo
         log.error("no KV events are published, because the settings require keys: %s", error)
     else:
         log.error("%s publishes its KV events itself, without scheduler-components: %s", engine, error)
+
+
+SCHEDULER_KEY = "scheduler_components"
+"""The key of ``--additional-config`` whose value has the settings of a scheduler."""
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerSettings:
+    """The value of the key. ``PolicyScheduler`` reads ``policy`` alone.
+
+    Attributes:
+        policy: name of the scheduling policy, one of ``POLICY_NAMES``.
+        preemption: name of the preemption policy.
+        metrics_directory: directory of the board to which the metrics of each step are written; empty for none.
+        checks: how violations of the page pool are reported, as ``CheckPolicy.action``.
+    """
+
+    policy: str = "fcfs"
+    preemption: str = "latest-arrival"
+    metrics_directory: str = ""
+    checks: str = "log"
+
+
+def read_scheduler_settings(additional_config: object) -> SchedulerSettings:
+    """Read the settings of a scheduler from vLLM's ``additional_config``; without the key, return the defaults.
+
+    Raises:
+        ConfigError: a setting is unknown or no text. Whether a name is known is for the policy's own factory to say.
+    """
+    given = additional_config.get(SCHEDULER_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(SCHEDULER_KEY, given, "is no JSON object", 'give for example {"policy": "priority"}')
+    names = [field.name for field in attrs.fields(SchedulerSettings)]
+    for name, value in given.items():
+        if name not in names:
+            raise ConfigError(
+                str(name), value, f"is not a setting of {SCHEDULER_KEY}", f"give some of {', '.join(names)}"
+            )
+        if not isinstance(value, str):
+            raise ConfigError(name, value, "is no text", "give a name")
+    return SchedulerSettings(**given)

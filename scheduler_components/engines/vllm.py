@@ -7,6 +7,8 @@ data-parallel rank, the addresses that bind, port 0, ``get_publisher_config()``.
 A wrong setting never stops the engine: the plugin logs one sentence, and vLLM's own publisher is used. If the settings
 require keys, no stream is opened, because a fallback must not open a stream without access control.
 
+``PolicyScheduler`` is for vLLM's option ``--scheduler-cls``. It imports vLLM on first use.
+
 When a stream opens, the plugin patches two methods of vLLM in its process: a removal is published with the last copy of
 a block (``once_per_block``), and a reset of the prefix cache is published immediately. If this vLLM does not have them,
 the plugin logs it and publishes as vLLM does.
@@ -21,8 +23,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
@@ -37,9 +40,27 @@ from scheduler_components.engines.vllm_published_blocks import (
     patch_removed_events_to_last_copy,
 )
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
+from scheduler_components.kv_events import (
+    Endpoint,
+    EventPublisher,
+    KVEventsConfig,
+    NullEventPublisher,
+    ZmqEventPublisher,
+)
 
-__all__ = ["PLUGIN_NAME", "VllmEventPublisher", "VllmPublisherFactory", "register"]
+if TYPE_CHECKING:
+    from scheduler_components.engines.vllm_policy import PolicyScheduler
+
+__all__ = [
+    "PLUGIN_NAME",
+    "PolicyScheduler",
+    "VllmEventPublisher",
+    "VllmPublisherFactory",
+    "open_event_stream",
+    "register",
+]
+
+__getattr__ = lazy_exports(__name__, {"scheduler_components.engines.vllm_policy": "PolicyScheduler"})
 
 _log = logging.getLogger("vllm.scheduler_components")
 """A child of vLLM's own logger, so that its handlers and level apply."""
@@ -141,15 +162,19 @@ class VllmPublisherFactory:
             return self.own(data_parallel_rank=data_parallel_rank, **config)
         published = _filter_copies(data_parallel_rank) if ONCE_PER_BLOCK in settings.switches else None
         _patch_reset_to_publish(self.theirs)
-        resolved = whole | {
-            "endpoint": _resolved(whole["endpoint"], data_parallel_rank, publisher.endpoint),
-            "replay_endpoint": _resolved(whole["replay_endpoint"], data_parallel_rank, publisher.replay_endpoint),
-        }
-        described = self.theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
+        described = self._described(whole, data_parallel_rank, publisher)
         _log.info(
             "scheduler-components publishes the KV events of rank %d at %s", data_parallel_rank, described.endpoint
         )
         return VllmEventPublisher(publisher=publisher, config=described, published=published)
+
+    def _described(self, config: dict[str, Any], rank: int, publisher: ZmqEventPublisher) -> Any:
+        """Return vLLM's configuration with the addresses of this rank."""
+        resolved = config | {
+            "endpoint": _resolved(config["endpoint"], rank, publisher.endpoint),
+            "replay_endpoint": _resolved(config["replay_endpoint"], rank, publisher.replay_endpoint),
+        }
+        return self.theirs.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **resolved)
 
     def _checked(self, config: dict[str, Any], settings: KVEventsConfig) -> KVEventsConfig:
         """Return vLLM's settings as this kit's, with those of the environment."""
@@ -169,6 +194,30 @@ class VllmPublisherFactory:
             topic=config["topic"],
             bind=binds,
         )
+
+
+def open_event_stream(config: Any, rank: int, environ: Mapping[str, str] | None = None) -> VllmEventPublisher:
+    """Open the stream of a scheduler that records the kit's own events, as ``--kv-events-config`` and the variable say.
+
+    Args:
+        config: vLLM's ``KVEventsConfig``; None, or one without events, gives a publisher that drops its batches.
+        rank: index of the stream.
+        environ: the environment; None for the environment of this process.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        StartError: an address cannot be bound.
+    """
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+        return VllmEventPublisher(publisher=NullEventPublisher(), config=None)
+    environ = os.environ if environ is None else environ  # noqa: SCH007 the plugin's variable holds for this, too
+    theirs: VllmKvEventsModule = import_module("vllm.distributed.kv_events")
+    own: VllmPublisherConstructor = theirs.NullEventPublisher  # type: ignore[assignment]  # never called
+    factory = VllmPublisherFactory(environ=environ, own=own, theirs=theirs)
+    whole = {name: getattr(config, name) for name in _with_defaults(theirs.KVEventsConfig)}
+    settings = read_plugin_settings(environ, switches={ONCE_PER_BLOCK: True}).publisher.changed(dialect="vllm")
+    publisher = ZmqEventPublisher(rank, config=factory._checked(whole, settings))
+    return VllmEventPublisher(publisher=publisher, config=factory._described(whole, rank, publisher))
 
 
 def _events_address(text: str, binds: bool | None) -> tuple[Endpoint, bool]:
@@ -252,14 +301,14 @@ class VllmEventPublisher:
 
     Args:
         publisher: the open stream.
-        config: vLLM's configuration with the addresses of this rank, for ``get_publisher_config``.
+        config: vLLM's configuration with the addresses of this rank, for ``get_publisher_config``; None without them.
         published: the published blocks, if each is to be published once.
     """
 
     __slots__ = ("_config", "_published", "publisher")
 
     def __init__(
-        self, *, publisher: ZmqEventPublisher, config: VllmConfig, published: PublishedBlocks | None = None
+        self, *, publisher: EventPublisher, config: VllmConfig | None, published: PublishedBlocks | None = None
     ) -> None:
         self.publisher = publisher
         self._config = config
@@ -277,6 +326,6 @@ class VllmEventPublisher:
         """Send the pending batches within a second and close; safe to call twice."""
         self.publisher.shutdown()
 
-    def get_publisher_config(self) -> VllmConfig:
+    def get_publisher_config(self) -> VllmConfig | None:
         """Return the configuration with the addresses of this rank, for ``/kv_event_sources``."""
         return self._config

@@ -12,8 +12,11 @@ from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,
     PUBLISHER_SETTINGS,
+    SCHEDULER_KEY,
+    SchedulerSettings,
     may_require_keys,
     read_plugin_settings,
+    read_scheduler_settings,
 )
 from scheduler_components.kv_events import KVEventsConfig
 
@@ -90,3 +93,29 @@ def test_an_invalid_setting_raises_a_config_error_of_one_sentence(given: Any, fi
 )
 def test_required_keys_are_detected_in_a_malformed_variable(text: str, required: bool) -> None:
     assert may_require_keys({KV_EVENTS_VARIABLE: text}) is required
+
+
+# The settings of a scheduler for vLLM.
+
+
+@pytest.mark.parametrize("given", [None, {}, {"another": 7}, {SCHEDULER_KEY: {}}])
+def test_a_scheduler_without_settings_has_the_defaults(given: object) -> None:
+    assert read_scheduler_settings(given) == SchedulerSettings()
+
+
+def test_the_settings_of_a_scheduler_are_below_its_key() -> None:
+    given = {SCHEDULER_KEY: {"policy": "lpm", "checks": "raise"}, "policy": "another's"}
+    assert read_scheduler_settings(given) == SchedulerSettings(policy="lpm", checks="raise")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lpm", "scheduler_components='lpm': is no JSON object"),
+        ({"polciy": "lpm"}, "polciy='lpm': is not a setting of scheduler_components; give some of policy"),
+        ({"policy": ["lpm"]}, "policy=.*: is no text"),
+    ],
+)
+def test_a_wrong_setting_of_a_scheduler_is_one_sentence(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_scheduler_settings({SCHEDULER_KEY: given})

@@ -21,15 +21,23 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from kit.waiting import wait_until
 
-from scheduler_components import StartError
+from scheduler_components import BlockStored, ConfigError, KVEventBatch, StartError
 from scheduler_components.engines.settings import KV_EVENTS_VARIABLE
-from scheduler_components.engines.vllm import PLUGIN_NAME, VllmEventPublisher, VllmPublisherFactory, register
+from scheduler_components.engines.vllm import (
+    PLUGIN_NAME,
+    VllmEventPublisher,
+    VllmPublisherFactory,
+    open_event_stream,
+    register,
+)
 from scheduler_components.kv_events import write_key_pair
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 POOL, SCHEDULER = "vllm.v1.core.block_pool", "vllm.v1.core.sched.scheduler"
+STORED = BlockStored(block_hashes=(7,), parent_block_hash=None, token_ids=(1, 2), block_size=2, lora_id=None)
 ASKED = {"VLLM_PLUGINS": f"another,{PLUGIN_NAME}"}
 
 
@@ -488,3 +496,39 @@ def test_a_closed_publisher_raises_runtime_error_as_vllms_own_does(vllm: Any, cr
     publisher.shutdown()
     with pytest.raises(RuntimeError):
         publisher.publish(vllm.KVEventBatch(ts=0.0, events=[vllm.AllBlocksCleared()]))
+
+
+# --- the stream of a scheduler of the kit ---
+
+
+def test_a_scheduler_of_the_kit_publishes_at_vllms_addresses(vllm: Any, tmp_path: Path) -> None:
+    """It needs no plugin. The variable's settings hold, and events are in the form that vLLM's readers read."""
+    config = vllm.KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:0", replay_endpoint=f"ipc://{tmp_path}/r"
+    )
+    stream = open_event_stream(config, 1, variable(seq_base="clock"))
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.subscribe(b"")
+        reader.connect(stream.get_publisher_config().endpoint)
+        wait_until(lambda: reader.poll(10), poll=lambda: stream.publisher.publish(KVEventBatch(1.5, (STORED,), 1)))
+        _, sequence, payload = reader.recv_multipart()
+    stream.shutdown()
+    assert int.from_bytes(sequence, "big") > 1_000_000  # the clock's microseconds
+    _, [event], rank = msgspec.msgpack.decode(payload)
+    assert (event["type"], event["block_hashes"], rank) == ("BlockStored", [7], 1)
+    assert stream.get_publisher_config().replay_endpoint == f"ipc://{tmp_path}/r_dp1"
+
+
+@pytest.mark.parametrize("publisher", ["zmq", "null", None])
+def test_a_scheduler_of_the_kit_without_events_opens_nothing(vllm: Any, publisher: str | None) -> None:
+    config = None if publisher is None else vllm.KVEventsConfig(publisher=publisher)
+    stream = open_event_stream(config, 0, {})
+    assert stream.get_publisher_config() is None
+    stream.publish(KVEventBatch(1.5, (STORED,), 0))
+    stream.shutdown()
+
+
+def test_an_invalid_setting_of_a_scheduler_of_the_kit_is_an_error(vllm: Any) -> None:
+    config = vllm.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq")
+    with pytest.raises(ConfigError, match="seq_base"):
+        open_event_stream(config, 0, variable(seq_base="tomorrow"))

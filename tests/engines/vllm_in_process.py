@@ -93,25 +93,29 @@ class Engine:
         self.scheduler.kv_cache_manager.take_events()
 
 
-def start_engine(model: Path, folder: Path) -> Engine:
-    """Start vLLM with the plugin, enabled by environment variables that are restored afterwards."""
+def start_engine(model: Path, folder: Path, **options: Any) -> Engine:
+    """Start vLLM with the plugin, enabled by environment variables that are restored afterwards.
+
+    Args:
+        options: arguments of vLLM's ``LLM``, in addition to those here or instead of them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         from vllm import LLM
 
         started = Engine(llm=None, folder=folder)
-        started.llm = LLM(
-            model=str(model),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=TRACE_BLOCK_TOKENS,
-            max_model_len=1024,
-            num_gpu_blocks_override=POOL_BLOCKS,
-            kv_events_config=started.settings(),
-        )
+        standard = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": TRACE_BLOCK_TOKENS,
+            "max_model_len": 1024,
+            "num_gpu_blocks_override": POOL_BLOCKS,
+            "kv_events_config": started.settings(),
+        }
+        started.llm = LLM(model=str(model), **(standard | options))
         return started
 
 

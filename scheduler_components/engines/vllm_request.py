@@ -1,0 +1,172 @@
+"""VllmRequest: a request of vLLM, as the kit's components read it.
+
+vLLM keeps the tokens, the limits and the status. The kit's part is the order of arrival, what the client says about the
+order, and, inside ``ComponentScheduler``, the pages. vLLM is imported for its types only.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from scheduler_components.cache import TableMatch
+from scheduler_components.values import FinishReason, RequestHints, RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["VllmRequest", "VllmRequests", "hints_of"]
+
+_log = logging.getLogger("vllm.scheduler_components")
+
+
+def hints_of(request: Request) -> RequestHints:
+    """Return what the client says about the order.
+
+    vLLM serves a smaller priority first, the kit a larger one, so the sign changes. ``tenant`` and ``deadline_s`` come
+    from ``extra_args``, which a client of the server sets as ``vllm_xargs``. An invalid deadline is logged and left
+    out, because it must not cost the other requests their order.
+    """
+    extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+    deadline_s = extra.get("deadline_s")
+    if deadline_s is not None and not (type(deadline_s) in (int, float) and isfinite(deadline_s)):
+        _log.warning(
+            "request %s: deadline_s=%r is not a number of seconds, so it has none", request.request_id, deadline_s
+        )
+        deadline_s = None
+    lora = request.lora_request
+    return RequestHints(
+        priority=-request.priority,
+        tenant=str(extra.get("tenant", "")),
+        deadline_s=deadline_s,
+        lora=None if lora is None else lora.lora_name,
+    )
+
+
+class VllmRequest:
+    """A request of vLLM with the kit's own facts about it.
+
+    Attributes:
+        theirs: vLLM's request.
+        arrival: number of its submission; a preemption does not change it.
+        hints: what the client says about the order.
+        prefill_end: number of its tokens at the last admission; computing positions below it is prefill.
+        num_cached_tokens: tokens that the cache covered at the last match.
+        state, finish_reason, pages, num_cached_pages, node, num_computed_tokens, num_retractions, is_sampled: written
+            by ``Batcher`` and ``RequestKvCache``.
+        num_sent_pages: pages that vLLM's worker has in its own block table; 0 while the request has no pages.
+        is_known: the worker has the request's prompt.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "arrival",
+        "finish_reason",
+        "hints",
+        "is_known",
+        "is_sampled",
+        "node",
+        "num_cached_pages",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_retractions",
+        "num_sent_pages",
+        "pages",
+        "prefill_end",
+        "state",
+        "theirs",
+    )
+
+    def __init__(self, theirs: Request, arrival: int) -> None:
+        self.theirs = theirs
+        self.arrival = arrival
+        self.hints = hints_of(theirs)
+        self.prefill_end = 0
+        self.num_cached_tokens = 0
+        self.state = RequestState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.pages: list[int] = []
+        self.num_cached_pages = 0
+        self.node: TableMatch | None = None
+        self.num_computed_tokens = 0
+        self.num_retractions = 0
+        self.is_sampled = False
+        self.num_sent_pages = 0
+        self.is_known = False
+        self._tokens = array("I")
+
+    @property
+    def rid(self) -> str:
+        rid: str = self.theirs.request_id
+        return rid
+
+    @property
+    def token_ids(self) -> array[int]:
+        """The prompt, then the generated tokens: a copy that grows, because a cache packs an array without a loop."""
+        tokens, theirs = self._tokens, self.theirs._all_token_ids
+        if len(tokens) != len(theirs):
+            tokens.extend(theirs[len(tokens) :])
+        return tokens
+
+    def reread_tokens(self) -> None:
+        """Copy the tokens again, because vLLM may have replaced some: the next input of a streaming session."""
+        self._tokens = array("I")
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens to prefill if none is cached."""
+        num_tokens: int = self.theirs.num_tokens
+        return num_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        num_tokens: int = self.theirs.num_output_tokens
+        return num_tokens
+
+    @property
+    def num_output_tokens_left(self) -> int:
+        num_left: int = self.theirs.max_tokens - self.theirs.num_output_tokens
+        return num_left
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Positions to compute before the next token is known."""
+        num_tokens: int = self.theirs.num_tokens
+        return num_tokens - self.num_computed_tokens
+
+    @property
+    def num_prefill_tokens_left(self) -> int:
+        return max(0, self.prefill_end - self.num_computed_tokens)
+
+    def __repr__(self) -> str:
+        return f"<VllmRequest {self.rid!r} {self.state.value} arrival={self.arrival}>"
+
+
+@dataclass(slots=True)
+class VllmRequests:
+    """The requests of one scheduler that have not finished, numbered in the order in which they are first seen."""
+
+    _by_id: dict[str, VllmRequest] = field(default_factory=dict)
+    _num_arrivals: int = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def of(self, theirs: Request) -> VllmRequest:
+        """Return the kit's view of a request, always the same one."""
+        request = self._by_id.get(theirs.request_id)
+        if request is None or request.theirs is not theirs:
+            request = self._by_id[theirs.request_id] = VllmRequest(theirs, self._num_arrivals)
+            self._num_arrivals += 1
+        return request
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget the finished ones of these requests. A new request may have the id of a finished one."""
+        for rid in request_ids:
+            request = self._by_id.get(rid)
+            if request is not None and request.theirs.is_finished():
+                del self._by_id[rid]
