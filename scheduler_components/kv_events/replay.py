@@ -92,6 +92,26 @@ class _Session:
         return self.full_since_s is not None and now_s - self.full_since_s >= _STUCK_AFTER_S
 
 
+class _SnapshotPlan:
+    """The chunks of the snapshot, planned once for all clients that request it meanwhile. None until it is complete.
+
+    ``num_clients`` of them have not begun to receive their chunks. As long as there are any, the snapshot is pinned.
+    """
+
+    __slots__ = ("_steps", "chunks", "num_clients", "start")
+
+    def __init__(self, stream: EventStream) -> None:
+        self.start = stream.first
+        self.chunks: list[SnapshotChunk] | None = None
+        self.num_clients = 0
+        self._steps = stream.plan_snapshot()
+
+    def step(self) -> None:
+        """Plan a bounded part, unless another client's steps have completed the plan."""
+        if self.chunks is None:
+            self.chunks = next(self._steps)
+
+
 class ReplaySessions:
     """All open answers of one stream.
 
@@ -128,6 +148,7 @@ class ReplaySessions:
         "_encoder",
         "_end_prefix",
         "_max_clients",
+        "_plan",
         "_prefix",
         "_rank",
         "_receiving",
@@ -161,6 +182,7 @@ class ReplaySessions:
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._waiting: OrderedDict[bytes, ReplayRequest] = OrderedDict()
         self._receiving: set[bytes] = set()
+        self._plan: _SnapshotPlan | None = None
         self.upstream: str | None = None
         self.num_served = self.num_batches = self.num_refused = self.num_truncated = 0
 
@@ -281,6 +303,19 @@ class ReplaySessions:
             self._stream.pins -= 1
 
     @contextmanager
+    def _sharing_plan(self) -> Iterator[_SnapshotPlan]:
+        """Join the plan under way, or begin one. A fleet of readers that joins together pays for one plan."""
+        plan = self._plan = self._plan or _SnapshotPlan(self._stream)
+        plan.num_clients += 1
+        try:
+            with self._pinned():
+                yield plan
+        finally:
+            plan.num_clients -= 1
+            if not plan.num_clients:
+                self._plan = None
+
+    @contextmanager
     def _receiving_snapshot(self, client: bytes) -> Iterator[None]:
         """Mark ``client`` as one whose answer keeps chunks of the snapshot in memory."""
         self._receiving.add(client)
@@ -309,15 +344,14 @@ class ReplaySessions:
     def _snapshot_then_batches(self, client: bytes, request: ReplayRequest) -> ReplyMessages:
         stream = self._stream
         with self._receiving_snapshot(client):
-            chunks: list[SnapshotChunk] = []
-            with self._pinned():
-                start = stream.holds[client] = stream.first
+            with self._sharing_plan() as plan:
+                start = stream.holds[client] = plan.start
                 yield self._meta(request, ReplayMetaKind.BEGIN, start, snap=True)
-                for planned in stream.plan_snapshot():
-                    if planned is None:
-                        yield None
-                    else:
-                        chunks = planned
+                plan.step()
+                while plan.chunks is None:
+                    yield None
+                    plan.step()
+                chunks = plan.chunks.copy()
                 begin, stop, end = self._begin_and_end(request, start, chunks=len(chunks))
             for number in range(len(chunks)):
                 yield from self._chunk(number, chunks.pop(0), clear=number == 0)

@@ -10,6 +10,7 @@ from kit.events import batch, stored
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events import stream as event_stream
 from scheduler_components.kv_events.replay import REPLAY_FRAMINGS, ReplaySessions
 from scheduler_components.kv_events.replay_messages import (
     END_SEQ,
@@ -474,6 +475,28 @@ def test_a_snapshot_is_pinned_while_it_is_cut_into_chunks_or_until_its_client_le
     cursors.on_sent(b"c")
     assert stream.pins == 1
     cursors.drop(b"leaves")
+    assert stream.pins == 0
+
+
+def test_clients_that_join_together_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "_SEGMENTS_PER_STEP", 10)
+    stream = stream_of(208, max_steps=8)
+    cursors = cursors_of(stream)
+    clients = [b"%d" % number for number in range(8)]
+    for client in clients:
+        ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), client)
+        cursors.on_sent(client)
+    num_steps = 0
+    while stream.pins:
+        for client in clients:
+            if cursors.message(client) is None:
+                num_steps += 1
+                cursors.on_sent(client)
+    assert num_steps <= 200 / 10 + 1 + len(clients)
+    add(stream, 4)
+    ask(cursors, ReplayRequest(0, ReplayVerb.SNAPSHOT, TOKEN, EPOCH), b"later")
+    assert [hashes(answer(cursors, client)) for client in clients] == [list(range(1, 209))] * 8
+    assert hashes(answer(cursors, b"later")) == list(range(1, 213))
     assert stream.pins == 0
 
 
