@@ -158,7 +158,7 @@ def test_each_batch_is_reported_to_planners_whose_fit_is_the_schedulers_own() ->
     for metrics in passes.sent:
         fit.observe_metrics(decode_forward_pass(encode_forward_pass(metrics)))
     assert fit.num_steps > 16
-    own = scheduler.batcher.budget.chunk_sizer.fit.model()
+    own = scheduler.batcher.conditions.chunk_sizer.fit.model()
     assert own is not None
     assert fit.model() == own
     first = [msgspec.structs.astuple(metrics.scheduled_requests) for metrics in passes.sent[:5]]
