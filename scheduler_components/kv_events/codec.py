@@ -41,11 +41,9 @@ from scheduler_components.events import (
 )
 from scheduler_components.kv_events.dialects import (
     DIALECT_WRITERS,
-    NOT_BLOCK_ALIGNED,
     OPTIONS,
     BlockChanges,
     DialectWriter,
-    compile_function,
     dialect_writer,
     first_token_mismatch,
     validated_event,
@@ -139,7 +137,7 @@ class BatchEncoder:
         if dialect not in DIALECTS:
             raise ConfigError("dialect", dialect, "is not known", f"give one of {', '.join(DIALECTS)}")
         self._encode = msgspec.msgpack.Encoder().encode
-        dialect_writer("array")  # compiled now, because it checks the events of every dialect
+        dialect_writer("array")  # made now, because it checks the events of every dialect
         self._writer: DialectWriter | NativeDialectWriter = (
             native_writer() if dialect == "native" else dialect_writer(dialect)
         )
@@ -151,10 +149,7 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: an event cannot be encoded, or has a value that readers refuse; see
                 ``encode_valid``.
         """
-        events: Sequence[KVCacheEvent] = batch.events
-        if type(events) is ValidatedEvents and len(events) != 1:
-            return self._write(batch, self._writer.trusted(events), rank)
-        return self._write(batch, self._rows(events)[0], rank)
+        return self._write(batch, self._rows(batch.events, with_changes=False)[0], rank)
 
     def encode_with_changes(self, batch: EventBatch, rank: int) -> tuple[bytes, BlockChanges | None]:
         """Encode a batch, and return its changes of the cached blocks as well.
@@ -164,27 +159,17 @@ class BatchEncoder:
         Raises:
             TypeError, ValueError, OverflowError: as ``encode``.
         """
-        events: Sequence[KVCacheEvent] = batch.events
-        rows, changes = self._rows(events)
-        if changes is None and len(events) == 1:
-            changes = self._writer.change_of(events[0])
+        rows, changes = self._rows(batch.events, with_changes=True)
         return self._write(batch, rows, rank), changes
 
-    def _rows(self, events: Sequence[KVCacheEvent]) -> tuple[Sequence[Any], BlockChanges | None]:
-        writer = self._writer
+    def _rows(self, events: Sequence[KVCacheEvent], *, with_changes: bool) -> tuple[Sequence[Any], BlockChanges | None]:
+        writer, are_validated = self._writer, type(events) is ValidatedEvents
         written: tuple[Sequence[Any], BlockChanges | None] | None
-        are_validated = type(events) is ValidatedEvents
         try:
-            if len(events) == 1:
-                row = writer.trusted_one(events[0]) if are_validated else writer.checked_one(events[0])
-                written = None if row is None else ((row,), None)
-            else:
-                written = writer.trusted_with_changes(events) if are_validated else writer.checked(events)
+            written = writer.rows_with_changes(events, are_validated=are_validated, with_changes=with_changes)
         except PackError:
             written = None
-        if written is None:
-            written = writer.trusted([writer.validate(event) for event in events]), None
-        return written
+        return written or ([writer.row(writer.validate(event)) for event in events], None)
 
     def _write(self, batch: EventBatch, rows: Sequence[Any], rank: int) -> bytes:
         owner = batch_rank(batch)
@@ -226,7 +211,7 @@ class BatchEncoder:
         Raises:
             TypeError, ValueError, OverflowError: the event cannot be encoded.
         """
-        return self._encode(self._writer.trusted_one(event))
+        return self._encode(self._writer.row(event))
 
 
 def _valid_time(ts: object) -> float:
@@ -396,26 +381,20 @@ def decode_event(raw: bytes) -> WireEvent:
     return event
 
 
-_first_mismatch: Callable[[Iterable[KVCacheEvent]], BlockStored | None] = compile_function(
-    "first_unread",
-    f"""
-def first_unread(events):
+def _first_mismatch(events: Iterable[KVCacheEvent]) -> BlockStored | None:
+    """Return the first stored event whose tokens do not fill its blocks, or None.
+
+    An engine's event may omit its tokens, or include those of blocks that a sliding window has passed.
+    """
     for event in events:
         if (
             isinstance(event, BlockStored)
-            and {NOT_BLOCK_ALIGNED.format("event.")}
+            and len(event.token_ids) != len(event.block_hashes) * event.block_size
             and event.token_ids
-            and event.kv_cache_spec_kind in full_attention_kinds
+            and event.kv_cache_spec_kind in FULL_ATTENTION_KINDS
         ):
             return event
     return None
-""",
-    {"full_attention_kinds": FULL_ATTENTION_KINDS},
-)
-"""Return the first stored event whose tokens do not fill its blocks, or None.
-
-An engine's event may omit its tokens, or include those of blocks that a sliding window has passed.
-"""
 
 
 def _first_with_other_tokens(events: Iterable[WireEvent]) -> BlockStoredRawTokens | None:

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from kit.searches import num_examples
 
 from observability.kv_stream import BlockView
+from observability.kv_stream.view import location_of
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.events import Tier, ValidatedEvents
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
 from scheduler_components.kv_events.codec import DIALECTS
+from scheduler_components.kv_events.dialects import OPTIONS
 from scheduler_components.kv_events.snapshot import merge_batches
 from scheduler_components.testing import EventLedger
 
@@ -198,6 +200,29 @@ def test_one_event_or_many_checked_or_trusted_the_bytes_are_the_same(
     for event in sound:
         alone = encoder.encode(KVEventBatch(1.0, (event,)), 0)
         assert alone == encoder.encode(KVEventBatch(1.0, ValidatedEvents((event,))), 0)
+
+
+OPTION_VALUES: dict[str, Any] = {
+    "medium": "CPU", "lora_name": "a", "extra_keys": (("a", 1), None), "group_idx": 0, "cache_salt": "s",
+    "session_id": "i", "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 0, "locality": "REMOTE",
+    "ownership": "o", "lookahead_token_ids": (1,),
+}  # fmt: skip
+PLAIN = {BlockStored: BlockStored((5, 6), None, (7, 8), 1, None), BlockRemoved: BlockRemoved((5, 6))}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in PLAIN for name in OPTIONS[kind]])
+@pytest.mark.parametrize("batch_type", [tuple, ValidatedEvents])
+def test_an_option_that_is_set_alone_is_written(kind: Any, name: str, dialect: str, batch_type: Any) -> None:
+    """The encoder has a short way for events without options, which tests each of them."""
+    event = msgspec.structs.replace(PLAIN[kind], **{name: OPTION_VALUES[name]})
+    events = batch_type((event, PLAIN[kind], event))
+    payload, changes = BatchEncoder(dialect).encode_with_changes(KVEventBatch(1.0, events), 0)
+    assert BatchDecoder().decode(payload).events == tuple(events)
+    if changes is not None:
+        location = location_of(event)
+        expected = [location, location_of(PLAIN[kind]), location]
+        assert [change.location for change in changes] == (expected if location != expected[1] else expected[:1])
 
 
 @pytest.mark.parametrize("rank", [-1, 2**63, True, 1.5, "0", msgspec.Raw(b"\xc1")])
