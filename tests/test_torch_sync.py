@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from kit.forked_ranks import ForkedRanks
 
 pytestmark = [
     pytest.mark.torch,
@@ -20,39 +20,18 @@ pytestmark = [
 ]
 
 ODD_RANK = 2
-PATIENCE_S = 90
 SHORT_S = 3.0  # a timeout that a lost rank makes the others wait for
 LONG_S = 30.0
 
 
-class Ranks:
-    """Processes of one world. They meet through a file, so no port is chosen here."""
+class Ranks(ForkedRanks):
+    """Ranks that run scenarios. They meet through a file, so no port is chosen here."""
 
     def __init__(self, folder: Path, scenarios: dict[str, float], *, size: int, cp_size: int, dp_size: int = 1) -> None:
-        # Ranks are forked from one process that has imported torch, which takes each of them two seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "scheduler_components.torch_sync"])
-        self.folder = folder
-        self.processes = [
-            context.Process(target=run_rank, args=(folder, rank, size, dp_size, cp_size, [*scenarios.items()]))
-            for rank in range(size)
-        ]
-
-    def __enter__(self) -> Self:
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-            process.close()
+        super().__init__(folder, size, run_rank, folder, size, dp_size, cp_size, [*scenarios.items()])
 
     def answer(self, rank: int) -> dict[str, Any]:
-        self.processes[rank].join(PATIENCE_S)
-        problem = self.folder / f"{rank}.txt"
-        assert self.processes[rank].exitcode == 0, problem.read_text() if problem.exists() else "still running"
+        self.wait(rank)
         return self.read(rank)
 
     def read(self, rank: int) -> dict[str, Any]:

