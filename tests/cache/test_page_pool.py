@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kit.searches import num_examples
 
 from scheduler_components import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.cache import PagePool
@@ -116,8 +117,8 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.pool.check(sorted(self.cached))
 
 
-TestPagePoolMachine = PagePoolMachine.TestCase
-TestPagePoolMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPagePoolMachine = pytest.mark.soak(PagePoolMachine.TestCase)
+TestPagePoolMachine.settings = settings(max_examples=num_examples(2), stateful_step_count=30, deadline=None)
 
 
 def test_pages_are_allocated_in_a_fixed_order() -> None:

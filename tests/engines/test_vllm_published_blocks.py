@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.engines.vllm_published_blocks import PublishedBlocks, patch_removed_events_to_last_copy
@@ -150,6 +151,7 @@ class Pool:
         assert len(self.published) == len(held)
 
 
+@pytest.mark.soak
 def test_whatever_the_pool_does_both_kinds_of_readers_hold_what_it_holds(vllm_events: Any) -> None:
     patch_removed_events_to_last_copy()
     words = st.lists(st.integers(0, 2), min_size=1, max_size=4)
@@ -189,7 +191,7 @@ def test_whatever_the_pool_does_both_kinds_of_readers_hold_what_it_holds(vllm_ev
         def teardown(self) -> None:
             self.pool.check()
 
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=200, stateful_step_count=30))
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=num_examples(3), stateful_step_count=30))
 
 
 def test_without_the_switch_a_set_reader_loses_a_block_with_its_first_copy(vllm_events: Any) -> None:

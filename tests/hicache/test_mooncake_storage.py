@@ -124,6 +124,7 @@ def test_a_bad_address_is_refused(master: str) -> None:
         MooncakeAddress(master=master, metadata="http://127.0.0.1:1/metadata")
 
 
+@pytest.mark.soak_only  # ten seconds; the other tests hold the store, and the suite an engine over file storage
 def test_an_engine_finds_the_pages_of_its_cluster(address: MooncakeAddress, trace_beyond_the_host: Path) -> None:
     """What the small host tier evicts comes back from the cluster, whole, on every rank."""
     command = [sys.executable, "-m", "scheduler_components", "serve", "--trace", str(trace_beyond_the_host)]

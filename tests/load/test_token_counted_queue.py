@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kit.searches import num_examples
 
 from scheduler_components.load import TokenCountedQueue
 from scheduler_components.load.token_counted_queue import count_request_tokens
@@ -114,8 +115,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.totals() == (len(self.model), self.queue.pending_tokens, self.queue.uncached_tokens)
 
 
-QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
-TestQueueMachine = QueueMachine.TestCase
+QueueMachine.TestCase.settings = settings(max_examples=num_examples(2), stateful_step_count=25, deadline=None)
+TestQueueMachine = pytest.mark.soak(QueueMachine.TestCase)
 
 
 def test_an_abort_after_a_change_leaves_no_tokens_counted() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components.metrics import RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.metrics.request_times import Histogram, RequestPhase
@@ -14,7 +16,8 @@ TOKENS = 4
 actions = st.lists(st.tuples(st.sampled_from([*RequestPhase, TOKENS, TOKENS]), clock_readings), max_size=30)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(clock_readings, actions)
 @example(5.0, [(RequestPhase.PREFILL, 3.0), (RequestPhase.QUEUE, 1.0), (RequestPhase.FINISHED, 4.0)])
 @example(0.0, [(TOKENS, 1.0), (RequestPhase.QUEUE, 2.0), (RequestPhase.PREFILL, -9.0), (TOKENS, -8.0)])
@@ -102,7 +105,8 @@ steps_of_many = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(steps_of_many)
 @example([("t", 0.5, [0, 1, 2], 1), ("t", 0.5, [0, 1], 1), ("r", 0.0, [1], 1), ("t", 0.5, [0, 1, 2], 1)])
 @example([("t", 0.5, [0, 1], 1), (".", 0.5, [1], 1), ("t", 0.5, [0, 1], 1)])
