@@ -27,6 +27,7 @@ from scheduler_components.engines.settings import (
 )
 from scheduler_components.engines.sglang_components import COMPONENTS, SglangComponents
 from scheduler_components.engines.sglang_publisher import open_sglang_publisher
+from scheduler_components.engines.sglang_scheduling import SglangScheduling
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import CurveServerKeys, Endpoint, KVEventsConfig
 from scheduler_components.kv_events.config import parse_json_object
@@ -60,6 +61,7 @@ def load_plugin(environ: Mapping[str, str] | None = None) -> None:
     hooks.HookRegistry.register(_DESCRIBE, plugin.describe_publisher, around)
     if plugin.wants_components():
         SglangComponents(plugin.publisher_settings).register(hooks)
+    SglangScheduling.from_environment(environ).register(hooks)
 
 
 @dataclass(slots=True, kw_only=True)

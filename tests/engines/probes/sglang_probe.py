@@ -5,6 +5,7 @@ kit's components are active, the probe keeps SGLang's own load inquirer over the
 step.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -13,6 +14,7 @@ from array import array
 from pathlib import Path
 
 import msgspec
+from sglang.srt.managers.schedule_policy import CacheAwarePolicy, PrefillAdder, SchedulePolicy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
@@ -23,6 +25,7 @@ PARTS = "sglang.srt.managers.scheduler_components"
 answered = set()
 inquirers = []
 seen = {"events": [], "kv_metrics": [], "reports": 0, "different": [], "most_waiting": 0, "costs_us": None}
+seen |= {"sorts": 0, "other_order": [], "verdicts": 0, "other_verdicts": [], "admitted": []}
 
 
 def load_plugin():
@@ -33,6 +36,61 @@ def load_plugin():
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events", keep_events, HookType.AFTER
     )
     HookRegistry.register("sglang.srt.managers.io_struct.sock_send", keep_kv_metrics, HookType.BEFORE)
+    if "SCHEDULER_COMPONENTS_SCHEDULING" in os.environ:
+        HookRegistry.register(f"{SCHEDULER}.__init__", compare_decisions, HookType.AFTER)
+    HookRegistry.register(f"{SCHEDULER}.get_new_batch_prefill", keep_batch, HookType.AFTER)
+
+
+def compare_decisions(_, scheduler, *__, **___):
+    """Wrap what the scheduler calls, outside of all hooks."""
+    policy, sort, adder_class = scheduler.policy, scheduler.policy.calc_priority, scheduler.get_prefill_adder_class
+    policy.calc_priority = functools.partial(compare_orders, sort, policy)
+    scheduler.get_prefill_adder_class = functools.partial(compared_adder, adder_class)
+
+
+def compare_orders(sort, policy, waiting, *args, **kwargs):
+    """Sort a copy of the list by SGLang's own functions, after this kit has sorted the list."""
+    copy, count = list(waiting), len(waiting)
+    sort(waiting, *args, **kwargs)
+    kind = policy._determine_active_policy(copy)
+    if kind is CacheAwarePolicy.LPM:
+        SchedulePolicy._sort_by_longest_prefix(copy, policy._compute_prefix_matches(copy, kind))
+    if policy.enable_priority_scheduling:
+        SchedulePolicy._sort_by_priority_and_fcfs(copy, policy.priority_sign)
+    seen["sorts"] += 1
+    seen["most_waiting"] = max(seen["most_waiting"], count)
+    if copy != waiting:
+        keys = [[(r.num_matched_prefix_tokens, r.rid) for r in each] for each in (copy, waiting)]
+        seen["other_order"].append({"waiting": count, "theirs": keys[0], "ours": keys[1]})
+
+
+@functools.cache
+def compared_adder(adder_class):
+    ours = adder_class()
+    if ours is PrefillAdder:
+        return ours
+
+    class Compared(ours):
+        def budget_state(self):
+            return compared("budget_state", super().budget_state(), PrefillAdder.budget_state(self))
+
+        def _check_prefill_budget(self, req, **demand):
+            theirs = PrefillAdder._check_prefill_budget(self, req, **demand)
+            return compared("check", super()._check_prefill_budget(req, **demand), theirs)
+
+    return Compared
+
+
+def compared(question, ours, theirs):
+    seen["verdicts"] += 1
+    if ours != theirs:
+        seen["other_verdicts"].append((question, str(ours), str(theirs)))
+    return ours
+
+
+def keep_batch(plan, *_, **__):
+    if plan.batch_to_run is not None:
+        seen["admitted"].append([(r.rid, r.prefix_len, r.extend_len) for r in plan.batch_to_run.reqs])
 
 
 def keep_inquirer(_, inquirer, **__):
