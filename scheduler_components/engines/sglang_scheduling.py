@@ -253,12 +253,14 @@ def make_prefill_adder(base: Any, watermark_pages: int) -> type:
                 self.kit_budget = AdmissionBudget(tokens=0, slots=1, watermark_pages=watermark_pages * self.page_size)
 
         def budget_state(self) -> Any:
-            if self.kit_budget is None:
+            budget = self.kit_budget
+            if budget is None:
                 return super().budget_state()
-            if self._refuses_pages(0):
+            if self._lacks_pages(budget, 0):
                 return results.NO_TOKEN
-            self.kit_budget.tokens = self._tokens_left()
-            return results.CONTINUE if self.kit_budget.refusal_of(AdmissionDemand()) is None else results.OTHER
+            limits = (self.rem_input_tokens, self.rem_chunk_tokens)
+            budget.tokens = max(0, min(limit for limit in limits if limit is not None))
+            return results.CONTINUE if budget.refusal_of(AdmissionDemand()) is None else results.OTHER
 
         def _check_prefill_budget(
             self, req: Any, *, total_tokens: int, chunk_limit: int | None, **others: Any
@@ -268,21 +270,17 @@ def make_prefill_adder(base: Any, watermark_pages: int) -> type:
                     req, total_tokens=total_tokens, chunk_limit=chunk_limit, **others
                 )
                 return answer
-            return (False, None) if self._refuses_pages(total_tokens) else (True, chunk_limit)
+            return (False, None) if self._lacks_pages(self.kit_budget, total_tokens) else (True, chunk_limit)
 
-        def _refuses_pages(self, num_tokens: int) -> bool:
-            """Whether the pool lacks tokens for a request, asked for its pages only."""
-            budget, memory = self.kit_budget, self.memory_budget
+        def _lacks_pages(self, budget: AdmissionBudget, num_tokens: int) -> bool:
+            """Ask the budget for the pages of a request only, with SGLang's present accounts."""
+            memory = self.memory_budget
             budget.tokens = 1
             budget.available_pages = memory._available_and_evictable()  # remaining_total without its offset
             budget.reserved_pages = floor(memory.total_offset) + 1
-            budget.num_running = len(self.running_batch.reqs) if self.running_batch is not None else 0
-            budget.num_running += len(self.can_run_list)
+            budget.num_running = len(self.can_run_list)
+            if self.running_batch is not None:
+                budget.num_running += len(self.running_batch.reqs)
             return budget.refusal_of(AdmissionDemand(num_pages=num_tokens)) is not None
-
-        def _tokens_left(self) -> int:
-            """Prefill tokens of the step, by both of SGLang's limits."""
-            limits = [self.rem_input_tokens] + ([] if self.rem_chunk_tokens is None else [self.rem_chunk_tokens])
-            return max(0, min(limits))
 
     return BudgetedPrefillAdder
