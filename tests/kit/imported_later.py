@@ -22,4 +22,6 @@ class ImportedLater:
         self._name, self._least_version, self._reason = name, least_version, reason
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks every name of a test file for `__test__` when it collects
+            raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name, self._least_version, reason=self._reason), attribute)
