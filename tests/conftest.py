@@ -51,14 +51,17 @@ settings.load_profile("default")
 LONGEST_FILES = (
     "test_engine_commands.py",
     "test_torch_sync.py",
-    "test_engine.py",
+    "test_zmq_relay_processes.py",
     "test_nats_subscriber.py",
-    "test_engine_commands_hicache.py",
-    "test_hicache_torchrun.py",
+    "test_engine.py",
+    "test_tee_sink_processes.py",
     "test_torch_tensor_parallel_processes.py",
-    "test_torch_text_verifier.py",
-    "test_growth.py",
-    "test_http_app_kv_pool.py",
+    "test_engine_commands_hicache.py",
+    "test_doctor.py",
+    "test_zmq_publisher_processes.py",
+    "test_http_server.py",
+    "test_scheduler_checks_variants.py",
+    "test_hicache_torchrun.py",
 )
 """They run first, so that no worker is left alone with one of them at the end."""
 

@@ -48,7 +48,7 @@ def test_the_simple_scheduler_passes_on_any_workload(workload: interfaces.Worklo
         check(SimpleScheduler, workload)
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 32])
+@pytest.mark.parametrize("page_size", [1, pytest.param(8, marks=pytest.mark.soak_only), 32])
 def test_the_simple_scheduler_passes_with_other_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simple_scheduler, "PAGE_SIZE", page_size)
     for check in ALL_CHECKS:
