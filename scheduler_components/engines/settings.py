@@ -19,6 +19,7 @@ from types import MappingProxyType
 import attrs
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.invariant_checker import CheckAction
 from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.kv_events.config import parse_json_object
 
@@ -136,7 +137,7 @@ class SchedulerSettings:
     policy: str = "fcfs"
     preemption: str = "latest-arrival"
     metrics_directory: str = ""
-    checks: str = "log"
+    checks: CheckAction = "log"
 
 
 def read_scheduler_settings(additional_config: object) -> SchedulerSettings:

@@ -7,7 +7,7 @@ data-parallel rank, the addresses that bind, port 0, ``get_publisher_config()``.
 A wrong setting never stops the engine: the plugin logs one sentence, and vLLM's own publisher is used. If the settings
 require keys, no stream is opened, because a fallback must not open a stream without access control.
 
-``PolicyScheduler`` is for vLLM's option ``--scheduler-cls``. It imports vLLM on first use.
+``PolicyScheduler`` and ``ComponentScheduler`` are for vLLM's option ``--scheduler-cls``. They import vLLM on first use.
 
 When a stream opens, the plugin patches two methods of vLLM in its process: a removal is published with the last copy of
 a block (``once_per_block``), and a reset of the prefix cache is published immediately. If this vLLM does not have them,
@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from scheduler_components._lazy import lazy_exports
 from scheduler_components.engines.settings import (
@@ -48,19 +48,22 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
 )
 
-if TYPE_CHECKING:
-    from scheduler_components.engines.vllm_policy import PolicyScheduler
-
 __all__ = [
     "PLUGIN_NAME",
-    "PolicyScheduler",
     "VllmEventPublisher",
     "VllmPublisherFactory",
     "open_event_stream",
     "register",
 ]
 
-__getattr__ = lazy_exports(__name__, {"scheduler_components.engines.vllm_policy": "PolicyScheduler"})
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "scheduler_components.engines.vllm_policy": "PolicyScheduler",
+        "scheduler_components.engines.vllm_scheduler": "ComponentScheduler",
+    },
+)
+"""Not in ``__all__``, because both import vLLM."""
 
 _log = logging.getLogger("vllm.scheduler_components")
 """A child of vLLM's own logger, so that its handlers and level apply."""

@@ -47,7 +47,7 @@ class PolicyScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not installed
         name = read_scheduler_settings(vllm_config.additional_config).policy
         policies = [make_policy(name, match_length=self._match_length) for _ in range(2)]
         super().__init__(vllm_config, *args, **kwargs)
-        self._views = VllmRequests()
+        self._views = VllmRequests(self.max_model_len)
         self.waiting, self.kv_holding_waiting = (PolicyQueue(each, self._views, self._get_step) for each in policies)
 
     def _get_step(self) -> int:

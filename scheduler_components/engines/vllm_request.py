@@ -53,6 +53,7 @@ class VllmRequest:
     Attributes:
         theirs: vLLM's request.
         arrival: number of its submission; a preemption does not change it.
+        max_model_len: tokens at which vLLM ends it, whatever it asked for.
         hints: what the client says about the order.
         prefill_end: number of its tokens at the last admission; computing positions below it is prefill.
         num_cached_tokens: tokens that the cache covered at the last match.
@@ -69,6 +70,7 @@ class VllmRequest:
         "hints",
         "is_known",
         "is_sampled",
+        "max_model_len",
         "node",
         "num_cached_pages",
         "num_cached_tokens",
@@ -81,9 +83,10 @@ class VllmRequest:
         "theirs",
     )
 
-    def __init__(self, theirs: Request, arrival: int) -> None:
+    def __init__(self, theirs: Request, arrival: int, max_model_len: int) -> None:
         self.theirs = theirs
         self.arrival = arrival
+        self.max_model_len = max_model_len
         self.hints = hints_of(theirs)
         self.prefill_end = 0
         self.num_cached_tokens = 0
@@ -129,7 +132,8 @@ class VllmRequest:
 
     @property
     def num_output_tokens_left(self) -> int:
-        num_left: int = self.theirs.max_tokens - self.theirs.num_output_tokens
+        theirs = self.theirs
+        num_left: int = min(theirs.max_tokens - theirs.num_output_tokens, self.max_model_len - theirs.num_tokens)
         return num_left
 
     @property
@@ -150,6 +154,7 @@ class VllmRequest:
 class VllmRequests:
     """The requests of one scheduler that have not finished, numbered in the order in which they are first seen."""
 
+    max_model_len: int
     _by_id: dict[str, VllmRequest] = field(default_factory=dict)
     _num_arrivals: int = 0
 
@@ -160,7 +165,7 @@ class VllmRequests:
         """Return the kit's view of a request, always the same one."""
         request = self._by_id.get(theirs.request_id)
         if request is None or request.theirs is not theirs:
-            request = self._by_id[theirs.request_id] = VllmRequest(theirs, self._num_arrivals)
+            request = self._by_id[theirs.request_id] = VllmRequest(theirs, self._num_arrivals, self.max_model_len)
             self._num_arrivals += 1
         return request
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,77 +13,15 @@ from kit.waiting import wait_until
 
 pytest.importorskip("vllm", reason="`make engines` makes an environment with vllm")
 
-from vllm_in_process import ENVIRONMENT, POOL_BLOCKS, TRACE_BLOCK_TOKENS, WINDOW
+from vllm_in_process import POOL_BLOCKS, WINDOW
+from vllm_server import VllmServer
 
 from observability.kv_stream import StreamState, Subscriber, open_subscriber
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
 
-START_S = 600.0
-"""A start takes two minutes on two busy cores, because three processes import vLLM."""
-
 RANKS = (0, 1)
-
-
-class VllmServer:
-    """One API server with two engines. Their streams are at ``ports + 1`` and above, replay ten higher."""
-
-    def __init__(self, model: Path, folder: Path, ports: int, **process: Any) -> None:
-        self.url, self.model, self._log = f"http://127.0.0.1:{ports}", str(model), folder / "log"
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{ports + 1}",
-            "replay_endpoint": f"tcp://*:{ports + 11}",
-            "buffer_steps": WINDOW,
-        }
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
-            *(
-                "--load-format",
-                "dummy",
-                "--dtype",
-                "float32",
-                "--enforce-eager",
-                "--block-size",
-                str(TRACE_BLOCK_TOKENS),
-            ),
-            *("--max-model-len", "1024", "--num-gpu-blocks-override", str(POOL_BLOCKS), "--data-parallel-size", "2"),
-            *("--host", "127.0.0.1", "--port", str(ports), "--kv-events-config", json.dumps(events)),
-        ]
-        own = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        with self._log.open("wb") as log:
-            process["env"] = os.environ | own
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **process)
-
-    def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return answer.read()
-
-    def wait_until_up(self) -> None:
-        deadline_s = time.monotonic() + START_S
-        while True:
-            try:
-                self.get("/health")
-            except OSError:
-                log = self._log.read_text(errors="replace")[-4000:]
-                assert self._process.poll() is None and time.monotonic() < deadline_s, log
-                time.sleep(0.2)
-            else:
-                return
-
-    def generate(self, prompt: list[int], rank: int) -> None:
-        body = {"model": self.model, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        urllib.request.urlopen(request, timeout=300).close()
-
-    def stop(self) -> None:
-        """Kill the server and its engines, which are in its process group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +31,21 @@ def server(
     free_block: Callable[[int], int],
     die_with_us: Callable[[], object] | None,
 ) -> Iterator[VllmServer]:
-    started = VllmServer(tiny_llama, tmp_path_factory.mktemp("vllm_dp"), free_block(13), preexec_fn=die_with_us)
+    ports = free_block(13)  # streams at ports + 1 and above, replay ten higher
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports + 1}",
+        "replay_endpoint": f"tcp://*:{ports + 11}",
+        "buffer_steps": WINDOW,
+    }
+    started = VllmServer(
+        tiny_llama,
+        tmp_path_factory.mktemp("vllm_dp"),
+        ports,
+        *("--load-format", "dummy", "--data-parallel-size", "2", "--kv-events-config", json.dumps(events)),
+        preexec_fn=die_with_us,
+    )
     try:
         started.wait_until_up()
         yield started

@@ -19,7 +19,7 @@ from scheduler_components.values import ScheduledChunk
 
 
 def open_queue(policy: Any = None) -> PolicyQueue:
-    return PolicyQueue(policy or FirstComeFirstServed(), VllmRequests(), lambda: 1)
+    return PolicyQueue(policy or FirstComeFirstServed(), VllmRequests(max_model_len=100), lambda: 1)
 
 
 def ids(requests: Any) -> list[str]:
@@ -83,7 +83,7 @@ def test_the_order_is_read_again_in_each_step() -> None:
             return iter(waiting if step % 2 else waiting[::-1])
 
     step = 1
-    queue = PolicyQueue(Turning(), VllmRequests(), lambda: step)
+    queue = PolicyQueue(Turning(), VllmRequests(max_model_len=100), lambda: step)
     for rid in "abc":
         queue.add_request(make_double(rid))
     assert queue.peek_request().request_id == "a"
@@ -116,7 +116,7 @@ class Broken(FirstComeFirstServed[VllmRequest]):
         if self.way == "twice":
             yield waiting[0]
         if self.way == "stranger":
-            yield VllmRequests().of(make_double("zz"))
+            yield VllmRequests(max_model_len=100).of(make_double("zz"))
         if self.way == "nonsense":
             yield 7  # type: ignore[misc]
         if self.way == "raises":

@@ -13,10 +13,12 @@ from scheduler_components.values import RequestHints
 
 def test_a_view_reads_vllms_request_late() -> None:
     theirs = make_double("a", [1, 2, 3], max_tokens=5)
-    view = VllmRequests().of(theirs)
+    view = VllmRequests(max_model_len=100).of(theirs)
     theirs._all_token_ids += [9, 9]
     assert (view.rid, view.num_input_tokens, view.num_output_tokens, view.num_output_tokens_left) == ("a", 5, 2, 3)
     assert list(view.token_ids) == [1, 2, 3, 9, 9]
+    theirs.max_tokens = 10**6
+    assert view.num_output_tokens_left == 95, "the context has 100 tokens"
     theirs._all_token_ids[-1:] = [8]
     view.reread_tokens()
     assert list(view.token_ids) == [1, 2, 3, 9, 8]
@@ -42,7 +44,7 @@ def test_an_invalid_deadline_is_logged_and_left_out(deadline_s: object, caplog: 
 
 
 def test_arrivals_are_numbered_once() -> None:
-    views = VllmRequests()
+    views = VllmRequests(max_model_len=100)
     first, second = make_double("a"), make_double("b")
     assert [views.of(each).arrival for each in (first, second, first)] == [0, 1, 0]
     views.forget(["a", "b", "unknown"])
@@ -53,7 +55,7 @@ def test_arrivals_are_numbered_once() -> None:
 
 
 def test_a_new_request_may_have_the_id_of_a_finished_one() -> None:
-    views = VllmRequests()
+    views = VllmRequests(max_model_len=100)
     old, new = make_double("a"), make_double("a")
     views.of(old)
     old.is_done = True
