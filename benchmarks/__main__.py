@@ -17,6 +17,7 @@ from benchmarks.scaling_plot import draw_scaling_plot
 _SECTIONS = (
     "publish",
     "saturated",
+    "traffic",
     "throughput",
     "parts",
     "replay",

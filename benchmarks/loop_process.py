@@ -33,7 +33,7 @@ _SETTLES = 1_500
 R = TypeVar("R")
 
 
-class _Child:
+class Child:
     """A subscriber or replay client. It prints ``ready``, then its result, and ends soon after its input does."""
 
     def __init__(self, module: str, argument: object) -> None:
@@ -65,13 +65,13 @@ def _work() -> int:
     return total
 
 
-def _make_one(subject: BenchmarkedPublisher, spec: LoopSpec, step: int, ts: float) -> Any:
+def make_batch(subject: BenchmarkedPublisher, spec: LoopSpec, step: int, ts: float) -> Any:
     evicted = None if spec.pool_steps is None or step < spec.pool_steps else step - spec.pool_steps
     return subject.make_batch(subject.make_events(step, evicted), ts)
 
 
 def _warm_up(subject: BenchmarkedPublisher, spec: LoopSpec) -> None:
-    subject.publish(_make_one(subject, spec, 0, 0.0))
+    subject.publish(make_batch(subject, spec, 0, 0.0))
     subject.idle()
 
 
@@ -93,7 +93,7 @@ def run_steps(subject: BenchmarkedPublisher, spec: LoopSpec) -> LoopResult:
         elif spec.loop == "releases the GIL":
             time.sleep(_LET_GO_S)
         making = clock()
-        batch = _make_one(subject, spec, spec.kept + step, time.time())
+        batch = make_batch(subject, spec, spec.kept + step, time.time())
         cpu_at = cpu()
         made = clock()
         publish(batch)
@@ -121,15 +121,15 @@ def _publish_all(subject: BenchmarkedPublisher, batches: Sequence[Any]) -> LoopR
 
 def _measure(subject: BenchmarkedPublisher, spec: LoopSpec, endpoint: str, replay_endpoint: str) -> LoopResult:
     for step in range(spec.kept):
-        subject.publish(_make_one(subject, spec, step, 0.0))
+        subject.publish(make_batch(subject, spec, step, 0.0))
         subject.idle()
     time.sleep(_SETTLE_S * min(1.0, spec.kept / _SETTLES))
     subscriber = None
     if spec.subscribes:
-        subscriber = _Child("subscriber_process", {"endpoint": endpoint, "expected": spec.steps})
+        subscriber = Child("subscriber_process", {"endpoint": endpoint, "expected": spec.steps})
         subscriber.wait_until_ready(lambda: _warm_up(subject, spec))
     asks = {"endpoint": replay_endpoint, "asks": spec.replay, "kept": spec.kept}
-    replayers = [_Child("replay_process", asks) for _ in range(spec.num_clients if spec.replay != "none" else 0)]
+    replayers = [Child("replay_process", asks) for _ in range(spec.num_clients if spec.replay != "none" else 0)]
     for replayer in replayers:
         replayer.wait_until_ready(subject.idle)
     steps = range(0 if spec.works else spec.steps)
@@ -138,11 +138,11 @@ def _measure(subject: BenchmarkedPublisher, spec: LoopSpec, endpoint: str, repla
     result = run_steps(subject, spec) if spec.works else _publish_all(subject, prebuilt)
     deliveries = subscriber.result(Delivery) if subscriber else None
     cpu_s = time.process_time() - cpu_before
-    replays = _together([each.result(Replays) for each in replayers])
+    replays = join_replays([each.result(Replays) for each in replayers])
     return msgspec.structs.replace(result, deliveries=deliveries, replays=replays, cpu_to_delivery_s=cpu_s)
 
 
-def _together(found: Sequence[Replays]) -> Replays | None:
+def join_replays(found: Sequence[Replays]) -> Replays | None:
     if not found:
         return None
     return Replays(

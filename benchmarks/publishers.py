@@ -53,6 +53,10 @@ class BenchmarkedPublisher(Protocol):
         """Run the hook of a scheduler that waits for its device."""
         ...
 
+    def num_pending(self) -> int:
+        """Return the number of accepted batches that have not been sent."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -74,6 +78,9 @@ class NoPublisher:
 
     def idle(self) -> None:
         """Do nothing."""
+
+    def num_pending(self) -> int:
+        return 0
 
     def close(self) -> None:
         """Do nothing."""
@@ -97,6 +104,9 @@ class KitPublisher:
 
     def make_batch(self, events: Any, ts: float) -> Any:
         return KVEventBatch(ts, events)
+
+    def num_pending(self) -> int:
+        return int(self._publisher.stats().batches_pending)
 
     def close(self) -> None:
         self._publisher.close(5.0)
@@ -153,6 +163,9 @@ class PeerPublisher(PeerEvents):
     def idle(self) -> None:
         """Do nothing, because the peers have no such hook."""
 
+    def num_pending(self) -> int:
+        return int(self._publisher._event_queue.qsize())
+
     def close(self) -> None:
         self._publisher.shutdown()
 
@@ -194,6 +207,9 @@ class BareZmqPublisher:
 
     def idle(self) -> None:
         """Do nothing, because no batch is pending."""
+
+    def num_pending(self) -> int:
+        return 0
 
     def _answer(self) -> None:
         router = self._context.socket(zmq.ROUTER)

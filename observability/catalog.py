@@ -418,6 +418,8 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
             "KV-event batches accepted and not sent: overflow, shutdown or a failing publisher."),
         counter("kv_events_batches_collapsed_total", "batches", "publisher.batches_collapsed",
             "KV-event batches merged into one because too many were pending; no state is lost."),
+        counter("kv_events_send_stalls_total", "stalls", "publisher.send_stalls",
+            "Times that batches waited because a call was stuck for a second, or interrupted by an exception."),
         counter("kv_events_replays_served_total", "replays", "publisher.replays_served",
             "Replay answers sent completely."),
         counter("kv_events_batches_replayed_total", "batches", "publisher.batches_replayed",

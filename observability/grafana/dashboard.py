@@ -184,8 +184,8 @@ ROWS = (
             Panel("Bytes per second", ("kv_events_bytes_sent_total",)),
             Panel("Lag", ("kv_events_lag_seconds",)),
             Panel(
-                "Batches lost, events refused, per second",
-                ("kv_events_batches_dropped_total", "kv_events_refused_total"),
+                "Batches lost, events refused, stalls, per second",
+                ("kv_events_batches_dropped_total", "kv_events_refused_total", "kv_events_send_stalls_total"),
             ),
             Panel(
                 "Batches pending, and collapsed per second",

@@ -85,10 +85,10 @@ class KVEventsConfig(BaseModel):
         buffer_bytes: maximum bytes of the batches kept for replay: 256 MiB holds 10,000 batches of some 5,000 tokens
             each, which is small compared with a scheduler process.
         send_mode: who sends if ``idle()`` is not called, as in vLLM and SGLang. ``background``: the publisher's thread,
-            and ``publish()`` what the thread has not sent in 4 ms. It costs some 2 us in the scheduler's step, and
-            delivery takes 1 to 4 ms. ``inline``: ``publish()`` before it returns. It costs 40 to 300 us in the step,
-            and delivery takes 0.15 ms. The default favours the step, because an engine's users wait for it while
-            routers can wait some milliseconds.
+            and ``publish()`` when eight batches wait or one has waited for 4 ms. It costs some 2 us in the step if the
+            thread gets the GIL, and delivery takes 1 to 4 ms. ``inline``: ``publish()`` before it returns. It costs 40
+            to 300 us in the step, and delivery takes 0.15 ms. The default favours the step, because an engine's users
+            wait for it while routers can wait some milliseconds.
         auth: ``none`` (anyone who reaches an address can read it, as in the seed) or ``required``: CURVE, and only
             clients whose key is allowed. See SECURITY.md.
         secret_key_file: the publisher's key pair, created by ``scheduler-components keygen``; only for ``required``.

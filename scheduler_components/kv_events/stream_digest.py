@@ -24,5 +24,18 @@ def digest_after(digest: bytes, sequence: int, payload: bytes) -> bytes:
     all bytes.
     """
     return blake2b(
-        digest + (sequence << 32 | crc32(payload)).to_bytes(12, "big"), digest_size=STREAM_DIGEST_BYTES
+        digest + (sequence << 32 | _crc32(payload)).to_bytes(12, "big"), digest_size=STREAM_DIGEST_BYTES
     ).digest()
+
+
+_MAX_BYTES_WITH_GIL = 5 * 1024
+"""zlib releases the GIL for more. The publisher's thread would then lose it while it uses the sockets."""
+
+
+def _crc32(payload: bytes) -> int:
+    if len(payload) <= _MAX_BYTES_WITH_GIL:
+        return crc32(payload)
+    view, value = memoryview(payload), 0
+    for start in range(0, len(view), _MAX_BYTES_WITH_GIL):
+        value = crc32(view[start : start + _MAX_BYTES_WITH_GIL], value)
+    return value

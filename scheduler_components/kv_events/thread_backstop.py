@@ -14,7 +14,6 @@ stuck, it wakes up occasionally.
 from __future__ import annotations
 
 import ctypes
-import enum
 import logging
 import math
 import os
@@ -24,22 +23,15 @@ import time
 import weakref
 from typing import Protocol
 
-__all__ = ["Backstop", "Drainable", "DrainResult"]
+__all__ = ["Backstop", "Drainable"]
 
 _log = logging.getLogger(__name__)
 
-_POLL_EVERY_MS = 8.0
-"""Half of it would halve the delay of a last batch, and cost every step of a busy scheduler some microseconds."""
+_MAX_POLL_S = 0.01
+"""The thread sleeps when the next poll is later than this."""
 
-_GIL_PAUSE_S = 0.0001
-"""Pause between two slices of work, in which another thread gets the GIL; a short release inside a send does not grant
-it.
-"""
-
-_POLLS_BEFORE_SLEEP = 60
-
-_POLL_STUCK_EVERY_MS = 500.0
-"""A stuck client that accepts messages again usually wakes the thread by its descriptor."""
+_MIN_WATCH_S = 0.006
+"""A shorter wait is a plain sleep. It leaves the descriptors, which may be readable, to the scheduler."""
 
 _NAPS_S = (0.008, 0.016, *(0.032,) * 7)
 """Between two steps that publish, an engine decodes for some milliseconds. Each nap takes the GIL once."""
@@ -52,24 +44,11 @@ _write_with_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _write_with_gil.restype = ctypes.c_ssize_t
 
 
-class DrainResult(enum.Enum):
-    """The result of one poll."""
-
-    DRAINING = "the scheduler drains by itself: poll again later, and leave the sockets to it"
-    BUSY = "drained, and there is more to do immediately"
-    SHARING = "drained a slice, and there is more to do once the scheduler has had the GIL"
-    HANDED_OVER = "drained, and the scheduler will hand over more: poll again after ``soon_s``"
-    WAITING = "drained, and there is more to do later"
-    LULL = "drained, and the scheduler hands over nothing more"
-    STUCK = "drained, and a replay client has accepted nothing for a while: poll again occasionally"
-    QUIET = "drained, and nothing is left to do"
-
-
 class Drainable(Protocol):
     """The object that the backstop drains."""
 
-    def drain_for_scheduler(self, late_s: float) -> DrainResult:
-        """Drain the batches that were handed over, or all of them if the scheduler has not drained lately.
+    def poll(self, late_s: float) -> float:
+        """Drain what the scheduler has left. Return the seconds until the next poll, infinite if there is none to do.
 
         Args:
             late_s: delay of this poll: the GIL was not free, or the machine is busy.
@@ -92,13 +71,12 @@ class Backstop:
 
     Attributes:
         has_ended: True after the thread has stopped or died.
-        soon_s: seconds until the next poll after ``DrainResult.HANDED_OVER``; set by the drained object.
+        due_s: time of the next poll (``time.monotonic``), infinite while the thread sleeps.
     """
 
     __slots__ = (
         "_bell",
         "_drained",
-        "_due_s",
         "_ends_itself",
         "_inherited",
         "_is_asleep",
@@ -108,8 +86,8 @@ class Backstop:
         "_stopping",
         "_thread",
         "_watched_fds",
+        "due_s",
         "has_ended",
-        "soon_s",
     )
 
     def __init__(self, drained: Drainable, *, watched_fds: tuple[int, ...], name: str) -> None:
@@ -121,8 +99,7 @@ class Backstop:
         self._bell.acquire()
         self._is_asleep = False
         self._is_polling = False
-        self._due_s = math.inf
-        self.soon_s = _POLL_EVERY_MS / 1e3
+        self.due_s = math.inf
         self._stopping = self._ends_itself = False
         self._inherited: object = None
         self._pipe: tuple[int, int] | None = None
@@ -154,7 +131,7 @@ class Backstop:
         """
         if not self._is_polling:
             self._is_polling = True
-            self._due_s = time.monotonic()
+            self.due_s = time.monotonic()
             self._wake()
         return not self.has_ended
 
@@ -200,18 +177,16 @@ class Backstop:
             _write_with_gil(self._pipe[1], b"!", 1)  # a full pipe already contains a wake-up
 
     def _run(self, reader: int) -> None:
-        woken = select.poll()
-        woken.register(reader, select.POLLIN)
         woken_or_asked = select.poll()
         woken_or_asked.register(reader, select.POLLIN)
         for descriptor in self._watched_fds:
             woken_or_asked.register(descriptor, select.POLLIN)
         try:
-            found = DrainResult.QUIET
+            wait_s = math.inf
             while not self._stopping:
-                self._sleep(reader, woken_or_asked, _POLL_STUCK_EVERY_MS if found is DrainResult.STUCK else None)
+                self._sleep(reader, woken_or_asked, wait_s)
                 self._is_polling = True
-                found = self._poll(reader, woken, woken_or_asked)
+                wait_s = self._poll(reader, woken_or_asked)
         except Exception:  # noqa: BLE001 - the thread ends here, and no other code would report it
             _log.exception("the KV-event backstop died: publish() alone sends batches and serves replays from now on")
         finally:
@@ -220,8 +195,8 @@ class Backstop:
             if self._ends_itself:
                 self._close_pipe()
 
-    def _sleep(self, reader: int, woken_or_asked: select.poll, at_most_ms: float | None) -> None:
-        """Sleep until the thread is woken, a peer needs service, or ``at_most_ms`` have passed."""
+    def _sleep(self, reader: int, woken_or_asked: select.poll, at_most_s: float) -> None:
+        """Sleep until the thread is woken, a peer needs service, or ``at_most_s`` have passed."""
         for nap_s in _NAPS_S:
             if self._bell.acquire(timeout=nap_s):
                 return
@@ -232,56 +207,46 @@ class Backstop:
         self._is_asleep = True
         try:
             if not self._bell.acquire(blocking=False):
+                at_most_ms = None if at_most_s == math.inf else at_most_s * 1e3
                 _forget_closed(woken_or_asked, _wait(woken_or_asked, reader, at_most_ms))
                 self._bell.acquire(blocking=False)  # the writer to the pipe has released the lock, too
         finally:
             self._is_asleep = False
 
-    def _drain(self) -> DrainResult:
+    def _drain(self) -> float:
         """Drain once. Keep no reference to the drained object after the call; without it there is nothing to do."""
         drained = self._drained()
-        if drained is None:
-            return DrainResult.QUIET
-        return drained.drain_for_scheduler(max(0.0, time.monotonic() - self._due_s))
+        return math.inf if drained is None else drained.poll(max(0.0, time.monotonic() - self.due_s))
 
     def _stop_deferring(self) -> None:
         drained = self._drained()
         if drained is not None:
             drained.stop_deferring()
 
-    def _poll(self, reader: int, woken: select.poll, woken_or_asked: select.poll) -> DrainResult:
-        """Poll until there has been nothing to do for a while. Return the last result."""
-        quiet_polls = 0
-        found = DrainResult.QUIET
+    def _poll(self, reader: int, woken_or_asked: select.poll) -> float:
+        """Poll until there is nothing to do for a while. Return the seconds for which the thread may sleep."""
+        wait_s = 0.0
         while not self._stopping:
-            found = self._drain()
-            quiet_polls = quiet_polls + 1 if found is DrainResult.QUIET else 0
-            if quiet_polls > _POLLS_BEFORE_SLEEP or found in (DrainResult.LULL, DrainResult.STUCK):
-                self._due_s = math.inf
+            wait_s = self._drain()
+            if wait_s > _MAX_POLL_S:
+                self.due_s = math.inf
                 self._is_polling = False
                 self._stop_deferring()
                 # A batch may have been deferred just before the flags were cleared, because its publisher still saw
                 # them set.
-                found = self._drain()
-                if found in (DrainResult.QUIET, DrainResult.LULL, DrainResult.STUCK):
-                    return found
+                wait_s = self._drain()
+                if wait_s > _MAX_POLL_S:
+                    break
                 self._is_polling = True
-            self._wait_after(found, reader, woken, woken_or_asked)
-        return found
-
-    def _wait_after(self, found: DrainResult, reader: int, woken: select.poll, woken_or_asked: select.poll) -> None:
-        if found is DrainResult.BUSY:
-            self._due_s = time.monotonic()
-        elif found in (DrainResult.SHARING, DrainResult.HANDED_OVER):
-            wait_s = _GIL_PAUSE_S if found is DrainResult.SHARING else self.soon_s
-            self._due_s = time.monotonic() + wait_s
-            time.sleep(wait_s)  # shorter than poll() can wait
-        else:
-            self._due_s = time.monotonic() + _POLL_EVERY_MS / 1e3
-            _wait(woken if found is DrainResult.DRAINING else woken_or_asked, reader, _POLL_EVERY_MS)
+            self.due_s = time.monotonic() + wait_s
+            if wait_s < _MIN_WATCH_S:
+                time.sleep(wait_s)
+            else:
+                _wait(woken_or_asked, reader, wait_s * 1e3)
+        return wait_s
 
 
-def _wait(poller: select.poll, reader: int, timeout_ms: float | None = None) -> list[tuple[int, int]]:
+def _wait(poller: select.poll, reader: int, timeout_ms: float | None) -> list[tuple[int, int]]:
     """Wait for any of the poller's descriptors, and empty the wake-up pipe."""
     found = poller.poll(timeout_ms)
     for descriptor, event in found:

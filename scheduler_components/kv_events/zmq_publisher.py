@@ -16,17 +16,17 @@ waits.
 from __future__ import annotations
 
 import atexit
-import enum
-import inspect
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import zmq
@@ -35,7 +35,7 @@ from msgspec import UNSET, UnsetType
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch, ValidatedEvents
 from scheduler_components.fork_hook import register_for_fork
-from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog, InlineBacklog, batch_cost
+from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING, Backlog
 from scheduler_components.kv_events.codec import (
     ENCODE_ERRORS,
     MAX_PAYLOAD_BYTES,
@@ -53,16 +53,21 @@ from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.kv_events.snapshot import merge_batches
 from scheduler_components.kv_events.stream import EventStream
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
-from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
+from scheduler_components.kv_events.thread_backstop import Backstop
 from scheduler_components.kv_events.zmq_auth import CurveServerKeys
-from scheduler_components.kv_events.zmq_sockets import Context, Socket, StreamSockets, open_stream_sockets
+from scheduler_components.kv_events.zmq_sockets import (
+    Context,
+    MessageSender,
+    Socket,
+    StreamSockets,
+    open_stream_sockets,
+)
 from scheduler_components.validators import check_integer
 from scheduler_components.values import PublisherStats
 
 __all__ = [
     "ZmqLiveSender",
     "ZmqReplayServer",
-    "DrainReason",
     "ZmqStreamSockets",
     "open_zmq_stream",
     "CloseReport",
@@ -79,9 +84,6 @@ _LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
 _MAX_REFUSALS_LOGGED = 100
 """Maximum log lines about refused events; further ones are only counted."""
 
-_SNDMORE = int(zmq.SNDMORE)
-"""A plain integer: the C-level send would convert an enum three times per batch."""
-
 _INVALID_BATCH_ERRORS = (*ENCODE_ERRORS, AttributeError, RecursionError)
 """Raised while encoding an object that is not a valid batch of events."""
 
@@ -95,25 +97,29 @@ class ZmqLiveSender:
         num_refused: events that readers would refuse, and that were omitted from their batch.
         num_collapsed: batches that were merged with others, because more than ``max_pending`` were pending.
         num_dropped: batches that could not be sent at all.
+        num_stalls: times that the sockets were found in use for too long, or left in use by an interrupted call.
+        batch_s: mean time in seconds that a batch took when batches were last sent.
     """
 
     __slots__ = (
         "_encoder",
+        "_interrupted",
         "_is_failing",
         "_is_sending",
-        "_is_torn",
         "_is_overflowing",
         "_max_pending",
         "_rank",
         "_send",
         "_stream",
         "_topic",
+        "batch_s",
         "num_batches",
         "num_bytes",
         "num_collapsed",
         "num_dropped",
         "num_events",
         "num_refused",
+        "num_stalls",
         "pending",
     )
 
@@ -127,30 +133,51 @@ class ZmqLiveSender:
         rank: int,
         max_pending: int,
     ) -> None:
-        # pyzmq's Python-level send costs several times its C-level send, and there are three sends per batch.
-        self._send = super(zmq.Socket, socket).send
+        self._send = MessageSender(socket).send
         self._topic = topic
         self._encoder = encoder
         self._stream = stream
         self._rank = rank
         self._max_pending = max_pending
-        self._is_overflowing = self._is_failing = self._is_torn = self._is_sending = False
+        self._is_overflowing = self._is_failing = self._is_sending = False
+        self._interrupted: EventBatch | None = None
         self.pending: deque[EventBatch] = deque()
+        self.batch_s = 0.0
         self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
-        self.num_collapsed = self.num_dropped = 0
+        self.num_collapsed = self.num_dropped = self.num_stalls = 0
 
     def send_pending(self, until_s: float = math.inf) -> None:
-        """Send all pending batches, including those that arrive meanwhile. Start no batch after ``until_s``."""
+        """Send pending batches, including those that arrive meanwhile, and fold as many.
+
+        Start no further batch after ``until_s`` (``time.monotonic``), but send at least one.
+        """
+        began_s, num_sent = time.monotonic(), 0
+        while self.pending:
+            if len(self.pending) > self._max_pending:
+                self._collapse_overflow()
+            else:
+                self._is_overflowing = False
+                self._send_oldest()
+            self._stream.fold_oldest()
+            num_sent += 1
+            now_s = time.monotonic()
+            self.batch_s = (now_s - began_s) / num_sent
+            if now_s >= until_s:
+                return
+
+    def _send_oldest(self) -> None:
+        """Send the oldest pending batch. Send it again if a signal handler raised before it took its number."""
+        self._is_sending = True
+        batch, before = self.pending.popleft(), self._stream.next_sequence
         try:
-            while self.pending:
-                self._is_sending = True
-                if len(self.pending) > self._max_pending:
-                    self._collapse_overflow()
-                else:
-                    self._is_overflowing = False
-                    self._send_batch(self.pending.popleft())
-                if time.monotonic() >= until_s:
-                    return
+            self._send_batch(batch)
+        except BaseException:
+            if self._stream.next_sequence == before and self._interrupted is not batch:
+                self._interrupted = batch
+                self.pending.appendleft(batch)
+            else:
+                self.num_dropped += 1
+            raise
         finally:
             self._is_sending = False
 
@@ -162,7 +189,7 @@ class ZmqLiveSender:
     def send_until(self, deadline: float, *, at_least: int) -> None:
         """Send pending batches until ``deadline`` (``time.monotonic``), but no fewer than ``at_least``."""
         num_sent = 0
-        while self.pending and not self._is_torn and (num_sent < at_least or time.monotonic() < deadline):
+        while self.pending and (num_sent < at_least or time.monotonic() < deadline):
             self._send_batch(self.pending.popleft())
             num_sent += 1
 
@@ -217,9 +244,7 @@ class ZmqLiveSender:
                 return
         sequence = self._stream.append(payload, changes)
         try:
-            self._send(self._topic, _SNDMORE)
-            self._send(sequence.to_bytes(8, "big"), _SNDMORE)
-            self._send(payload)
+            self._send((self._topic, sequence.to_bytes(8, "big"), payload))
         except zmq.ZMQError as error:
             # Only code that closed a shared context causes this. The scheduler continues.
             self.num_dropped += 1
@@ -227,11 +252,6 @@ class ZmqLiveSender:
                 self._is_failing = True
                 _log.error("KV events cannot be sent any more: %s", error)
             return
-        except BaseException:
-            # A signal handler raised, perhaps between two frames. Another send would continue that message; closing
-            # discards it.
-            self._is_torn = True
-            raise
         self.num_batches += 1
         self.num_events += len(events)
         self.num_bytes += len(payload)
@@ -253,16 +273,13 @@ class ZmqLiveSender:
         self.num_refused += count
 
 
-# Serve replays on the ROUTER: a bounded number of sends per drain, and never a wait.
+# Serve replays on the ROUTER, and never wait.
 
-_SENDS_PER_SLICE = 16
-"""Size of a slice of replay between two live batches. Larger slices show in the live latency (measured)."""
+_MESSAGES_PER_TURN = 8
+"""Messages to one client before the time is checked and the next client gets its turn."""
 
-_SENDS_PER_LARGE_SLICE = 96
-"""Size of a slice while the scheduler waits for its device: some 300 otherwise unused microseconds."""
-
-_BYTES_PER_SEND = 16 * 1024
-"""Bytes that count as one send of a slice. A chunk of the snapshot is as large as a whole slice."""
+_BYTES_PER_TURN = 64 * 1024
+"""The same in bytes: a chunk of the snapshot takes as long as many small batches."""
 
 _REQUESTS_PER_SLICE = 16
 """Counted separately, so that a client that only sends requests does not prevent answers."""
@@ -272,14 +289,17 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _CLOSE_POLL_MS = 200
 """A client that accepts nothing for this long gets only the end marker when the publisher closes."""
 
+_CLOSE_SLICE_S = 0.01
+
 
 class ZmqReplayServer:
     """Serve the ROUTER until ``finish``. The caller owns the sockets."""
 
-    __slots__ = ("_events", "_has_failed", "_socket", "cursors")
+    __slots__ = ("_events", "_has_failed", "_send", "_socket", "cursors")
 
-    def __init__(self, socket: zmq.Socket[bytes], cursors: ReplaySessions) -> None:
+    def __init__(self, socket: Socket, cursors: ReplaySessions) -> None:
         self._socket = socket
+        self._send = MessageSender(socket).send
         # pyzmq's Python-level getsockopt converts to enums, which costs ten times the call itself.
         self._events = super(zmq.Socket, socket).get
         self.cursors = cursors
@@ -290,67 +310,62 @@ class ZmqReplayServer:
         """File descriptor that becomes readable when a client sends a request, or can accept more."""
         return int(self._socket.getsockopt(zmq.FD))
 
-    def serve_slice(self, now_s: float, *, is_waiting: bool = False) -> bool:
-        """Receive requests and send at most one slice of answers. Return True while there is more to do immediately.
-
-        Args:
-            now_s: ``time.monotonic``.
-            is_waiting: True if the scheduler waits for its device, so the slice is a large one.
-        """
-        if self._has_failed:
-            return False
+    def receive_requests(self) -> bool:
+        """Receive a bounded number of requests. Return True while there may be more."""
+        num_received = 0
         try:
-            return self._serve_slice(_SENDS_PER_LARGE_SLICE if is_waiting else _SENDS_PER_SLICE, now_s)
+            while not self._has_failed and num_received < _REQUESTS_PER_SLICE and self._is_readable():
+                num_received += 1
+                self.cursors.receive(self._socket.recv_multipart(zmq.NOBLOCK))
         except zmq.ZMQError as error:
             # Only code that closed a shared context causes this. The scheduler continues.
             self._has_failed = True
             _log.error("KV events cannot be replayed any more: %s", error)
-            return False
+        return num_received == _REQUESTS_PER_SLICE
 
-    def _serve_slice(self, sends_left: int, now_s: float) -> bool:
-        asked = 0
-        while asked < _REQUESTS_PER_SLICE and self._is_readable():
-            asked += 1
-            self.cursors.receive(self._socket.recv_multipart(zmq.NOBLOCK))
-        if not len(self.cursors):
-            return asked == _REQUESTS_PER_SLICE
-        for client in self.cursors.clients:
-            sends_left = self._serve(client, sends_left, now_s)
-            if not sends_left:
-                return True
-        # A full client is tried again at the next poll; only a request is immediate work.
-        return self._is_readable()
+    def serve_slice(self, until_s: float) -> bool:
+        """Send answers until ``until_s`` (``time.monotonic``), to the clients in turns, and at least one turn.
+
+        Return True while a client may take more.
+        """
+        can_send = not self._has_failed
+        while can_send:
+            can_send = False
+            for client in self.cursors.clients:
+                can_send |= self._serve_turn(client)
+                if time.monotonic() >= until_s:
+                    return len(self.cursors) > 0
+        # A full client is tried again at the next poll.
+        return False
 
     def _is_readable(self) -> bool:
         return bool(int(self._events(_EVENTS)) & _POLLIN)
 
-    def _serve(self, client: bytes, sends_left: int, now_s: float) -> int:
-        """Send to one client until its answer is complete, it is full, or the slice is used up.
-
-        Returns:
-            The remaining sends of the slice.
-        """
-        done = False
-        while sends_left and not done:
+    def _serve_turn(self, client: bytes) -> bool:
+        """Send a few messages to one client. Return False if it takes no more now."""
+        num_bytes = 0
+        for _ in range(_MESSAGES_PER_TURN):
             message = self.cursors.message(client)
             try:
                 if message is not None:
-                    self._socket.send_multipart(message, zmq.NOBLOCK)
+                    self._send(message)
             except zmq.Again:
-                self.cursors.on_full(client, now_s)
-                break
+                self.cursors.on_full(client, time.monotonic())
+                self.cursors.rotate(client)
+                return False
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     _log.warning("replay to a client failed: %s", error)
                 self.cursors.drop(client)
                 self.cursors.num_truncated += 1
-                return sends_left
-            done = self.cursors.on_sent(client)
-            # A step of planning, or a chunk of the snapshot, counts as a whole slice.
-            cost = _SENDS_PER_LARGE_SLICE if message is None else 1 + len(message[-1]) // _BYTES_PER_SEND
-            sends_left = max(0, sends_left - cost)
+                return False
+            if self.cursors.on_sent(client):
+                return True
+            num_bytes += _BYTES_PER_TURN if message is None else len(message[-1])
+            if num_bytes >= _BYTES_PER_TURN:
+                break
         self.cursors.rotate(client)
-        return sends_left
+        return True
 
     def finish(self, until: float, deadline: float) -> None:
         """Answer requests until ``until``, then end every answer and close the socket.
@@ -359,17 +374,16 @@ class ZmqReplayServer:
             until: ``time.monotonic`` at which answers are cut.
             deadline: ``time.monotonic`` at which unsent messages are dropped.
         """
-        while (
-            (self.serve_slice(now_s := time.monotonic()) or len(self.cursors))
-            and not self._has_failed
-            and now_s < until
-        ):
-            if len(self.cursors) and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
+        while not self._has_failed and (now_s := time.monotonic()) < until:
+            has_more = self.receive_requests() | self.serve_slice(min(until, now_s + _CLOSE_SLICE_S))
+            if not has_more and not len(self.cursors):
+                break
+            if not has_more and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
                 break
         if not self._has_failed:
             self.cursors.end_all()
             for client in self.cursors.clients:
-                self._serve(client, 1, deadline)
+                self._serve_turn(client)
         self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))
 
 
@@ -378,25 +392,8 @@ class ZmqReplayServer:
 _REQUESTS_EVERY_S = 0.004
 """Polling for replay requests costs a system call, so a scheduler with fast steps polls only in some of them."""
 
-_SLICE_S = 0.0002
-"""Time that the thread works before it offers the GIL. A scheduler that wakes up meanwhile waits for it."""
-
 _DRAINS_PER_COUNT = 64
 """Peers connect rarely, so their reports are received once per this many drains of a busy scheduler."""
-
-
-class DrainReason(enum.Enum):
-    """The reason of a drain, which determines how long it may take."""
-
-    STEP = "inside the scheduler's step, where every microsecond counts"
-    RELIEF = "inside the scheduler's step, because too much was left to the thread, which serves the replays"
-    HANDED_OVER = "by the thread to which the scheduler hands its batches over, one slice at a time"
-    WAIT = "while the scheduler waits for its device, so there is some time"
-    STALL = "by the thread, because the scheduler has stopped draining"
-
-
-_BY_THREAD = (DrainReason.HANDED_OVER, DrainReason.STALL)
-"""In slices, because the thread owns the sockets and may lose the GIL in each send."""
 
 
 class ZmqStreamSockets:
@@ -447,30 +444,36 @@ class ZmqStreamSockets:
         replay = [self._replay.wakeup_fd] if self._replay else []
         return (*replay, *(counter.wakeup_fd for counter in self.sockets.peers if counter))
 
-    def drain(self, reason: DrainReason, now_s: float) -> bool:
-        """Send the pending batches, fold, and serve a slice of replays. Return True while there is more to do.
+    def drain(self, send_s: float, replay_s: float, *, requests_every_s: float = 0.0) -> bool:
+        """Send pending batches, fold, and serve replays. Return True while there is more to do.
 
-        ``now_s`` is ``time.monotonic``.
+        Each of the three makes progress, however short its time is.
+
+        Args:
+            send_s: time in seconds for sending and folding.
+            replay_s: time in seconds for replays, in addition; 0 leaves them to another call.
+            requests_every_s: do not poll for replay requests if they were polled this recently.
         """
-        self.live.send_pending(now_s + _SLICE_S if reason in _BY_THREAD else math.inf)
-        self._stream.fold_oldest()
+        send_until_s = time.monotonic() + send_s
+        self.live.send_pending(send_until_s)
+        while self._stream.is_over_limit and not self._stream.pins and time.monotonic() < send_until_s:
+            self._stream.fold_oldest()
         if self._stream.has_stuck_pins:
             self.sessions.cancel_pinned()
         self._num_drains += 1
         if self._num_drains % _DRAINS_PER_COUNT == 0:
             self.count_peers()
             self._floor.reserve_above(self._stream.next_sequence)
-        if self._replay is None or reason is DrainReason.RELIEF:
-            return False
-        if self.live.pending:
-            return True  # an answer covers all batches that were published before its request
-        has_polled = now_s - self._polled_at_s < _REQUESTS_EVERY_S and reason is not DrainReason.STALL
-        if has_polled and not len(self.sessions):
-            return False
-        self._polled_at_s = now_s
-        unfinished = self._replay.serve_slice(now_s, is_waiting=reason is DrainReason.WAIT)
-        while unfinished and reason in _BY_THREAD and time.monotonic() < now_s + _SLICE_S:
-            unfinished = self._replay.serve_slice(now_s)
+        unfinished = bool(self.live.pending)
+        if self._replay is None:
+            return unfinished
+        now_s = time.monotonic()
+        # An answer covers all batches that were published before its request is received.
+        if not unfinished and now_s - self._polled_at_s >= requests_every_s:
+            self._polled_at_s = now_s
+            unfinished = self._replay.receive_requests()
+        if replay_s and len(self.sessions):
+            unfinished |= self._replay.serve_slice(now_s + replay_s)
         return unfinished
 
     def count_peers(self) -> bool:
@@ -509,6 +512,7 @@ class ZmqStreamSockets:
             events_refused=live.num_refused,
             batches_collapsed=live.num_collapsed,
             batches_dropped=live.num_dropped,
+            send_stalls=live.num_stalls,
             replays_served=replays.num_served,
             batches_replayed=replays.num_batches,
             replays_refused=replays.num_refused,
@@ -580,14 +584,52 @@ def _warn_if_open(*bound: Endpoint | None) -> bool:
     return bool(listening)
 
 
+# Time limits of a drain, in seconds. A drain always sends one batch and one turn of a replay, if there are any.
+
+_PUBLISH_S = 75e-6
+"""Time that ``publish()`` sends. The rest is left to the thread or to the next call."""
+
+_MIN_REPLAY_S, _MAX_REPLAY_S, _REPLAY_SHARE = 50e-6, 0.005, 0.05
+"""Time that ``publish()`` serves replays: a share of the time since the last call, within bounds."""
+
+_IDLE_REPLAY_S = 0.0003
+"""Time that ``idle()`` serves replays, while the scheduler waits for its device."""
+
+_MIN_SLICE_S, _MAX_SLICE_S, _SLICE_SHARE = 0.0001, 0.001, 0.25
+"""Time that the thread works before it offers the GIL: a share of the time for which it waited, within bounds."""
+
+_HEAVY_S = 0.0001
+"""Time per batch above which batches are sent one by one: together they would only wait longer."""
+
+# Intervals of the thread.
+
+_PAUSE_S = 0.0001
+"""Pause between two slices, in which the scheduler gets the GIL."""
+
 _STALLED_AFTER_S = 0.005
-"""A scheduler that has not published or idled for this long has stopped draining, so the backstop drains."""
+"""A scheduler that has not called ``idle()`` or ``publish()`` for this long does not drain, so the thread does."""
 
 _LATE_S = 0.003
 """A thread with this delay got the GIL only when the interpreter took it from the scheduler."""
 
+_LATE_FOR_S = 1.0
+"""Time for which a thread that was late is not counted on."""
+
 _LULL_AFTER_S = 0.02
 """Time to wait for a busy scheduler's next batch, because waking the thread for it costs its step a system call."""
+
+_QUIET_AFTER_S = 0.5
+"""Time to wait for the next call or request, while the thread waits on its descriptors."""
+
+_POLL_S = 0.008
+_POLL_STUCK_S = 0.5
+"""A stuck client that accepts messages again usually wakes the thread by its descriptor."""
+
+_OWNER_WAIT_S = 0.002
+"""Time that a call which must send waits for the thread's slice to end. A slice takes less."""
+
+_STUCK_AFTER_S = 1.0
+"""Sockets that stay in use for this long, while batches wait, are reported."""
 
 _DRAIN_END_S = 1.0
 """Time for another thread to end its drain, which takes milliseconds. Even ``close(0)`` waits for it."""
@@ -680,15 +722,18 @@ class ZmqEventPublisher(EventPublisher):
         )
         check_integer("attn_dp_rank", attn_dp_rank, "is not a rank", at_least=0)
         self._owner = threading.Lock()
+        self._num_acquired = 0
+        self._blocked_since_s: float | None = None
         self._pid = os.getpid()
         self._is_forked = False
         # True while the next batch may wait, because ``idle()`` was just called and the backstop polls.
         self._may_defer = False
-        self._hands_over = settings.send_mode == "background"
-        self._backlog = (Backlog if self._hands_over else InlineBacklog)(settings.max_queue_size)
+        self._is_inline = settings.send_mode == "inline"
+        self._backlog = Backlog(1 if self._is_inline else settings.max_queue_size)
         # True while batches are left to the thread, because the scheduler publishes and does not call ``idle()``.
         self._is_handing_over = False
-        self._drained_at_s = self._seen_called_at_s = 0.0
+        self._drained_at_s = self._busy_at_s = 0.0
+        self._late_at_s = -math.inf
         self._closed: CloseReport | None = None
         self._close_by_s: float | None = None
         self._edge = open_zmq_stream(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
@@ -714,36 +759,55 @@ class ZmqEventPublisher(EventPublisher):
             raise StartError(self.endpoint, f"cannot start its thread ({error})", hint) from error
 
     def publish(self, events: EventBatch) -> None:
-        """Accept one batch; never block. The next ``idle()`` or the publisher's thread sends it.
+        """Accept one batch. The next ``idle()`` or the publisher's thread sends it.
 
-        Batches keep their order. If neither comes soon, one of the next calls sends the waiting batches. Without
-        further calls they are sent within some ten milliseconds. With ``send_mode`` ``inline``, this call sends a batch
-        that does not wait for ``idle()``, and sends a burst of them in groups.
+        Batches keep their order. If eight of them wait, or one has waited for 4 ms, this call sends for 60 us. Without
+        further calls they are sent within some ten milliseconds. With ``send_mode`` ``inline``, this call sends the
+        batch, unless it waits for ``idle()``.
 
         Raises:
             PublisherClosedError: after ``shutdown()``, or if a signal handler called ``shutdown()`` meanwhile.
             ForkedPublisherError: in a child process, because the sockets and the stream belong to the parent.
         """
+        replay_s = 0.0
         if self._may_defer:
             self._pending.append(events)
             # Test again: the thread may have cleared the flag and checked the pending batches before the append.
             if self._may_defer:
                 self._may_defer = False
                 return
-        elif self._may_wait(events):
-            return
-        self._drain(DrainReason.RELIEF if self._hands_over and self._backlog.is_prompt else DrainReason.STEP)
+        else:
+            self._check_usable()
+            self._pending.append(events)
+            self._is_handing_over = not self._is_inline
+            now_s = time.monotonic()
+            replay_s = self._replay_s(now_s)
+            if self._may_wait(now_s) and not replay_s:
+                return
+        self._drain(math.inf if self._is_inline else _PUBLISH_S, replay_s, wait_s=_OWNER_WAIT_S)
 
-    def _may_wait(self, batch: EventBatch) -> bool:
-        """Make a batch pending. Return True if it is left to the thread, or to the next call of its burst."""
-        self._check_usable()
-        pending = self._pending
-        pending.append(batch)
-        self._is_handing_over = self._hands_over
-        if not self._backlog.may_wait(batch_cost(batch), time.monotonic(), len(pending)):
+    def _may_wait(self, now_s: float) -> bool:
+        """Return True if the batch that was just published is left to the thread."""
+        is_prompt = self._is_thread_prompt(now_s)
+        if not self._backlog.may_wait(now_s, len(self._pending), is_prompt=is_prompt):
+            return False
+        if self._edge.live.batch_s >= _HEAVY_S and not is_prompt:
             return False
         # The thread watches waiting batches. A signal handler may have closed just before the batch became pending.
         return self._backstop.watch() and self._closed is None
+
+    def _replay_s(self, now_s: float) -> float:
+        """Return the time in seconds that this call serves replays: 0 if the thread can serve them."""
+        if not len(self._edge.sessions) or not (self._is_inline or self._is_thread_overdue(now_s)):
+            return 0.0
+        return min(_MAX_REPLAY_S, max(_MIN_REPLAY_S, (now_s - self._backlog.last_s) * _REPLAY_SHARE))
+
+    def _is_thread_prompt(self, now_s: float) -> bool:
+        """Return whether the thread has been getting the GIL in time, as far as its polls show."""
+        return now_s - self._late_at_s >= _LATE_FOR_S and not self._is_thread_overdue(now_s)
+
+    def _is_thread_overdue(self, now_s: float) -> bool:
+        return now_s - self._backstop.due_s >= _LATE_S
 
     def _check_usable(self) -> None:
         if self._is_forked:
@@ -762,8 +826,13 @@ class ZmqEventPublisher(EventPublisher):
         if self._closed is None:
             is_busy = bool(self._pending) or self._is_handing_over
             self._is_handing_over = False
-            self._drain(DrainReason.WAIT)
-            if is_busy:  # a scheduler that only idles keeps the thread asleep
+            last_s = self._drained_at_s
+            self._drain(math.inf, _IDLE_REPLAY_S, wait_s=_OWNER_WAIT_S if self._pending else 0.0)
+            now_s = self._drained_at_s
+            if now_s - last_s >= MAX_WAIT_S and not self._is_thread_prompt(now_s):
+                # The next call may be late, and the thread may not be able to send in its place.
+                self._may_defer = False
+            elif is_busy:  # a scheduler that only idles keeps the thread asleep
                 # In this order, because a backstop that falls asleep in between clears the flag.
                 self._may_defer = True
                 if not self._backstop.watch():
@@ -783,7 +852,7 @@ class ZmqEventPublisher(EventPublisher):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            self._drain(DrainReason.WAIT, wait_s=left_s)
+            self._drain(math.inf, _IDLE_REPLAY_S, wait_s=left_s)
         return not self._edge.live.num_unsent
 
     def set_upstream_state(self, state: str | None) -> None:
@@ -805,19 +874,18 @@ class ZmqEventPublisher(EventPublisher):
         """Let ``publish()`` send the next batch, because the backstop stops polling."""
         self._may_defer = False
 
-    def _drain(self, reason: DrainReason, *, wait_s: float = 0.0) -> None:
+    def _drain(self, send_s: float, replay_s: float, *, wait_s: float) -> None:
+        """Drain on the caller's thread. Wait at most ``wait_s`` seconds for a thread that uses the sockets."""
         self._drained_at_s = time.monotonic()
         try:
-            # A step never waits: the owner checks the pending batches again after it has released the lock.
-            while self._closed is None and self._owner.acquire(timeout=wait_s):
+            # Repeated, because another thread's call that found the sockets in use has left its batch to their owner.
+            while self._closed is None and self._acquire(wait_s):
                 try:
-                    unfinished = self._edge.drain(reason, self._drained_at_s)
+                    unfinished = self._edge.drain(send_s, replay_s, requests_every_s=_REQUESTS_EVERY_S)
                 finally:
                     self._owner.release()
-                if unfinished:
-                    self._backstop.watch()
-                if not self._pending:
-                    return
+                if (unfinished and self._backstop.watch()) or not self._pending:
+                    break
         finally:
             if self._close_by_s is not None:  # set by a signal handler meanwhile
                 self._close_edge()
@@ -826,64 +894,91 @@ class ZmqEventPublisher(EventPublisher):
             self._edge.live.drop_pending()
             raise PublisherClosedError("publish() after shutdown(): the batch was not accepted")
 
-    def drain_for_scheduler(self, late_s: float) -> DrainResult:
-        """Drain the batches that were handed over, or all of them if the scheduler has not drained lately."""
-        now, used_s = time.monotonic(), time.thread_time()
-        is_prompt = self._backlog.is_prompt = late_s < _LATE_S
-        is_handed_over = self._is_handing_over
-        called_at_s = max(self._drained_at_s, self._backlog.last_s)
-        # A late thread cannot distinguish a stopped scheduler from one that was kept from running as well.
-        is_active = now - called_at_s < _STALLED_AFTER_S or not (is_prompt or called_at_s == self._seen_called_at_s)
-        self._seen_called_at_s = called_at_s
-        if is_active and not (is_handed_over and is_prompt):
-            return DrainResult.DRAINING
-        unfinished = False
-        while self._closed is None:
-            if not self._owner.acquire(blocking=False):
-                return DrainResult.HANDED_OVER if is_handed_over else DrainResult.DRAINING
-            try:
-                unfinished = self._drain_slice(now)
-            finally:
-                self._owner.release()
-            # A publish() that found the sockets owned has left its batch to their owner: this thread.
-            if is_handed_over or not self._pending:
-                break
-            now = time.monotonic()
-        if self._close_by_s is not None:
-            self._close_edge()
-        return self._next_poll(unfinished, now, used_s)
+    def _acquire(self, wait_s: float) -> bool:
+        """Acquire the sockets within ``wait_s`` seconds. Return False if another call uses them."""
+        # A call in a signal handler would wait for the call that it interrupts.
+        may_wait = wait_s > 0.0 and self._owner.locked() and self._count_users(sys._getframe()) == 1
+        if not self._owner.acquire(timeout=wait_s if may_wait else 0.0) and not self._recover():
+            return False
+        self._num_acquired += 1
+        self._blocked_since_s = None
+        return True
 
-    def _drain_slice(self, now_s: float) -> bool:
-        """Drain one slice on the thread. Return True while there is more. Without waiting batches, also count peers."""
-        if self._is_handing_over and self._pending:
-            return self._edge.drain(DrainReason.HANDED_OVER, now_s)
-        return self._edge.drain(DrainReason.STALL, now_s) | self._edge.count_peers()
+    def _recover(self) -> bool:
+        """Acquire sockets that no call will release. Return False if a call uses them.
 
-    def _next_poll(self, unfinished: bool, began_s: float, used_before_s: float) -> DrainResult:
-        """Return when to poll again after a slice.
+        A signal handler may raise after a call acquired the lock and before the code that releases it.
+        """
+        before = self._num_acquired
+        is_used = self._owner.locked() and self._is_used()
+        if is_used or self._num_acquired != before:
+            self._report_blocked()
+            return False
+        if not self._owner.acquire(blocking=False):
+            if self._is_used() or self._num_acquired != before:
+                return False  # by a call that began just now
+            self._owner = threading.Lock()
+            self._owner.acquire()
+            self._edge.live.num_stalls += 1
+            _log.error("a signal handler's exception interrupted %s, which goes on sending", self.endpoint)
+        return True
+
+    def _is_used(self) -> bool:
+        """Return whether another call than the present one uses the sockets or is about to."""
+        return sum(map(self._count_users, sys._current_frames().values())) > 1
+
+    def _report_blocked(self) -> None:
+        """Report once that batches wait while the sockets stay in use."""
+        now_s = time.monotonic()
+        if self._blocked_since_s is None:
+            self._blocked_since_s = now_s
+        elif now_s - self._blocked_since_s >= _STUCK_AFTER_S:
+            self._blocked_since_s = math.inf
+            self._edge.live.num_stalls += 1
+            _log.error("%s has sent nothing for a second, and %d batches wait", self.endpoint, len(self._pending))
+
+    def poll(self, late_s: float) -> float:
+        """Drain a slice on the publisher's thread, unless the scheduler does. Return the seconds until the next poll.
 
         Args:
-            unfinished: True if the slice left work.
-            began_s: monotonic time at which the slice began.
-            used_before_s: processor time of the thread at that moment.
+            late_s: delay of this poll: the GIL was not free, or the machine is busy.
         """
-        now = time.monotonic()
-        waited_s = now - began_s - (time.thread_time() - used_before_s)
-        if waited_s > _LATE_S:
-            self._backlog.is_prompt = False
+        now_s = time.monotonic()
+        if late_s >= _LATE_S:
+            self._late_at_s = now_s
+        called_s = now_s - max(self._drained_at_s, self._backlog.last_s)
+        if not self._is_handing_over and called_s < _STALLED_AFTER_S:
+            return max(_PAUSE_S, _STALLED_AFTER_S - called_s)
+        if self._closed is not None:
+            return math.inf
+        if not self._acquire(0.0):
+            return MAX_WAIT_S
+        slice_s = min(_MAX_SLICE_S, max(_MIN_SLICE_S, late_s * _SLICE_SHARE))
+        try:
+            unfinished = self._edge.drain(slice_s, slice_s) | self._edge.count_peers()
+        finally:
+            self._owner.release()
+        if self._close_by_s is not None:
+            self._close_edge()
         if unfinished or self._pending:
-            # A thread that has just waited for the GIL has already granted it to the scheduler.
-            return DrainResult.SHARING if self._is_handing_over and waited_s < _SLICE_S else DrainResult.BUSY
-        # Polled, because a descriptor reports it only once, and an earlier poll may have consumed the report.
-        can_progress = self._edge.sessions.can_progress(now)
-        if self._is_handing_over and (can_progress or now - self._backlog.last_s <= _LULL_AFTER_S):
-            self._backstop.soon_s = self._backlog.next_poll_in_s(now)
-            return DrainResult.HANDED_OVER
+            self._busy_at_s = now_s
+            return _PAUSE_S
+        return self._next_poll_s()
+
+    def _next_poll_s(self) -> float:
+        """Return the seconds until the next poll when no work is left."""
+        sessions = self._edge.sessions
+        now_s = time.monotonic()
+        can_progress = sessions.can_progress(now_s)
+        last_s = self._backlog.last_s
+        if self._is_handing_over and (can_progress or now_s - last_s <= _LULL_AFTER_S):
+            return self._backlog.next_poll_in_s(now_s, is_heavy=self._edge.live.batch_s >= _HEAVY_S)
         if can_progress:
-            return DrainResult.WAITING
-        if len(self._edge.sessions):
-            return DrainResult.STUCK
-        return DrainResult.LULL if self._is_handing_over else DrainResult.QUIET
+            return _POLL_S
+        if len(sessions):
+            return _POLL_STUCK_S
+        is_lull = self._is_handing_over or now_s - max(self._drained_at_s, self._busy_at_s) > _QUIET_AFTER_S
+        return math.inf if is_lull else _POLL_S
 
     def shutdown(self) -> None:
         """Call ``close`` with ``SHUTDOWN_TIMEOUT`` seconds. Safe to call twice."""
@@ -911,7 +1006,7 @@ class ZmqEventPublisher(EventPublisher):
         # From here on, the owner of the sockets closes them when it releases them: perhaps the call that this one
         # interrupts.
         self._close_by_s = close_by_s
-        if not has_ended or not self._close_edge(0.0 if self._interrupts_drain() else patience_s):
+        if not has_ended or not self._close_edge(0.0 if self._count_users(sys._getframe()) else patience_s):
             _log.info("the KV-event sockets of %s are in use and will be closed afterwards", self.endpoint)
         return self._closed
 
@@ -921,7 +1016,7 @@ class ZmqEventPublisher(EventPublisher):
 
     def _close_edge(self, patience_s: float = 0.0) -> bool:
         """Close the sockets once. Return False if another thread owns them, which then closes them."""
-        if not self._owner.acquire(timeout=patience_s):
+        if not self._acquire(patience_s):
             return False
         try:
             if self._close_by_s is not None:
@@ -933,14 +1028,14 @@ class ZmqEventPublisher(EventPublisher):
             self._owner.release()
         return True
 
-    def _interrupts_drain(self) -> bool:
-        """Return True in a signal handler that interrupts this publisher's own drain, which cannot end before it."""
-        frame = inspect.currentframe()
+    def _count_users(self, frame: FrameType | None) -> int:
+        """Return the number of calls in one thread's stack that use the sockets or are about to."""
+        count, was_user = 0, False
         while frame is not None:
-            if frame.f_code is ZmqEventPublisher._drain.__code__ and frame.f_locals["self"] is self:
-                return True
-            frame = frame.f_back
-        return False
+            is_user = frame.f_code in _USERS and frame.f_locals["self"] is self
+            count += was_user and not is_user
+            was_user, frame = is_user, frame.f_back
+        return count + was_user
 
     def stats(self) -> PublisherStats:
         """Return the counters since the publisher was opened."""
@@ -956,3 +1051,9 @@ class ZmqEventPublisher(EventPublisher):
             ConfigError: the endpoint cannot be parsed, or the port is not from 0 to 65535.
         """
         return str(Endpoint.parse(endpoint).offset(data_parallel_rank)) if endpoint else endpoint
+
+
+_USERS = frozenset(
+    method.__code__ for method in (ZmqEventPublisher._drain, ZmqEventPublisher.poll, ZmqEventPublisher._close_edge)
+)
+"""The code that acquires the sockets and releases them."""

@@ -104,6 +104,8 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
         peers_refused: rejected connections, live and replay: missing or wrong keys, or not a ZeroMQ peer.
         open_bind_without_auth: 1 if the stream listens beyond loopback without authentication.
         replays_waiting: replay requests that wait for the end of an open answer.
+        send_stalls: times that batches waited while the sockets stayed in use: a call was stuck for a second, or a
+            signal handler's exception interrupted one. After the latter, sending goes on.
     """
 
     batches_sent: int = 0
@@ -128,6 +130,7 @@ class PublisherStats(msgspec.Struct, frozen=True, gc=False):
     peers_refused: int = 0
     open_bind_without_auth: int = 0
     replays_waiting: int = 0
+    send_stalls: int = 0
 
 
 class QuiesceStats(msgspec.Struct, frozen=True, gc=False):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from scheduler_components.kv_events import thread_backstop
-from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
+from scheduler_components.kv_events.thread_backstop import Backstop
 
 pytestmark = pytest.mark.threads
+
+SOON_S = 0.0001
+WATCHES_S = 0.008
+"""Long enough that the thread waits on its descriptors and not in a plain sleep."""
 
 Eventually = Callable[..., None]
 
@@ -23,11 +29,11 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.look: Callable[[], DrainResult] = lambda: DrainResult.QUIET
+        self.look: Callable[[], float] = lambda: math.inf
         self.sleeps = threading.Event()
         self.late_s: list[float] = []
 
-    def drain_for_scheduler(self, late_s: float) -> DrainResult:
+    def poll(self, late_s: float) -> float:
         self.notes.append("look")
         self.late_s.append(late_s)
         if "stop deferring" in self.notes[-2:]:
@@ -49,8 +55,7 @@ def naps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def backstop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, naps: None) -> Iterator[Backstop]:
-    monkeypatch.setattr(thread_backstop, "_POLL_EVERY_MS", 0.1)
+def backstop(scheduler: Scheduler, naps: None) -> Iterator[Backstop]:
     backstop = Backstop(scheduler, watched_fds=(), name="backstop-under-test")
     backstop.start()
     yield backstop
@@ -65,10 +70,10 @@ def test_it_polls_once_more_after_it_has_stopped_deferring(backstop: Backstop, s
 
 
 def test_a_batch_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
-    def look() -> DrainResult:
-        """Return a batch once, at the last poll."""
+    def look() -> float:
+        """Find a batch once, at the last poll."""
         is_last = scheduler.notes[-2:] == ["stop deferring", "look"]
-        return DrainResult.BUSY if is_last and scheduler.notes.count("stop deferring") == 1 else DrainResult.QUIET
+        return SOON_S if is_last and scheduler.notes.count("stop deferring") == 1 else math.inf
 
     scheduler.look = look
     backstop.watch()
@@ -140,6 +145,7 @@ def test_it_dozes_first_and_then_sleeps_on_its_descriptors(
     backstop.start()
     eventually(lambda: backstop._is_asleep)
     assert scheduler.notes == []
+    scheduler.look = lambda: SOON_S
     backstop.watch()
     eventually(lambda: "look" in scheduler.notes)
     assert not backstop._is_asleep
@@ -147,7 +153,7 @@ def test_it_dozes_first_and_then_sleeps_on_its_descriptors(
 
 
 def test_a_dead_thread_is_reported(scheduler: Scheduler, eventually: Eventually) -> None:
-    def look() -> DrainResult:
+    def look() -> float:
         raise RuntimeError("a bug")
 
     scheduler.look = look
@@ -172,32 +178,35 @@ def test_a_descriptor_that_becomes_readable_wakes_it(scheduler: Scheduler, event
         os.close(writer)
 
 
-def test_it_sleeps_immediately_when_no_more_is_handed_over(backstop: Backstop, scheduler: Scheduler) -> None:
-    scheduler.look = lambda: DrainResult.HANDED_OVER if len(scheduler.notes) < 5 else DrainResult.LULL
-    backstop.soon_s = 0.0001
+def test_it_polls_until_there_is_nothing_to_poll_for(backstop: Backstop, scheduler: Scheduler) -> None:
+    scheduler.look = lambda: SOON_S if len(scheduler.notes) < 5 else math.inf
     assert backstop.watch()
     assert scheduler.sleeps.wait(30.0)
     assert scheduler.notes == ["look"] * 5 + ["stop deferring", "look"]
 
 
-def test_a_handover_just_before_it_sleeps_keeps_it_awake(backstop: Backstop, scheduler: Scheduler) -> None:
-    founds = [DrainResult.LULL, DrainResult.SHARING, DrainResult.SHARING, DrainResult.LULL, DrainResult.LULL]
-    scheduler.look = lambda: founds.pop(0)
+def test_a_batch_just_before_it_sleeps_makes_it_poll_again(backstop: Backstop, scheduler: Scheduler) -> None:
+    waits_s = [math.inf, SOON_S, SOON_S, math.inf, math.inf]
+    scheduler.look = lambda: waits_s.pop(0)
     assert backstop.watch()
-    while founds:
+    while waits_s:
         assert scheduler.sleeps.wait(30.0)
     assert scheduler.notes.count("look") == 5
 
 
-@pytest.mark.parametrize(
-    "found", [DrainResult.SHARING, DrainResult.HANDED_OVER, DrainResult.DRAINING, DrainResult.QUIET, DrainResult.BUSY]
-)
+def test_it_wakes_by_itself_when_a_late_poll_is_due(backstop: Backstop, scheduler: Scheduler) -> None:
+    """The publisher polls for a stuck client occasionally."""
+    waits_s = [0.02, 0.02, math.inf, math.inf]
+    scheduler.look = lambda: waits_s.pop(0) if waits_s else math.inf
+    assert backstop.watch()
+    while waits_s:
+        scheduler.sleeps.clear()
+        assert scheduler.sleeps.wait(30.0)
+
+
+@pytest.mark.parametrize("wait_s", [0.001, WATCHES_S])
 def test_it_reports_the_delay_of_each_poll(
-    backstop: Backstop,
-    scheduler: Scheduler,
-    monkeypatch: pytest.MonkeyPatch,
-    eventually: Eventually,
-    found: DrainResult,
+    backstop: Backstop, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
     now_s = 0.0
 
@@ -208,11 +217,47 @@ def test_it_reports_the_delay_of_each_poll(
         return now_s
 
     monkeypatch.setattr(thread_backstop, "time", SimpleNamespace(monotonic=monotonic, sleep=lambda _: None))
-    scheduler.look = lambda: found if len(scheduler.notes) < 4 else DrainResult.LULL
-    backstop.soon_s = 0.001
+    scheduler.look = lambda: wait_s if len(scheduler.notes) < 4 else math.inf
     assert backstop.watch()
     assert scheduler.sleeps.wait(30.0)
-    assert all(0.005 < late_s < 0.011 for late_s in scheduler.late_s[:4])
+    assert scheduler.late_s[:4] == pytest.approx([0.01, *[0.01 - wait_s] * 3])
+
+
+def test_its_next_poll_is_known_while_it_waits(
+    backstop: Backstop, scheduler: Scheduler, eventually: Eventually
+) -> None:
+    """``publish()`` takes over from a thread whose poll is overdue."""
+    assert backstop.due_s == math.inf
+    before_s = time.monotonic()
+    scheduler.look = lambda: WATCHES_S
+    backstop.watch()
+    assert backstop.due_s < math.inf
+    eventually(lambda: backstop.due_s >= before_s + WATCHES_S)
+    scheduler.look = lambda: math.inf
+    eventually(lambda: backstop.due_s == math.inf)
+
+
+@pytest.mark.parametrize("wait_s", [0.001, WATCHES_S])
+def test_only_a_long_wait_ends_when_a_peer_asks(
+    scheduler: Scheduler, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    reader, writer = os.pipe()
+    backstop = Backstop(scheduler, watched_fds=(reader,), name="backstop-under-test")
+    waits: list[object] = []
+    wait = thread_backstop._wait
+    monkeypatch.setattr(thread_backstop, "_wait", lambda *args: (waits.append(args[2]), wait(*args))[1])
+    scheduler.look = lambda: wait_s
+    backstop.start()
+    try:
+        backstop.watch()
+        eventually(lambda: len(scheduler.notes) > 2)
+        assert (wait_s * 1e3 in waits) == (wait_s == WATCHES_S)
+        os.write(writer, b"!")
+        eventually(lambda: len(scheduler.notes) > 4)
+    finally:
+        assert backstop.stop(10.0)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_poll_after_a_clients_request_is_not_late(scheduler: Scheduler, eventually: Eventually) -> None:

@@ -18,10 +18,9 @@ import zmq
 from kit.events import numbered_batch
 from kit.sockets import SleepingBackstop
 
-from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, PublisherClosedError
+from scheduler_components import BlockRemoved, KVCacheEvent, PublisherClosedError
 from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
-from scheduler_components.kv_events.thread_backstop import DrainResult
 
 pytestmark = pytest.mark.sockets
 
@@ -40,9 +39,7 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The publisher's monotonic clock, which only the test advances."""
     now = [1_000.0]
-    stopped = SimpleNamespace(
-        monotonic=lambda: now[0], thread_time=time.thread_time, time=time.time, time_ns=time.time_ns
-    )
+    stopped = SimpleNamespace(monotonic=lambda: now[0], time=time.time, time_ns=time.time_ns)
     monkeypatch.setattr(zmq_publisher, "time", stopped)
     return now
 
@@ -59,7 +56,7 @@ def test_a_starved_thread_leaves_few_batches_waiting(opened: Open, max_queue_siz
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_old_or_expensive_batches_are_sent_by_publish(opened: Open, clock: list[float]) -> None:
+def test_old_batches_are_sent_by_publish(opened: Open, clock: list[float]) -> None:
     publisher = opened()
     publisher.publish(numbered_batch(0))
     assert publisher.stats().batches_pending == 1
@@ -67,84 +64,100 @@ def test_old_or_expensive_batches_are_sent_by_publish(opened: Open, clock: list[
     assert publisher.stats().lag_s == pytest.approx(0.0041)
     publisher.publish(numbered_batch(1))
     assert publisher.stats().batches_pending == 0
-    publisher.publish(KVEventBatch(1.0, (BlockStored((1,), None, tuple(range(30_000)), 30_000, None),)))
-    assert publisher.stats().batches_pending == 0
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_a_late_thread_leaves_the_sockets_to_publish(opened: Open, clock: list[float]) -> None:
-    publisher = opened()
-    publisher.publish(numbered_batch(0))
-    clock[0] += 0.0005
-    publisher.publish(numbered_batch(1))
-    assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
-    assert publisher.stats().batches_pending == 2
-    clock[0] += 0.02  # a loop of long steps: the next call cannot be predicted
-    publisher.publish(numbered_batch(2))
-    clock[0] += 0.02
-    publisher.publish(numbered_batch(3))
-    assert publisher.stats().batches_pending == 0
-    assert publisher.drain_for_scheduler(late_s=0.0) is not DrainResult.DRAINING  # it is on time again
-    clock[0] += 0.02
-    publisher.publish(numbered_batch(4))
-    assert publisher.stats().batches_pending == 1
-    clock[0] += 0.02  # the scheduler stops calling, but a late thread cannot know it yet
-    assert publisher.drain_for_scheduler(late_s=0.005) is DrainResult.DRAINING
-    clock[0] += 0.008
-    assert publisher.drain_for_scheduler(late_s=0.005) is not DrainResult.DRAINING
-    assert publisher.stats().batches_pending == 0
-
-
-@pytest.mark.usefixtures("sleeping")
-def test_a_thread_that_lost_the_gil_in_the_middle_is_not_counted_on(
+def test_a_call_sends_for_a_short_time_and_the_next_call_goes_on(
     opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
+    encode = zmq_publisher.BatchEncoder.encode_with_changes
+
+    def slow(encoder: Any, *args: Any) -> Any:
+        clock[0] += 0.00003
+        return encode(encoder, *args)
+
     publisher = opened()
-    drain = zmq_publisher.ZmqStreamSockets.drain
-
-    def starve(edge: Any, *args: Any) -> bool:
-        clock[0] += 0.01
-        return drain(edge, *args)
-
-    publisher.publish(numbered_batch(0))
-    with monkeypatch.context() as patched:
-        patched.setattr(zmq_publisher.ZmqStreamSockets, "drain", starve)
-        publisher.drain_for_scheduler(0.0)
-    clock[0] += 0.02
-    publisher.publish(numbered_batch(1))
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
+    pending = []
+    for number in range(16):
+        publisher.publish(numbered_batch(number))
+        pending.append(publisher.stats().batches_pending)
+    assert pending == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7]  # three batches in 75 us and a little
+    publisher.idle()
     assert publisher.stats().batches_pending == 0
 
 
 @pytest.mark.usefixtures("sleeping")
-def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float]
-) -> None:
+def test_a_late_thread_is_not_counted_on_for_a_while(opened: Open, clock: list[float]) -> None:
     publisher = opened()
-    count_peers = zmq_publisher.ZmqStreamSockets.drain
-    late = [numbered_batch(number) for number in range(20)]
 
-    def drain_late(edge: Any, *args: Any) -> bool:
-        """Publish more than may wait just before the thread releases the sockets, when publish() cannot send."""
-        unfinished = count_peers(edge, *args)
-        while late:
-            publisher.publish(late.pop())
-        return unfinished
+    def pending_after_a_long_step() -> int:
+        clock[0] += 0.02
+        publisher.poll(late_s=0.0)
+        clock[0] += 0.02
+        publisher.publish(numbered_batch(0))
+        return publisher.stats().batches_pending
 
-    publisher.publish(numbered_batch(20))
-    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", drain_late)
-    assert publisher.drain_for_scheduler(0.0) is DrainResult.SHARING  # so the thread polls again immediately
-    assert publisher.stats().batches_pending == 20
-    encode, num_slices = zmq_publisher.BatchEncoder.encode_with_changes, 1
+    assert pending_after_a_long_step() == 1
+    publisher.poll(late_s=0.005)
+    assert publisher.stats().batches_pending == 0  # it sends what waits, although it is late
+    assert [pending_after_a_long_step() for _ in range(3)] == [0, 0, 0]
+    clock[0] += 1.0
+    assert pending_after_a_long_step() == 1
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize("overdue_s", [0.0, 0.0029, 0.0031])
+def test_a_thread_whose_poll_is_overdue_is_not_counted_on(opened: Open, clock: list[float], overdue_s: float) -> None:
+    publisher = opened()
+    clock[0] += 0.02
+    publisher._backstop.due_s = clock[0] - overdue_s
+    publisher.publish(numbered_batch(0))
+    assert publisher.stats().batches_pending == (overdue_s < 0.003)
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize("late_s", [0.0, 0.0022, 0.1])
+def test_a_slice_of_the_thread_is_a_share_of_the_time_that_it_waited(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float], late_s: float
+) -> None:
+    encode = zmq_publisher.BatchEncoder.encode_with_changes
 
     def slow(encoder: Any, *args: Any) -> Any:
         clock[0] += 0.0001
         return encode(encoder, *args)
 
+    publisher = opened()
+    publisher._pending.extend(map(numbered_batch, range(40)))
+    publisher._is_handing_over = True
     monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
-    while publisher.drain_for_scheduler(0.0) in (DrainResult.SHARING, DrainResult.BUSY):
-        num_slices += 1
+    assert publisher.poll(late_s) < 0.001  # soon again, after the scheduler has had the GIL
+    assert 40 - publisher.stats().batches_pending == pytest.approx({0.0: 1, 0.0022: 6, 0.1: 10}[late_s], abs=1)
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = zmq_publisher.ZmqStreamSockets.drain
+    late = [numbered_batch(number) for number in range(20)]
+
+    def drain_late(edge: Any, *args: Any, **options: Any) -> bool:
+        """Publish more than may wait just before the thread releases the sockets, when publish() cannot send."""
+        unfinished = drain(edge, *args, **options)
+        while late:
+            publisher.publish(late.pop())
+        return unfinished
+
+    monkeypatch.setattr(zmq_publisher, "_OWNER_WAIT_S", 0.0)
+    publisher = opened()
+    publisher.publish(numbered_batch(20))
+    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", drain_late)
+    assert publisher.poll(0.0) < 0.001
+    assert publisher.stats().batches_pending == 20
+    while publisher.poll(0.0) < 0.001:
+        pass
     assert publisher.stats().batches_pending == 0
-    assert num_slices == 10  # two batches each: the sockets are released, and the scheduler gets the GIL
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
@@ -165,11 +178,11 @@ def test_thread_and_scheduler_never_own_the_sockets_together(
     inside: list[int] = []
     seen: set[tuple[int, int]] = set()
 
-    def noted(edge: Any, *args: Any) -> bool:
+    def noted(edge: Any, *args: Any, **options: Any) -> bool:
         inside.append(threading.get_ident())
         seen.add((len(inside), inside[-1]))
         try:
-            return drain(edge, *args)
+            return drain(edge, *args, **options)
         finally:
             inside.pop()
 
@@ -247,10 +260,30 @@ def test_a_scheduler_that_calls_idle_again_keeps_the_sockets(opened: Open, clock
     publisher.idle()
     clock[0] += 0.001
     publisher.publish(numbered_batch(1))
-    assert publisher.drain_for_scheduler(0.0) is DrainResult.DRAINING
+    assert publisher.poll(0.0) == pytest.approx(0.004)  # when the scheduler would have stopped draining
     assert publisher.stats().batches_pending == 1
     publisher.idle()
     assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_a_batch_waits_for_the_next_idle_only_if_that_is_soon_or_the_thread_is_prompt(
+    opened: Open, clock: list[float]
+) -> None:
+    publisher = opened()
+
+    def pending_after(step_s: float) -> int:
+        publisher.publish(numbered_batch(0))
+        publisher.idle()
+        clock[0] += step_s
+        publisher.idle()
+        publisher.publish(numbered_batch(1))
+        return publisher.stats().batches_pending
+
+    assert pending_after(0.1) == 1
+    publisher._backstop.due_s = clock[0] - 1.0  # the thread has been starving for a second
+    assert pending_after(0.001) == 1
+    assert pending_after(0.1) == 0
 
 
 def test_a_batch_that_the_thread_encodes_just_now_is_pending(
@@ -287,6 +320,9 @@ class WatchedLock:
             self.has_waiter.set()
         return self.lock.acquire(blocking, timeout)
 
+    def locked(self) -> bool:
+        return self.lock.locked()
+
     def release(self) -> None:
         self.lock.release()
 
@@ -302,6 +338,7 @@ def test_a_flush_waits_for_the_thread_that_uses_the_sockets(opened: Open, monkey
         return encode(encoder, *args)
 
     publisher = opened()
+    monkeypatch.setattr(zmq_publisher, "_OWNER_WAIT_S", 0.0)
     monkeypatch.setattr(publisher, "_owner", owner)
     monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
     publisher.publish(numbered_batch(0))

@@ -6,6 +6,7 @@ neither does an unreferenced publisher.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import threading
@@ -19,8 +20,8 @@ from kit.events import numbered_batch
 from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
-from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher, zmq_publisher
-from scheduler_components.kv_events.thread_backstop import Backstop, DrainResult
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, KVEventsConfig, ZmqEventPublisher, zmq_publisher
+from scheduler_components.kv_events.thread_backstop import Backstop
 
 pytestmark = pytest.mark.sockets
 
@@ -64,20 +65,22 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
     opened: Open, monkeypatch: pytest.MonkeyPatch, looks: str
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+    monkeypatch.setattr(zmq_publisher, "_REQUESTS_EVERY_S", 0.0)
     publisher = opened(send_mode="inline" if looks == "publish" else "background")
     late = [numbered_batch(1), numbered_batch(2)]
-    serve_slice = zmq_publisher.ZmqReplayServer.serve_slice
+    receive_requests = zmq_publisher.ZmqReplayServer.receive_requests
 
-    def serve_late(server: zmq_publisher.ZmqReplayServer, now_s: float, *, is_waiting: bool = False) -> bool:
+    def receive_late(server: zmq_publisher.ZmqReplayServer) -> bool:
         """Serve replays after the pending batches were checked; meanwhile the scheduler may publish."""
         if late:
             publisher.publish(late.pop())
-        return serve_slice(server, now_s, is_waiting=is_waiting)
+        return receive_requests(server)
 
-    monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "serve_slice", serve_late)
+    monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "receive_requests", receive_late)
     if looks == "backstop":
         monkeypatch.setattr(zmq_publisher, "_STALLED_AFTER_S", 0.0)
-        publisher.drain_for_scheduler(0.0)
+        while publisher.poll(0.0) < 0.001:
+            pass
     elif looks == "idle":
         publisher.idle()
     else:
@@ -151,28 +154,99 @@ def test_a_handler_that_closes_and_raises_leaves_nothing_open(opened: Open) -> N
     opened(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
 
 
-def test_a_message_that_a_handler_tore_is_never_continued(
-    opened: Open, subscribe: Subscribe, connected: Connected, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("send_mode", ["inline", "background"])
+def test_handlers_that_raise_anywhere_in_a_call_stop_nothing(
+    opened: Open, subscribe: Subscribe, connected: Connected, eventually: Eventually, send_mode: str
 ) -> None:
-    publisher = opened(replay_endpoint=None, send_mode="inline")
+    """A timer's signal arrives anywhere in publish() and idle(), also just after a lock was acquired."""
+
+    def leave(*_: object) -> None:
+        raise LeaveError
+
+    publisher = opened(replay_endpoint=None, send_mode=send_mode)
     subscriber = subscribe(publisher.endpoint)
     connected(publisher.publish, subscriber)
-    live = publisher._edge.live
-    send, sent = live._send, []
+    before = signal.signal(signal.SIGALRM, leave)
+    try:
+        for trial in range(300):
+            with contextlib.suppress(LeaveError):
+                signal.setitimer(signal.ITIMER_REAL, 0.00002 * (1 + trial % 10))
+                while True:
+                    publisher.publish(numbered_batch(trial))
+                    publisher.idle()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    publisher.publish(EventBatch(2.0, (BlockRemoved((7,)),)))
+    eventually(lambda: publisher.stats().batches_pending == 0)
+    messages = [subscriber.recv_multipart()]
+    while BatchDecoder().decode(messages[-1][-1]).ts != 2.0:
+        messages.append(subscriber.recv_multipart())
+    assert {len(message) for message in messages} == {3}  # none is torn or continued
+    numbers = [int.from_bytes(message[1], "big") for message in messages]
+    assert numbers == sorted(set(numbers))
 
-    def torn(*frame: object) -> None:
-        send(*frame)
-        sent.append(frame)
-        if len(sent) == 2:
-            live.pending.append(numbered_batch(2))
-            publisher.close(60.0)
-            raise LeaveError
 
-    monkeypatch.setattr(live, "_send", torn)
-    with pytest.raises(LeaveError):
-        publisher.publish(numbered_batch(1))
-    assert publisher.close(60.0).batches_dropped == 1
-    assert not subscriber.poll(100)  # the partial message was discarded
+def interrupt_acquire(publisher: ZmqEventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a handler raise between the acquisition of the sockets and the code that releases them."""
+    acquire = ZmqEventPublisher._acquire
+
+    def interrupted(each: ZmqEventPublisher, wait_s: float) -> bool:
+        assert acquire(each, wait_s)
+        raise LeaveError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ZmqEventPublisher, "_acquire", interrupted)
+        with pytest.raises(LeaveError):
+            publisher.idle()
+
+
+@pytest.mark.parametrize("call", ["publish", "idle", "poll", "close"])
+def test_sockets_that_an_interrupted_call_kept_are_used_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+    publisher = opened()
+    publisher.publish(numbered_batch(0))
+    interrupt_acquire(publisher, monkeypatch)
+    if call == "close":
+        assert publisher.close(60.0).batches_handed_over == 1
+    elif call == "publish":
+        for number in range(1, 9):
+            publisher.publish(numbered_batch(number))
+    elif call == "idle":
+        publisher.idle()
+    else:
+        monkeypatch.setattr(zmq_publisher, "_STALLED_AFTER_S", 0.0)
+        publisher.poll(0.0)
+    assert publisher.stats().batches_sent > 0
+    assert publisher.stats().send_stalls == 1
+    assert caplog.text.count("a signal handler's exception interrupted") == 1
+
+
+def test_sockets_in_use_for_long_while_batches_wait_are_reported_once(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Eventually
+) -> None:
+    encode, encodes, go_on = zmq_publisher.BatchEncoder.encode_with_changes, threading.Event(), threading.Event()
+
+    def stuck(encoder: BatchEncoder, batch: EventBatch, rank: int) -> object:
+        encodes.set()
+        assert go_on.wait(30.0)
+        return encode(encoder, batch, rank)
+
+    monkeypatch.setattr(zmq_publisher, "_STUCK_AFTER_S", 0.01)
+    publisher = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", stuck)
+        publisher.publish(numbered_batch(0))
+        assert encodes.wait(30.0)
+        for number in range(1, 30):
+            publisher.publish(numbered_batch(number))
+    assert publisher.stats().send_stalls == 1
+    assert caplog.text.count("has sent nothing") == 1
+    go_on.set()
+    eventually(lambda: publisher.stats().batches_sent == 30)
+    assert publisher.stats().send_stalls == 1
 
 
 def test_a_batch_that_close_overtook_is_refused_and_not_lost_in_silence(
@@ -221,10 +295,10 @@ def test_a_publisher_whose_last_reference_is_the_backstops_own_ends_on_that_thre
     class Dropped:
         """Drop the last reference during a poll."""
 
-        def drain_for_scheduler(self, late_s: float) -> DrainResult:
+        def poll(self, late_s: float) -> float:
             looking.set()
             dropped.wait(30.0)
-            return DrainResult.DRAINING
+            return 0.005
 
         def stop_deferring(self) -> None:
             pass

@@ -155,7 +155,7 @@ def test_a_slow_client_gets_everything_without_a_readable_descriptor(
     # (seen once in forty clients at load 8). Here it never reports.
     monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "wakeup_fds", ())
     monkeypatch.setattr(replay, "_STUCK_AFTER_S", stuck_after_s)
-    monkeypatch.setattr(thread_backstop, "_POLL_STUCK_EVERY_MS", 20.0)
+    monkeypatch.setattr(zmq_publisher, "_POLL_STUCK_S", 0.02)
     monkeypatch.setattr(thread_backstop, "_NAPS_S", ())
     publisher = opened(endpoint=f"ipc://{tmp_path}/kv", replay_endpoint=f"ipc://{tmp_path}/replay", hwm=1)
     client = open_socket(zmq.DEALER)
