@@ -595,7 +595,7 @@ _MIN_REPLAY_S, _MAX_REPLAY_S, _REPLAY_SHARE = 50e-6, 0.005, 0.05
 _IDLE_REPLAY_S = 0.0003
 """Time that ``idle()`` serves replays, while the scheduler waits for its device."""
 
-_MIN_SLICE_S, _MAX_SLICE_S, _SLICE_SHARE = 0.0001, 0.001, 0.25
+_MIN_SLICE_S, _MAX_SLICE_S, _SLICE_SHARE = 0.00015, 0.001, 0.25
 """Time that the thread works before it offers the GIL: a share of the time for which it waited, within bounds."""
 
 _HEAVY_S = 0.0001
@@ -953,17 +953,21 @@ class ZmqEventPublisher(EventPublisher):
             return math.inf
         if not self._acquire(0.0):
             return MAX_WAIT_S
+        live, sessions = self._edge.live, self._edge.sessions
+        num_before = live.num_batches + sessions.num_batches
         slice_s = min(_MAX_SLICE_S, max(_MIN_SLICE_S, late_s * _SLICE_SHARE))
         try:
-            unfinished = self._edge.drain(slice_s, slice_s) | self._edge.count_peers()
+            unfinished = self._edge.drain(slice_s, slice_s)
+            is_busy = live.num_batches + sessions.num_batches > num_before
+            if not is_busy:
+                unfinished |= self._edge.count_peers()
         finally:
             self._owner.release()
         if self._close_by_s is not None:
             self._close_edge()
-        if unfinished or self._pending:
+        if is_busy:
             self._busy_at_s = now_s
-            return _PAUSE_S
-        return self._next_poll_s()
+        return _PAUSE_S if unfinished or self._pending else self._next_poll_s()
 
     def _next_poll_s(self) -> float:
         """Return the seconds until the next poll when no work is left."""

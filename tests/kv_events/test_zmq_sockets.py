@@ -1,18 +1,25 @@
-"""The ipc lock. Property: one contender gets a path, a dead owner's path is free, and no file is left behind."""
+"""The ipc lock, and sending.
+
+Property: one contender gets a path, a dead owner's path is free, and no file is left behind. A message is sent
+completely or not at all, and while it is sent no other thread runs.
+"""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 from kit.contention import count_most_holders
+from kit.sockets import OpenSocket, Socket
 
 from scheduler_components import StartError
-from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
+from scheduler_components.kv_events.zmq_sockets import MessageSender, lock_ipc_path
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
@@ -110,3 +117,82 @@ def test_many_contenders_get_one_path_in_turn(tmp_path: Path) -> None:
 
     assert count_most_holders(acquire) == 1
     assert not list(tmp_path.iterdir())
+
+
+# Sending a message in one call.
+
+
+@pytest.fixture
+def pair(open_socket: OpenSocket) -> tuple[Socket, Socket]:
+    """A ROUTER and a DEALER called ``reader`` that is connected to it."""
+    router, dealer = open_socket(zmq.ROUTER), open_socket(zmq.DEALER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    dealer.setsockopt(zmq.ROUTING_ID, b"reader")
+    router.bind("inproc://pair")
+    dealer.connect("inproc://pair")
+    dealer.send(b"here")
+    router.recv_multipart()
+    return router, dealer
+
+
+def test_frames_of_all_lengths_arrive_as_they_are(pair: tuple[Socket, Socket]) -> None:
+    sender = MessageSender(pair[0])
+    for body in (
+        (b"",),
+        (b"a\0b", b""),
+        (b"", b"ab" * 50_000, b"\0"),
+        (b"a",),
+        (b"a", b"b", b"c", b"d"),
+        (b"abc", b""),
+    ):
+        sender.send((b"reader", *body))
+        assert pair[1].recv_multipart() == list(body)
+
+
+def test_a_message_to_a_full_or_absent_peer_is_not_sent_at_all(pair: tuple[Socket, Socket]) -> None:
+    sender, num_sent = MessageSender(pair[0]), 0
+    with pytest.raises(zmq.Again):
+        while True:
+            sender.send((b"reader", b"", str(num_sent).encode(), b"payload"))
+            num_sent += 1
+    with pytest.raises(zmq.ZMQError) as raised:
+        sender.send((b"absent", b"", b"number", b"payload"))
+    assert raised.value.errno == zmq.EHOSTUNREACH
+    for number in range(num_sent):
+        assert pair[1].recv_multipart() == [b"", str(number).encode(), b"payload"]
+    assert not pair[1].poll(0)
+    sender.send((b"reader", b"next"))
+    assert pair[1].recv_multipart() == [b"next"]
+
+
+def test_a_closed_socket_is_an_error(pair: tuple[Socket, Socket]) -> None:
+    sender = MessageSender(pair[0])
+    pair[0].close()
+    with pytest.raises(zmq.ZMQError) as raised:
+        sender.send((b"reader", b""))
+    assert raised.value.errno == zmq.ENOTSOCK
+
+
+def test_no_other_thread_runs_while_messages_are_sent(open_socket: OpenSocket) -> None:
+    """pyzmq's own sends would let it run."""
+    publisher = open_socket(zmq.PUB)
+    publisher.bind("tcp://127.0.0.1:0")
+    sender = MessageSender(publisher)
+    go, has_run = threading.Event(), threading.Event()
+
+    def run() -> None:
+        go.wait()
+        has_run.set()
+
+    interval_s = sys.getswitchinterval()
+    thread = threading.Thread(target=run)
+    thread.start()
+    sys.setswitchinterval(10.0)
+    try:
+        go.set()  # from now on the thread waits for the GIL
+        for number in range(2_000):
+            sender.send((b"", number.to_bytes(8, "big"), b"payload"))
+        assert not has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join()
