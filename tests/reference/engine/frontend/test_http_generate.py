@@ -30,7 +30,7 @@ from scheduler_components.reference.engine.messages import (
     unpack_tokens,
 )
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput
+from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput, TraceParent
 
 
 class EchoingLeader(RecordingLeader):
@@ -78,13 +78,13 @@ def endpoint(frontend: Frontend) -> GenerateEndpoint:
     return GenerateEndpoint(text=TextFrontend(frontend=frontend, codec=WordTokenizer()))
 
 
-def post(frontend: Frontend, body: bytes | dict[str, Any]) -> httpx.Response:
+def post(frontend: Frontend, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=endpoint(frontend))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.post("/generate", content=content)
+            return await client.post("/generate", content=content, headers=headers)
 
     return asyncio.run(asyncio.wait_for(send(), timeout=10))
 
@@ -128,6 +128,13 @@ def test_all_parameters_of_a_body_reach_the_scheduler() -> None:
     limits = command.limits
     assert (limits.max_new_tokens, limits.stop_token_ids, limits.ignore_eos) == (7, (1, 2), True)
     assert command.stream_interval == 5
+
+
+def test_the_request_belongs_to_the_trace_of_its_client() -> None:
+    frontend, leader = make_front()
+    post(frontend, {"input_ids": [9]}, traceparent="00-1", tracestate="a=b")
+    post(frontend, {"input_ids": [9]}, tracestate="a=b")
+    assert [command.trace for command in leader.commands] == [TraceParent("00-1", "a=b"), None]
 
 
 def test_a_request_without_streaming_gets_one_delta() -> None:
