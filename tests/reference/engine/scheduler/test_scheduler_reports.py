@@ -180,6 +180,17 @@ def test_a_batch_that_fails_is_not_reported_to_planners(make_bench: Callable) ->
     assert (passes.sent, bench.scheduler.forward_passes.stats().failed) == ([], 0)
 
 
+def test_the_pages_of_a_retracted_request_are_no_hit_of_its_span(make_bench: Callable) -> None:
+    bench, sink = make_bench(), SpanList()
+    bench.scheduler.request_metrics.tracer.sink = sink
+    request = bench.submit("r", range(12), 3)
+    bench.scheduler.step()
+    bench.scheduler.retract_all()
+    bench.drain()
+    assert request.num_cached_tokens == 12
+    assert [span.attributes["gen_ai.usage.cached_tokens"] for span in sink.sent] == [0]
+
+
 def test_an_ended_request_has_a_span(make_bench: Callable) -> None:
     bench, sink = make_bench(), SpanList()
     bench.scheduler.request_metrics.tracer.sink = sink
