@@ -48,7 +48,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     sizer = DynamicChunkSizer(page_size=16)
     sized = DynamicChunkSizer(page_size=16, model=PrefillLatencyModel(5_000, 40, 20))
     with running_scheduler(64) as scheduler:
-        forecast, sizes = scheduler.request_metrics.forecast, scheduler.batcher.conditions.chunk_sizer
+        sizes, report = scheduler.batcher.conditions.chunk_sizer, scheduler.metrics.sources["batching"]
         state = InternalState(providers=(scheduler.settings, sizes, session))
         parts: dict[str, tuple[Callable[[], object], float]] = {
             "the exchange of 8 replicas under DP attention, without its transport": (
@@ -60,7 +60,7 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
             "a profiler that records nothing": (lambda: session.on_step_start("decode"), 0.5),
             "dynamic chunk size, with a model": (lambda: sized.chunk_tokens(30_000, 2_048), 3.0),
             "dynamic chunk size, without a model": (lambda: sizer.chunk_tokens(30_000, 2_048), 0.5),
-            "batch counters, every 16 steps": (forecast.stats, 3.0),
+            "batch counters, every 16 steps": (report.stats, 3.0),
             "the internal state, per query": (state.get, 200.0),
         }
         calls = {name: call for name, (call, _) in parts.items()}

@@ -7,7 +7,8 @@ which a step applies them:
    ``prefill_first`` mode those in prefill advance alone, and decodes only in a step without a prefill.
 2. While the pool is full, the preemption policy selects a victim among the running requests, but never the earliest
    arrival. So the earliest always advances whatever the size of the pool, every running request becomes the earliest
-   one day, and no two requests preempt each other for ever.
+   one day, and no two requests preempt each other for ever. With a host tier the full pages of the victim are copied
+   there. Requests that need them wait for the copy and preempt no one else for it.
 3. The scheduling policy orders the waiting requests. They are admitted in this order until one is refused by the
    ``AdmissionBudget``. No request is admitted in a step that preempts one.
 
@@ -150,10 +151,14 @@ class Prefetcher(Protocol[Request_contra]):
 
     Attributes:
         num_look_ahead: waiting requests behind the next one that are asked for already; 0 if none ever waits for pages.
+        num_pending_pages: device pages that copies between tiers hold, and that can be allocated after them.
     """
 
     @property
     def num_look_ahead(self) -> int: ...
+
+    @property
+    def num_pending_pages(self) -> int: ...
 
     def is_ready(self, request: Request_contra, *, is_next: bool) -> bool:
         """Return whether a waiting request has no pages to wait for. Start to fetch them if necessary."""
@@ -163,16 +168,24 @@ class Prefetcher(Protocol[Request_contra]):
         """Handle that a request begins to run with the pages that it has."""
         ...
 
+    def on_preempted(self, request: Request_contra) -> None:
+        """Handle that a request has given its full pages to the cache: copy them to a lower tier if there is one."""
+        ...
+
 
 class NullPrefetcher:
     """The prefetcher of a cache without lower tiers."""
 
     num_look_ahead = 0
+    num_pending_pages = 0
 
     def is_ready(self, request: object, *, is_next: bool) -> bool:  # noqa: ARG002 - the port's
         return True
 
     def on_admitted(self, request: object) -> None:
+        pass
+
+    def on_preempted(self, request: object) -> None:
         pass
 
 
@@ -236,7 +249,7 @@ class Batcher(Generic[R]):
         observer: counts and times admissions and preemptions; no decision depends on it.
         num_steps: batches so far.
         refusals: requests that a step did not admit, by reason. A request counts once in each step that reads it.
-        num_preemptions: victims that the preemption policy selected.
+        preemptions: victims, by the name of the class that selected them.
         num_replaced_policies: policies that failed and were replaced.
     """
 
@@ -249,7 +262,7 @@ class Batcher(Generic[R]):
     observer: BatchObserver[R] = field(default_factory=NullBatchObserver)
     num_steps: int = field(default=0, init=False)
     refusals: dict[RefusalReason, int] = field(default_factory=dict, init=False)
-    num_preemptions: int = field(default=0, init=False)
+    preemptions: dict[str, int] = field(default_factory=dict, init=False)
     num_replaced_policies: int = field(default=0, init=False)
     _num_prefill_steps: int = field(default=0, init=False, repr=False)
 
@@ -316,18 +329,18 @@ class Batcher(Generic[R]):
         After a retraction no request is admitted, because the next one may be the request just retracted.
         """
         if self.limits.mode == "mixed":
-            num_retracted = self._continue_running(chunks, self.queues.running)
-            return num_retracted, 0 if num_retracted or not self.conditions.can_admit else self._admit_waiting(chunks)
+            num_retracted, has_room = self._continue_running(chunks, self.queues.running)
+            return num_retracted, self._admit_waiting(chunks) if has_room and self.conditions.can_admit else 0
         num_retracted = num_admitted = 0
         decodes = [request for request in self.queues.running if not request.num_prefill_tokens_left]
         if self._num_prefill_steps < _MAX_PREFILL_STEPS or not decodes:
             prefills = [request for request in self.queues.running if request.num_prefill_tokens_left]
-            num_retracted = self._continue_running(chunks, prefills)
-            if not num_retracted and self.conditions.can_admit:
+            num_retracted, has_room = self._continue_running(chunks, prefills)
+            if has_room and self.conditions.can_admit:
                 num_admitted = self._admit_waiting(chunks)
         self._num_prefill_steps = self._num_prefill_steps + 1 if chunks and decodes else 0
         if not chunks:
-            num_retracted += self._continue_running(chunks, decodes)
+            num_retracted += self._continue_running(chunks, decodes)[0]
         return num_retracted, num_admitted
 
     def _exchange_shapes(self, batch: ScheduledBatch[R]) -> ScheduledBatch[R]:
@@ -345,39 +358,55 @@ class Batcher(Generic[R]):
         )
         return msgspec.structs.replace(batch, replicas=self.conditions.dp.exchange(shape, intent).shapes)
 
-    def _continue_running(self, chunks: list[ScheduledChunk[R]], requests: Sequence[R]) -> int:
-        """Add running requests to the batch, earliest first. Return how many were retracted for that.
+    def _continue_running(self, chunks: list[ScheduledChunk[R]], requests: Sequence[R]) -> tuple[int, bool]:
+        """Add running requests to the batch, earliest first.
 
-        The earliest request of all always fits if the pool can hold it alone, because all others can be retracted.
+        Return how many were retracted for that, and whether the pool had room for all. The earliest request of all
+        always fits if the pool can hold it alone, because all others can be retracted.
         """
-        budget_tokens = self.limits.max_prefill_tokens
-        num_retracted = 0
+        limits, grow, running = self.limits, self.kv_cache.grow, RequestState.RUNNING
+        budget_tokens, counts_decodes = limits.max_prefill_tokens, limits.counts_decodes
+        num_retracted, has_room = 0, True
         for request in tuple(requests):
-            if request.state is not RequestState.RUNNING:
+            if request.state is not running:
                 continue  # it was a victim
-            num_tokens = self._num_tokens_now(request, budget_tokens)
+            num_left = request.num_prefill_tokens_left
+            if num_left:
+                num_tokens = self._next_chunk_tokens(request, num_left, budget_tokens)
+            else:
+                num_tokens = request.num_uncomputed_tokens
+                if counts_decodes:
+                    num_tokens = min(num_tokens, budget_tokens)
             if not num_tokens:
                 continue
-            while not self.kv_cache.grow(request, num_tokens):
+            while not grow(request, num_tokens):
+                has_room = False
+                if self._has_pages_coming(request, num_tokens):
+                    break
                 victim = self._select_victim()
                 budget_tokens += self._remove_chunk(chunks, victim)
                 self._retract(victim)
+                self.conditions.prefetcher.on_preempted(victim)
                 num_retracted += 1
                 if victim is request:
                     break
             else:
-                chunk = _chunk_of(request, num_tokens)
-                chunks.append(chunk)
-                if chunk.is_prefill or self.limits.counts_decodes:
+                start = request.num_computed_tokens
+                chunks.append(ScheduledChunk(request, start, start + num_tokens, num_left > 0))
+                if num_left or counts_decodes:
                     budget_tokens -= num_tokens
-        return num_retracted
+        return num_retracted, has_room
 
-    def _num_tokens_now(self, request: R, budget_tokens: int) -> int:
-        """Return the tokens to compute: 1 in decode, the next chunk in prefill, 0 if no budget is left."""
-        num_tokens_left = request.num_prefill_tokens_left
-        if not num_tokens_left:
-            num_tokens = request.num_uncomputed_tokens
-            return min(num_tokens, budget_tokens) if self.limits.counts_decodes else num_tokens
+    def _has_pages_coming(self, request: R, num_tokens: int) -> bool:
+        """Return True if the pool has room for a request once copies between tiers have ended."""
+        num_pending = self.conditions.prefetcher.num_pending_pages
+        if not num_pending:
+            return False
+        num_pages = -(-(request.num_computed_tokens + num_tokens) // self.kv_cache.page_size)
+        return num_pages - len(request.pages) <= self.kv_cache.available_pages + num_pending
+
+    def _next_chunk_tokens(self, request: R, num_tokens_left: int, budget_tokens: int) -> int:
+        """Return the tokens of a prefill to compute now: 0 if no budget is left."""
         chunk_tokens = self.conditions.chunk_sizer.chunk_tokens(request.num_computed_tokens, self.limits.chunk_tokens)
         return prefill_chunk(num_tokens_left, chunk_tokens=chunk_tokens, budget_tokens=budget_tokens)
 
@@ -411,7 +440,8 @@ class Batcher(Generic[R]):
             self._report("preemption", self.preemption, problem, "the latest arrival is preempted from now on")
             self.preemption = LatestArrival()
             victim = self.preemption.select_victim(candidates)
-        self.num_preemptions += 1
+        name = type(self.preemption).__name__
+        self.preemptions[name] = self.preemptions.get(name, 0) + 1
         return victim
 
     def _retract(self, request: R) -> None:
@@ -497,12 +527,13 @@ class Batcher(Generic[R]):
         self.queues.admit(request)
         self.conditions.prefetcher.on_admitted(request)
         self.observer.on_admitted(request)
-        chunk = _chunk_of(request, self._num_tokens_now(request, budget.tokens))
-        has_room = kv_cache.grow(request, chunk.num_tokens)
+        num_tokens = self._next_chunk_tokens(request, request.num_prefill_tokens_left, budget.tokens)
+        has_room = kv_cache.grow(request, num_tokens)
         assert has_room, f"{request!r}: no room for its first chunk after its admission"
-        chunks.append(chunk)
+        start = request.num_computed_tokens
+        chunks.append(ScheduledChunk(request, start, start + num_tokens, is_prefill=True))
         budget.spend(
-            AdmissionDemand(num_tokens=chunk.num_tokens, tenant=tenant),
+            AdmissionDemand(num_tokens=num_tokens, tenant=tenant),
             reserved_pages=self._pages_to_allocate([request]),
         )
         return None
@@ -564,11 +595,6 @@ class Batcher(Generic[R]):
 
     def _count(self, refusal: RefusalReason) -> None:
         self.refusals[refusal] = self.refusals.get(refusal, 0) + 1
-
-
-def _chunk_of(request: R, num_tokens: int) -> ScheduledChunk[R]:
-    start = request.num_computed_tokens
-    return ScheduledChunk(request, start, start + num_tokens, request.num_prefill_tokens_left > 0)
 
 
 def _num_prefill_tokens(chunks: Sequence[ScheduledChunk[R]]) -> int:

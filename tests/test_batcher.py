@@ -23,7 +23,7 @@ from scheduler_components.testing.batcher_session import (
     OpenBatcher,
     PlannedRequest,
 )
-from scheduler_components.values import RequestHints
+from scheduler_components.values import RequestHints, RequestState
 
 Fcfs = FirstComeFirstServed[CheckedRequest]
 
@@ -169,7 +169,8 @@ def test_a_preemption_policy_that_fails_is_replaced_and_reported_once(
     assert failing.batches == sound.batches
     [record] = caplog.records
     assert record.getMessage().endswith("; the latest arrival is preempted from now on")
-    assert failing.batcher.num_preemptions == sound.batcher.num_preemptions > 1
+    assert failing.batcher.preemptions == sound.batcher.preemptions
+    assert sound.batcher.preemptions["LatestArrival"] > 1
 
 
 class Mirror(Fcfs):
@@ -253,6 +254,44 @@ def test_many_waiting_requests_of_a_capped_tenant_are_not_all_read() -> None:
         session.add(planned(tenant="a", first=10 * number))
     session.batcher.next_batch()
     assert 128 <= Counting.num_read <= 130
+
+
+class Copies:
+    """A prefetcher whose copies hold pages."""
+
+    num_look_ahead, num_pending_pages = 0, 0
+
+    def __init__(self) -> None:
+        self.preempted: list[str] = []
+
+    def is_ready(self, request: CheckedRequest, *, is_next: bool) -> bool:
+        return True
+
+    def on_admitted(self, request: CheckedRequest) -> None:
+        pass
+
+    def on_preempted(self, request: CheckedRequest) -> None:
+        self.preempted.append(request.rid)
+
+
+def test_a_request_waits_for_pages_that_copies_return_and_preempts_no_one_for_them() -> None:
+    copies = Copies()
+    session = a_session(opening(ratio=0.0), num_pages=5)
+    session.batcher.conditions.prefetcher = copies
+    for number in range(2):
+        session.add(planned(first=100 * number, prompt=8, new=12))
+    session.step()
+    copies.num_pending_pages = 1
+    while len(session.step().chunks) == 2:
+        pass
+    third = session.add(planned(first=500, prompt=1, new=1))
+    for _ in range(2):
+        batch = session.step()
+        assert (len(batch.chunks), batch.num_admitted, batch.num_retracted) == (1, 0, 0)
+    assert len(session.queues.running) == 2 and third.state is RequestState.WAITING
+    copies.num_pending_pages = 0
+    assert session.step().num_retracted == 1
+    assert copies.preempted == ["r1"]
 
 
 # Modes.

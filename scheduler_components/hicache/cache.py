@@ -159,6 +159,19 @@ class HiRadixCache:
         """Free pages from ``allocate`` that were not inserted, as ``RadixCache.free`` does."""
         self._device.free(pages)
 
+    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
+        """Begin to copy the device pages of a prefix to the host, whatever the write policy says.
+
+        For a request that was preempted and will run again. Pages for which the host has no room are not copied.
+        """
+        path = self._tiers.match_path(pack_tokens(token_ids), (namespace or self._device.namespace).seed())
+        self._transfers.writes.write_path(path[: self._tiers.num_on_device(path)])
+
+    @property
+    def num_pages_in_transfer(self) -> int:
+        """Device pages that copies between device and host hold; the same number on all ranks."""
+        return self._transfers.writes.num_pages_reserved + self._transfers.loads.num_pages_reserved
+
     def evict(self, num_pages: int) -> int:
         """Evict the least recently used unlocked device pages; return how many. Host copies stay."""
         return self._device.evict(num_pages)

@@ -37,6 +37,7 @@ from scheduler_components.testing.scheduler_checks import POOL_INVARIANT_CHECKS,
 
 if TYPE_CHECKING:
     from scheduler_components.testing.machines import (
+        BatcherComparisonMachine,
         FollowerMachine,
         PageStoreMachine,
         PrefixCacheMachine,
@@ -71,6 +72,7 @@ __all__ = [
     "PolicyPromises",
     "PolicyRequest",
     # machines
+    "BatcherComparisonMachine",
     "FollowerMachine",
     "PageStoreMachine",
     "PrefixCacheMachine",
@@ -93,7 +95,9 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "scheduler_components.testing.machines": "FollowerMachine PageStoreMachine PrefixCacheMachine RecorderMachine",
+        "scheduler_components.testing.machines": (
+            "BatcherComparisonMachine FollowerMachine PageStoreMachine PrefixCacheMachine RecorderMachine"
+        ),
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
         "scheduler_components.testing.thread_request_receiver_checks": "RECEIVER_CHECKS",
         "scheduler_components.testing.thread_ranks": "run_ranks",

@@ -11,6 +11,7 @@
 - ``PrefixCacheMachine`` compares three equal caches with a model of pages.
 - ``RecorderMachine`` compares a recorder of a block table with a model that counts copies.
 - ``PageStoreMachine`` compares a page store with a dictionary.
+- ``BatcherComparisonMachine`` serves one history with two batchers, and fails with the first batch that differs.
 - ``FollowerMachine`` drives a subscriber's core on a network that loses, repeats and delays messages.
 """
 
@@ -27,6 +28,8 @@ from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.ports import PageStore
+from scheduler_components.testing.batcher_checks import SMALL_LIMITS
+from scheduler_components.testing.batcher_session import BatcherSession, OpenBatcher, PlannedRequest
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.faulty_network import Fault, FaultyNetwork
@@ -39,12 +42,14 @@ from scheduler_components.testing.interfaces import (
     page_of,
 )
 from scheduler_components.testing.recorder_checks import BlockLocation, CopyCountingTable
+from scheduler_components.values import RequestHints
 
 with naming_extras:
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 __all__ = [
+    "BatcherComparisonMachine",
     "FollowerMachine",
     "PageStoreMachine",
     "PrefixCacheMachine",
@@ -545,3 +550,51 @@ class FollowerMachine(RuleBasedStateMachine):
         if self.payloads:
             assert self.follower.is_live(), "not live although all faults have stopped"
             assert set(self.follower.blocks()) == set(self.history.live_hashes)
+
+
+# Two batchers over one history.
+
+_HINTS = st.builds(RequestHints, priority=st.integers(-1, 1), tenant=st.sampled_from("ab"))
+
+
+class BatcherComparisonMachine(RuleBasedStateMachine):
+    """Serves one history with two batchers. They must make equal batches.
+
+    Subclass it and set both functions. A failure prints the shortest history that Hypothesis finds, and both batches of
+    the first step that differs.
+    """
+
+    open_first: ClassVar[OpenBatcher]
+    open_second: ClassVar[OpenBatcher]
+
+    def __init__(self) -> None:
+        super().__init__()
+        cls = type(self)
+        self.first, self.second = (
+            BatcherSession.open(name, opened, limits=SMALL_LIMITS, num_pages=24)
+            for name, opened in (("The first batcher", cls.open_first), ("The second batcher", cls.open_second))
+        )
+
+    @rule(size=st.integers(1, 40), shared=st.integers(0, 12), new=st.integers(1, 40), hints=_HINTS)
+    def add(self, size: int, shared: int, new: int, hints: RequestHints) -> None:
+        """Add a request whose prompt shares a prefix with others."""
+        number = len(self.first.requests) + 1
+        prompt = (*range(min(shared, size)), *range(1000 * number, 1000 * number + max(0, size - shared)))
+        for session in (self.first, self.second):
+            session.add(PlannedRequest(prompt, new, hints))
+
+    @precondition(lambda self: self.first.requests)
+    @rule(number=st.integers(0, 100))
+    def abort(self, number: int) -> None:
+        """Abort a request, unless it has ended."""
+        for session in (self.first, self.second):
+            session.abort(session.requests[number % len(session.requests)])
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        """Make and compute batches, and compare them."""
+        for _ in range(num_steps):
+            self.first.step()
+            self.second.step()
+            step, one, other = len(self.first.batches), self.first.batches[-1], self.second.batches[-1]
+            assert one == other, f"step {step}:\n  first:  {one}\n  second: {other}"

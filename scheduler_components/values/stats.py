@@ -171,6 +171,13 @@ class BatchingStats(msgspec.Struct, frozen=True, gc=False):
         dp_padded_tokens: padding of this replica's batches to the longest batch, in tokens.
         dp_prefills_delayed: steps in which replicas with a prefill had to wait.
         dp_prefills_forced: times that such a wait reached its limit.
+        refused_tokens, refused_slots, refused_pages, refused_watermark, refused_tenant, refused_not_ready: refusals by
+            ``RefusalReason``. A waiting request counts once in each step that considers it.
+        preempted_latest_arrival, preempted_least_recomputation, preempted_lowest_priority, preempted_longest_remaining,
+            preempted_other: victims by the preemption policy that selected them.
+        policies_replaced: scheduling and preemption policies that failed and were replaced.
+        admitted_high, admitted_normal, admitted_low: first admissions by priority: above, at and below 0.
+        waited_high_s, waited_normal_s, waited_low_s: sums of their waits before it.
     """
 
     new_token_ratio: float = 0.0
@@ -183,6 +190,24 @@ class BatchingStats(msgspec.Struct, frozen=True, gc=False):
     dp_padded_tokens: int = 0
     dp_prefills_delayed: int = 0
     dp_prefills_forced: int = 0
+    refused_tokens: int = 0
+    refused_slots: int = 0
+    refused_pages: int = 0
+    refused_watermark: int = 0
+    refused_tenant: int = 0
+    refused_not_ready: int = 0
+    preempted_latest_arrival: int = 0
+    preempted_least_recomputation: int = 0
+    preempted_lowest_priority: int = 0
+    preempted_longest_remaining: int = 0
+    preempted_other: int = 0
+    policies_replaced: int = 0
+    admitted_high: int = 0
+    admitted_normal: int = 0
+    admitted_low: int = 0
+    waited_high_s: float = 0.0
+    waited_normal_s: float = 0.0
+    waited_low_s: float = 0.0
 
 
 class SchedulerCounters(msgspec.Struct, gc=False):

@@ -66,7 +66,7 @@ def whole_report() -> SchedulerStats:
         QuiesceStats(*range(1, 10)),
         IntegrityStats(*range(1, 8)),
         PoolStats(*range(1, 15)),
-        BatchingStats(0.5, *range(2, 11)),
+        BatchingStats(0.5, *range(2, 26), 0.25, 0.5, 0.75),
         OutputStats(*range(1, 10)),
         ForwardPassStats(1, 2, 3),
         SpanStats(1, 2, 3, 4),

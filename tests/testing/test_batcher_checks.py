@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.preemption_policy import LongestRemaining
-from scheduler_components.testing import ConformanceError
+from scheduler_components.scheduling_policy import PriorityPolicy
+from scheduler_components.testing import BatcherComparisonMachine, ConformanceError
 from scheduler_components.testing import batcher_checks as checks
 from scheduler_components.testing.batcher_session import BatcherUnderCheck, OpenBatcher
 
 
-def opening(batcher: type[Batcher] = Batcher, **parts: object) -> OpenBatcher:
+def opening(batcher: type[Batcher] = Batcher, **parts: Callable[[], object]) -> OpenBatcher:
     def open_batcher(limits, queues, kv_cache) -> BatcherUnderCheck:
+        made = {name: make() for name, make in parts.items()}
         conditions = BatchConditions(new_token_ratio=NewTokenRatioTracker(initial=0.2, minimum=0.0))
-        return batcher(limits=limits, queues=queues, kv_cache=kv_cache, conditions=conditions, **parts)
+        return batcher(limits=limits, queues=queues, kv_cache=kv_cache, conditions=conditions, **made)
 
     return open_batcher
 
@@ -64,8 +68,8 @@ class PreemptsByChance(Batcher):
 
 class MixesModes(Batcher):
     def _fill(self, chunks):
-        num_retracted = self._continue_running(chunks, self.queues.running)
-        return num_retracted, 0 if num_retracted else self._admit_waiting(chunks)
+        num_retracted, has_room = self._continue_running(chunks, self.queues.running)
+        return num_retracted, self._admit_waiting(chunks) if has_room else 0
 
 
 class ForgetsTenants(Batcher):
@@ -110,7 +114,7 @@ def test_equal_batchers_do_not_differ() -> None:
 
 def test_the_first_difference_names_the_step_and_both_batches() -> None:
     workload = checks.random_workload(12)
-    found = checks.first_difference(opening(), opening(preemption=LongestRemaining()), workload, num_pages=22)
+    found = checks.first_difference(opening(), opening(preemption=LongestRemaining), workload, num_pages=22)
     assert found is not None
     first, one, other = found.splitlines()
     assert first.startswith("step ") and one.startswith("  first:  (") and other.startswith("  second: (")
@@ -127,5 +131,22 @@ def test_the_workloads_preempt_and_refuse(seed: int) -> None:
 
     session = checks._session("test", open_batcher, checks.SMALL_LIMITS)
     session.serve(checks.random_workload(seed))
-    assert opened[0].num_preemptions > 0
+    assert opened[0].preemptions
     assert opened[0].refusals.keys() & {"pages", "slots"}
+
+
+def machine_of(first: OpenBatcher, second: OpenBatcher) -> type[BatcherComparisonMachine]:
+    class Machine(BatcherComparisonMachine):
+        open_first, open_second = staticmethod(first), staticmethod(second)
+
+    return Machine
+
+
+def test_the_machine_finds_no_difference_between_equal_batchers() -> None:
+    run_state_machine_as_test(machine_of(opening(), opening()), settings=settings(max_examples=8, deadline=None))
+
+
+def test_the_machine_prints_the_first_difference() -> None:
+    machine = machine_of(opening(), opening(policy=PriorityPolicy))
+    with pytest.raises(AssertionError, match=r"step \d+:\n  first: .*\n  second: "):
+        run_state_machine_as_test(machine, settings=settings(max_examples=200, deadline=None, phases=[Phase.generate]))

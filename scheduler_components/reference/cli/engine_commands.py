@@ -13,10 +13,12 @@ from cyclopts.validators import Number
 
 from scheduler_components import ConfigError
 from scheduler_components._extras import require_modules
+from scheduler_components.admission_budget import BatchMode
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load.zmq_load import check_load_endpoint
 from scheduler_components.page_shape import HostLayout
+from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
 from scheduler_components.reference.cli.server_options import ServerOptions
 from scheduler_components.reference.cli.session import SessionConfig, run_session
@@ -37,6 +39,7 @@ from scheduler_components.reference.engine.config import (
 )
 from scheduler_components.reference.engine.free_ports import default_kv_events
 from scheduler_components.reference.engine.log_output import LogConfig
+from scheduler_components.scheduling_policy import POLICY_NAMES
 
 __all__ = [
     "DemoOptions",
@@ -128,6 +131,16 @@ class EngineOptions:
         int | None,
         Parameter(help="Most tokens of one request that a step prefills. Default: by command; with --model 512."),
     ] = None
+    schedule_policy: Annotated[str, Parameter(help=f"Which waiting request is next: {', '.join(POLICY_NAMES)}.")] = (
+        "fcfs"
+    )
+    preemption_policy: Annotated[
+        str,
+        Parameter(help=f"Which running request gives up its pages: {', '.join(PREEMPTION_POLICY_NAMES)}."),
+    ] = "latest-arrival"
+    batch_mode: Annotated[
+        BatchMode, Parameter(help="Batches of decodes and prefills, or of one kind with prefills first.")
+    ] = "mixed"
     recv_interval: Annotated[int, Parameter(help="Decode steps that share one receive of input.")] = 1
     kv_events_config: Annotated[
         str | None,
@@ -346,6 +359,9 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
             max_running_requests=options.max_running_requests,
             chunk_tokens=sizes.chunk_tokens,
             max_prefill_tokens=_prefill_budget(sizes, of_a_model=spec is not None),
+            schedule_policy=options.schedule_policy,
+            preemption_policy=options.preemption_policy,
+            batch_mode=options.batch_mode,
             recv_interval=options.recv_interval,
             tokens=TokenSpec() if spec is None else spec.tokens,
         ),

@@ -19,9 +19,11 @@ from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout
+from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
 from scheduler_components.reference.engine.log_output import LogConfig
 from scheduler_components.request_tracer import check_otlp_endpoint
+from scheduler_components.scheduling_policy import POLICY_NAMES
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 
 __all__ = [
@@ -108,6 +110,8 @@ class SchedulerConfig:
         new_token_ratio: share of a request's possible output that admission reserves initially. 0.7 as in SGLang,
             because few requests use all of ``max_new_tokens``.
         min_new_token_ratio: the share after 600 steps without a retraction (``NewTokenRatioTracker``).
+        schedule_policy: which waiting request is next, by SGLang's name (``make_policy``).
+        preemption_policy: which running request gives up its pages (``make_preemption_policy``).
         batch_mode: ``mixed`` or ``prefill_first`` (``BatchLimits``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
         kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``KvMetricsSink``.
@@ -126,6 +130,8 @@ class SchedulerConfig:
     chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
+    schedule_policy: str = attrs.field(default="fcfs", validator=choice_validator(*POLICY_NAMES))
+    preemption_policy: str = attrs.field(default="latest-arrival", validator=choice_validator(*PREEMPTION_POLICY_NAMES))
     batch_mode: BatchMode = attrs.field(default="mixed", validator=choice_validator(*BATCH_MODES))
     tokens: TokenSpec = attrs.field(factory=TokenSpec)
     kv_metrics_every_steps: int = attrs.field(default=8, validator=integer_validator())
@@ -159,6 +165,7 @@ class SchedulerConfig:
             max_prefill_tokens=self.max_prefill_tokens,
             chunk_tokens=self.chunk_tokens,
             mode=self.batch_mode,
+            head_of_line_blocking=self.schedule_policy == "fcfs",
         )
 
     @property

@@ -22,7 +22,15 @@ import msgspec
 
 from scheduler_components import DecodeError
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
-from scheduler_components.values import ControlReply, ControlRequest, LoadSnapshot, OutputBatch, TierStats, TraceParent
+from scheduler_components.values import (
+    ControlReply,
+    ControlRequest,
+    LoadSnapshot,
+    OutputBatch,
+    RequestHints,
+    TierStats,
+    TraceParent,
+)
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",
@@ -86,6 +94,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     ticket: int
     sampling: SamplingParams = SamplingParams()
     trace: TraceParent | None = None
+    hints: RequestHints = RequestHints()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

@@ -42,7 +42,7 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     encode,
 )
-from scheduler_components.values import ControlReply, FinishReason, OutputBatch, OutputDelta, TraceParent
+from scheduler_components.values import ControlReply, FinishReason, OutputBatch, OutputDelta, RequestHints, TraceParent
 
 __all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
 
@@ -58,6 +58,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
         input_ids: prompt tokens, packed by ``messages.pack_tokens``.
         limits: when to stop.
         sampling: how tokens are chosen; the frontend draws a missing seed.
+        hints: priority, tenant, deadline and adapter, for the scheduling policy.
         stream_interval: tokens between two deltas; 0 for one delta at the end.
         conversation: requests with the same value share a prefix; the dispatcher may send them to one replica.
         replica: the replica that must serve the request; None lets the dispatcher choose.
@@ -68,6 +69,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: bytes
     limits: SamplingLimits
     sampling: SamplingParams = SamplingParams()
+    hints: RequestHints = RequestHints()
     stream_interval: int = 1
     conversation: str | None = None
     replica: int | None = None
@@ -178,7 +180,14 @@ class Frontend:
         stream = self._open[rid] = RequestStream(rid=rid, replica=replica, frontend=self)
         sampling = _with_seed(request.sampling)
         command = SubmitRequest(
-            rid, request.input_ids, request.limits, request.stream_interval, ticket, sampling, request.trace
+            rid,
+            request.input_ids,
+            request.limits,
+            request.stream_interval,
+            ticket,
+            sampling,
+            request.trace,
+            request.hints,
         )
         self.send(replica, command)
         return stream

@@ -33,6 +33,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
     Count,
     LogitBias,
     Name,
+    Priority,
     Stops,
     TokenId,
     by_tier,
@@ -41,7 +42,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
     stop_strings,
 )
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta, TextFrontend
-from scheduler_components.values import FinishReason
+from scheduler_components.values import FinishReason, RequestHints
 
 __all__ = ["GenerateBody", "GenerateEndpoint", "read_generate_body"]
 
@@ -93,6 +94,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool | None = None
     top_logprobs_num: int | None = None
     rid: Name | None = None
+    priority: Priority | None = None
     conversation: Name | None = None
     stream: bool = False
     data_parallel_rank: int | None = None
@@ -115,6 +117,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
                 logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,
                 logit_bias=sorted_bias(params.logit_bias),
             ),
+            hints=RequestHints(priority=self.priority or 0),
             stops=stop_strings(params.stop),
             include_stop_str=params.no_stop_trim,
             stream_interval=params.stream_interval if self.stream else 0,

@@ -15,7 +15,7 @@ from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
-from scheduler_components.values import CachedTokens
+from scheduler_components.values import CachedTokens, RequestHints
 
 __all__ = [
     "MAX_CHOICES",
@@ -37,12 +37,15 @@ MAX_CHOICES = 128
 """Limit of prompts times ``n`` of one body. OpenAI has the same limit of ``n``."""
 
 _MAX_STOPS = 16
+_MAX_TENANT_CHARACTERS = 128  # as of other names; a longer user shares the tenant of its beginning
 _MAX_SHOWN = 64
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+"""A larger one runs first, as in SGLang. vLLM's order is the opposite."""
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Stop: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Stops: TypeAlias = _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=_MAX_STOPS)] | None
@@ -92,6 +95,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     user: str | None = None
+    priority: Priority | None = None
     rid: Name | None = None
     conversation: Name | None = None
     data_parallel_rank: int | None = None
@@ -144,6 +148,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
                 logprobs=logprobs,
                 logit_bias=sorted_bias(self.logit_bias),
             ),
+            hints=RequestHints(priority=self.priority or 0, tenant=(self.user or "")[:_MAX_TENANT_CHARACTERS]),
             stops=stop_strings(self.stop),
             include_stop_str=bool(self.include_stop_str_in_output),
             stream_interval=1 if self.stream else 0,

@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import FinishReason, OutputDelta, TraceParent
+from scheduler_components.values import FinishReason, OutputDelta, RequestHints, TraceParent
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -45,6 +45,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
         max_new_tokens: None for ``DEFAULT_NEW_TOKENS``, or less if the context has less room.
         stop_token_ids, ignore_eos: see ``SamplingLimits``.
         sampling: how tokens are chosen.
+        hints: see ``RequestHints``.
         stops: strings that end the text.
         include_stop_str: keep the stop string in the text.
         stream_interval: tokens between two deltas; 0 for one delta at the end.
@@ -55,6 +56,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling: SamplingParams = SamplingParams()
+    hints: RequestHints = RequestHints()
     stops: tuple[str, ...] = ()
     include_stop_str: bool = False
     stream_interval: int = 1
@@ -134,6 +136,7 @@ class TextFrontend:
             input_ids=pack_tokens(self._check_prompt(prompt)),
             limits=self._limits(len(prompt), params),
             sampling=params.sampling,
+            hints=params.hints,
             # With stop strings each token is needed as soon as possible, because it may end the request.
             stream_interval=1 if params.stops else params.stream_interval,
             conversation=params.conversation,

@@ -15,6 +15,7 @@ import numpy as np
 
 from scheduler_components import CacheIntegrityError, ConfigError, ParallelState
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.cache import PrefixNamespace
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import (
     ZERO_COPY_LAYOUT,
@@ -127,6 +128,10 @@ class HiCacheTiers:
         return self.stepper.cache.num_operations
 
     @property
+    def num_pages_in_transfer(self) -> int:
+        return self.stepper.cache.num_pages_in_transfer
+
+    @property
     def state_digest(self) -> int:
         return self.stepper.cache.state_digest
 
@@ -138,6 +143,9 @@ class HiCacheTiers:
     def layer_counter(self) -> LayerDoneCounter:
         """Where the device waits for pages if the policy loads ``by_layer``."""
         return TierLayerDoneCounter(stepper=self.stepper, layer_counter=self.mover.layer_counter)
+
+    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+        self.stepper.cache.write_to_host(token_ids, namespace)
 
     def stats(self) -> TierStats:
         return self.stepper.cache.stats()

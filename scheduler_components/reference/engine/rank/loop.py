@@ -157,6 +157,7 @@ class RankWorker:
                 tokens,
                 command.limits,
                 sampling=command.sampling,
+                hints=command.hints,
                 stream_interval=command.stream_interval,
                 trace=command.trace,
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
-from scheduler_components.cache import RadixCache
+from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.hicache import HiRadixCache
 from scheduler_components.hicache.prefetch_queue import NullPrefetchQueue, PrefetchQueue
 from scheduler_components.pool_stats_observer import AuditedPool
@@ -21,7 +21,7 @@ PrefixCache: TypeAlias = RadixCache | HiRadixCache
 class CacheTiers(Protocol):
     """A prefix cache and its tiers, stepped with the scheduler: ``HiCacheTiers`` or ``DeviceOnlyTiers``.
 
-    It has ten members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
+    It has twelve members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
     because ``HiCacheTiers`` needs numpy, which an engine without a host tier does not install.
     """
 
@@ -48,6 +48,15 @@ class CacheTiers(Protocol):
     @property
     def lower_pools(self) -> Sequence[AuditedPool]:
         """The pools below the device, for checks."""
+        ...
+
+    @property
+    def num_pages_in_transfer(self) -> int:
+        """Device pages that copies hold; the same number on all ranks."""
+        ...
+
+    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+        """Begin to copy the cached pages of a prefix to the host."""
         ...
 
     def stats(self) -> TierStats | None:
@@ -78,8 +87,12 @@ class DeviceOnlyTiers:
     cache: RadixCache
     prefetch_queue: ClassVar[NullPrefetchQueue] = NullPrefetchQueue()
     num_operations: ClassVar[int] = 0
+    num_pages_in_transfer: ClassVar[int] = 0
     state_digest: ClassVar[int] = 0
     lower_pools: ClassVar[Sequence[AuditedPool]] = ()
+
+    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+        pass
 
     def stats(self) -> None:
         return None

@@ -8,14 +8,14 @@ from scheduler_components.batcher import BatchConditions
 from scheduler_components.dynamic_chunk_sizer import FirstTokenPredictor
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.request_queues import RequestQueues
-from scheduler_components.values import BatchingStats, ScheduledBatch
+from scheduler_components.values import ScheduledBatch
 
 __all__ = ["PrefillForecast"]
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillForecast:
-    """Observes prefills for the fit of the chunk sizer and for predictions. It is the source of ``BatchingStats``.
+    """Observes prefills for the fit of the chunk sizer and for predictions.
 
     Attributes:
         conditions: of the batcher; its chunk sizer has the fit.
@@ -63,19 +63,3 @@ class PrefillForecast:
             self.predictor.on_first_token(request.rid)
         else:
             self.predictor.discard(request.rid)
-
-    def stats(self) -> BatchingStats:
-        """Return the current counters."""
-        dp, predictor = self.conditions.dp.stats, self.predictor
-        return BatchingStats(
-            self.conditions.new_token_ratio.current,
-            predictor.num_observed,
-            predictor.error_s(0.5),
-            predictor.error_s(0.9),
-            dp.steps,
-            dp.idle_batches,
-            dp.eager_steps,
-            dp.padded_tokens,
-            dp.prefills_delayed,
-            dp.prefills_forced,
-        )

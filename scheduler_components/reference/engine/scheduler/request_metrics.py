@@ -16,7 +16,26 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.request_tracer import RequestTracer
 from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, ScheduledBatch, SchedulerCounters
 
-__all__ = ["RequestMetrics"]
+__all__ = ["PriorityWaits", "RequestMetrics"]
+
+
+@dataclass(slots=True)
+class PriorityWaits:
+    """Waits of requests with a priority above 0, of 0, and below 0.
+
+    Attributes:
+        num_requests: requests per class.
+        total_s: sums of their waits.
+    """
+
+    num_requests: list[int] = field(default_factory=lambda: [0, 0, 0])
+    total_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    def add(self, priority: int, wait_s: float) -> None:
+        """Record the wait of one request."""
+        index = 1 - (priority > 0) + (priority < 0)
+        self.num_requests[index] += 1
+        self.total_s[index] += wait_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +49,7 @@ class RequestMetrics:
         work: tickets of received requests and the work done, for load reports.
         rates: throughput and hit rate over the recent window.
         latencies: histograms of request times.
+        waits: waits before the first admission, by priority.
         receiver: counters of the rank's ``RequestReceiver``.
         tracer: makes a span of each ended request.
     """
@@ -40,6 +60,7 @@ class RequestMetrics:
     work: WorkCounters = field(default_factory=WorkCounters)
     receiver: ReceiverStats = field(default_factory=ReceiverStats)
     tracer: RequestTracer = field(default_factory=lambda: RequestTracer(parallel=ParallelState()))
+    waits: PriorityWaits = field(default_factory=PriorityWaits)
     rates: RateMeter = field(init=False)
     latencies: RequestLatencyRecorder = field(init=False)
 
@@ -54,8 +75,10 @@ class RequestMetrics:
 
     def on_admitted(self, request: Request) -> None:
         """Record an admission. The prompt of a retracted request does not count again: it would hit its own pages."""
-        self.latencies.on_admitted(_times(request))
+        times = _times(request)
+        self.latencies.on_admitted(times)
         if not request.num_retractions:
+            self.waits.add(request.hints.priority, times.first_queue_s or 0.0)
             self.counters.prompt_tokens_total += request.num_prompt_tokens
             self.counters.cached_tokens_total += request.num_cached_tokens
             self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)

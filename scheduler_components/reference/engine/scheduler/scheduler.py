@@ -56,10 +56,12 @@ from scheduler_components.ports import (
     OutputSink,
     SpanSink,
 )
+from scheduler_components.preemption_policy import make_preemption_policy
 from scheduler_components.quiesce import QuiesceState, weight_namespace
 from scheduler_components.reference.device.device import Device, DeviceOutput
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.batcher_settings import BatcherSettings, make_ratio_tracker
+from scheduler_components.reference.engine.scheduler.batching_report import BatchingReport
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers, DeviceOnlyTiers, PrefixCache
 from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity
 from scheduler_components.reference.engine.scheduler.prefill_forecast import PrefillForecast
@@ -71,6 +73,7 @@ from scheduler_components.reference.engine.scheduler.tier_prefetcher import Tier
 from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.request_tracer import RequestTracer
+from scheduler_components.scheduling_policy import make_policy
 from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode, RequestState, ScheduledBatch
 from scheduler_components.watchdog import IDLE_PHASE
 
@@ -185,6 +188,20 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             clock=clocks.monotonic,
         )
         output = OutputStreamer(sink=sinks.outputs)
+        # The path of a request: batcher, device, results.
+        kv_cache = RequestKvCache(
+            cache=cache, counters=request_metrics.counters, allocation_log=integrity.allocation_log
+        )
+        prefetcher = conditions.prefetcher = TierPrefetcher(tiers=tiers, kv_cache=kv_cache, queues=queues)
+        batcher = Batcher[Request](
+            limits=config.batch_limits,
+            queues=queues,
+            kv_cache=kv_cache,
+            policy=make_policy(config.schedule_policy, match_length=kv_cache.match_length),
+            preemption=make_preemption_policy(config.preemption_policy),
+            conditions=conditions,
+            observer=request_metrics,
+        )
         metrics = MetricsEmitter(
             parallel=parallel,
             load=load,
@@ -198,24 +215,11 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
                 "quiesce": quiesce,
                 "integrity": integrity.checker,
                 "pools": integrity.pools,
-                "batching": forecast,
+                "batching": BatchingReport(batcher=batcher, request_metrics=request_metrics),
                 "outputs": output,
                 "forward_passes": forward_passes,
                 "spans": tracer,
             },
-        )
-
-        # The path of a request: batcher, device, results.
-        kv_cache = RequestKvCache(
-            cache=cache, counters=request_metrics.counters, allocation_log=integrity.allocation_log
-        )
-        prefetcher = conditions.prefetcher = TierPrefetcher(tiers=tiers, kv_cache=kv_cache, queues=queues)
-        batcher = Batcher(
-            limits=config.batch_limits,
-            queues=queues,
-            kv_cache=kv_cache,
-            conditions=conditions,
-            observer=request_metrics,
         )
         results = BatchResultProcessor(
             kv=kv_cache,

@@ -29,6 +29,11 @@ class TierPrefetcher:
     queues: RequestQueues[Request]
     num_look_ahead: int = 3
 
+    @property
+    def num_pending_pages(self) -> int:
+        """Device pages that copies between tiers hold, and that can be allocated after them."""
+        return self.tiers.num_pages_in_transfer
+
     def start(self, request: Request) -> None:
         """Start to prefetch the prefix of a new request."""
         self.tiers.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace)
@@ -47,6 +52,10 @@ class TierPrefetcher:
             request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
         )
         request.num_cached_prompt_tokens = request.num_cached_tokens
+
+    def on_preempted(self, request: Request) -> None:
+        """Copy the full pages of a preempted request to the host, so that they need not be computed again."""
+        self.tiers.write_to_host(request.token_ids, self.kv_cache.namespace)
 
     def update_prefetched_spans(self) -> None:
         """Recount waiting requests whose tokens a prefetch has found, so that load reports do not count these."""
