@@ -533,7 +533,7 @@ def test_unknown_fields_are_logged_once_and_ignored(
     make_served: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(client: Any) -> None:
-        extra = {"custom_params": 1.0, "stream_options": {"wild": 1}, "lora_path": None, "priority": 3}
+        extra = {"custom_params": 1.0, "stream_options": {"wild": 1}, "lora_path": None, "cache_level": 3}
         for _ in range(3):
             answer = await client.completions.create(model="any", prompt="one", max_tokens=2, extra_body=extra)
             assert answer.usage.completion_tokens == 2
@@ -542,7 +542,7 @@ def test_unknown_fields_are_logged_once_and_ignored(
         use(make_served(), scenario)
     named = [record.getMessage() for record in caplog.records]
     assert len(named) == 3
-    for name in ("custom_params", "stream_options.wild", "priority"):
+    for name in ("custom_params", "stream_options.wild", "cache_level"):
         assert sum(repr(name) in text for text in named) == 1
 
 

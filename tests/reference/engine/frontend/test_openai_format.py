@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
 from scheduler_components.reference.engine.frontend.text_frontend import TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import CachedTokens, OutputDelta, TokenOutput
+from scheduler_components.values import CachedTokens, OutputDelta, RequestHints, TokenOutput
 
 CODEC = WordTokenizer()
 UNCACHED = CachedTokens()
@@ -66,6 +66,16 @@ def test_the_newer_name_of_the_limit_takes_precedence(fields: dict[str, int], li
 )
 def test_the_newer_name_of_the_replica_takes_precedence(fields: dict[str, int], replica: int) -> None:
     assert completion(**fields).params().replica == replica
+
+
+def test_priority_and_user_are_hints_for_the_scheduling_policy() -> None:
+    hints = completion(priority=3, user="ann").params().hints
+    assert (hints.priority, hints.tenant) == (3, "ann")
+    assert completion().params().hints == RequestHints()
+    assert len(completion(user="u" * 1000).params().hints.tenant) == 128
+    for wrong in (2**31, 1.5, "high"):
+        with pytest.raises(msgspec.ValidationError, match="priority"):
+            completion(priority=wrong)
 
 
 @pytest.mark.parametrize(("top_k", "used"), [(None, 0), (-1, 0), (0, 0), (7, 7)])
