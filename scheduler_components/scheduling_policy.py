@@ -562,7 +562,7 @@ class VirtualTokenCounter(Generic[R]):
     _tenants: RequestGroups[str, R] = field(default_factory=RequestGroups, init=False, repr=False)
     _counters: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _floor: float = field(default=0, init=False, repr=False)  # the lowest counter of a waiting tenant; never decreases
-    _last_tenant: str = field(default="", init=False, repr=False)  # that has ceased to wait
+    _last_tenant: str = field(default="", init=False, repr=False)  # of the last request that ceased to wait
     _prune_at: int = field(default=1_024, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -580,7 +580,7 @@ class VirtualTokenCounter(Generic[R]):
 
     def discard(self, request: R) -> None:
         tenant = self._tenants.discard(request)
-        if tenant is not None and not len(self._tenants):
+        if tenant is not None:
             self._last_tenant = tenant.name
 
     def order(self, step: int) -> Iterator[R]:  # noqa: ARG002 - the port's
@@ -610,11 +610,7 @@ class VirtualTokenCounter(Generic[R]):
         self._counters[tenant] = counter
         self._tenants.set_key(tenant, counter)
         if len(self._counters) > self._prune_at:  # A tenant at the floor begins there anyway.
-            self._counters = {
-                name: value
-                for name, value in self._counters.items()
-                if value > self._floor or self._tenants.has_requests(name)
-            }
+            self._counters = {name: value for name, value in self._counters.items() if value > self._floor}
             self._prune_at = 2 * len(self._counters) + 1_024
 
 

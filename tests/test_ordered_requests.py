@@ -144,6 +144,8 @@ def test_each_request_has_its_turn() -> None:
     assert [lengths.length_of(each) for each in requests] == [1, 1, 20, 30, 40]
     lengths.discard(requests[1])
     lengths.discard(request(99))
+    with pytest.raises(KeyError):
+        lengths.length_of(requests[1])
     assert [each.arrival for each, _ in lengths.match_next(2)] == [0], "what has not changed is not reported"
     assert matched == [4, 3, 2, 0, 4, 3]
     lengths.discard(requests[4])

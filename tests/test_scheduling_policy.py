@@ -167,16 +167,20 @@ def test_of_several_requests_with_one_uncached_prefix_the_first_goes_ahead() -> 
         request(3, range(31)),
         request(4, range(31)),
         request(5, (*system, 4), cached=33),
+        request(6, (*system, 5), cached=32),
+        request(7, system[:32]),
     ]
     policy = filled(LongestPrefixMatch(), requests)
-    assert arrivals(policy) == [5, 0, 2, 3, 4, 1], "others: another adapter, too short, and cached"
+    assert arrivals(policy) == [5, 6, 2, 3, 4, 0, 1, 7], "others: another adapter, too short, and cached"
 
 
 def test_at_most_as_many_requests_are_held_back_as_may_be_matched() -> None:
     """10,000 requests with one uncached prefix cost no more than 128."""
-    requests = [request(arrival, (*range(40), arrival)) for arrival in range(10)]
-    policy = filled(LongestPrefixMatch(matches_per_step=3), requests)
-    assert arrivals(policy) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    requests = [request(arrival, (*range(40), arrival)) for arrival in range(6)]
+    policy = filled(LongestPrefixMatch(matches_per_step=3), [*requests, request(6, range(90, 130))])
+    assert arrivals(policy) == [0, 1, 2, 3, 4, 5, 6]
+    policy = filled(LongestPrefixMatch(matches_per_step=6), [*requests, request(6, range(90, 130))])
+    assert arrivals(policy) == [0, 6, 1, 2, 3, 4, 5]
 
 
 def test_more_waiting_requests_than_matches_take_turns() -> None:
@@ -221,6 +225,11 @@ def test_depth_first_by_weight() -> None:
     assert arrivals(filled(DfsWeight(), requests)) == [4, 5, 2, 1, 3, 6, 7, 0]
 
 
+def test_uncached_requests_are_in_order_of_arrival_whatever_their_adapter() -> None:
+    requests = [request(arrival, lora=lora) for arrival, lora in enumerate(("z", None, "a", "m"))]
+    assert arrivals(filled(DfsWeight(), requests)) == [0, 1, 2, 3]
+
+
 def test_prefixes_that_differ_within_a_token_share_only_whole_tokens() -> None:
     """Tokens are compared as bytes: 0x0101 and 0x0201 share one byte and no token."""
     requests = [request(0, (5, 7), cached=1), request(1, (0x0101, 7), cached=1), request(2, (0x0201, 7), cached=1)]
@@ -233,9 +242,32 @@ def test_children_of_equal_weight_are_in_order_of_their_earliest_arrival() -> No
     assert arrivals(filled(DfsWeight(), requests)) == [0, 5, 1, 4, 2, 3]
 
 
+def test_the_weight_of_a_prefix_counts_all_requests_below_it() -> None:
+    tokens = [(2,), (2,), (2,), (1, 1), (1, 1), (1, 1), (1, 2)]
+    requests = [request(at, each, cached=len(each)) for at, each in enumerate(tokens)]
+    assert arrivals(filled(DfsWeight(), requests)) == [3, 4, 5, 6, 0, 1, 2], "4 begin with 1, and 3 with 2"
+
+
+def test_the_earliest_arrival_of_a_prefix_may_be_below_it() -> None:
+    tokens = [(1, 1, 5), (2, 2), (2, 2, 6), (1, 1, 6)]
+    requests = [request(at, each, cached=len(each)) for at, each in enumerate(tokens)]
+    assert arrivals(filled(DfsWeight(), requests)) == [0, 3, 2, 1]
+
+
 def test_a_walk_covers_the_earliest_requests_and_the_others_follow() -> None:
     requests = [request(0), *(request(arrival, (7, 7, 7), cached=2) for arrival in range(1, 6))]
     assert arrivals(filled(DfsWeight(matches_per_step=3), requests)) == [1, 2, 0, 3, 4, 5]
+
+
+def test_a_preempted_request_is_matched_again_in_its_step() -> None:
+    requests = [request(0, (1, 2)), request(1, (3, 4))]
+    lengths = {0: 0, 1: 0}
+    policy = filled(DfsWeight(match_length=lambda each: lengths[each.arrival]), requests)
+    assert arrivals(policy) == [0, 1]
+    lengths[1] = 2
+    policy.discard(requests[1])
+    policy.add(requests[1], 0)
+    assert arrivals(policy) == [1, 0]
 
 
 def test_a_long_chain_of_prefixes_needs_no_deep_stack() -> None:
@@ -268,6 +300,15 @@ def test_the_highest_response_ratio_is_first() -> None:
     policy.discard(next(policy.order(71)))
     policy.add(request(3, range(8)), 71)
     assert arrivals(policy, 71) == [2, 0, 3], "16 / 8 > 72 / 64 > 1 / 8"
+
+
+def test_tokens_are_rounded_up_to_a_power_of_two() -> None:
+    policy = filled(HighestResponseRatio(), [request(0, range(8))])
+    policy.add(request(1, range(7)), 1)
+    assert arrivals(policy, 2) == [0, 1], "both count as 8 tokens"
+    policy.add(request(2, range(9)), 2)
+    policy.add(request(3, range(5)), 2)
+    assert arrivals(policy, 2) == [0, 1, 3, 2], "9 tokens count as 16"
 
 
 # Shares of tenants, and adapters.
@@ -306,6 +347,24 @@ def test_an_idle_tenant_saves_up_nothing_and_loses_nothing() -> None:
     assert arrivals(policy, 2) == [0, 1], "its own counter is higher"
     policy.on_scheduled(computed(busy, 501))
     assert arrivals(policy, 3) == [1, 0]
+
+
+def test_a_tenant_that_returns_is_lifted_to_the_lowest_counter() -> None:
+    busy, idle = request(0, tenant="busy"), request(1, tenant="idle")
+    policy = filled(VirtualTokenCounter(), [busy, idle])
+    policy.on_scheduled(computed(idle, 10))
+    policy.discard(idle)
+    policy.on_scheduled(computed(busy, 1_000))
+    arrivals(policy, 1)
+    policy.add(idle, 2)
+    assert arrivals(policy, 2) == [0, 1], "it has received 10, and the others 1,000"
+
+
+def test_tenants_with_equal_counters_are_in_order_of_their_next_arrival() -> None:
+    requests = [request(0, tenant="a"), request(2, tenant="b"), request(5, tenant="a")]
+    policy = filled(VirtualTokenCounter(), requests)
+    policy.on_scheduled(computed(requests[1], 1))
+    assert arrivals(policy) == [0, 2, 5]
 
 
 def test_after_a_time_without_waiting_requests_the_last_tenant_is_the_measure() -> None:

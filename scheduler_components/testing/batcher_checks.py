@@ -117,7 +117,7 @@ def check_no_requests_preempt_each_other_forever(open_batcher: OpenBatcher) -> N
 
 def check_no_page_is_lost(open_batcher: OpenBatcher) -> None:
     """After every step each page has one owner, and in the end no request holds a page."""
-    for seed in (1, 2):
+    for seed in (1, 7):  # In the second, requests are aborted while they run.
         session = _session("Every page has one owner, and in the end none is held", open_batcher, SMALL_LIMITS)
         session.serve(random_workload(seed))
         session.expect_nothing_held()
@@ -130,6 +130,24 @@ def check_preempted_requests_lose_no_token(open_batcher: OpenBatcher) -> None:
         session = _session(f"A preempted request loses no token ({mode})", open_batcher, limits, num_pages=22)
         session.serve(random_workload(4, num_requests=10))
         session.expect_outputs()
+
+
+def check_arrivals_do_not_hold_up_decodes(open_batcher: OpenBatcher) -> None:
+    """A request that decodes ends while a prefill arrives in every step, in both modes."""
+    num_steps = 150
+    arrivals = [PlannedRequest((100 + n,) * 12, 1, step=n) for n in range(1, num_steps)]
+    workload = [PlannedRequest((1, 2, 3), 6), *arrivals]
+    for mode in BATCH_MODES:
+        limits = attrs.evolve(SMALL_LIMITS, mode=mode)
+        session = _session(f"A request decodes while prefills arrive in every step ({mode})", open_batcher, limits)
+        for step in range(num_steps):
+            session.begin_step(workload, step)
+            session.step()
+            if session.requests[0].finish_reason is not None:
+                break
+        session.trace.require(
+            session.requests[0].finish_reason is not None, f"an end of r0 within {num_steps} steps", session.requests[0]
+        )
 
 
 def check_an_empty_batcher_is_idle(open_batcher: OpenBatcher) -> None:
@@ -205,5 +223,6 @@ BATCHER_CHECKS = (
     check_no_requests_preempt_each_other_forever,
     check_no_page_is_lost,
     check_preempted_requests_lose_no_token,
+    check_arrivals_do_not_hold_up_decodes,
     check_ranks_decide_equally,
 )

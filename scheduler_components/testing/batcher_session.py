@@ -282,7 +282,7 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
         trace.note(f"got {self.batches[-1]}")
         trace.expect(tokens_before, [len(each.token_ids) for each in self.requests], "tokens of each request")
         self._verify(batch, running_before)
-        for chunk in batch.chunks:
+        for chunk in reversed(batch.chunks):  # No chunk may read KV that another one of its batch writes.
             self._compute(chunk.request, chunk.end, is_prefill=chunk.is_prefill)
         trace.expect([], [str(each) for each in find_pool_violations(self.pool)], "violations of the pool")
         return batch
@@ -300,9 +300,15 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
         """Verify that no request is left and that every page is free or cached."""
         held = self.kv_cache.cache.capacity_tokens // self.kv_cache.page_size - self.kv_cache.available_pages
         self.trace.expect(
-            (0, 0, 0),
-            (len(self.queues), self.queues.num_chunked_tokens_left, held),
-            "(requests, prefill tokens, pages) left",
+            (0, 0, 0, 0, 0),
+            (
+                len(self.queues),
+                len(self.queues.running),
+                len(self.queues.waiting),
+                self.queues.num_chunked_tokens_left,
+                held,
+            ),
+            "(requests, running, waiting, prefill tokens, pages) left",
         )
 
     def _verify(self, batch: ScheduledBatch[CheckedRequest], running_before: set[str]) -> None:
@@ -319,6 +325,7 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
             num_pages = -(-chunk.end // page_size)
             trace.require(len(request.pages) >= num_pages, f"{num_pages} pages of {request!r}", len(request.pages))
             trace.expect(request.num_prefill_tokens_left > 0, chunk.is_prefill, f"whether {request!r} is in prefill")
+            trace.require(chunk.is_prefill or chunk.num_tokens == 1, "one position per decode", chunk)
             if chunk.is_prefill:
                 num_prefill += chunk.num_tokens
                 trace.require(
@@ -331,6 +338,9 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
         num_decode = sum(not chunk.is_prefill for chunk in batch.chunks)
         trace.expect(num_decode, batch.num_decode_tokens, "num_decode_tokens")
         trace.expect(sum(chunk.end for chunk in batch.chunks), batch.num_context_tokens, "num_context_tokens")
+        now_running = {str(each.rid) for each in running}
+        trace.expect(len(now_running - running_before), batch.num_admitted, "num_admitted")
+        trace.expect(len(running_before - now_running), batch.num_retracted, "num_retracted")
         if limits.mode == "prefill_first":
             trace.require(not (num_prefill and num_decode), "prefills or decodes", (num_prefill, num_decode))
         trace.require(
