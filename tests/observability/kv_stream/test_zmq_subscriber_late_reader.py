@@ -18,8 +18,17 @@ STANDING = 12_000
 """Blocks that stay cached: some are in the snapshot."""
 
 
-@pytest.mark.parametrize("send_mode", ["background", "inline"])
-@pytest.mark.parametrize("rate", [500, 2_000, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("rate", "send_mode"),
+    [
+        (500, "inline"),
+        (2_000, "background"),
+        *[
+            pytest.param(*case, marks=pytest.mark.soak_only)
+            for case in ((500, "background"), (2_000, "inline"), (10_000, "background"), (10_000, "inline"))
+        ],
+    ],
+)
 def test_a_late_reader_arrives_in_every_loop(start_publisher: Start, watch: Start, rate: int, send_mode: str) -> None:
     """The loop never calls ``idle()``. The first fold after the snapshot takes the batch that the answer sends next."""
     publisher = start_publisher(buffer_steps=BUFFER_STEPS, send_mode=send_mode)
