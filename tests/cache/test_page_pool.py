@@ -118,7 +118,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
 
 TestPagePoolMachine = pytest.mark.soak(PagePoolMachine.TestCase)
-TestPagePoolMachine.settings = settings(max_examples=num_examples(2), stateful_step_count=30, deadline=None)
+TestPagePoolMachine.settings = settings(max_examples=num_examples(3), stateful_step_count=30, deadline=None)
 
 
 def test_pages_are_allocated_in_a_fixed_order() -> None:
