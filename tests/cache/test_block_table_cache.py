@@ -44,6 +44,16 @@ def test_a_match_does_not_change_the_order_of_eviction() -> None:
     assert not cache.match_prefix([1] * PAGE_SIZE).num_tokens
 
 
+def test_an_insert_without_a_lock_keeps_parents_longer_than_children() -> None:
+    cache = open_cache(4)
+    first = cache.insert([1, 2], cache.allocate(1))
+    cache.insert([9, 9], cache.allocate(1))
+    cache.insert([1, 2, 3, 4], [*first.pages, *cache.allocate(1)])
+    cache.check_integrity()
+    assert cache.evict(2) == 2
+    assert cache.match_prefix([1, 2, 3, 4]).num_tokens == 2, "the root was evicted before its child"
+
+
 def test_hashes_are_those_of_the_radix_cache() -> None:
     """A reader can join the streams of both caches."""
     radix = RadixCache(page_size=PAGE_SIZE, capacity_tokens=16, record=True)

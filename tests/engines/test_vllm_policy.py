@@ -22,7 +22,9 @@ from vllm_schedulers import WORKLOADS, PlayedWorker, comparable, make_request, o
 from scheduler_components import ConfigError
 from scheduler_components.engines.vllm import PolicyScheduler
 from scheduler_components.engines.vllm_policy import AsyncPolicyScheduler
+from scheduler_components.engines.vllm_request import VllmRequest
 from scheduler_components.reference.device.workload import open_trace, prompt_tokens
+from scheduler_components.scheduling_policy import FirstComeFirstServed
 
 pytestmark = [
     pytest.mark.engine,
@@ -109,6 +111,23 @@ def test_the_longest_cached_prefix_is_found_in_vllms_cache(tiny_llama: Path) -> 
         worker.scheduler.add_request(make_request(rid, prompt, 1))
     worker.drain()
     assert list(worker.ended) == ["warm", "warm again", "cold"]
+
+
+def test_policies_see_what_each_step_computes(tiny_llama: Path) -> None:
+    """A prompt in chunks, then one token per step; both queues' policies see it."""
+    worker = PlayedWorker(open_scheduler(PolicyScheduler, tiny_llama, max_num_batched_tokens=8))
+    seen: dict[str, list[tuple[int, int, bool]]] = {"waiting": [], "kv_holding_waiting": []}
+    for name, chunks in seen.items():
+
+        class Recorder(FirstComeFirstServed[VllmRequest]):
+            def on_scheduled(self, batch: Any, chunks: Any = chunks) -> None:
+                chunks.extend((chunk.start, chunk.end, chunk.is_prefill) for chunk in batch)
+
+        getattr(worker.scheduler, name).policy = Recorder()
+    worker.scheduler.add_request(make_request("a", [1] * 19, 3))
+    worker.drain()
+    expected = [(0, 8, True), (8, 16, True), (16, 19, True), (19, 20, False), (20, 21, False)]
+    assert seen == {"waiting": expected, "kv_holding_waiting": expected}
 
 
 def test_an_unknown_policy_is_one_sentence_at_the_start(tiny_llama: Path) -> None:

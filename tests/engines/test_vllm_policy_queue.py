@@ -164,6 +164,52 @@ def test_a_broken_policy_is_replaced_once_and_loses_no_request(
     assert ids(queue) == ["d", "e"]
 
 
+def test_an_iteration_names_each_request_once_whatever_the_policy_yields() -> None:
+    queue = open_queue(Broken("twice"))
+    for rid in "abc":
+        queue.add_request(make_double(rid))
+    assert sorted(ids(queue)) == ["a", "b", "c"]
+    assert queue.num_replaced_policies == 1
+
+
+def test_a_request_that_is_taken_is_in_prefill_up_to_its_last_token() -> None:
+    requests = VllmRequests(max_model_len=100)
+    queue = PolicyQueue(FirstComeFirstServed(), requests, lambda: 1)
+    theirs = make_double("a", [1, 2, 3])
+    queue.add_request(theirs)
+    view = requests.of(queue.pop_request())
+    assert (view.prefill_end, list(view.token_ids)) == (3, [1, 2, 3])
+    theirs._all_token_ids[1:] = [8, 9, 7]  # the next input of a streaming session
+    queue.add_request(theirs)
+    assert list(view.token_ids) == [1, 8, 9, 7]
+
+
+def test_the_order_is_not_read_on_after_a_removal() -> None:
+    """A policy may rely on it: while its order is read, only the request just yielded is discarded."""
+
+    class Strict(FirstComeFirstServed[VllmRequest]):
+        num_others = 0
+
+        def discard(self, request: VllmRequest) -> None:
+            super().discard(request)
+            self.num_others += 1
+
+        def order(self, step: int) -> Iterator[VllmRequest]:
+            for view in list(super().order(step)):
+                before = self.num_others
+                yield view
+                assert self.num_others <= before + 1
+
+    queue = open_queue(Strict())
+    theirs = [make_double(rid) for rid in "abcd"]
+    for each in theirs:
+        queue.add_request(each)
+    assert queue.peek_request() is theirs[0]
+    queue.remove_requests(theirs[1:3])
+    assert [queue.pop_request() for _ in range(2)] == [theirs[0], theirs[3]]
+    assert queue.num_replaced_policies == 0
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="`make engines` makes an environment with vllm")
 def test_it_has_every_method_of_vllms_queue() -> None:
     from vllm.v1.core.sched.request_queue import RequestQueue

@@ -187,6 +187,7 @@ class BlockTableComparison:
         assert sorted(self.ledger.hashes()) == hashes
         assert find_pool_violations(BlockTablePool(cache=self.cache, requests=self)) == []
         self.cache.check_integrity()
+        assert self.cache.num_locks == len(self.requests)
 
     def count_held(self) -> HeldCount:
         return HeldCount(sum(len(request.pages) - request.num_cached for request in self.requests))
