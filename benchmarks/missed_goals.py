@@ -6,6 +6,12 @@ __all__ = ["REASONS"]
 
 REASONS: tuple[tuple[str, str], ...] = (
     (
+        "policies: order and admission, (fcfs|priority), 128 waiting",
+        "Reading three requests of the order takes 4 us of it. The rest is the admission of two requests, with their "
+        "pages, and with the latencies and counts that reports need. SGLang allocates and counts later, outside of the "
+        "calls that this row times.",
+    ),
+    (
         "publish: CPU of publishing per step",
         "The encoder checks each value, 4 ns per token and 200 ns per event (`codec`). The peers check none, and their "
         "encoder takes 120 ns per event. Each block enters the snapshot and leaves it again, 0.2 to 0.3 us each in a "
