@@ -589,8 +589,10 @@ def _warn_if_open(*bound: Endpoint | None) -> bool:
 _PUBLISH_S = 75e-6
 """Time that ``publish()`` sends. The rest is left to the thread or to the next call."""
 
-_MIN_REPLAY_S, _MAX_REPLAY_S, _REPLAY_SHARE = 50e-6, 0.005, 0.05
-"""Time that ``publish()`` serves replays: a share of the time since the last call, within bounds."""
+_MIN_REPLAY_S, _MAX_REPLAY_S, _REPLAY_SHARE = 50e-6, 0.005, 0.1
+"""Time that ``publish()`` serves replays: a share of the time since it last did. More than clients need costs live
+batches their place on the processors.
+"""
 
 _IDLE_REPLAY_S = 0.0003
 """Time that ``idle()`` serves replays, while the scheduler waits for its device."""
@@ -732,7 +734,7 @@ class ZmqEventPublisher(EventPublisher):
         self._backlog = Backlog(1 if self._is_inline else settings.max_queue_size)
         # True while batches are left to the thread, because the scheduler publishes and does not call ``idle()``.
         self._is_handing_over = False
-        self._drained_at_s = self._busy_at_s = 0.0
+        self._drained_at_s = self._busy_at_s = self._replayed_at_s = 0.0
         self._late_at_s = -math.inf
         self._closed: CloseReport | None = None
         self._close_by_s: float | None = None
@@ -797,10 +799,14 @@ class ZmqEventPublisher(EventPublisher):
         return self._backstop.watch() and self._closed is None
 
     def _replay_s(self, now_s: float) -> float:
-        """Return the time in seconds that this call serves replays: 0 if the thread can serve them."""
+        """Return the time in seconds that this call serves replays: 0 if the thread can, or if a call just did."""
         if not len(self._edge.sessions) or not (self._is_inline or self._is_thread_overdue(now_s)):
             return 0.0
-        return min(_MAX_REPLAY_S, max(_MIN_REPLAY_S, (now_s - self._backlog.last_s) * _REPLAY_SHARE))
+        replay_s = min(_MAX_REPLAY_S, (now_s - self._replayed_at_s) * _REPLAY_SHARE)
+        if replay_s < _MIN_REPLAY_S:
+            return 0.0
+        self._replayed_at_s = now_s
+        return replay_s
 
     def _is_thread_prompt(self, now_s: float) -> bool:
         """Return whether the thread has been getting the GIL in time, as far as its polls show."""
