@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="`make engines` makes an environment with vll
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 from vllm_in_process import Engine, prompts, start_engine
 from vllm_schedulers import WORKLOADS, PlayedWorker, make_request, open_scheduler, play
 from vllm_server import VllmServer
@@ -97,6 +98,26 @@ def test_the_worker_is_sent_what_changed(tiny_llama: Path) -> None:
                 assert 0 not in tables[rid], "the null block was given to a request"
     assert num_resumed > 0
     assert worker.ended == {"a": "length", "b": "length"}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_abort_while_the_worker_computes_loses_only_its_request(tiny_llama: Path, num_steps: int) -> None:
+    """In its prefill of two chunks, and in decode. vLLM applies aborts between the worker's end and the update."""
+    worker = PlayedWorker(
+        strict(open_scheduler(ComponentScheduler, tiny_llama, max_num_batched_tokens=8)), num_in_flight=2
+    )
+    for rid in ("aborted", "other"):
+        worker.scheduler.add_request(make_request(rid, [1] * 12, 4))
+    for _ in range(num_steps):
+        worker.step()
+        worker.update()
+    worker.step()  # its tokens are not applied yet
+    worker.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    worker.update()
+    worker.num_in_flight = 1
+    worker.drain()
+    assert worker.ended == {"other": "length"}
+    assert worker.scheduler.cache.used_tokens == 0
 
 
 def test_a_pause_holds_requests(tiny_llama: Path) -> None:
