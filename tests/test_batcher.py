@@ -239,6 +239,26 @@ def test_refusals_are_counted_by_reason() -> None:
     assert reasons == {"tokens", "slots", "pages", "watermark"}
 
 
+def test_a_step_without_a_free_slot_does_not_read_the_order() -> None:
+    """So 10,000 waiting requests cost no more than one, whatever the policy."""
+
+    class Unread(Fcfs):
+        def order(self, step: int) -> Iterator[CheckedRequest]:
+            raise AssertionError("read")
+
+    session = a_session(opening(), num_pages=60)
+    for number in range(6):
+        session.add(planned(first=100 * number))
+    while len(session.queues.running) < SMALL_LIMITS.max_running_requests:
+        session.step()
+    policy = session.batcher.policy = Unread()
+    for request in session.queues.waiting:
+        policy.add(request, 1)
+    refusals = session.batcher.refusals["slots"]
+    session.step()
+    assert (session.batcher.policy, session.batcher.refusals["slots"]) == (policy, refusals + 1)
+
+
 def test_many_waiting_requests_of_a_capped_tenant_are_not_all_read() -> None:
     class Counting(Fcfs):
         num_read = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.cache.block_hash import pack_tokens
@@ -36,7 +37,10 @@ class PrefetchQueue:
     Attributes:
         transfers: moves the pages.
         policy: when to stop a prefetch, and which loads are worth their transfer.
+        num_look_ahead: waiting requests behind the next one whose pages are fetched already.
     """
+
+    num_look_ahead: ClassVar[int] = 3
 
     transfers: TierTransfers
     policy: HiCachePolicy
@@ -168,6 +172,8 @@ class PrefetchQueue:
 
 class NullPrefetchQueue:
     """The ``PrefetchQueue`` of a cache without host and storage tiers: no request waits for pages."""
+
+    num_look_ahead = 0
 
     def start(self, rid: str, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> None:
         pass

@@ -21,13 +21,16 @@ class TierPrefetcher:
         tiers: the prefix cache and its tiers.
         kv_cache: its namespace is part of each prefix.
         queues: the waiting requests, whose uncached tokens are recounted.
-        num_look_ahead: waiting requests behind the next one that are prefetched already.
     """
 
     tiers: CacheTiers
     kv_cache: RequestKvCache[RadixNode]
     queues: RequestQueues[Request]
-    num_look_ahead: int = 3
+
+    @property
+    def num_look_ahead(self) -> int:
+        """Waiting requests behind the next one whose pages are fetched already; 0 without tiers."""
+        return self.tiers.prefetch_queue.num_look_ahead
 
     @property
     def num_pending_pages(self) -> int:

@@ -21,6 +21,8 @@ from scheduler_components.values import CachedTokens
 class ComingFromStorage:
     """PrefetchQueue of a cache whose storage brings tokens 8 to 40 of one request, and lets it wait until then."""
 
+    num_look_ahead = 3
+
     def __init__(self) -> None:
         self.spans = [("waits", (8, 40)), ("never-came", (0, 4))]
 
