@@ -15,7 +15,7 @@ from scheduler_components.admission_budget import BatchLimits
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
-from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.scheduling_policy import FirstComeFirstServed, PriorityPolicy
 from scheduler_components.testing.batcher_checks import BATCHER_CHECKS, SMALL_LIMITS, random_workload
 from scheduler_components.testing.batcher_session import (
     BatcherSession,
@@ -173,6 +173,21 @@ def test_a_preemption_policy_that_fails_is_replaced_and_reported_once(
     assert sound.batcher.preemptions["LatestArrival"] > 1
 
 
+def test_the_earliest_running_request_is_never_a_candidate() -> None:
+    offered: list[list[int]] = []
+
+    class PreemptsTheFirst:
+        def select_victim(self, candidates: Sequence[CheckedRequest]) -> CheckedRequest:
+            offered.append([each.arrival for each in candidates])
+            assert min(each.arrival for each in session.queues.running) not in offered[-1]
+            return candidates[0]
+
+    session = a_session(opening(preemption=PreemptsTheFirst, ratio=0.0))
+    session.serve(random_workload(2))
+    assert session.batcher.num_replaced_policies == 0
+    assert max(map(len, offered)) > 1 and all(arrivals == sorted(arrivals) for arrivals in offered)
+
+
 class Mirror(Fcfs):
     """Keeps the calls, to compare them with the queue."""
 
@@ -274,6 +289,19 @@ def test_many_waiting_requests_of_a_capped_tenant_are_not_all_read() -> None:
         session.add(planned(tenant="a", first=10 * number))
     session.batcher.next_batch()
     assert 128 <= Counting.num_read <= 130
+
+
+def test_no_request_is_admitted_in_a_step_that_preempts_one() -> None:
+    """The pages of the victim are for those that run, also where the next request is small and urgent."""
+    limits = attrs.evolve(SMALL_LIMITS, max_running_requests=2)
+    session = a_session(opening(PriorityPolicy, ratio=0.0), num_pages=8, limits=limits)
+    for number in range(2):
+        session.add(planned(first=100 * number, prompt=8, new=16))
+    session.step()
+    session.add(PlannedRequest((500,), 1, RequestHints(priority=5)))
+    while not (batch := session.step()).num_retracted:
+        pass
+    assert (batch.num_admitted, session.step().num_admitted) == (0, 1)
 
 
 class Copies:
