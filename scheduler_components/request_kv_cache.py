@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode
 from scheduler_components.ports import AllocationSink, NullAllocationSink
-from scheduler_components.values import SchedulerCounters
+from scheduler_components.request_queues import RequestQueues, TrackedRequest
+from scheduler_components.values import HeldCount, PageHolding, SchedulerCounters
 
 __all__ = [
     "KV_POOL",
@@ -16,6 +17,7 @@ __all__ = [
     "KvRequest",
     "PrefixCache",
     "RequestKvCache",
+    "RequestPageHolders",
     "pages_for",
 ]
 
@@ -248,3 +250,38 @@ class RequestKvCache(Generic[Node]):
         request.node = None
         request.pages = []
         request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
+
+
+class HoldingRequest(TrackedRequest, Protocol):
+    """A request, as ``RequestPageHolders`` reads it: the scheduler's own class.
+
+    Attributes:
+        pages, num_cached_pages, node: as in ``KvRequest``.
+    """
+
+    pages: list[int]
+    num_cached_pages: int
+    node: RadixNode | None
+
+
+H = TypeVar("H", bound=HoldingRequest)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestPageHolders(Generic[H]):
+    """The ``PageHolders`` of a scheduler: its requests. Waiting requests are included; they should hold no page.
+
+    Attributes:
+        queues: the waiting and running requests.
+    """
+
+    queues: RequestQueues[H]
+
+    def count_held(self) -> HeldCount:
+        return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.queues.running]))
+
+    def holdings(self) -> Iterator[PageHolding]:
+        for request in self.queues:
+            if request.pages or request.node is not None:
+                end = request.num_cached_pages
+                yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)

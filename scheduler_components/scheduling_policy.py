@@ -26,6 +26,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from importlib import import_module
 from itertools import islice
 from typing import ClassVar, Generic, TypeVar
 
@@ -46,6 +47,7 @@ __all__ = [
     "PriorityPolicy",
     "ShortestRemainingPrefill",
     "VirtualTokenCounter",
+    "check_policy_name",
     "make_policy",
 ]
 
@@ -685,18 +687,50 @@ POLICY_NAMES = (
 """The names that `make_policy` takes: SGLang's (``--schedule-policy``) or vLLM's (``priority``) where there is one."""
 
 
+def check_policy_name(name: str) -> str:
+    """Return a name that `make_policy` takes: one of ``POLICY_NAMES``, or ``module:name`` of a policy of your own.
+
+    Raises:
+        ConfigError: the name is unknown, or nothing is there to import.
+    """
+    if ":" in name:
+        _import_policy(name)
+    else:
+        check_choice("schedule_policy", name, POLICY_NAMES, "is not a scheduling policy")
+    return name
+
+
+def _import_policy(path: str) -> Callable[..., SchedulingPolicy[R]]:
+    module_name, _, attribute = path.partition(":")
+    problem, hint = "", "give module:name of a class or function, with the module on PYTHONPATH"
+    try:
+        found = getattr(import_module(module_name), attribute)
+    except (ImportError, ValueError) as error:
+        problem = f"cannot be imported ({error})"
+    except AttributeError:
+        problem = f"has no {attribute!r} in module {module_name!r}"
+    else:
+        problem = "" if callable(found) else "is not a class or function that makes a policy"
+    if problem:
+        raise ConfigError("schedule_policy", path, problem, hint)
+    make: Callable[..., SchedulingPolicy[R]] = found
+    return make
+
+
 def make_policy(name: str, *, match_length: Callable[[R], int] = _last_match) -> SchedulingPolicy[R]:
     """Return a new policy with its default settings.
 
     Args:
-        name: of ``POLICY_NAMES``.
+        name: one of ``POLICY_NAMES``, or ``module:name`` of a class or function of your own, which is called with
+            ``match_length``.
         match_length: returns how many tokens of a request are cached (``RequestKvCache.match_length``). By default the
             number that the request has, for schedulers that match waiting requests by themselves.
 
     Raises:
         ConfigError: the name is unknown; the error lists the known ones.
     """
-    check_choice("schedule_policy", name, POLICY_NAMES, "is not a scheduling policy")
+    if ":" in check_policy_name(name):
+        return _import_policy(name)(match_length)
     policies: dict[str, Callable[[], SchedulingPolicy[R]]] = {
         "fcfs": FirstComeFirstServed,
         "priority": PriorityPolicy,

@@ -94,7 +94,7 @@ def free_what_is_held(bench: PoolBench) -> None:
 
 
 def put_in_the_free_list_again(bench: PoolBench) -> None:
-    bench.cache.pool._free.append(bench.cache.pool._free[0])
+    bench.cache.pool._push(bench.cache.pool.free_pages()[-1:])
 
 
 def hold_a_page_of_another(bench: PoolBench) -> None:

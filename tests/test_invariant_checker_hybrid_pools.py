@@ -5,6 +5,7 @@ SGLang reports for each the number of missing pages when the server is idle, and
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -41,7 +42,7 @@ class FreesTwice(HybridPages):
         shared = request.pages[: request.num_cached_pages]
         super().free(request)
         if shared and request.state is RequestState.FINISHED:
-            self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # a pool without states lets it
+            self.cache.pool._push(array("I", shared[-1:]))  # type: ignore[union-attr]  # a pool without states lets it
             self.allocation_log.record("freed", "full", request.rid, "FreesTwice.release", shared[-1:])
 
 

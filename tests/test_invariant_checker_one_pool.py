@@ -7,6 +7,7 @@ both are acquired by the match and lost when the request is forgotten.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,10 +22,10 @@ from scheduler_components.errors import CacheIntegrityError
 from scheduler_components.pool_stats_observer import RadixCachePool
 from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
 from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.integrity import RequestPageHolders, RequestSlotPool
+from scheduler_components.reference.engine.scheduler.integrity import RequestSlotPool
 from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.request_kv_cache import KV_POOL, RequestKvCache
+from scheduler_components.request_kv_cache import KV_POOL, RequestKvCache, RequestPageHolders
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.values import AllocationRecord, FinishReason, PageHolding
 
@@ -81,7 +82,7 @@ class FreesTwice(RequestKvCache):
         shared = request.pages[: request.num_cached_pages]
         RequestKvCache.free(self, request)
         if shared and request.state is RequestState.FINISHED:
-            self.cache.pool._free.append(shared[-1])  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
+            self.cache.pool._push(array("I", shared[-1:]))  # type: ignore[union-attr]  # the pool's own ``free`` refuses it
             self.allocation_log.record("freed", KV_POOL, request.rid, "FreesTwice.release", shared[-1:])
 
 

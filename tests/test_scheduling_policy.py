@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from scheduler_components.scheduling_policy import (
     PriorityPolicy,
     ShortestRemainingPrefill,
     VirtualTokenCounter,
+    check_policy_name,
     make_policy,
 )
 from scheduler_components.testing.policy_checks import (
@@ -562,3 +564,22 @@ def test_orders_do_not_depend_on_hashes() -> None:
     }
     assert len(orders) == 1
     assert len(orders.pop()) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:Policy", "cannot be imported (No module named 'no_such_module')"),
+        (":Policy", "cannot be imported ("),
+        ("json:Policy", "has no 'Policy' in module 'json'"),
+        ("sys:maxsize", "is not a class or function that makes a policy"),
+    ],
+)
+def test_a_path_without_a_policy_is_one_sentence(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"schedule_policy={name!r}: {problem}")):
+        check_policy_name(name)
+
+
+def test_a_policy_of_your_own_is_made_with_the_match() -> None:
+    found = make_policy("functools:partial", match_length=len)
+    assert found.func is len  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from scheduler_components.admission_budget import AdmissionBudget, AdmissionDema
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.config import parse_json_object
 from scheduler_components.ports import SchedulingPolicy
-from scheduler_components.scheduling_policy import POLICY_NAMES, make_policy
+from scheduler_components.scheduling_policy import POLICY_NAMES, check_policy_name, make_policy
 from scheduler_components.validators import check_choice, check_integer
 from scheduler_components.values import RequestHints
 
@@ -48,7 +48,7 @@ class SglangSchedulingSettings:
     """The value of the variable, a JSON object.
 
     Attributes:
-        policy: a name of ``scheduling_policy.POLICY_NAMES``; empty for SGLang's own order.
+        policy: a name of ``scheduling_policy.POLICY_NAMES``, or ``module:name`` of your own; empty for SGLang's order.
         admission: whether an ``AdmissionBudget`` decides what the adder admits.
         watermark_pages: with ``admission``, pages that an admission leaves free.
 
@@ -74,7 +74,11 @@ class SglangSchedulingSettings:
         settings = cls(**given)
         if settings.policy:
             names = tuple(name for name in POLICY_NAMES if name not in _UNSUPPORTED)
-            check_choice("policy", settings.policy, names, "is not a policy that SGLang's requests can be ordered by")
+            if ":" not in settings.policy:
+                check_choice(
+                    "policy", settings.policy, names, "is not a policy that SGLang's requests can be ordered by"
+                )
+            check_policy_name(settings.policy)
         if type(settings.admission) is not bool:
             raise ConfigError("admission", settings.admission, "is not true or false", "give true or false")
         check_integer("watermark_pages", settings.watermark_pages, "is not a number of pages", at_least=0)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -15,14 +15,12 @@ from scheduler_components.admission_budget import BatchLimits
 from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.invariant_checker import find_pool_violations
 from scheduler_components.pool_stats_observer import RadixCachePool
-from scheduler_components.request_kv_cache import RequestKvCache
+from scheduler_components.request_kv_cache import RequestKvCache, RequestPageHolders
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.fake_device import PagedModel, next_token
 from scheduler_components.values import (
     FinishReason,
-    HeldCount,
-    PageHolding,
     RequestHints,
     RequestState,
     ScheduledBatch,
@@ -147,22 +145,6 @@ OpenBatcher: TypeAlias = Callable[
 """Opens a batcher over empty queues and a KV cache. It admits and preempts through both."""
 
 
-@dataclass(slots=True)
-class _Holders:
-    """The ``PageHolders`` of the requests of a session."""
-
-    queues: RequestQueues[CheckedRequest]
-
-    def count_held(self) -> HeldCount:
-        return HeldCount(sum(len(each.pages) - each.num_cached_pages for each in self.queues))
-
-    def holdings(self) -> Iterator[PageHolding]:
-        for each in self.queues:
-            if each.pages or each.node is not None:
-                end = each.num_cached_pages
-                yield PageHolding(each.rid, "request", each.pages[end:], each.pages[:end], each.node)
-
-
 @dataclass(slots=True, kw_only=True)
 class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
     """One batcher over a pool of pages, with a model that reads its KV from them.
@@ -217,7 +199,7 @@ class BatcherSession:  # noqa: SCH003 - a batcher with everything that it needs
             batcher=trace.call("opened a batcher", lambda: open_batcher(limits, queues, kv_cache)),
             queues=queues,
             kv_cache=kv_cache,
-            pool=RadixCachePool(cache=cache, requests=_Holders(queues)),
+            pool=RadixCachePool(cache=cache, requests=RequestPageHolders(queues=queues)),
             model=PagedModel(page_size),
             salt=salt,
         )

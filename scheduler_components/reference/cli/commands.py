@@ -29,6 +29,7 @@ from scheduler_components.reference.cli.client_keys import PublisherKey, SecretK
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.engine_commands import demo, serve
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
+from scheduler_components.reference.cli.new_command import new
 from scheduler_components.reference.cli.refactor_commands import make_refactor_app
 from scheduler_components.reference.cli.relay_command import relay
 from scheduler_components.reference.cli.run_reporter import print_lines
@@ -224,6 +225,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "watch": watch,
     "doctor": doctor,
     "conformance": conformance,
+    "new": new,
     "relay": relay,
     "hicache-sim": hicache_sim,
     "dp-attn-sim": dp_attn_sim,

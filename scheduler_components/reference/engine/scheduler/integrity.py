@@ -14,29 +14,14 @@ from scheduler_components.ports import AllocationSink, KvEventSource, NullAlloca
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.request_kv_cache import RequestPageHolders
 from scheduler_components.request_queues import RequestQueues
-from scheduler_components.values import HeldCount, PageHolding, PoolCount, RequestState
+from scheduler_components.values import PageHolding, PoolCount, RequestState
 from scheduler_components.watchdog import StepProgress
 
-__all__ = ["SchedulerIntegrity", "RequestPageHolders", "RequestSlotPool"]
+__all__ = ["SchedulerIntegrity", "RequestSlotPool"]
 
 REQUEST_SLOT_POOL = "req"
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestPageHolders:
-    """The ``PageHolders`` of a scheduler: its requests. Waiting requests are included; they should hold no page."""
-
-    queues: RequestQueues[Request]
-
-    def count_held(self) -> HeldCount:
-        return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.queues.running]))
-
-    def holdings(self) -> Iterator[PageHolding]:
-        for request in self.queues:
-            if request.pages or request.node is not None:
-                end = request.num_cached_pages
-                yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)
 
 
 @dataclass(slots=True, kw_only=True)
