@@ -66,10 +66,10 @@ MISTAKES = [
 
 ENGINE = """
     admin-api-key admin-api-key-file affinity-tokens allowed-host api-key api-key-file attn-cp-size attn-tp-size
-    chunk-tokens dp-attention dp-size drain-timeout hicache hicache-host-layout hicache-host-tokens hicache-load
+    chunk-tokens dp-attention dp-size drain-timeout forward-pass-endpoint forward-pass-worker-id hicache hicache-host-layout hicache-host-tokens hicache-load
     hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch hicache-prefetch-pages
     hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path hicache-write
-    hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests moe-dp-size page-size port
+    hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests moe-dp-size otlp-traces-endpoint page-size port
     pp-size prefill-delay-low-usage prefill-delay-steps profile-directory recv-interval seed speed weights-root
 """
 API_KEY, STREAM_KEYS = "api-key api-key-file", "publisher-key-file secret-key-file"
@@ -81,6 +81,7 @@ OPTIONS = {
     "doctor": f"{API_KEY} json listen publisher-key-file replay-endpoint secret-key-file timeout topic",
     "conformance": f"{API_KEY} badge batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": f"{API_KEY} block-size host jetstream kv-events-config port {STREAM_KEYS} topic worker",
+    "new": "directory",
     "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps",
     "dp-attn-sim": "delay-steps dp-size output-tokens prompt-tokens rate requests seed",
     "keygen": "",
