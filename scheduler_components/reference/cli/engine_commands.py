@@ -131,9 +131,9 @@ class EngineOptions:
         int | None,
         Parameter(help="Most tokens of one request that a step prefills. Default: by command; with --model 512."),
     ] = None
-    schedule_policy: Annotated[str, Parameter(help=f"Which waiting request is next: {', '.join(POLICY_NAMES)}.")] = (
-        "fcfs"
-    )
+    schedule_policy: Annotated[
+        str, Parameter(help=f"Which waiting request is next: {', '.join(POLICY_NAMES)}, or module:name of your own.")
+    ] = "fcfs"
     preemption_policy: Annotated[
         str,
         Parameter(help=f"Which running request gives up its pages: {', '.join(PREEMPTION_POLICY_NAMES)}."),

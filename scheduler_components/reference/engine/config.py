@@ -23,7 +23,7 @@ from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpec
 from scheduler_components.reference.engine.log_output import LogConfig
 from scheduler_components.request_tracer import check_otlp_endpoint
-from scheduler_components.scheduling_policy import POLICY_NAMES
+from scheduler_components.scheduling_policy import check_policy_name
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 
 __all__ = [
@@ -68,6 +68,10 @@ def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: f
         raise ConfigError(attribute.name, value, "is not a ratio", "give a number from 0 to 1")
 
 
+def _check_policy(_: SchedulerConfig, __: attrs.Attribute[str], value: str) -> None:
+    check_policy_name(value)
+
+
 @attrs.frozen(kw_only=True)
 class IntegrityConfig:
     """Checks of a scheduler's pools, and its watchdog.
@@ -110,7 +114,7 @@ class SchedulerConfig:
         new_token_ratio: share of a request's possible output that admission reserves initially. 0.7 as in SGLang,
             because few requests use all of ``max_new_tokens``.
         min_new_token_ratio: the share after 600 steps without a retraction (``NewTokenRatioTracker``).
-        schedule_policy: which waiting request is next, by SGLang's name (``make_policy``).
+        schedule_policy: which waiting request is next: a name of SGLang's, or ``module:name`` (``make_policy``).
         preemption_policy: which running request gives up its pages (``make_preemption_policy``).
         batch_mode: ``mixed`` or ``prefill_first`` (``BatchLimits``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
@@ -130,7 +134,7 @@ class SchedulerConfig:
     chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
     new_token_ratio: float = attrs.field(default=0.7, validator=_check_ratio)
     min_new_token_ratio: float = attrs.field(default=0.1, validator=_check_ratio)
-    schedule_policy: str = attrs.field(default="fcfs", validator=choice_validator(*POLICY_NAMES))
+    schedule_policy: str = attrs.field(default="fcfs", validator=_check_policy)
     preemption_policy: str = attrs.field(default="latest-arrival", validator=choice_validator(*PREEMPTION_POLICY_NAMES))
     batch_mode: BatchMode = attrs.field(default="mixed", validator=choice_validator(*BATCH_MODES))
     tokens: TokenSpec = attrs.field(factory=TokenSpec)
