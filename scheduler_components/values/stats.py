@@ -173,8 +173,9 @@ class BatchingStats(msgspec.Struct, frozen=True, gc=False):
         dp_prefills_forced: times that such a wait reached its limit.
         refused_tokens, refused_slots, refused_pages, refused_watermark, refused_tenant, refused_not_ready: refusals by
             ``RefusalReason``. A waiting request counts once in each step that considers it.
-        preempted_latest_arrival, preempted_least_recomputation, preempted_lowest_priority, preempted_longest_remaining,
-            preempted_other: victims by the preemption policy that selected them.
+        preempted_latest_arrival, preempted_least_recomputation, preempted_lowest_priority: victims by the preemption
+            policy that selected them.
+        preempted_longest_remaining, preempted_other: the same, of this policy and of all others.
         policies_replaced: scheduling and preemption policies that failed and were replaced.
         admitted_high, admitted_normal, admitted_low: first admissions by priority: above, at and below 0.
         waited_high_s, waited_normal_s, waited_low_s: sums of their waits before it.
