@@ -13,9 +13,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from random import Random
 from typing import TypeAlias
 
@@ -64,22 +64,32 @@ class PolicyPromises(msgspec.Struct, frozen=True):
         is_flat: reading the first requests of 1,000 waiting ones reads no more of the requests than with 128.
         shares_by_tenant: of two tenants that wait, the one that has received less is first, and a tenant that was idle
             has saved up nothing.
+        keeps_places: a preempted request is back in its place among requests that are equal to it in all but arrival,
+            as if it had waited all the time.
     """
 
     max_wait_steps: int | None = None
     matches_per_step: int = 128
     is_flat: bool = False
     shares_by_tenant: bool = False
+    keeps_places: bool = False
 
 
 _NO_PROMISES = PolicyPromises()
 
 
 def check_each_waiting_request_comes_once(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:  # noqa: ARG001 - as of all checks
-    """Over a history of arrivals, admissions, aborts and preemptions, an order has each waiting request once."""
+    """Over a history of arrivals, admissions, aborts and preemptions, an order has each waiting request once.
+
+    So it has of 1,100 waiting requests: more than Python's limit of nested calls.
+    """
     use = _Use("An order has each waiting request once, and no other", open_policy)
     for _ in _history(use, num_steps=60):
         use.check_order()
+    use = _Use("An order has each of 1,100 waiting requests once", open_policy)
+    for request in _requests(1_100):
+        use.add(request)
+    use.check_order()
 
 
 def check_requests_may_be_discarded_while_they_are_read(
@@ -93,8 +103,7 @@ def check_requests_may_be_discarded_while_they_are_read(
             use.add(request)
         use.step = 3
         expected, found = sorted(use.waiting), list[int]()
-        use.trace.note(f"read order({use.step})")
-        for place, request in enumerate(islice(use.policy.order(use.step), 31)):
+        for place, request in enumerate(use.iterate(31)):
             found.append(request.arrival)
             if place % every == 0:
                 use.discard(request)
@@ -102,11 +111,11 @@ def check_requests_may_be_discarded_while_they_are_read(
         use.check_order()
 
 
-def check_preempted_requests_wait_again(
-    open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,  # noqa: ARG001 - as of all checks
-) -> None:
-    """A request that is added again with its arrival comes once, also if it is added or discarded twice."""
+def check_preempted_requests_wait_again(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
+    """A request that is added again with its arrival comes once, also if it is added or discarded twice.
+
+    Nothing need be read between its discard and its next add. It is back in its place if the policy promises so.
+    """
     use = _Use("A preempted request waits again, once", open_policy)
     requests = _requests(12)
     for request in requests:
@@ -126,6 +135,28 @@ def check_preempted_requests_wait_again(
     use.check_order()
     use.discard(PolicyRequest(rid="unknown", arrival=999))
     use.check_order()
+    use.discard(requests[7])
+    use.add(requests[7])
+    use.check_order()
+    if promises.keeps_places:
+        _check_places(open_policy)
+
+
+def _check_places(open_policy: OpenPolicy) -> None:
+    title = "A preempted request is in its place among equal ones"
+    use, undisturbed = _Use(title, open_policy), _Use(title, open_policy)
+    for arrival in range(6):
+        for each in (use, undisturbed):
+            each.step = 10 * arrival
+            each.add(PolicyRequest(rid=f"equal-{arrival}", arrival=arrival))
+        use.check_order()
+    preempted = use.waiting[2]
+    for step in (60, 70):
+        use.step = undisturbed.step = step
+        use.discard(preempted)
+        use.check_order()
+        use.add(preempted)
+        use.trace.expect(undisturbed.check_order(), use.check_order(), "arrivals in the order without a preemption")
 
 
 def check_orders_are_repeatable(
@@ -162,11 +193,12 @@ def check_ranks_decide_equally(
 
 
 def check_wait_is_bounded(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
-    """A request is served within the promised steps, whatever arrives later."""
+    """A request is served within the promised steps, whatever arrives later, also where numbers of 32 bits end."""
     if promises.max_wait_steps is None:
         return
-    for name, better in _BETTER.items():
+    for (name, better), first_step in product(_BETTER.items(), (0, 2**31 - NUM_AHEAD, 2**32 - NUM_AHEAD)):
         use = _Use(f"A request is served within {promises.max_wait_steps} steps while {name} arrive", open_policy)
+        use.step = first_step
         for number in range(NUM_AHEAD):
             use.add(_newcomer(number, better))
         patient = PolicyRequest(
@@ -177,7 +209,7 @@ def check_wait_is_bounded(open_policy: OpenPolicy, promises: PolicyPromises = _N
         )
         use.add(patient)
         for step in range(promises.max_wait_steps + 1):
-            use.step = step
+            use.step = first_step + step
             use.add(_newcomer(NUM_AHEAD + 1 + step, better))
             served = use.read(1)
             use.trace.require(len(served) == 1, "a request to serve", "none")
@@ -281,16 +313,53 @@ def _check_shares(open_policy: OpenPolicy) -> None:
         use.step = number
         use.compute([(running[index], num_tokens)], is_prefill=is_prefill)
         use.trace.expect(first.rid, use.read(1)[0].rid, "first tenant")
+    for batch, first_tenant in _SHARED_BATCHES:
+        use = _Use("The tenant that received less in one batch is first", open_policy)
+        for arrival, tenant in enumerate("ab"):
+            use.add(PolicyRequest(rid=tenant, arrival=arrival, hints=RequestHints(tenant=tenant)))
+        chunks = [
+            ScheduledChunk(
+                PolicyRequest(rid=f"run-{arrival}", arrival=arrival, hints=RequestHints(tenant=tenant)),
+                start,
+                end,
+                True,
+            )
+            for arrival, (tenant, start, end) in enumerate(batch, 2)
+        ]
+        use.compute_chunks(chunks)
+        use.trace.expect(first_tenant, use.read(1)[0].rid, f"first tenant after {batch}")
     use = _Use("A tenant that was idle has saved up nothing", open_policy)
     busy = RequestHints(tenant="busy")
     for number in range(40):
         use.add(PolicyRequest(rid=f"busy-{number}", arrival=number, token_ids=(1,) * 100, hints=busy))
+    heavy = PolicyRequest(rid="heavy", arrival=1_000, hints=RequestHints(tenant="heavy"))
+    use.add(heavy)
+    use.compute([(heavy, 10_000)])  # what another tenant has received is no measure of a new one
     served = [use.serve_first().hints.tenant for _ in range(20)]
     for number in range(40, 60):
         hints = RequestHints(tenant="late")
         use.add(PolicyRequest(rid=f"late-{number}", arrival=number, token_ids=(1,) * 100, hints=hints))
     served = [use.serve_first().hints.tenant for _ in range(20)]
     use.trace.require(8 <= served.count("late") <= 12, "each of two tenants with 8 to 12 of 20 turns", served)
+    use = _Use("A tenant that waits with one request at a time pays for each", open_policy)
+    for number in range(40):
+        use.add(PolicyRequest(rid=f"busy-{number}", arrival=number, token_ids=(1,) * 100, hints=busy))
+    served = []
+    for number in range(40, 60):
+        if "visitor" not in {request.hints.tenant for request in use.waiting.values()}:
+            hints = RequestHints(tenant="visitor")
+            use.add(PolicyRequest(rid=f"visitor-{number}", arrival=number, token_ids=(1,) * 100, hints=hints))
+        served.append(use.serve_first().hints.tenant)
+    use.trace.require(8 <= served.count("visitor") <= 12, "each of two tenants with 8 to 12 of 20 turns", served)
+
+
+_SHARED_BATCHES: tuple[tuple[tuple[tuple[str, int, int], ...], str], ...] = (
+    ((("a", 0, 10), ("b", 0, 500)), "a"),
+    ((("a", 0, 300), ("a", 0, 300), ("b", 0, 400)), "b"),
+    ((("a", 900, 910), ("b", 0, 100)), "a"),
+    ((("a", 0, 500), ("b", 0, 10), ("b", 0, 10)), "b"),
+)
+"""Batches of prefills, each by tenant, start and end, and the tenant that received less."""
 
 
 def check_discarded_requests_are_released(
@@ -307,6 +376,10 @@ def check_discarded_requests_are_released(
     for request in requests[10:]:
         use.discard(request)
     use.step += 1
+    use.compute([(request, 1) for request in requests[10:]])
+    use.check_order()
+    use.step += 1
+    use.compute([(requests[0], 1)])
     use.check_order()
     del request, requests[10:]
     gc.collect()
@@ -331,6 +404,7 @@ class _Use:
         self.rid_prefix = rid_prefix
         self.adds_backwards = adds_backwards
         self.waiting: dict[int, PolicyRequest] = {}
+        self.added: dict[int, tuple[object, ...]] = {}  # what the waiting requests were when they were added
         self.step = 0
         self.num_matches = 0
         self.policy: Policy = self.trace.call("opened a policy", lambda: open_policy(self._match_length))
@@ -342,6 +416,13 @@ class _Use:
     def add(self, request: PolicyRequest) -> None:
         self.trace.call(f"add({request.rid}, {self.step})", lambda: self.policy.add(request, self.step))
         self.waiting[request.arrival] = request
+        self.added[request.arrival] = _content(request)
+
+    def rematch(self, request: PolicyRequest, num_tokens: int) -> None:
+        """Change how many tokens of a waiting request are cached, as a scheduler that matches by itself does."""
+        request.num_cached_tokens = min(num_tokens, request.num_input_tokens - 1)
+        self.trace.note(f"{request.num_cached_tokens} tokens of {request.rid} are cached now")
+        self.added[request.arrival] = _content(request)
 
     def add_or_refuse(self, request: PolicyRequest) -> None:
         """Add a request that the policy may refuse."""
@@ -354,6 +435,7 @@ class _Use:
             raise self.trace.failure("a ValueError, or no error", f"{type(error).__name__}: {error}") from error
         else:
             self.waiting[request.arrival] = request
+            self.added[request.arrival] = _content(request)
 
     def discard(self, request: PolicyRequest) -> None:
         self.trace.call(f"discard({request.rid})", lambda: self.policy.discard(request))
@@ -362,11 +444,29 @@ class _Use:
     def compute(self, work: Iterable[tuple[PolicyRequest, int]], *, is_prefill: bool = True) -> None:
         """Report a batch that computes a number of tokens per request."""
         chunks = [ScheduledChunk(request, 0, num_tokens, is_prefill) for request, num_tokens in work]
+        self.compute_chunks(chunks)
+
+    def compute_chunks(self, chunks: list[ScheduledChunk[PolicyRequest]]) -> None:
+        """Report a batch."""
+        given = list(chunks)
         self.trace.call(f"on_scheduled({len(chunks)} chunks)", lambda: self.policy.on_scheduled(chunks))
+        self.trace.require(chunks == given, "the chunks of the batch as they were", f"{len(chunks)} other ones")
 
     def read(self, count: int) -> list[PolicyRequest]:
         """Return the first requests of the order, at most ``count``."""
         return self.trace.call(f"order({self.step})", lambda: list(islice(self.policy.order(self.step), count)))
+
+    def iterate(self, count: int) -> Iterator[PolicyRequest]:
+        """Iterate over the first requests of the order, at most ``count``."""
+        order = self.trace.call(f"order({self.step})", lambda: iter(self.policy.order(self.step)))
+        for _ in range(count):
+            try:
+                request = next(order, None)
+            except Exception as error:
+                raise self.trace.failure("the next request", f"{type(error).__name__}: {error}") from error
+            if request is None:
+                return
+            yield request
 
     def serve_first(self) -> PolicyRequest:
         """Admit the first request and compute all its tokens; this takes one step."""
@@ -386,7 +486,21 @@ class _Use:
         self.trace.expect([], twice, "requests that come twice")
         missing = [request.rid for request in self.waiting.values() if not times[id(request)]]
         self.trace.expect([], missing, "waiting requests that are missing")
+        changed = [each.rid for number, each in self.waiting.items() if _content(each) != self.added[number]]
+        self.trace.expect([], changed, "waiting requests that the policy has changed")
         return [request.arrival for request in found]
+
+
+def _content(request: PolicyRequest) -> tuple[object, ...]:
+    """Return what a policy may read and may not write."""
+    return (
+        request.rid,
+        request.arrival,
+        request.token_ids,
+        request.num_cached_tokens,
+        request.num_output_tokens_left,
+        request.hints,
+    )
 
 
 class _ReadCounter(PolicyRequest):
@@ -423,6 +537,8 @@ def _history(use: _Use, num_steps: int) -> Iterable[int]:
             arriving.insert(0, preempted)
         for request in reversed(arriving) if use.adds_backwards else arriving:
             use.add(request)
+        if use.waiting:
+            use.rematch(use.waiting[random.choice(sorted(use.waiting))], random.randint(0, 200))
         yield use.step
         if use.waiting and random.random() < 0.2:
             use.discard(use.waiting[random.choice(sorted(use.waiting))])
@@ -485,6 +601,8 @@ _BAD_HINTS: tuple[tuple[str, object], ...] = (
     ("priority", float("nan")),
     ("priority", "high"),
     ("priority", None),
+    ("priority", float("inf")),
+    ("priority", 10**30),
     ("deadline_s", float("nan")),
     ("deadline_s", "soon"),
     ("deadline_s", [1.0]),
