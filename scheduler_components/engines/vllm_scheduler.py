@@ -233,8 +233,8 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
             self.checker.published, self.checker.cached = published, self.cache
         self.load = LoadInquirer(parallel=parallel, queues=self.queues, pool=self.cache)
-        # vLLM constructs a scheduler and calls nothing else before the first request, so streams open here.
-        stream = open_event_stream(vllm_config.kv_events_config, parallel.kv_stream_index)  # noqa: SCH008
+        events_config = vllm_config.kv_events_config
+        stream = open_event_stream(events_config, parallel.kv_stream_index)  # noqa: SCH008 - vLLM makes no later call
         self._stream_config = stream.get_publisher_config()
         self.kv_events = SchedulerKvEventsPublisher(
             parallel=parallel, source=published, sink=stream.publisher, load=self.load
@@ -242,7 +242,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         directory = settings.metrics_directory
         self._metrics_sink: ShmMetricsSink | NullMetricsSink = NullMetricsSink()
         if directory:
-            self._metrics_sink = open_shm_metrics_sink(Path(directory), parallel)  # noqa: SCH008
+            self._metrics_sink = open_shm_metrics_sink(Path(directory), parallel)  # noqa: SCH008 - vLLM calls nothing else before the first request
         self.metrics = MetricsEmitter(
             parallel=parallel,
             load=self.load,

@@ -162,8 +162,8 @@ class LeavesTheQueueLate(Batcher[Any]):
 class IgnoresChunks(Batcher[Any]):
     """The first chunk of an admission takes all that is left of the step."""
 
-    def _num_tokens_now(self, request: Any, budget_tokens: int) -> int:
-        return min(request.num_prefill_tokens_left, budget_tokens) or super()._num_tokens_now(request, budget_tokens)
+    def _next_chunk_tokens(self, request: Any, num_tokens_left: int, budget_tokens: int) -> int:
+        return min(num_tokens_left, budget_tokens)
 
 
 class ComputesByClock(Batcher[Any]):

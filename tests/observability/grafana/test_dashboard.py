@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from string import ascii_uppercase
 from typing import Any
 
 import pytest
@@ -108,4 +109,4 @@ def test_what_an_import_needs_is_there() -> None:
     assert used == variables
     for panel in panels_of(dashboard):
         assert {"type", "title", "datasource", "fieldConfig", "options", "targets", "gridPos"} <= panel.keys()
-        assert [target["refId"] for target in panel["targets"]] == list("ABCDEF"[: len(panel["targets"])])
+        assert [target["refId"] for target in panel["targets"]] == list(ascii_uppercase[: len(panel["targets"])])
