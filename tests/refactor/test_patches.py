@@ -79,15 +79,13 @@ def test_a_patch_that_does_not_apply_is_an_error(file: str, old: str, new: str, 
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        pytest.param(
-            "step_5_composed.patch", "+        self.metrics.emit()", "+        self.metrics.emit( )", id="patch"
-        ),
-        pytest.param("stage_5_composed/scheduler.py", "Serves requests", "Runs requests", id="the last stage"),
+        pytest.param("step_6_policies.patch", "+        self.num_steps = 0", "+        self.num_steps = 1", id="patch"),
+        pytest.param("stage_6_policies/scheduler.py", "Serves requests", "Runs requests", id="the last stage"),
     ],
 )
 def test_steps_that_end_elsewhere_are_an_error(file: str, old: str, new: str, guide: Path, tmp_path: Path) -> None:
     replace(guide / file, old, new)
-    with pytest.raises(GuideError, match=r"does not lead to stage_5_composed: scheduler\.py differ"):
+    with pytest.raises(GuideError, match=r"does not lead to stage_6_policies: scheduler\.py differ"):
         write_stages(tmp_path / "stages", guide)
 
 
@@ -97,6 +95,13 @@ WRONG_TURNS = [
     ("stage_3_moved/scheduler.py", "            queues=self,", "            queues=copy(self),"),
     ("stage_3_moved/metrics.py", "counters=copy(self.totals)", "counters=self.totals.__class__()"),
     ("stage_4_ports/kv_events.py", "if events:", "if len(events) > 1:"),
+    (
+        "stage_6_policies/scheduler.py",
+        "import FirstComeFirstServed",
+        "import LongestPrefixMatch as FirstComeFirstServed",
+    ),
+    ("stage_6_policies/scheduler.py", "select_victim(staying[1:] or staying)", "select_victim(staying[:1])"),
+    ("stage_6_policies/scheduler.py", "            self.policies.scheduling.add(victim, self.num_steps)\n", ""),
 ]
 
 

@@ -20,6 +20,7 @@ TYPE_ERRORS = {
     "stage_3_moved": {"type-arg"},
     "stage_4_ports": set(),
     "stage_5_composed": set(),
+    "stage_6_policies": set(),
 }
 
 

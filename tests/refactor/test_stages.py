@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,21 @@ from serving_parts.harness import (
     harness,
     stage_tree,
 )
-from serving_parts.request import Outbox
+from serving_parts.request import Outbox, Output, Request
 from serving_parts.surroundings import Surroundings
 from stages import GUIDE, STAGES
 
 from scheduler_components import LoadInquirer, ParallelState, RadixCache
 from scheduler_components.component_lint import RULES, ComponentChecker
+from scheduler_components.ports import PreemptionPolicy
+from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
 from scheduler_components.refactor import Coverage, ModuleTree, Shadow, first_difference, play
 from scheduler_components.refactor.recording import RAISED
+from scheduler_components.scheduling_policy import POLICY_NAMES, make_policy
+from scheduler_components.values import RequestHints
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("written")]
-MAX_LINES = 300
+MAX_LINES = 325
 
 PROBLEMS = {
     "stage_0_mixins": {"ambient-context", "enabled-gate", "mixin", "untyped-callable"},
@@ -44,6 +49,7 @@ PROBLEMS = {
     "stage_3_moved": {"enabled-gate", "untyped-callable"},
     "stage_4_ports": set(),
     "stage_5_composed": set(),
+    "stage_6_policies": set(),
 }
 
 
@@ -137,6 +143,79 @@ def test_the_kits_load_inquirer_follows_that_of_the_fourth_stage(trees: dict[str
         stats = shadow.stats()
         assert (stats.calls, stats.failures) == (30, 0)
         assert bool(stats.differences) == uses_another_pool
+
+
+class CheckedPreemption:
+    """A policy of the kit that checks what it is offered: in order of arrival, and not the earliest running request."""
+
+    def __init__(self, name: str, running: Callable[[], list[Request]]) -> None:
+        self._policy: PreemptionPolicy[Request] = make_preemption_policy(name)
+        self._running = running
+
+    def select_victim(self, candidates: Sequence[Request]) -> Request:
+        arrivals = [request.arrival for request in candidates]
+        assert arrivals == sorted(arrivals)
+        assert arrivals[0] > min(request.arrival for request in self._running())
+        return self._policy.select_victim(candidates)
+
+
+def served(tree: ModuleTree, scheduling: str, preemption: str) -> list[Output]:
+    """Serve requests with hints by these policies of the last stage, one aborted while it waits; return the outputs."""
+    outputs: list[Output] = []
+    around = Surroundings(
+        settings=Settings(),
+        parallel=ParallelState.trivial(),
+        registry=CollectorRegistry(),
+        outbox=Outbox(outputs.append),
+        clock=tree.clock,
+    )
+    scheduler = tree.load("scheduler_stage.scheduler").open_scheduler(around)
+    policies = tree.load("scheduler_stage.policies").Policies
+    checked = CheckedPreemption(preemption, lambda: scheduler.running)
+    scheduler.policies = policies(scheduling=make_policy(scheduling), preemption=checked)
+    hints = {"tenant": "a", "lora": "b"}
+    for number, own in enumerate((9, 4, 12, 1, 6, 3)):
+        scheduler.submit(
+            Request(
+                rid=f"r{number}",
+                token_ids=[*range(16 if number % 2 else 3), *range(100 * number + 100, 100 * number + 100 + own)],
+                max_new_tokens=24 - 2 * number,
+                hints=RequestHints(priority=number, deadline_s=-number, **(hints if number > 3 else {})),
+            )
+        )
+        scheduler.step()
+    scheduler.submit(Request(rid="aborted", token_ids=[1, 2, 3], max_new_tokens=1))
+    assert scheduler.abort("aborted")
+    for _ in range(200):
+        scheduler.step()
+    assert (scheduler.running, len(scheduler.waiting)) == ([], 0)
+    assert list(scheduler.policies.scheduling.order(scheduler.num_steps)) == []
+    scheduler.close()
+    return outputs
+
+
+def tokens_by_request(outputs: list[Output]) -> dict[str, list[tuple[tuple[int, ...], str | None]]]:
+    found: dict[str, list[tuple[tuple[int, ...], str | None]]] = {}
+    for output in outputs:
+        found.setdefault(output.rid, []).append((output.token_ids, output.finish_reason))
+    return found
+
+
+def test_other_policies_of_the_last_stage_change_the_order_and_no_token(trees: dict[str, ModuleTree]) -> None:
+    tree = trees["stage_6_policies"]
+    first = served(tree, "fcfs", "latest-arrival")
+    orders = {"fcfs": first}
+    for scheduling in POLICY_NAMES:
+        for preemption in PREEMPTION_POLICY_NAMES:
+            outputs = served(tree, scheduling, preemption)
+            assert tokens_by_request(outputs) == tokens_by_request(first), (scheduling, preemption)
+            orders[f"{scheduling}, {preemption}"] = outputs
+    assert {name for name in POLICY_NAMES if orders[f"{name}, latest-arrival"] != first} >= {
+        "priority",
+        "earliest-deadline",
+        "virtual-token-counter",
+    }
+    assert any(orders[f"fcfs, {name}"] != first for name in PREEMPTION_POLICY_NAMES)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,9 +1,7 @@
-"""Continuous batching with chunked prefill and retraction."""
+"""The parts of continuous batching with chunked prefill and retraction. The scheduler decides which request is next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
 from zlib import crc32
 
 import attrs
@@ -18,12 +16,13 @@ __all__ = [
     "Batch",
     "Counters",
     "Settings",
-    "Waiting",
     "Work",
+    "admit",
+    "advance",
     "check_fits",
-    "next_batch",
     "next_tokens",
     "release",
+    "retract",
     "share",
 ]
 
@@ -62,15 +61,6 @@ class Batch(msgspec.Struct, frozen=True):
     running: list[Request]
 
 
-class Waiting(Protocol):
-    """A ``deque`` of requests, or a ``TokenCountedQueue``."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Request: ...
-    def popleft(self) -> Request: ...
-    def appendleft(self, request: Request, /) -> None: ...
-
-
 def check_fits(request: Request, settings: Settings) -> None:
     """Refuse a request that the whole pool could not hold.
 
@@ -83,28 +73,40 @@ def check_fits(request: Request, settings: Settings) -> None:
         raise ConfigError("max_new_tokens", request.max_new_tokens, f"makes {num_tokens} tokens with the prompt", hint)
 
 
-def next_batch(
-    cache: RadixCache, waiting: Waiting, running: Sequence[Request], settings: Settings, counters: Counters
-) -> Batch:
-    """Advance every running request, retract the latest ones if pages run out, then admit waiting requests in order."""
-    works: list[Work] = []
-    staying = list(running)
-    while len(works) < len(staying):
-        request = staying[len(works)]
-        num_tokens = min(request.num_uncomputed_tokens, settings.chunk_tokens)
-        if _grow(cache, request, num_tokens):
-            works.append(Work(request, num_tokens))
-            continue
-        victim = staying.pop()
-        release(cache, victim)
-        victim.num_retractions += 1
-        counters.totals.num_retractions_total += 1
-        waiting.appendleft(victim)
-    has_room = len(staying) >= len(running)  # no admission in a step that retracts
-    while has_room and len(waiting) and len(staying) < settings.max_running_requests:
-        has_room = _admit(cache, waiting, works, settings, counters)
-        staying = [work.request for work in works]
-    return Batch(tuple(works), staying)
+def advance(cache: RadixCache, request: Request, settings: Settings) -> Work | None:
+    """Allocate pages for the next positions of a running request; return None if the pool has no room."""
+    num_tokens = min(request.num_uncomputed_tokens, settings.chunk_tokens)
+    return Work(request, num_tokens) if _grow(cache, request, num_tokens) else None
+
+
+def retract(cache: RadixCache, request: Request, counters: Counters) -> None:
+    """Release the pages of a running request that is to wait again."""
+    release(cache, request)
+    request.num_retractions += 1
+    counters.totals.num_retractions_total += 1
+
+
+def admit(cache: RadixCache, request: Request, settings: Settings, counters: Counters) -> Work | None:
+    """Give pages to a waiting request; return None if the pool has no room."""
+    match = cache.match_prefix(request.token_ids[:-1])  # the device must compute the last token
+    cache.lock(match.node)
+    request.node = match.node
+    request.pages = list(match.pages)
+    request.num_cached_pages = len(match.pages)
+    request.num_computed_tokens = match.num_tokens
+    work = advance(cache, request, settings)
+    if work is None:
+        cache.unlock(match.node)
+        request.node, request.pages = None, []
+        request.num_cached_pages = request.num_computed_tokens = 0
+        return None
+    request.num_cached_tokens = match.num_tokens
+    request.prefill_end = len(request.token_ids)
+    if not request.num_retractions:
+        counters.totals.prompt_tokens_total += request.num_prompt_tokens
+        counters.totals.cached_tokens_total += match.num_tokens
+        counters.rates.observe_prefill(request.num_prompt_tokens, match.num_tokens)
+    return work
 
 
 def next_tokens(batch: Batch, settings: Settings) -> list[int]:
@@ -139,32 +141,6 @@ def release(cache: RadixCache, request: Request) -> None:
     request.node = None
     request.pages = []
     request.num_cached_pages = request.num_computed_tokens = request.prefill_end = 0
-
-
-def _admit(cache: RadixCache, waiting: Waiting, works: list[Work], settings: Settings, counters: Counters) -> bool:
-    """Admit the first waiting request if the pool has room for it; return whether it did."""
-    request = waiting[0]
-    match = cache.match_prefix(request.token_ids[:-1])  # the device must compute the last token
-    cache.lock(match.node)
-    request.node = match.node
-    request.pages = list(match.pages)
-    request.num_cached_pages = len(match.pages)
-    request.num_computed_tokens = match.num_tokens
-    num_tokens = min(request.num_uncomputed_tokens, settings.chunk_tokens)
-    if not _grow(cache, request, num_tokens):
-        cache.unlock(match.node)
-        request.node, request.pages = None, []
-        request.num_cached_pages = request.num_computed_tokens = 0
-        return False
-    waiting.popleft()
-    request.num_cached_tokens = match.num_tokens
-    request.prefill_end = len(request.token_ids)
-    works.append(Work(request, num_tokens))
-    if not request.num_retractions:
-        counters.totals.prompt_tokens_total += request.num_prompt_tokens
-        counters.totals.cached_tokens_total += match.num_tokens
-        counters.rates.observe_prefill(request.num_prompt_tokens, match.num_tokens)
-    return True
 
 
 def _grow(cache: RadixCache, request: Request, num_tokens: int) -> bool:

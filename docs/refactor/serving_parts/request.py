@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from scheduler_components.cache import RadixNode
+from scheduler_components.values import RequestHints
 
 __all__ = ["Output", "Outbox", "Request", "finish_reason"]
 
@@ -22,6 +23,8 @@ class Request:
         num_cached_pages: the first of them that are in the cache, locked through ``node``.
         prefill_end: ``len(token_ids)`` at the last admission: computing up to here is prefill.
         num_cached_tokens: tokens that the cache covered at the last lookup.
+        arrival: number of its submission, which the last stage writes. Policies read it.
+        hints: what the client says about the order. Policies read it.
     """
 
     rid: str
@@ -35,6 +38,8 @@ class Request:
     prefill_end: int = 0
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    arrival: int = 0
+    hints: RequestHints = field(default_factory=RequestHints)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -53,6 +58,11 @@ class Request:
     def num_prefill_tokens_left(self) -> int:
         """Tokens of the prefill that are not computed."""
         return max(0, self.prefill_end - self.num_computed_tokens)
+
+    @property
+    def num_output_tokens_left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.num_prompt_tokens + self.max_new_tokens - len(self.token_ids)
 
 
 def finish_reason(request: Request, eos_token_id: int) -> str | None:

@@ -8,7 +8,17 @@ from collections.abc import Callable
 from scheduler_components import RadixCache
 from scheduler_components.metrics import RateMeter
 from scheduler_components.values import SchedulerCounters
-from serving_parts.batching import Counters, check_fits, next_batch, next_tokens, release
+from serving_parts.batching import (
+    Batch,
+    Counters,
+    Work,
+    admit,
+    advance,
+    check_fits,
+    next_tokens,
+    release,
+    retract,
+)
 from serving_parts.request import Output, Request
 from serving_parts.surroundings import Surroundings
 
@@ -59,9 +69,30 @@ class Scheduler(KvEventsMixin, LoadMixin, MetricsMixin, OutputMixin):
         self.send_output(Output(rid, (), "abort"))
         return True
 
-    def step(self) -> None:
+    def next_batch(self) -> Batch:
+        """Advance all running requests, retract the latest if pages run out, then admit waiting ones in order."""
         counters = Counters(self.totals, self.rates)
-        batch = next_batch(self.cache, self.waiting, self.running, get_settings(), counters)
+        works: list[Work] = []
+        staying = list(self.running)
+        while len(works) < len(staying):
+            work = advance(self.cache, staying[len(works)], get_settings())
+            if work is not None:
+                works.append(work)
+                continue
+            victim = staying.pop()
+            retract(self.cache, victim, counters)
+            self.waiting.appendleft(victim)
+        has_room = len(staying) >= len(self.running)  # no admission in a step that retracts
+        while has_room and len(self.waiting) and len(works) < get_settings().max_running_requests:
+            work = admit(self.cache, self.waiting[0], get_settings(), counters)
+            if work is None:
+                break
+            self.waiting.popleft()
+            works.append(work)
+        return Batch(tuple(works), [work.request for work in works])
+
+    def step(self) -> None:
+        batch = self.next_batch()
         self.running = batch.running
         self.process_batch_result(batch, next_tokens(batch, get_settings()))
         self.publish_kv_events()

@@ -1,8 +1,9 @@
-"""A scheduler composed of the kit's components and one of its own."""
+"""A scheduler composed of the kit's components and one of its own. Policies decide which request is next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from observability import PrometheusSink
 from scheduler_components import (
@@ -17,11 +18,25 @@ from scheduler_components import (
 from scheduler_components.kv_events import open_event_publisher
 from scheduler_components.metrics import RateMeter
 from scheduler_components.ports import KvEventSink, MetricsSink
+from scheduler_components.preemption_policy import LatestArrival
+from scheduler_components.scheduling_policy import FirstComeFirstServed
 from scheduler_components.values import LoadSnapshot, SchedulerCounters
-from serving_parts.batching import Counters, Settings, check_fits, next_batch, next_tokens, release
+from serving_parts.batching import (
+    Batch,
+    Counters,
+    Settings,
+    Work,
+    admit,
+    advance,
+    check_fits,
+    next_tokens,
+    release,
+    retract,
+)
 from serving_parts.request import Output, Request
 from serving_parts.surroundings import PublisherFactory, Surroundings
 
+from .policies import Policies, as_chunk
 from .results import OutputSink, Results
 
 
@@ -37,8 +52,11 @@ class Scheduler:
         event_sink: KvEventSink,
         metrics_sink: MetricsSink,
         outputs: OutputSink,
+        policies: Policies,
     ) -> None:
         self.settings = settings
+        self.policies = policies
+        self.num_steps = 0
         self.max_running_requests = settings.max_running_requests
         self.waiting: TokenCountedQueue[Request] = TokenCountedQueue()
         self.running: list[Request] = []
@@ -84,7 +102,9 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         check_fits(request, self.settings)
         request.num_cached_tokens = self.cache.match_prefix(request.token_ids[:-1]).num_tokens
+        request.arrival = self.totals.num_requests_total
         self.waiting.append(request)
+        self.policies.scheduling.add(request, self.num_steps)
         self.totals.num_requests_total += 1
 
     def abort(self, rid: str) -> bool:
@@ -93,15 +113,46 @@ class Scheduler:
             return False
         if request in self.waiting:
             self.waiting.remove(request)
+            self.policies.scheduling.discard(request)
         self.running = [each for each in self.running if each is not request]
         release(self.cache, request)
         self.totals.num_aborted_requests_total += 1
         self.results.outputs.send(Output(rid, (), "abort"))
         return True
 
-    def step(self) -> None:
+    def next_batch(self) -> Batch:
+        """Advance all running requests, retract some if pages run out, then admit waiting ones by policy."""
         counters = Counters(self.totals, self.rates)
-        batch = next_batch(self.cache, self.waiting, self.running, self.settings, counters)
+        works: list[Work] = []
+        staying = list(self.running)
+        while len(works) < len(staying):
+            work = advance(self.cache, staying[len(works)], self.settings)
+            if work is not None:
+                works.append(work)
+                continue
+            victim = self.policies.preemption.select_victim(staying[1:] or staying)
+            staying.remove(victim)
+            works = [work for work in works if work.request is not victim]
+            retract(self.cache, victim, counters)
+            self.waiting.appendleft(victim)
+            self.policies.scheduling.add(victim, self.num_steps)
+        if len(staying) >= len(self.running):  # no admission in a step that retracts
+            for request in self.policies.scheduling.order(self.num_steps):
+                if len(works) == self.settings.max_running_requests:
+                    break
+                work = admit(self.cache, request, self.settings, counters)
+                if work is None:
+                    break
+                self.waiting.remove(request)
+                self.policies.scheduling.discard(request)
+                works.append(work)
+        return Batch(tuple(works), sorted((work.request for work in works), key=attrgetter("arrival")))
+
+    def step(self) -> None:
+        self.num_steps += 1
+        batch = self.next_batch()
+        if batch.works:
+            self.policies.scheduling.on_scheduled([as_chunk(work) for work in batch.works])
         self.running = self.results.process_batch_result(batch, next_tokens(batch, self.settings))
         self.kv_events.publish_kv_events()
         self.metrics.emit()
@@ -123,4 +174,5 @@ def open_scheduler(around: Surroundings) -> Scheduler:
         event_sink=open_event_publisher(settings.kv_events, parallel=parallel, factory=PublisherFactory),
         metrics_sink=PrometheusSink(around.registry, clock=around.clock),
         outputs=around.outbox,
+        policies=Policies(scheduling=FirstComeFirstServed(), preemption=LatestArrival()),
     )
