@@ -21,6 +21,7 @@ _SECTIONS = (
     "throughput",
     "parts",
     "replay",
+    "late_readers",
     "idle",
     "load",
     "metrics",

@@ -58,7 +58,7 @@ _LOOPS = (
         rivals=(KIT_CACHE,),
         publish_us=dict.fromkeys(_SHAPES, 1.0),
         excess_us=dict.fromkeys(_SHAPES, 5.0),
-        cpu={"1 block": 0.9, "16 events": 0.8, "64 events": 0.9, "256 events": 1.0, "8,192 tokens": 1.0},
+        cpu=dict.fromkeys(_SHAPES, 1.0),
     ),
     Loop(
         name="no idle()",

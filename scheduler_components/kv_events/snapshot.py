@@ -147,8 +147,9 @@ class _RunReader(Protocol[T]):
 
 
 _NUM_TABLES = 16
-"""Tables per location: a power of two. Python copies a table in one go when it has grown, which stalls the step: 1.2 to
-1.5 ms instead of 9 to 12 at 131,072 blocks. Folding takes 0 to 12 % more processor time.
+"""Tables per location: a power of two. Python copies a table in one go when it has grown, which stalls the step: with
+131,072 blocks, p99.9 of folding 512 is 1.7 to 2.0 ms, where one table takes 10.2 to 12.2. The tables lengthen a fold of
+64 events by 2 to 23 %, and one of 512 blocks by 7 to 11 %.
 """
 
 _TABLE_OF = _NUM_TABLES - 1
