@@ -55,7 +55,7 @@ class RelayStatus:
         return "; ".join(_problems(self.relay.source_stats())) or None
 
     def server_info(self) -> Mapping[str, Any]:
-        """Return the descriptor of the published streams, and the state of each source and stream."""
+        """Return the descriptor of the published streams, the state of each stream, and the age of newest batches."""
         sources, streams = self.relay.source_stats(), self.relay.stream_stats()
         info = {"version": __version__, "relay": _relay_info(sources, streams), **self._descriptor(streams)}
         problems = _problems(sources)
@@ -100,6 +100,7 @@ def _relay_info(sources: Sequence[SourceStats], streams: Sequence[RelayedStreamS
                 "source": each.source,
                 "problem": each.problem or None,
                 "streams": {str(rank): stats.state.value for rank, stats in each.streams.items()},
+                "newest_batch_age_s": {str(rank): stats.newest_batch_age_s for rank, stats in each.streams.items()},
             }
             for each in sources
         ],

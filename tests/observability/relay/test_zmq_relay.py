@@ -130,6 +130,8 @@ def test_a_plain_publisher_becomes_an_extended_one_in_another_dialect(
     bench.until(lambda: reader.blocks(0) == {1, 2, 3, 4} and bench.state() is StreamState.LIVE)
     bench.until(lambda: reader.stats()[0].is_extended)
     assert bench.status.server_info()["kv_events"]["block_size"] == 4
+    [followed] = bench.status.server_info()["relay"]["sources"]
+    assert isinstance(followed["newest_batch_age_s"]["0"], float)
 
 
 def test_unknown_history_is_partial_until_a_clear(bench: RelayBench) -> None:
