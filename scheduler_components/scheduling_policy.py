@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from importlib import import_module
+from inspect import signature
 from itertools import islice
 from typing import ClassVar, Generic, TypeVar
 
@@ -691,12 +692,13 @@ def check_policy_name(name: str) -> str:
     """Return a name that `make_policy` takes: one of ``POLICY_NAMES``, or ``module:name`` of a policy of your own.
 
     Raises:
-        ConfigError: the name is unknown, or nothing is there to import.
+        ConfigError: the name is unknown, nothing is there to import, or it cannot make a policy.
     """
     if ":" in name:
         _import_policy(name)
     else:
-        check_choice("schedule_policy", name, POLICY_NAMES, "is not a scheduling policy")
+        choices = (*POLICY_NAMES, "module:name of your own")
+        check_choice("schedule_policy", name, choices, "is not a scheduling policy")
     return name
 
 
@@ -710,11 +712,27 @@ def _import_policy(path: str) -> Callable[..., SchedulingPolicy[R]]:
     except AttributeError:
         problem = f"has no {attribute!r} in module {module_name!r}"
     else:
-        problem = "" if callable(found) else "is not a class or function that makes a policy"
+        problem = _problem_of_maker(found)
     if problem:
         raise ConfigError("schedule_policy", path, problem, hint)
     make: Callable[..., SchedulingPolicy[R]] = found
     return make
+
+
+def _problem_of_maker(found: object) -> str:
+    """Return why this cannot make a policy, or an empty string. Nothing is called."""
+    if not callable(found):
+        return "is not a class or function that makes a policy"
+    missing = [method for method in ("add", "discard", "order", "on_scheduled") if not hasattr(found, method)]
+    if isinstance(found, type) and missing:
+        return f"is a class without {', '.join(missing)}"
+    try:
+        signature(found).bind(_last_match)
+    except TypeError as error:
+        return f"cannot be called with match_length alone ({error})"
+    except ValueError:  # a builtin without a signature
+        pass
+    return ""
 
 
 def make_policy(name: str, *, match_length: Callable[[R], int] = _last_match) -> SchedulingPolicy[R]:

@@ -496,7 +496,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         make_policy("sjf")
     assert str(refused.value) == (
         "schedule_policy='sjf': is not a scheduling policy; give one of fcfs, priority, lpm, dfs-weight, "
-        "shortest-prefill-first, hrrn, earliest-deadline, virtual-token-counter, lora-grouping"
+        "shortest-prefill-first, hrrn, earliest-deadline, virtual-token-counter, lora-grouping, "
+        "module:name of your own"
     )
 
 
@@ -575,6 +576,12 @@ def test_orders_do_not_depend_on_hashes() -> None:
         (":Policy", "cannot be imported ("),
         ("json:Policy", "has no 'Policy' in module 'json'"),
         ("sys:maxsize", "is not a class or function that makes a policy"),
+        (
+            "scheduler_components.preemption_policy:LatestArrival",
+            "is a class without add, discard, order, on_scheduled",
+        ),
+        ("scheduler_components.scheduling_policy:POLICY_NAMES", "is not a class or function that makes a policy"),
+        ("threading:main_thread", "cannot be called with match_length alone (too many positional arguments)"),
     ],
 )
 def test_a_path_without_a_policy_is_one_sentence(name: str, problem: str) -> None:
@@ -583,5 +590,5 @@ def test_a_path_without_a_policy_is_one_sentence(name: str, problem: str) -> Non
 
 
 def test_a_policy_of_your_own_is_made_with_the_match() -> None:
-    found = make_policy("functools:partial", match_length=len)
-    assert found.func is len  # type: ignore[attr-defined]
+    found = make_policy("functools:cache", match_length=len)
+    assert found.__wrapped__ is len  # type: ignore[attr-defined]
