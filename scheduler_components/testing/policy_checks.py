@@ -188,8 +188,9 @@ def check_ranks_decide_equally(
     histories = [_history(use, num_steps=25) for use in uses]
     for _ in zip(*histories, strict=True):
         first, *others = [use.check_order() for use in uses]
-        for other in others:
-            uses[0].trace.expect(first, other, "arrivals in the order of another rank")
+        for use, other in zip(uses[1:], others, strict=True):
+            how = "where requests of a step are added in reverse" if use.adds_backwards else "with other names"
+            uses[0].trace.expect(other, first, f"arrivals in the order of another rank, {how}")
 
 
 def check_wait_is_bounded(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
@@ -277,7 +278,7 @@ def check_bad_keys_are_refused(
                 else:
                     use.add(request)
             orders.append(use.check_order())
-        use.trace.expect(orders[0], orders[1], "arrivals in order, if it is added first")
+        use.trace.expect(orders[0], orders[1], "arrivals as if all were added in reverse")
         use.discard(bad)
         use.check_order()
 

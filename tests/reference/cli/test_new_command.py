@@ -47,6 +47,22 @@ def test_the_suite_finds_a_broken_policy(tmp_path: Path) -> None:
     assert "ConformanceError" in done.stdout
 
 
+def test_the_suite_finds_a_broken_preemption_policy(tmp_path: Path) -> None:
+    """The batcher replaces it and serves on, so no check of its batches can fail."""
+    assert run_command(["new", "broken", "--directory", str(tmp_path)]) == (0, "")
+    project = tmp_path / "broken"
+    policy, test = project / "broken" / "policy.py", project / "tests" / "test_scheduler.py"
+    policy.write_text(policy.read_text() + "\n\nclass NoVictim:\n    def select_victim(self, candidates): ...\n")
+    text = test.read_text().replace("import LeastRecomputation", "import LeastRecomputation as _")
+    assert "LeastRecomputation()" in text
+    test.write_text(
+        text.replace("import Short", "import NoVictim, Short").replace("LeastRecomputation()", "NoVictim()")
+    )
+    done = run(project, "pytest", "-q", "-k", "test_batcher", "-p", "no:cacheprovider", "-p", "no:schemathesis")
+    assert done.returncode == 1
+    assert "the preemption policy NoVictim failed: select_victim() returned None, which is no candidate" in done.stdout
+
+
 def test_the_project_passes_the_linter(project: Path) -> None:
     done = run(
         project, "ruff", "check", "--isolated", "--no-cache", "--select", "E,F,I,UP,B", "--line-length", "120", "."
