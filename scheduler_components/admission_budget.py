@@ -108,7 +108,7 @@ def estimate_pages(request: EstimatedRequest, *, page_size: int, new_token_ratio
 def estimate_pages_to_allocate(requests: Iterable[EstimatedRequest], *, page_size: int, new_token_ratio: float) -> int:
     """Return how many pages running requests are expected to allocate in addition to those that they hold."""
     num_pages = 0
-    for request in requests:  # estimate_pages, inlined: a fifth of `order and admission, fcfs, 128 waiting`.
+    for request in requests:  # estimate_pages, inlined
         num_positions = request.num_input_tokens + int(new_token_ratio * (request.num_output_tokens_left - 1))
         num_missing = -(-num_positions // page_size) - len(request.pages)
         if num_missing > 0:

@@ -10,7 +10,8 @@ which a step applies them:
    one day, and no two requests preempt each other for ever. With a host tier the full pages of the victim are copied
    there. Requests that need them wait for the copy and preempt no one else for it.
 3. The scheduling policy orders the waiting requests. They are admitted in this order until one is refused by the
-   ``AdmissionBudget``. No request is admitted in a step that preempts one.
+   ``AdmissionBudget``, except for ``tenant`` and ``not_ready`` without ``head_of_line_blocking``. No request is
+   admitted in a step that preempts one.
 
 All decisions depend on the sequence of calls only, never on a clock or on the rank, so all ranks of a replica make the
 same batch. Time is the number of the step.
@@ -453,7 +454,7 @@ class Batcher(Generic[R]):
         self.observer.on_retracted(request)
 
     def _admit_waiting(self, chunks: list[ScheduledChunk[R]]) -> int:
-        """Admit waiting requests in the order of the policy until one is refused. Return how many were admitted."""
+        """Admit waiting requests in the order of the policy, by rule 3. Return how many were admitted."""
         if not self.queues.waiting:
             return 0
         budget, prefetcher = self._make_budget(chunks), self.conditions.prefetcher

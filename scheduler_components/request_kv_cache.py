@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, RadixNode
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.ports import AllocationSink, NullAllocationSink
 from scheduler_components.request_queues import RequestQueues, TrackedRequest
 from scheduler_components.values import HeldCount, PageHolding, SchedulerCounters
@@ -256,12 +256,16 @@ class HoldingRequest(TrackedRequest, Protocol):
     """A request, as ``RequestPageHolders`` reads it: the scheduler's own class.
 
     Attributes:
-        pages, num_cached_pages, node: as in ``KvRequest``.
+        pages, num_cached_pages: as in ``KvRequest``.
     """
 
     pages: list[int]
     num_cached_pages: int
-    node: RadixNode | None
+
+    @property
+    def node(self) -> object:
+        """The end of the locked prefix; None without a lock."""
+        ...
 
 
 H = TypeVar("H", bound=HoldingRequest)

@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 from importlib import import_module
 from inspect import signature
 from itertools import islice
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.ordered_requests import CachedLengths, FirstSteps, OrderedRequests, RequestGroups, WaitLimit
@@ -704,19 +704,17 @@ def check_policy_name(name: str) -> str:
 
 def _import_policy(path: str) -> Callable[..., SchedulingPolicy[R]]:
     module_name, _, attribute = path.partition(":")
-    problem, hint = "", "give module:name of a class or function, with the module on PYTHONPATH"
+    found, hint = None, "give module:name of a class or function, with the module on PYTHONPATH"
     try:
-        found = getattr(import_module(module_name), attribute)
-    except (ImportError, ValueError) as error:
+        module = import_module(module_name)
+    except Exception as error:  # noqa: BLE001 - the module of a user may raise anything
         problem = f"cannot be imported ({error})"
-    except AttributeError:
-        problem = f"has no {attribute!r} in module {module_name!r}"
     else:
-        problem = _problem_of_maker(found)
+        found = getattr(module, attribute, None)
+        problem = f"has no {attribute!r} in module {module_name!r}" if found is None else _problem_of_maker(found)
     if problem:
         raise ConfigError("schedule_policy", path, problem, hint)
-    make: Callable[..., SchedulingPolicy[R]] = found
-    return make
+    return cast("Callable[..., SchedulingPolicy[R]]", found)
 
 
 def _problem_of_maker(found: object) -> str:

@@ -592,3 +592,12 @@ def test_a_path_without_a_policy_is_one_sentence(name: str, problem: str) -> Non
 def test_a_policy_of_your_own_is_made_with_the_match() -> None:
     found = make_policy("functools:cache", match_length=len)
     assert found.__wrapped__ is len  # type: ignore[attr-defined]
+
+
+def test_a_module_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_policies.py").write_text("def policy(:\n")
+    (tmp_path / "failing_policies.py").write_text("{}['table']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("broken_policies", "failing_policies"):
+        with pytest.raises(ConfigError, match=f"schedule_policy='{module}:Policy': cannot be imported"):
+            check_policy_name(f"{module}:Policy")

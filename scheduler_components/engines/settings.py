@@ -128,7 +128,7 @@ class SchedulerSettings:
     """The value of the key. ``PolicyScheduler`` reads ``policy`` alone.
 
     Attributes:
-        policy: name of the scheduling policy, one of ``POLICY_NAMES``.
+        policy: the scheduling policy: one of ``POLICY_NAMES``, or ``module:name`` of your own.
         preemption: name of the preemption policy.
         metrics_directory: directory of the board to which the metrics of each step are written; empty for none.
         checks: how violations of the page pool are reported, as ``CheckPolicy.action``.

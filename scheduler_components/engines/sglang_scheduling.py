@@ -72,6 +72,8 @@ class SglangSchedulingSettings:
                 problem = f"is not a setting of {SCHEDULING_VARIABLE}"
                 raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
         settings = cls(**given)
+        if not isinstance(settings.policy, str):
+            raise ConfigError("policy", settings.policy, "is not text", "give a name")
         if settings.policy:
             names = tuple(name for name in POLICY_NAMES if name not in _UNSUPPORTED)
             if ":" not in settings.policy:
@@ -167,14 +169,21 @@ class SglangScheduling:
             match(waiting.request, theirs.tree_cache, waiting.token_ids)
             return waiting.num_cached_tokens
 
-        self._policy = make_policy(self.settings.policy, match_length=match_length)
+        try:
+            self._policy = make_policy(self.settings.policy, match_length=match_length)
+        except Exception as error:  # noqa: BLE001 - as in _sort: the policy may be a user's
+            self._remove_policy(error)
+            return
         _log.info("scheduler-components orders the waiting requests by policy %r", self.settings.policy)
 
     def on_request_queued(self, _scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
         """Hook before a request enters the list: a retracted one enters it again, behind all others."""
         known = self._waiting.pop(id(request), None)
         if known is not None and self._policy is not None:
-            self._policy.discard(known)
+            try:
+                self._policy.discard(known)
+            except Exception as error:  # noqa: BLE001 - as in _sort
+                self._remove_policy(error)
 
     def calc_priority(
         self,
@@ -206,10 +215,14 @@ class SglangScheduling:
                 raise ValueError(f"it ordered {len(places)} of {len(waiting_queue)} waiting requests")
             waiting_queue.sort(key=lambda request: places[id(request)])
         except Exception as error:  # noqa: BLE001 - whatever a policy raises, SGLang goes on with its own order
-            _log.error("SGLang orders the waiting requests again: policy %r failed: %s", self.settings.policy, error)
-            self._policy, self._waiting = None, {}
+            self._remove_policy(error)
             return False
         return True
+
+    def _remove_policy(self, error: Exception) -> None:
+        """Let SGLang order from now on, because the policy has failed."""
+        _log.error("SGLang orders the waiting requests again: policy %r failed: %s", self.settings.policy, error)
+        self._policy, self._waiting = None, {}
 
     def _update_waiting(self, theirs: Any, waiting_queue: list[Any]) -> None:
         """Report to the policy which requests have left the list and which have entered it."""

@@ -10,7 +10,7 @@ import logging
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from typing import TYPE_CHECKING
 
 from scheduler_components.cache import TableMatch
@@ -23,6 +23,9 @@ __all__ = ["VllmRequest", "VllmRequests", "hints_of"]
 
 _log = logging.getLogger("vllm.scheduler_components")
 
+_MAX_TENANT_CHARACTERS = 128
+"""As in the reference engine: policies remember the names of tenants."""
+
 
 def hints_of(request: Request) -> RequestHints:
     """Return what the client says about the order.
@@ -33,15 +36,15 @@ def hints_of(request: Request) -> RequestHints:
     """
     extra = (request.sampling_params and request.sampling_params.extra_args) or {}
     deadline_s = extra.get("deadline_s")
-    if deadline_s is not None and not (type(deadline_s) in (int, float) and isfinite(deadline_s)):
+    if deadline_s is not None and not (type(deadline_s) in (int, float) and abs(deadline_s) < inf):
         _log.warning(
-            "request %s: deadline_s=%r is not a number of seconds, so it has none", request.request_id, deadline_s
+            "request %s: deadline_s=%.64r is not a number of seconds, so it has none", request.request_id, deadline_s
         )
         deadline_s = None
     lora = request.lora_request
     return RequestHints(
         priority=-request.priority,
-        tenant=str(extra.get("tenant", "")),
+        tenant=str(extra.get("tenant", ""))[:_MAX_TENANT_CHARACTERS],
         deadline_s=deadline_s,
         lora=None if lora is None else lora.lora_name,
     )

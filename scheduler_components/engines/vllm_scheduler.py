@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,13 +50,11 @@ from scheduler_components.parallel_state import ParallelState
 from scheduler_components.pool_stats_observer import BlockTablePool, PoolStatsObserver
 from scheduler_components.ports import NullMetricsSink
 from scheduler_components.preemption_policy import make_preemption_policy
-from scheduler_components.request_kv_cache import RequestKvCache
+from scheduler_components.request_kv_cache import RequestKvCache, RequestPageHolders
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.scheduling_policy import make_policy
 from scheduler_components.values import (
     FinishReason,
-    HeldCount,
-    PageHolding,
     RequestState,
     ScheduledBatch,
     ScheduledChunk,
@@ -141,22 +139,6 @@ class PauseGate:
         return bool(self.state != PauseState.PAUSED_ALL)
 
 
-@dataclass(slots=True)
-class RunningPages:
-    """The ``PageHolders`` of the pool checks: the running requests."""
-
-    queues: RequestQueues[VllmRequest]
-
-    def count_held(self) -> HeldCount:
-        return HeldCount(sum([len(request.pages) - request.num_cached_pages for request in self.queues.running]))
-
-    def holdings(self) -> Iterator[PageHolding]:
-        for request in self.queues:
-            if request.pages:
-                end = request.num_cached_pages
-                yield PageHolding(request.rid, "request", request.pages[end:], request.pages[:end], request.node)
-
-
 class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """For ``--scheduler-cls scheduler_components.engines.vllm.ComponentScheduler``.
 
@@ -225,7 +207,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
     def _observe(self, vllm_config: VllmConfig, settings: SchedulerSettings) -> None:
         """Compose what reads the parts and decides nothing."""
         parallel = _parallel_state_of(vllm_config)
-        pool = BlockTablePool(cache=self.cache, requests=RunningPages(self.queues))
+        pool = BlockTablePool(cache=self.cache, requests=RequestPageHolders(queues=self.queues))
         published = PublishedBlocks(source=self.cache)
         self.checker = PoolInvariantChecker(
             pools=(pool,), policy=CheckPolicy(action=settings.checks), progress=StepProgress()
@@ -242,7 +224,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         directory = settings.metrics_directory
         self._metrics_sink: ShmMetricsSink | NullMetricsSink = NullMetricsSink()
         if directory:
-            self._metrics_sink = open_shm_metrics_sink(Path(directory), parallel)  # noqa: SCH008 - vLLM calls nothing else before the first request
+            self._metrics_sink = open_shm_metrics_sink(Path(directory), parallel)  # noqa: SCH008 - as above
         self.metrics = MetricsEmitter(
             parallel=parallel,
             load=self.load,

@@ -18,7 +18,7 @@ __all__ = ["POLL_INTERVAL_S", "MAX_WAITING", "MAX_WAIT_S", "Backlog"]
 # sends for a short time, and at least one batch.
 #
 # Invariant, at the end of each call of publish() that found the sockets free: at most MAX_WAITING batches wait, unless
-# the sockets were in use before; and the oldest of them was younger than MAX_WAIT_S when the call began.
+# the sockets were in use before; and if the oldest was as old as MAX_WAIT_S when the call began, it was sent.
 #
 # Between two calls only the thread works. So a batch is left to it only if the thread has been on time lately, or if
 # the previous call was recent, so that the next one is probable.

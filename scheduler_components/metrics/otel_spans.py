@@ -183,9 +183,9 @@ class OtelSpanSink:
             return
         self._closing = True
         self._wake.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S / 2)
         self._exporter.shutdown()  # ends the waits between the attempts of an export, and fails further ones
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S / 2)
 
     def after_fork_in_child(self) -> None:
         """Let every ``send`` in a forked child raise, because the thread runs in the parent only."""

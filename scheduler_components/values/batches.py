@@ -30,6 +30,8 @@ tenant has as many running requests as it may have; its pages are still being fe
 class RequestHints(msgspec.Struct, frozen=True, gc=False):
     """What a client says about the order of its request. A scheduling policy decides which of these it reads.
 
+    Check what clients send before ``Batcher.add``: a policy that refuses a hint is replaced for all requests.
+
     Attributes:
         priority: a larger one runs first, as in SGLang. vLLM's order is the opposite.
         tenant: on whose behalf the request runs, for fair shares and caps: the name of an API key, or the ``user`` of

@@ -19,6 +19,7 @@ from scheduler_components.engines.sglang_scheduling import (
     SglangSchedulingSettings,
     make_prefill_adder,
 )
+from scheduler_components.scheduling_policy import FirstComeFirstServed
 
 
 class Verdict(enum.Enum):
@@ -171,6 +172,31 @@ def test_a_policy_that_fails_is_removed_and_reported_once(caplog: pytest.LogCapt
     assert policy.sorted_sizes == [2, 2, 2]
 
 
+class ForgetsNothing(FirstComeFirstServed):
+    """A policy of a user that fails at the first retraction."""
+
+    def __init__(self, match_length: object) -> None:
+        super().__init__()
+
+    def discard(self, request: object) -> None:
+        raise KeyError(request)
+
+
+def fail(match_length: object) -> None:
+    raise OSError("no table of tenants")
+
+
+def test_a_policy_of_the_user_never_ends_sglangs_step(caplog: pytest.LogCaptureFixture) -> None:
+    policy, waiting = Policy(), requests(0, 0)
+    hooks = scheduling(policy, f"{__name__}:ForgetsNothing")
+    order(hooks, policy, waiting)
+    with caplog.at_level(logging.ERROR):
+        hooks.on_request_queued(None, waiting[0])
+        assert order(hooks, policy, waiting) == ["0", "1"]
+        assert order(scheduling(policy, f"{__name__}:fail"), policy, waiting) == ["0", "1"]
+    assert [record.getMessage().count("failed: ") for record in caplog.records] == [1, 1]
+
+
 def test_a_policy_of_cached_prefixes_needs_sglangs_cache(caplog: pytest.LogCaptureFixture) -> None:
     policy = Policy(tree_cache=SimpleNamespace(disable=True))
     waiting = requests(0, 50)
@@ -188,6 +214,8 @@ def test_a_policy_of_cached_prefixes_needs_sglangs_cache(caplog: pytest.LogCaptu
         ('{"order": "lpm"}', f"order='lpm': is not a setting of {SCHEDULING_VARIABLE}"),
         ('{"admission": 1}', "admission=1: is not true or false"),
         ('{"admission": true, "watermark_pages": -1}', "watermark_pages=-1: is not a number of pages"),
+        ('{"policy": 5}', "policy=5: is not text"),
+        ('{"policy": false}', "policy=False: is not text"),
         ("lpm", f"{SCHEDULING_VARIABLE}='lpm': "),
     ],
 )

@@ -29,6 +29,10 @@ def test_a_view_reads_vllms_request_late() -> None:
 def test_hints_have_the_kits_order_of_priorities() -> None:
     theirs = make_double("a", priority=-3, lora=Lora("poems"), extra={"tenant": "acme", "deadline_s": 12.5})
     assert hints_of(theirs) == RequestHints(priority=3, tenant="acme", deadline_s=12.5, lora="poems")
+    theirs.sampling_params = Params({"deadline_s": 10**400})
+    assert hints_of(theirs).deadline_s == 10**400, "too large for a float, and comparable"
+    theirs.sampling_params = Params({"tenant": "a" * 10**6})
+    assert len(hints_of(theirs).tenant) == 128, "policies remember the names of tenants"
     theirs.sampling_params = None
     theirs.lora_request = None
     assert hints_of(theirs) == RequestHints(priority=3)

@@ -187,6 +187,30 @@ def test_handlers_that_raise_anywhere_in_a_call_stop_nothing(
     assert numbers == sorted(set(numbers))
 
 
+def test_a_handler_that_raises_while_too_many_batches_are_merged_loses_none(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+    publisher = opened(max_queue_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(ZmqEventPublisher, "_acquire", lambda _publisher, _wait_s: False)  # the sockets are in use
+        for number in range(5):
+            publisher.publish(numbered_batch(number))
+    assert publisher.stats().batches_pending == 5
+
+    def leave(_: object) -> None:
+        raise LeaveError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq_publisher, "merge_batches", leave)
+        with pytest.raises(LeaveError):
+            publisher.idle()
+    assert publisher.stats().batches_pending == 5
+    publisher.idle()
+    stats = publisher.stats()
+    assert (stats.batches_pending, stats.batches_dropped, stats.batches_collapsed) == (0, 0, 5)
+
+
 def interrupt_acquire(publisher: ZmqEventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a handler raise between the acquisition of the sockets and the code that releases them."""
     acquire = ZmqEventPublisher._acquire

@@ -28,6 +28,8 @@ def new(
     """Write a project that composes a scheduler: a request, a scheduling policy, the scheduler, its property suite."""
     if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
         raise ConfigError("name", name, "is not a Python identifier", "give letters, digits and underscores")
+    if name in ("tests", "scheduler_components", "observability"):
+        raise ConfigError("name", name, "is the name of another package", "give a name of your own")
     project = directory / name
     if project.exists():
         raise ConfigError("name", name, f"exists in {directory.resolve()} already", "give another name or --directory")

@@ -82,6 +82,7 @@ def test_the_policy_of_a_project_is_chosen_by_its_path(project: Path, monkeypatc
     [
         ("my-scheduler", "name='my-scheduler': is not a Python identifier"),
         ("class", "name='class': is not a Python identifier"),
+        ("tests", "name='tests': is the name of another package"),
         ("there", "name='there': exists in "),
     ],
 )
