@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,19 @@ __all__ = [
     "MessageSender",
     "StreamSockets",
     "open_stream_sockets",
+    "receive_queued",
 ]
+
+
+def receive_queued(socket: zmq.Socket[bytes], limit: int) -> Iterator[list[bytes]]:
+    """Yield the messages that a socket has received, oldest first, at most ``limit``. Never wait."""
+    for _ in range(limit):
+        try:
+            frames = socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return
+        yield frames
+
 
 # One publisher per ipc path. libzmq alone would unlink any file there, including the socket of a running publisher.
 

@@ -23,7 +23,7 @@ from scheduler_components.errors import ConfigError, DecodeError, ForkedPublishe
 from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events import CurveClientKeys, CurveServerKeys, Endpoint
 from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
-from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
+from scheduler_components.kv_events.zmq_sockets import lock_ipc_path, receive_queued
 from scheduler_components.load.load_stat import (
     LOAD_HEARTBEAT_S,
     LOAD_TOPIC,
@@ -246,12 +246,7 @@ class ZmqLoadReader:
         return stalled
 
     def _receive_all(self) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
-        while len(messages) < _MAX_MESSAGES_PER_READ:
-            try:
-                messages.append(self._socket.recv_multipart(zmq.DONTWAIT))
-            except zmq.Again:
-                break
+        messages = list(receive_queued(self._socket, _MAX_MESSAGES_PER_READ))
         self.received += len(messages)
         return messages
 

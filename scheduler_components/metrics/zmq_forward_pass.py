@@ -14,7 +14,7 @@ import zmq
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
 from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events import Endpoint
-from scheduler_components.kv_events.zmq_sockets import lock_ipc_path
+from scheduler_components.kv_events.zmq_sockets import lock_ipc_path, receive_queued
 from scheduler_components.metrics.forward_pass_metrics import (
     MAX_FORWARD_PASS_BYTES,
     decode_forward_pass,
@@ -154,11 +154,7 @@ class ZmqForwardPassReader:
         found: list[ForwardPassMetrics] = []
         if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
             return found
-        for _ in range(limit):
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                break
+        for frames in receive_queued(self._socket, limit):
             try:
                 found.append(_metrics_in(frames))
             except DecodeError:

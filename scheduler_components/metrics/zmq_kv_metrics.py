@@ -15,6 +15,7 @@ import zmq
 from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
 from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events import Endpoint
+from scheduler_components.kv_events.zmq_sockets import receive_queued
 from scheduler_components.values import KvMetrics
 
 __all__ = [
@@ -153,11 +154,7 @@ class ZmqKvMetricsReceiver:
         reports: list[KvMetrics] = []
         if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
             return reports
-        for _ in range(limit):
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                break
+        for frames in receive_queued(self._socket, limit):
             try:
                 reports.append(_report_in(frames))
             except DecodeError:

@@ -66,7 +66,7 @@ class Policy:
 
 
 def initialize(policy: Policy) -> None:
-    """Stands for the constructor of SGLang's policy."""
+    """Replaces the constructor of SGLang's policy."""
 
 
 def sort_as_sglang(policy: Policy, waiting: list[Request], running: object = None, processed_tokens: int = 0) -> None:

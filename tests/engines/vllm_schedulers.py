@@ -174,7 +174,7 @@ class PlayedWorker:
 
 
 def comparable(output: Any) -> dict[str, object]:
-    """Return what a batch tells the worker."""
+    """Return what a batch says to the worker."""
     cached = output.scheduled_cached_reqs
     return {
         "new": [(each.req_id, each.block_ids, each.num_computed_tokens) for each in output.scheduled_new_reqs],
