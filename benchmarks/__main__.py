@@ -61,8 +61,8 @@ def main() -> int:
     rows: list[Measurement] = []
     for section in arguments.sections or _SECTIONS:
         rows += _run(section, scale, peers, slowdown)
-    if arguments.json:
-        arguments.json.write_bytes(as_json(rows, slowdown))
+        if arguments.json:  # after each section: a run takes an hour, and a section that fails ends it
+            arguments.json.write_bytes(as_json(rows, slowdown))
     if arguments.plot:
         arguments.plot.write_text(draw_scaling_plot(rows))
     verdicts = [row.reached(slowdown) for row in rows]
