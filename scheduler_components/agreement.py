@@ -53,6 +53,7 @@ import msgspec
 
 from scheduler_components.errors import (
     ComponentError,
+    ConfigError,
     SettingsDivergenceError,
     SyncClosedError,
     SyncDivergenceError,
@@ -82,6 +83,8 @@ MIN_NEUTRAL = 2**63 - 1
 """The neutral value of a MIN. A rank that has no value contributes it and does not change the result."""
 
 _HEADER_INTS = 6
+_CLOCK_SLOT = "now us"
+_US_PER_S = 1_000_000
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 _PADDING = [0] * BLOCK_INTS
 
@@ -134,6 +137,20 @@ class AgreedValues(msgspec.Struct, frozen=True):
     numbers: dict[str, int]
     flags: dict[str, bool]
 
+    @property
+    def now_s(self) -> float:
+        """Seconds on the clock of the leading rank at this agreement, for proposals with ``Proposal.clock``.
+
+        A timeout that compares with it ends in the same step on all ranks.
+
+        Raises:
+            ConfigError: no rank of the replica leads.
+        """
+        now_us = self.numbers[_CLOCK_SLOT]
+        if now_us == MIN_NEUTRAL:
+            raise ConfigError("leads", False, "on all ranks, so no clock is agreed", "let one rank of a replica lead")
+        return now_us / _US_PER_S
+
 
 class Slots:
     """Slots that a component fills together in every step. Kinds and names are fixed; only the values change.
@@ -150,6 +167,9 @@ class Slots:
 
     def __repr__(self) -> str:
         return f"<Slots: {', '.join(self.names)}>"
+
+
+_CLOCK_SLOTS = Slots(("min", _CLOCK_SLOT))
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -235,6 +255,14 @@ class Proposal:
         """Add a slot that is True if all ranks have the same value, for example a digest."""
         self._add("equal", name, value)
 
+    def clock(self, now_s: float | None) -> None:
+        """Add the slot of the agreed clock, which ``AgreedValues.now_s`` returns.
+
+        Args:
+            now_s: monotonic seconds of this rank if it leads, else None. If several ranks lead, the smallest counts.
+        """
+        self.fill(_CLOCK_SLOTS, (MIN_NEUTRAL if now_s is None else int(now_s * _US_PER_S),))
+
     def fill(self, slots: Slots, values: Sequence[int]) -> None:
         """Add ``slots`` with one value each."""
         try:
@@ -279,6 +307,15 @@ class Proposal:
         flags = {name: reduced[at] != no for name, at, no in layout.flags}
         for name, at, complement in layout.equal:
             flags[name] = reduced[at] == ~reduced[complement]
+        return AgreedValues(numbers, flags)
+
+    def own_values(self) -> AgreedValues:
+        """Return the agreed values of a replica of one rank, without a vector."""
+        layout, values = self._layout(), self._values
+        numbers = {name: values[at - _HEADER_INTS] for name, at in layout.numbers}
+        flags = {name: bool(values[at - _HEADER_INTS]) for name, at, _ in layout.flags}
+        for name, _, _ in layout.equal:
+            flags[name] = True
         return AgreedValues(numbers, flags)
 
     def _add(self, kind: SlotKind, name: str, value: int) -> None:
@@ -328,6 +365,8 @@ class ParallelGroups:
             raise self._failure
         call = SyncCall(self.rank, self.num_calls, proposal.step, proposal.operation)
         self.num_calls += 1
+        if not self.groups:
+            return proposal.own_values()
         packed = proposal.pack(call.number)
         try:
             is_long = len(packed) > BLOCK_INTS

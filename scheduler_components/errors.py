@@ -20,6 +20,8 @@ __all__ = [
     "PoolInvariantError",
     "PublisherClosedError",
     "PublisherNameTakenError",
+    "QueueDivergenceError",
+    "QueueFullError",
     "QuiesceDivergenceError",
     "Refusal",
     "RefusedError",
@@ -294,6 +296,38 @@ class QuiesceDivergenceError(ComponentError):
         self.operation = operation
         self.state = state
         super().__init__(f"agreement {step}, {operation!r}: ranks are in different states; this rank is {state}")
+
+
+class QueueDivergenceError(ComponentError):
+    """The same queue holds other requests on another rank, because one rank missed an addition, an end or a departure.
+
+    Args:
+        step: the agreement that found it; the ranks diverged after the one before.
+        queue: name of the queue.
+        digest: digest of this rank's additions, ends and departures. Compare it with the other ranks'.
+    """
+
+    def __init__(self, step: int, queue: str, digest: int) -> None:
+        self.step = step
+        self.queue = queue
+        self.digest = digest
+        super().__init__(
+            f"step {step}: ranks hold different requests in queue {queue!r}; this rank's digest is {digest:08x}"
+        )
+
+
+class QueueFullError(ComponentError):
+    """A queue has as many waiting requests as it may hold. The client may send its request again later.
+
+    Args:
+        queue: name of the queue.
+        num_waiting: requests that wait in it.
+    """
+
+    def __init__(self, queue: str, num_waiting: int) -> None:
+        self.queue = queue
+        self.num_waiting = num_waiting
+        super().__init__(f"queue {queue!r} holds {num_waiting} requests, which is its limit; try again later")
 
 
 class StorageError(ComponentError):

@@ -81,8 +81,10 @@ from scheduler_components.values.stats import (
 )
 from scheduler_components.values.sync import SyncCall
 from scheduler_components.values.tiers import CachedTokens, TierStats
+from scheduler_components.values.waiting import AgreedQueueStats
 
 __all__ = [
+    "AgreedQueueStats",
     "AllocationAction",
     "AllocationRecord",
     "BatchShape",

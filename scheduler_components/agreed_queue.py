@@ -1,0 +1,257 @@
+"""AgreedQueue: requests that wait for something which becomes ready at different moments on different ranks. Pure.
+
+**The problem.** A request needs a compiled grammar, a loaded adapter or pages of another instance. Each rank prepares
+its own copy, and some ranks are ready earlier than others. If each rank admitted the request when its own copy is
+ready, the ranks would compute different batches from that step on. The same holds for a failure that only one rank has,
+and for a timeout that each rank compares with its own clock.
+
+**Facts and decisions.** A rank reports the facts that it alone knows: ``on_ready`` and ``on_failed``. They change
+nothing but its next proposal. The decisions follow from the agreed values, which are equal on all ranks:
+
+| a request leaves as | when |
+| --- | --- |
+| ``failed`` | one rank has failed |
+| ``ready`` | all ranks are ready |
+| ``expired`` | its time limit has passed on the agreed clock, and neither of the above holds |
+
+**Lanes.** A proposal has the same slots in every step, so a fixed number of requests can be asked about: the oldest
+``num_lanes`` of those that wait. Each lane is one ``min`` slot with ``FAILED < WAITING < READY``. The minimum over all
+ranks is then ``FAILED`` if one rank has failed, and ``READY`` if all are ready. The requests behind the lanes move up
+when others leave. Until then only an abort or their time limit ends their wait. The facts about them are kept.
+
+**One order, exactly once.** Requests depart in the order in which they were added. ``add`` and ``cancel`` are calls
+that every rank makes between the same two steps, so all ranks have the same requests in the same lanes. Each departed
+request is returned by ``pop_departures`` once. A request that was cancelled before it was returned is not returned.
+
+**Bounds.** At most ``max_waiting`` requests wait; ``add`` refuses further ones. No request waits longer than its limit,
+which is counted from the first agreement after ``add`` (see ``StepAgreement``). A replica with waiting requests must
+therefore take steps, even if it computes nothing.
+
+**The digest.** An ``equal`` slot carries a digest of all additions, cancellations and departures. A rank that missed
+one of them has other requests in its lanes, and all ranks raise a ``QueueDivergenceError`` in the next agreement,
+before a value of one request is applied to another.
+
+The invariant: after agreement n all ranks have the same requests in the same order and have returned the same
+departures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic, Literal, TypeAlias, TypeVar
+from zlib import crc32
+
+import msgspec
+
+from scheduler_components.agreement import AgreedValues, Proposal, Slots
+from scheduler_components.errors import QueueDivergenceError
+from scheduler_components.values import AgreedQueueStats
+
+__all__ = ["AgreedQueue", "Departure", "DepartureReason"]
+
+T = TypeVar("T")
+
+DepartureReason: TypeAlias = Literal["ready", "failed", "expired"]
+
+_FAILED, _WAITING, _READY = 0, 1, 2
+_FAILED_ELSEWHERE = "failed on another rank"
+
+
+class Departure(msgspec.Struct, Generic[T], frozen=True):
+    """A request that has left the queue. Everything but ``problem`` is equal on all ranks.
+
+    Attributes:
+        rid, item: as given to ``AgreedQueue.add``.
+        reason: why it left. Aborted requests leave through ``AgreedQueue.cancel`` and have no departure.
+        problem: why it failed on this rank, ``"failed on another rank"``, or which limit expired; empty if it is ready.
+    """
+
+    rid: str
+    item: T
+    reason: DepartureReason
+    problem: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Wait(Generic[T]):
+    """One waiting request. Only ``fact`` and ``problem`` differ between ranks."""
+
+    rid: str
+    item: T
+    timeout_s: float
+    deadline_s: float = math.inf  # set by the first agreement after ``add``
+    fact: int = _WAITING
+    problem: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class AgreedQueue(Generic[T]):
+    """Requests that all ranks of a replica let go in the same step. An ``AgreementPart`` and a ``StatsSource``.
+
+    Attributes:
+        name: prefix of its slots, unique among the parts of a step's agreement.
+        max_wait_s: how long a request waits, unless ``add`` says otherwise; infinite for no limit.
+        num_lanes: how many of the oldest requests are asked about in each step; the same on all ranks.
+        max_waiting: how many requests may wait.
+    """
+
+    name: str
+    max_wait_s: float = math.inf
+    num_lanes: int = 16
+    max_waiting: int = 1024
+    _waits: dict[str, _Wait[T]] = field(default_factory=dict, init=False, repr=False)
+    _departures: dict[str, Departure[T]] = field(default_factory=dict, init=False, repr=False)
+    _new: list[_Wait[T]] = field(default_factory=list, init=False, repr=False)
+    _next_deadline_s: float = field(default=math.inf, init=False)  # a lower bound
+    _counts: AgreedQueueStats = field(default_factory=AgreedQueueStats, init=False, repr=False)
+    _digest: int = field(default=0, init=False)
+    _slots: Slots = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._slots = Slots(
+            ("equal", f"{self.name} state"), *(("min", f"{self.name} {lane}") for lane in range(self.num_lanes))
+        )
+
+    def __len__(self) -> int:
+        """Return how many requests wait; the same number on all ranks."""
+        return len(self._waits)
+
+    def __contains__(self, rid: object) -> bool:
+        return rid in self._waits
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the waiting items in the order in which they were added."""
+        return (wait.item for wait in self._waits.values())
+
+    @property
+    def next_deadline_s(self) -> float:
+        """A lower bound of the agreed time at which a request expires; infinite if none can."""
+        return self._next_deadline_s
+
+    def add(self, rid: str, item: T, *, timeout_s: float | None = None) -> bool:
+        """Append a request. Every rank calls it between the same two steps. Return False if the queue is full.
+
+        Args:
+            rid: id of the request, by which facts refer to it.
+            item: what ``pop_departures`` returns.
+            timeout_s: how long it may wait from the next agreement on; None for ``max_wait_s``.
+
+        Raises:
+            ValueError: a request with this id waits, or its departure was not popped.
+        """
+        if rid in self._waits or rid in self._departures:
+            raise ValueError(f"{rid!r} already waits in {self.name!r}")
+        if len(self._waits) >= self.max_waiting:
+            self._counts.refused += 1
+            return False
+        wait = _Wait(rid=rid, item=item, timeout_s=self.max_wait_s if timeout_s is None else timeout_s)
+        self._waits[rid] = wait
+        self._new.append(wait)
+        self._record("add", rid)
+        return True
+
+    def on_ready(self, rid: str) -> None:
+        """Record that this rank is ready for a request. Without effect if this rank has reported about it before.
+
+        A report about a request that does not wait is counted as unknown: it may have been cancelled or have failed on
+        another rank.
+        """
+        self._report(rid, _READY)
+
+    def on_failed(self, rid: str, problem: str) -> None:
+        """Record that this rank cannot prepare what a request waits for, under the conditions of ``on_ready``.
+
+        Args:
+            rid: id of the request.
+            problem: why, as one sentence for the client.
+        """
+        self._report(rid, _FAILED, problem)
+
+    def cancel(self, rid: str) -> T | None:
+        """Remove a request and return its item; None if it neither waits nor departs.
+
+        Every rank calls it between the same two steps. A departure that was not popped is removed, too.
+        """
+        wait = self._waits.pop(rid, None)
+        if wait is None:
+            departure = self._departures.pop(rid, None)
+            if departure is None:
+                return None
+            item = departure.item
+        else:
+            item = wait.item
+            if wait in self._new:
+                self._new.remove(wait)
+        self._counts.cancelled += 1
+        self._record("cancel", rid)
+        return item
+
+    def fill(self, proposal: Proposal) -> None:
+        """Add this rank's facts about the requests in the lanes: the same slots in every step."""
+        values = [self._digest, *(wait.fact for wait in self._in_lanes())]
+        values += [_WAITING] * (1 + self.num_lanes - len(values))
+        proposal.fill(self._slots, values)
+
+    def apply(self, step: int, agreed: AgreedValues) -> None:
+        """Let the requests go on which all ranks agreed.
+
+        Raises:
+            QueueDivergenceError: the ranks hold different requests. Nothing is applied.
+        """
+        names = self._slots.names
+        if not agreed.flags[names[0]]:
+            raise QueueDivergenceError(step, self.name, self._digest)
+        if not self._waits:
+            return
+        now_s = agreed.now_s
+        for wait in self._new:
+            wait.deadline_s = now_s + wait.timeout_s
+            self._next_deadline_s = min(self._next_deadline_s, wait.deadline_s)
+        self._new.clear()
+        facts = {wait.rid: agreed.numbers[name] for name, wait in zip(names[1:], self._in_lanes(), strict=False)}
+        is_due = now_s >= self._next_deadline_s
+        for wait in list(self._waits.values() if is_due else self._in_lanes()):
+            fact = facts.get(wait.rid, _WAITING)
+            if fact == _FAILED:
+                self._depart(wait, "failed", wait.problem or _FAILED_ELSEWHERE)
+                self._counts.failed += 1
+            elif fact == _READY:
+                self._depart(wait, "ready")
+                self._counts.ready += 1
+            elif now_s >= wait.deadline_s:
+                self._depart(wait, "expired", f"waited longer than {wait.timeout_s:g} s")
+                self._counts.expired += 1
+        if is_due or not self._waits:
+            self._next_deadline_s = min((wait.deadline_s for wait in self._waits.values()), default=math.inf)
+
+    def pop_departures(self) -> Sequence[Departure[T]]:
+        """Return the requests that have left since the last call, in the order in which they were added."""
+        if not self._departures:
+            return ()
+        departures, self._departures = self._departures, {}
+        return tuple(departures.values())
+
+    def stats(self) -> AgreedQueueStats:
+        """Return the counters, and how many requests wait."""
+        return msgspec.structs.replace(self._counts, waiting=len(self._waits))
+
+    def _in_lanes(self) -> Iterator[_Wait[T]]:
+        return islice(self._waits.values(), self.num_lanes)
+
+    def _report(self, rid: str, fact: int, problem: str = "") -> None:
+        wait = self._waits.get(rid)
+        if wait is None:
+            self._counts.unknown += 1
+        elif wait.fact == _WAITING:
+            wait.fact, wait.problem = fact, problem
+
+    def _depart(self, wait: _Wait[T], reason: DepartureReason, problem: str = "") -> None:
+        del self._waits[wait.rid]
+        self._departures[wait.rid] = Departure(wait.rid, wait.item, reason, problem)
+        self._record(reason, wait.rid)
+
+    def _record(self, what: str, rid: str) -> None:
+        self._digest = crc32(f"{what} {rid}".encode(errors="surrogatepass"), self._digest)
