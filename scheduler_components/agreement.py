@@ -412,6 +412,29 @@ class ParallelGroups:
             self._failure = SettingsDivergenceError(operation, differing)
             raise self._failure
 
+    def all_gather(self, operation: str, values: Sequence[int], *, step: int) -> list[int]:
+        """Return the int64 vectors of all ranks, which have one length, concatenated; the order of ranks is arbitrary.
+
+        Whether a step gathers must be agreed first: a rank that stays away is missing on all others.
+
+        Raises:
+            SyncTimeoutError: a rank did not join in time.
+            SyncDivergenceError: the ranks made different calls.
+            SyncClosedError: the groups are closed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        call = SyncCall(self.rank, self.num_calls, step, operation)
+        self.num_calls += 1
+        gathered = list(values)
+        try:
+            for group in self.groups:
+                gathered = group.all_gather(gathered, call)
+        except (SyncTimeoutError, SyncDivergenceError) as error:
+            self._failure = error
+            raise
+        return gathered
+
     def close(self) -> None:
         """Close all groups. Later agreements raise ``SyncClosedError``. Safe to call twice.
 

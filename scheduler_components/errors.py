@@ -11,6 +11,7 @@ __all__ = [
     "CacheIntegrityError",
     "ComponentError",
     "ConfigError",
+    "DecisionDivergenceError",
     "DecodeError",
     "ForkedPublisherError",
     "LoadBackError",
@@ -198,6 +199,25 @@ class LockstepError(ComponentError):
         self.expected = expected
         self.found = found
         super().__init__(f"step {step}: {rank} has state {found}, its leader has {expected}")
+
+
+class DecisionDivergenceError(LockstepError):
+    """Ranks of one replica decided differently, and their decision logs name the first such decision.
+
+    Args:
+        step: the last agreement before the decision.
+        rank: this rank.
+        decisions: rank -> its decision in words.
+        sentence: the whole report.
+    """
+
+    def __init__(self, step: int, rank: int, decisions: dict[int, str], sentence: str) -> None:
+        ComponentError.__init__(self, sentence)
+        self.step = step
+        self.rank = f"rank {rank}"
+        self.decisions = decisions
+        self.expected = decisions.get(min(decisions, default=rank), "unknown")
+        self.found = decisions.get(rank, "unknown")
 
 
 class SyncTimeoutError(ComponentError, TimeoutError):

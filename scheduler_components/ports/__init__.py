@@ -10,6 +10,7 @@ An interface with one consumer is declared in the file of that consumer.
 from __future__ import annotations
 
 from scheduler_components.ports.control import ComputeGate, NullComputeGate
+from scheduler_components.ports.decisions import DecisionSink, DivergenceSink, NullDecisionLog, NullDivergenceSink
 from scheduler_components.ports.kv_events import (
     HeldBlocksSource,
     KvEventSink,
@@ -68,7 +69,9 @@ __all__ = [
     "AllocationSink",
     "ComputeGate",
     "CopyEvent",
+    "DecisionSink",
     "DeviceMemory",
+    "DivergenceSink",
     "ForwardPassSink",
     "HeldBlocksSource",
     "HostLayerView",
@@ -84,6 +87,8 @@ __all__ = [
     "NullAllocationSink",
     "NullComputeGate",
     "NullCopyEvent",
+    "NullDecisionLog",
+    "NullDivergenceSink",
     "NullForwardPassSink",
     "NullHeldBlocksSource",
     "NullKvMetricsSink",

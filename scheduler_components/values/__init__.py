@@ -30,6 +30,15 @@ from scheduler_components.values.control import (
     RollBackWeights,
     control_request_name,
 )
+from scheduler_components.values.decisions import (
+    Decision,
+    DecisionDump,
+    DecisionKind,
+    DecisionStats,
+    DecisionValue,
+    DivergencePolicy,
+    DivergenceReport,
+)
 from scheduler_components.values.forward_pass import (
     FORWARD_PASS_VERSION,
     ForwardPassMetrics,
@@ -97,8 +106,15 @@ __all__ = [
     "ControlReply",
     "ControlRequest",
     "DEFAULT_WEIGHT_VERSION",
+    "Decision",
+    "DecisionDump",
+    "DecisionKind",
+    "DecisionStats",
+    "DecisionValue",
     "DecodeMoments",
     "DisaggregationLoad",
+    "DivergencePolicy",
+    "DivergenceReport",
     "EndWeightUpdate",
     "FORWARD_PASS_VERSION",
     "FinishReason",
