@@ -183,6 +183,11 @@ class AdmissionBudget:
             return "pages"
         return "watermark" if self.num_running else None
 
+    def num_missing_pages(self, demand: AdmissionDemand) -> int:
+        """Return how many more pages must be available for a request that ``pages`` or ``watermark`` refuses."""
+        num_kept = self.reserved_pages + (self.watermark_pages if self.num_running else 0)
+        return (demand.num_pages or 0) + num_kept - self.available_pages
+
     def spend(self, demand: AdmissionDemand, *, reserved_pages: int = 0) -> None:
         """Subtract an admitted request.
 

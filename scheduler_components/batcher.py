@@ -5,7 +5,8 @@ which a step applies them:
 
 1. Every running request advances by one decode token or one chunk of its prefill, the earliest arrival first. In
    ``prefill_first`` mode those in prefill advance alone, and decodes only in a step without a prefill.
-2. While the pool is full, the preemption policy selects a victim among the running requests, but never the earliest
+2. While the pool is full, the pages of idle sessions are released first, and a release never preempts a request. After
+   them the preemption policy selects a victim among the running requests, but never the earliest
    arrival. So the earliest always advances whatever the size of the pool, every running request becomes the earliest
    one day, and no two requests preempt each other for ever. With a host tier the full pages of the victim are copied
    there. Requests that need them wait for the copy and preempt no one else for it.
@@ -44,7 +45,9 @@ from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
 from scheduler_components.ports import (
     ComputeGate,
+    IdlePages,
     NullComputeGate,
+    NullIdlePages,
     PreemptionPolicy,
     SchedulableRequest,
     SchedulingPolicy,
@@ -222,6 +225,7 @@ class BatchConditions(Generic[R]):
         new_token_ratio: share of a request's possible output that an admission reserves now.
         chunk_sizer: limits the length of the next chunk of a prompt.
         prefetcher: says whether the pages of a waiting request are still being fetched.
+        idle_pages: locked pages that are released before a request is preempted, or refused for lack of pages.
     """
 
     gate: ComputeGate = field(default_factory=NullComputeGate)
@@ -229,6 +233,7 @@ class BatchConditions(Generic[R]):
     new_token_ratio: NewTokenRatioTracker = field(default_factory=NewTokenRatioTracker)
     chunk_sizer: DynamicChunkSizer = field(default_factory=DynamicChunkSizer)
     prefetcher: Prefetcher[R] = field(default_factory=NullPrefetcher)
+    idle_pages: IdlePages = field(default_factory=NullIdlePages)
 
     @property
     def can_admit(self) -> bool:
@@ -381,6 +386,8 @@ class Batcher(Generic[R]):
             if not num_tokens:
                 continue
             while not grow(request, num_tokens):
+                if self.conditions.idle_pages.release_next():
+                    continue
                 has_room = False
                 if self._has_pages_coming(request, num_tokens):
                     break
@@ -518,6 +525,10 @@ class Batcher(Generic[R]):
         )
         demand = AdmissionDemand(num_pages=num_expected - len(request.pages), tenant=tenant)
         refusal = budget.refusal_of(demand)
+        idle_pages = self.conditions.idle_pages
+        while refusal in ("pages", "watermark") and idle_pages.release_next(budget.num_missing_pages(demand)):
+            budget.available_pages = kv_cache.available_pages
+            refusal = budget.refusal_of(demand)
         if refusal is not None:
             kv_cache.free(request)
             if request.num_cached_tokens != num_cached_before:

@@ -16,7 +16,9 @@ __all__ = [
     "CachedPrefix",
     "KvRequest",
     "PrefixCache",
+    "NullRequestNamespaces",
     "RequestKvCache",
+    "RequestNamespaces",
     "RequestPageHolders",
     "pages_for",
 ]
@@ -25,6 +27,7 @@ KV_POOL = "full"
 """Name of the KV pool in checks and allocation logs, as in SGLang's reports."""
 
 Node = TypeVar("Node")
+Request_contra = TypeVar("Request_contra", contravariant=True)
 Node_co = TypeVar("Node_co", covariant=True)
 """The cache's own handle of the end of a prefix. Requests keep it and read nothing of it."""
 
@@ -141,6 +144,21 @@ class KvRequest(Protocol[Node]):
         ...
 
 
+class RequestNamespaces(Protocol[Request_contra]):
+    """Says what the KV of a request depends on besides its tokens and the weights: an adapter, a session, a salt."""
+
+    def namespace_of(self, request: Request_contra, base: PrefixNamespace) -> PrefixNamespace:
+        """Return the namespace of a request. ``base`` depends on the weights; keep its parts."""
+        ...
+
+
+class NullRequestNamespaces:
+    """The namespaces of a scheduler whose requests all compute with the same weights."""
+
+    def namespace_of(self, request: object, base: PrefixNamespace) -> PrefixNamespace:  # noqa: ARG002 - the port's
+        return base
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestKvCache(Generic[Node]):
     """Assigns KV pages to requests and frees them.
@@ -154,12 +172,18 @@ class RequestKvCache(Generic[Node]):
         counters: counts evicted tokens.
         allocation_log: records which request allocates and frees which pages.
         namespace: identifies a prefix together with its tokens; it depends on the weights that compute the KV.
+        namespaces: adds what differs between requests, such as their adapters.
     """
 
     cache: PrefixCache[Node]
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
+    namespaces: RequestNamespaces[KvRequest[Node]] = field(default_factory=NullRequestNamespaces)
+
+    def namespace_of(self, request: KvRequest[Node]) -> PrefixNamespace:
+        """Return what identifies a prefix of this request together with its tokens."""
+        return self.namespaces.namespace_of(request, self.namespace)
 
     @property
     def page_size(self) -> int:
@@ -180,14 +204,14 @@ class RequestKvCache(Generic[Node]):
 
     def match_length(self, request: KvRequest[Node]) -> int:
         """Return how many of the request's tokens are cached, without locking them."""
-        return self.cache.match_prefix(request.token_ids[:-1], self.namespace).num_tokens
+        return self.cache.match_prefix(request.token_ids[:-1], self.namespace_of(request)).num_tokens
 
     def match(self, request: KvRequest[Node]) -> None:
         """Match and lock the longest cached prefix of a request that is about to run.
 
         The match leaves out the last token, because the device must compute it to produce the next one.
         """
-        match = self.cache.match_prefix(request.token_ids[:-1], self.namespace)
+        match = self.cache.match_prefix(request.token_ids[:-1], self.namespace_of(request))
         self.cache.lock(match.node)
         request.is_sampled = self.allocation_log.is_sampled(request.rid)
         if request.is_sampled:
@@ -223,7 +247,7 @@ class RequestKvCache(Generic[Node]):
         if num_pages <= request.num_cached_pages:
             return
         own, first = request.pages[:num_pages], request.num_cached_pages
-        match = self.cache.insert(request.token_ids[: num_pages * page_size], own, self.namespace)
+        match = self.cache.insert(request.token_ids[: num_pages * page_size], own, self.namespace_of(request))
         self.cache.lock(match.node)
         if request.node is not None:
             self.cache.unlock(request.node)

@@ -43,7 +43,7 @@ FLOORS = (
     ("ordered_requests",),
     ("request_queues",),
     ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache"),
-    ("batcher",),
+    ("batcher", "sessions"),
     ("profiler_manager", "torch_profiler", "thread_stack_sampler"),
     ("load_publisher", "server_info", "kv_pool_reader", "torch_weight_updater"),
     ("quiesce",),

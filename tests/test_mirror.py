@@ -37,6 +37,7 @@ DECLARATIONS = {
     "scheduler_components/values/outputs.py": "values",
     "scheduler_components/values/receive.py": "values",
     "scheduler_components/values/request_span.py": "values",
+    "scheduler_components/values/sessions.py": "values",
     "scheduler_components/values/stats.py": "values",
     "scheduler_components/values/sync.py": "values",
     "scheduler_components/values/tiers.py": "values",

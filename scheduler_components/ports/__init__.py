@@ -55,7 +55,14 @@ from scheduler_components.ports.pages import (
     PageStore,
     ZeroCopyPageStore,
 )
-from scheduler_components.ports.pools import AllocationSink, NullAllocationSink, NullPageHolders, PageHolders
+from scheduler_components.ports.pools import (
+    AllocationSink,
+    IdlePages,
+    NullAllocationSink,
+    NullIdlePages,
+    NullPageHolders,
+    PageHolders,
+)
 from scheduler_components.ports.scheduling import (
     PreemptibleRequest,
     PreemptionPolicy,
@@ -76,6 +83,7 @@ __all__ = [
     "HeldBlocksSource",
     "HostLayerView",
     "HostPages",
+    "IdlePages",
     "KvEventSink",
     "KvEventSource",
     "KvMetricsSink",
@@ -91,6 +99,7 @@ __all__ = [
     "NullDivergenceSink",
     "NullForwardPassSink",
     "NullHeldBlocksSource",
+    "NullIdlePages",
     "NullKvMetricsSink",
     "NullLayerDoneCounter",
     "NullLoadSectionsSource",

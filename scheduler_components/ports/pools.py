@@ -7,7 +7,7 @@ from typing import Protocol
 
 from scheduler_components.values import AllocationAction, HeldCount, PageHolding
 
-__all__ = ["AllocationSink", "NullAllocationSink", "NullPageHolders", "PageHolders"]
+__all__ = ["AllocationSink", "IdlePages", "NullAllocationSink", "NullIdlePages", "NullPageHolders", "PageHolders"]
 
 
 class PageHolders(Protocol):
@@ -36,6 +36,24 @@ class NullPageHolders:
 
     def holdings(self) -> Iterable[PageHolding]:
         return ()
+
+
+class IdlePages(Protocol):
+    """Cached pages that are locked for later requests, such as those of sessions. The batcher releases them."""
+
+    def release_next(self, num_missing: int = 1) -> bool:
+        """Unlock the pages of the least recently used holder.
+
+        Return False, without a change, if there are none, or fewer than ``num_missing`` in total.
+        """
+        ...
+
+
+class NullIdlePages:
+    """The idle pages of a scheduler that keeps none."""
+
+    def release_next(self, num_missing: int = 1) -> bool:  # noqa: ARG002 - the port's
+        return False
 
 
 class AllocationSink(Protocol):

@@ -78,6 +78,7 @@ from scheduler_components.values.receive import (
     RequestRejection,
 )
 from scheduler_components.values.request_span import FinishedRequest, RequestSpan, SpanStats, TraceParent
+from scheduler_components.values.sessions import SessionParams, SessionStats
 from scheduler_components.values.stats import (
     BatchingStats,
     HistogramSnapshot,
@@ -167,6 +168,8 @@ __all__ = [
     "SchedulerCounters",
     "SchedulerStats",
     "SpanStats",
+    "SessionParams",
+    "SessionStats",
     "SpeculativeLoad",
     "StallReport",
     "SyncCall",
