@@ -36,6 +36,7 @@ import attrs
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.errors import ConfigError
+from scheduler_components.ports import DecisionSink, NullDecisionLog
 from scheduler_components.request_kv_cache import KvRequest, PrefixCache, RequestKvCache
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import FinishReason, HeldCount, PageHolding, SessionParams, SessionStats
@@ -126,20 +127,23 @@ class _Session(Generic[Node]):
 
 @dataclass(slots=True, kw_only=True)
 class SessionTable(Generic[Node]):
-    """The open sessions of one rank. Pure. An ``AgreementPart``, a ``PageHolders``, an ``IdlePages``, a ``StatsSource``.
+    """The open sessions of one rank. Pure.
 
-    A scheduler gives it to its ``StepAgreement``, or calls ``step`` in each step. It calls ``extend`` and ``begin_turn`` for each request with
+    It is an ``AgreementPart``, a ``PageHolders``, an ``IdlePages`` and a ``StatsSource``. A scheduler gives it to its
+    ``StepAgreement``, or calls ``step`` in each step. It calls ``extend`` and ``begin_turn`` for each request with
     ``SessionParams``, and ``end_turn`` when the request has ended and its pages are in the cache
     (``SessionKvReleaser``).
 
     Attributes:
         cache: has the pages.
         limits: bounds of the table.
+        decisions: notes which session is closed for idleness, and which loses its pages.
         now_s: the agreed time of the last ``step``.
     """
 
     cache: PrefixCache[Node]
     limits: SessionLimits = field(default_factory=SessionLimits)
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     now_s: float = field(default=-math.inf, init=False)
     _sessions: dict[str, _Session[Node]] = field(default_factory=dict, init=False, repr=False)
     _holding: dict[str, _Session[Node]] = field(default_factory=dict, init=False, repr=False)
@@ -271,6 +275,7 @@ class SessionTable(Generic[Node]):
         expired = [session for session in idle if now_s - session.last_used_s >= session.timeout_s]
         for session in expired:
             self._counts["reaped"] += 1
+            self.decisions.note("expire", "sessions", session.session_id)
             self._remove(session)
         kept = (session for session in idle if session.session_id in self._sessions)
         self._next_due_s = min((session.last_used_s + session.timeout_s for session in kept), default=math.inf)
@@ -422,6 +427,7 @@ class SessionTable(Generic[Node]):
             self._release_early(next(iter(self._holding.values())))
 
     def _release_early(self, session: _Session[Node]) -> None:
+        self.decisions.note("apply", "sessions", "release", session.session_id, len(session.pages))
         self._counts["pages_released"] += len(session.pages)
         self._release(session)
 
