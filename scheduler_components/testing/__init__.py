@@ -24,6 +24,7 @@ from scheduler_components._lazy import lazy_exports
 from scheduler_components.testing.batcher_checks import BATCHER_CHECKS
 from scheduler_components.testing.check_trace import CheckTrace, ConformanceError
 from scheduler_components.testing.control_checks import PROFILER_CHECKS, STATE_HOLDER_CHECKS
+from scheduler_components.testing.endpoint_checks import ENDPOINT_CHECKS, EndpointPromises
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.fake_device import PagedModel, next_token
 from scheduler_components.testing.fakes import FakeClock, FakePool, FakeQueues, ListEventSink, ListOutputSink
@@ -34,6 +35,8 @@ from scheduler_components.testing.prefix_cache_checks import BLOCK_TABLE_CACHE_C
 from scheduler_components.testing.quiesce_checks import QUIESCE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
 from scheduler_components.testing.scheduler_checks import POOL_INVARIANT_CHECKS, POOL_STREAM_CHECKS, SCHEDULER_CHECKS
+from scheduler_components.testing.topologies import Topology, TopologyRank, make_topology, topologies
+from scheduler_components.testing.topology_checks import TOPOLOGY_CHECKS
 
 if TYPE_CHECKING:
     from scheduler_components.testing.machines import (
@@ -53,6 +56,7 @@ __all__ = [
     # checks
     "BATCHER_CHECKS",
     "BLOCK_TABLE_CACHE_CHECKS",
+    "ENDPOINT_CHECKS",
     "IN_PLACE_STORE_CHECKS",
     "PAGE_STORE_CHECKS",
     "POLICY_CHECKS",
@@ -67,10 +71,17 @@ __all__ = [
     "SCHEDULER_CHECKS",
     "STATE_HOLDER_CHECKS",
     "SUBSCRIBER_CHECKS",
+    "TOPOLOGY_CHECKS",
     "CheckTrace",
     "ConformanceError",
+    "EndpointPromises",
     "PolicyPromises",
     "PolicyRequest",
+    # topologies
+    "Topology",
+    "TopologyRank",
+    "make_topology",
+    "topologies",
     # machines
     "BatcherComparisonMachine",
     "FollowerMachine",

@@ -21,6 +21,8 @@ with the steps, the expectation and the finding.
 | ``STATE_HOLDER_CHECKS`` | ``holder, change`` | a ``StateProvider``, and values that can be set in it |
 | ``PROFILER_CHECKS`` | ``open_profiler()`` | a ``Profiler`` |
 | ``RECEIVER_CHECKS`` | ``open_receivers(source)`` | one ``ReceivingRank`` per rank, the leading one first |
+| ``TOPOLOGY_CHECKS`` | ``gate`` | a ``RankGate``, asked about every rank of every topology |
+| ``ENDPOINT_CHECKS`` | ``planner, promises`` | a ``PortPlanner`` of the streams of an engine |
 
 ``FollowerMachine`` drives a ``FollowerCore``. If your part has other names, wrap it. These interfaces have more members
 than a component's ports, because a check examines the whole part.
@@ -28,7 +30,7 @@ than a component's ports, because a check examines the whole part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -38,6 +40,7 @@ from scheduler_components import EventBatch, KVCacheEvent
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import HeldBlocksSource
+from scheduler_components.testing.topologies import TopologyRank
 from scheduler_components.values import ControlReply, ControlRequest, ForwardMode, LoadSnapshot
 
 __all__ = [
@@ -67,6 +70,9 @@ __all__ = [
     "Workload",
     # request receivers
     "ReceivingRank",
+    # topologies
+    "PortPlanner",
+    "RankGate",
 ]
 
 # Prefix caches.
@@ -341,3 +347,37 @@ class ReceivingRank(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+# Topologies.
+
+
+class RankGate(Protocol):
+    """The rule by which a rank publishes, reports or leads, with the contract of ``ParallelState``."""
+
+    def speaks(self, rank: TopologyRank) -> bool:
+        """Whether this rank speaks for its KV cache. Each rank is asked in a process of its own."""
+        ...
+
+    def stream_index(self, rank: TopologyRank) -> int:
+        """Return the number of the stream, or of the replica in a label. Asked of ranks that speak."""
+        ...
+
+
+class PortPlanner(Protocol):
+    """The addresses of the streams of an engine, with the contract of ``PortPlan``.
+
+    ``bases`` are the addresses that an operator configures, by kind: ``events``, ``replay`` and ``load``.
+    """
+
+    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the address of each kind that this rank listens on; empty for a rank that does not speak.
+
+        Raises:
+            ValueError: the addresses are refused.
+        """
+        ...
+
+    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> Mapping[str, str]:
+        """Return the address of each kind to which a reader connects, for a stream whose process runs on ``host``."""
+        ...

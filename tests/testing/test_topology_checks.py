@@ -1,0 +1,231 @@
+"""The checks of gates pass on ``ParallelState``, and find each gate that is broken, and the known faults of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kit.engine_stream_rules import (
+    SGLANG_EVENTS,
+    SGLANG_FORWARD_PASSES,
+    SGLANG_KV_METRICS,
+    SGLANG_METRICS,
+    VLLM_EVENTS,
+    RuleGate,
+)
+
+from scheduler_components import ParallelState
+from scheduler_components.testing import TOPOLOGY_CHECKS, ConformanceError, TopologyRank
+from scheduler_components.testing import topology_checks as checks
+from scheduler_components.testing.interfaces import RankGate
+
+KIT_GATES = {
+    name: RuleGate(lambda rank, name=name: getattr(rank, name), lambda rank: rank.kv_stream_index)  # type: ignore[misc]
+    for name in ("owns_kv_stream", "reports_metrics", "leads_replica")
+}
+
+
+@pytest.mark.parametrize("check", TOPOLOGY_CHECKS)
+@pytest.mark.parametrize("name", KIT_GATES)
+def test_the_gates_of_a_parallel_state_pass(name: str, check: Callable[[RankGate], None]) -> None:
+    check(KIT_GATES[name])
+
+
+def failed(gate: RankGate) -> dict[str, str]:
+    """Return the checks that a gate fails, with the text of each error."""
+    found = {}
+    for check in TOPOLOGY_CHECKS:
+        try:
+            check(gate)
+        except ConformanceError as error:
+            found[check.__name__] = str(error)
+    return found
+
+
+ONE, NUMBERS, ALONE = (check.__name__ for check in TOPOLOGY_CHECKS)
+
+ENGINES: dict[str, tuple[RankGate, dict[str, str]]] = {
+    "SGLang, KV events and load": (SGLANG_EVENTS, {}),
+    "vLLM, KV events": (VLLM_EVENTS, {}),
+    "SGLang, metrics": (SGLANG_METRICS, {ONE: "x PP 2 on 1 node"}),
+    "SGLang, forward passes": (SGLANG_FORWARD_PASSES, {ONE: "x CP 2 x", NUMBERS: "(attention, dp_rank None)"}),
+    "SGLang, KvMetrics": (SGLANG_KV_METRICS, {NUMBERS: "DP 2 (attention, dp_rank None)"}),
+}
+"""Gates of engines, and what the checks find in them: the topology that the trace of each failing check names."""
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_faults_of_an_engine_are_found(name: str) -> None:
+    gate, faults = ENGINES[name]
+    found = failed(gate)
+    assert found.keys() == faults.keys()
+    for check, topology in faults.items():
+        assert topology in found[check]
+
+
+def test_a_failure_names_the_topology_the_cache_and_its_ranks() -> None:
+    with pytest.raises(ConformanceError) as error:
+        checks.check_each_cache_has_one_speaker(SGLANG_METRICS)
+    assert str(error.value) == (
+        "Exactly one rank speaks for each KV cache\n"
+        "  1. DP 1 (plain) x CP 1 x TP 1 x PP 2 on 1 node from GPU 0: 2 ranks\n"
+        "  expected: one rank that speaks for cache 0, of dp0/pp0/tp0(attn_cp0, attn_tp0), "
+        "dp0/pp1/tp0(attn_cp0, attn_tp0)\n"
+        "  found:    dp0/pp0/tp0(attn_cp0, attn_tp0), dp0/pp1/tp0(attn_cp0, attn_tp0)"
+    )
+
+
+# Gates as authors of engines write them.
+
+
+def first(parallel: ParallelState) -> bool:
+    return parallel.owns_kv_stream
+
+
+def index(parallel: ParallelState) -> int:
+    return parallel.kv_stream_index
+
+
+class ByNode:
+    """Numbers the streams of each node from 0."""
+
+    def speaks(self, rank: TopologyRank) -> bool:
+        return rank.parallel.owns_kv_stream
+
+    def stream_index(self, rank: TopologyRank) -> int:
+        return rank.parallel.kv_stream_index % max(1, rank.parallel.kv_stream_count // rank.num_nodes)
+
+
+class OnFirstNode(ByNode):
+    """Only the first node publishes, because only it has an HTTP server."""
+
+    def speaks(self, rank: TopologyRank) -> bool:
+        return super().speaks(rank) and rank.node_rank == 0
+
+    def stream_index(self, rank: TopologyRank) -> int:
+        return rank.parallel.kv_stream_index
+
+
+class OnePerNode(OnFirstNode):
+    """The first device of each node speaks."""
+
+    def speaks(self, rank: TopologyRank) -> bool:
+        return rank.parallel.gpu_id == 0
+
+
+class FirstComesFirst(OnFirstNode):
+    """The first rank of a cache that asks speaks."""
+
+    def __init__(self) -> None:
+        self.taken: set[tuple[int, ...]] = set()
+
+    def speaks(self, rank: TopologyRank) -> bool:
+        parallel = rank.parallel
+        sizes = (parallel.tp_size, parallel.pp_size, parallel.attn_cp_size, rank.num_nodes, parallel.dp_size)
+        key = (*sizes, parallel.kv_stream_index)
+        is_free = key not in self.taken
+        self.taken.add(key)
+        return is_free
+
+
+class CountsUp(OnFirstNode):
+    """Gives out the next number whenever a rank asks."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def stream_index(self, rank: TopologyRank) -> int:
+        number = self.next % rank.parallel.kv_stream_count
+        self.next += 1
+        return number
+
+
+BROKEN: dict[str, tuple[Callable[[], RankGate], str]] = {
+    "ignores pipeline stages": (
+        lambda: RuleGate(lambda rank: rank.attn_tp_rank == 0 and rank.attn_cp_rank == 0, index),
+        ONE,
+    ),
+    "ignores context parallelism": (
+        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.attn_tp_rank == 0, index),
+        ONE,
+    ),
+    "ignores tensor parallelism": (
+        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.attn_cp_rank == 0, index),
+        ONE,
+    ),
+    "only the first rank of the world": (
+        lambda: RuleGate(lambda rank: rank.tp_rank == 0 and rank.pp_rank == 0, index),
+        ONE,
+    ),
+    "every rank": (lambda: RuleGate(lambda _: True, index), ONE),
+    "no rank without dp_rank": (lambda: RuleGate(lambda rank: first(rank) and rank.dp_rank is not None, index), ONE),
+    "only dp_rank 0": (lambda: RuleGate(lambda rank: first(rank) and not rank.dp_rank, index), ONE),
+    "compares dp_rank with None": (
+        lambda: RuleGate(lambda rank: first(rank) and rank.dp_rank >= 0, index),  # type: ignore[operator]
+        ONE,
+    ),
+    "every multiple of the TP size of attention": (
+        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.tp_rank % rank.attn_tp_size == 0, index),
+        ONE,
+    ),
+    "the last stage by the wrong size": (
+        lambda: RuleGate(
+            lambda rank: rank.pp_rank == rank.tp_size - 1 and not rank.attn_tp_rank and not rank.attn_cp_rank, index
+        ),
+        ONE,
+    ),
+    "the first rank of each group of experts": (
+        lambda: RuleGate(lambda rank: first(rank) and rank.moe_ep_rank == 0, index),
+        ONE,
+    ),
+    "the first rank of the experts for all": (
+        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.moe_ep_rank == 0, index),
+        ONE,
+    ),
+    "the first replica of the experts": (
+        lambda: RuleGate(lambda rank: first(rank) and rank.moe_dp_rank == 0, index),
+        ONE,
+    ),
+    "silent with decode context parallelism": (
+        lambda: RuleGate(lambda rank: first(rank) and rank.dcp_size == 1, index),
+        ONE,
+    ),
+    "the first device of a node": (OnePerNode, ONE),
+    "only the first node": (OnFirstNode, ONE),
+    "the first that asks": (FirstComesFirst, ALONE),
+    "the index is dp_rank or 0": (lambda: RuleGate(first, lambda rank: rank.dp_rank or 0), NUMBERS),
+    "the index is dp_rank": (lambda: RuleGate(first, lambda rank: rank.dp_rank), NUMBERS),  # type: ignore[arg-type,return-value]
+    "the index is the attention's": (lambda: RuleGate(first, lambda rank: rank.attn_dp_rank), NUMBERS),
+    "the index is the rank of the stage": (lambda: RuleGate(first, lambda rank: rank.tp_rank), NUMBERS),
+    "the index counts attention-TP groups": (
+        lambda: RuleGate(
+            first, lambda rank: rank.tp_rank // rank.attn_tp_size if rank.dp_rank is None else index(rank)
+        ),
+        NUMBERS,
+    ),
+    "the index begins with 1": (lambda: RuleGate(first, lambda rank: index(rank) + 1), NUMBERS),
+    "the index is counted from the last": (
+        lambda: RuleGate(first, lambda rank: rank.kv_stream_count - 1 - index(rank)),
+        NUMBERS,
+    ),
+    "the index is that of an independent engine": (lambda: RuleGate(first, lambda _: 0), NUMBERS),
+    "the index is a text": (lambda: RuleGate(first, lambda rank: str(index(rank))), NUMBERS),  # type: ignore[arg-type,return-value]
+    "the index is the device": (lambda: RuleGate(first, lambda rank: rank.gpu_id), NUMBERS),
+    "the index is local to the node": (ByNode, NUMBERS),
+    "the next number": (CountsUp, ALONE),
+}
+"""Broken gates, and a check that finds each. The rank and sizes are right where the name says nothing of them."""
+
+
+@pytest.mark.broken_variants
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_gate_is_found(name: str) -> None:
+    open_gate, check = BROKEN[name]
+    found = set[Any]()
+    for each in TOPOLOGY_CHECKS:
+        try:
+            each(open_gate())
+        except ConformanceError:
+            found.add(each.__name__)
+    assert check in found
