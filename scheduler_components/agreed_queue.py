@@ -48,6 +48,7 @@ import msgspec
 
 from scheduler_components.agreement import AgreedValues, Proposal, Slots
 from scheduler_components.errors import QueueDivergenceError
+from scheduler_components.ports import DecisionSink, NullDecisionLog
 from scheduler_components.values import AgreedQueueStats
 
 __all__ = ["AgreedQueue", "Departure", "DepartureReason"]
@@ -96,12 +97,14 @@ class AgreedQueue(Generic[T]):
         max_wait_s: how long a request waits, unless ``add`` says otherwise; infinite for no limit.
         num_lanes: how many of the oldest requests are asked about in each step; the same on all ranks.
         max_waiting: how many requests may wait.
+        decisions: where it notes who enters and who leaves.
     """
 
     name: str
     max_wait_s: float = math.inf
     num_lanes: int = 16
     max_waiting: int = 1024
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     _waits: dict[str, _Wait[T]] = field(default_factory=dict, init=False, repr=False)
     _departures: dict[str, Departure[T]] = field(default_factory=dict, init=False, repr=False)
     _new: list[_Wait[T]] = field(default_factory=list, init=False, repr=False)
@@ -255,3 +258,4 @@ class AgreedQueue(Generic[T]):
 
     def _record(self, what: str, rid: str) -> None:
         self._digest = crc32(f"{what} {rid}".encode(errors="surrogatepass"), self._digest)
+        self.decisions.note("expire" if what == "expired" else "apply", self.name, what, rid)

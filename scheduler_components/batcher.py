@@ -45,8 +45,10 @@ from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
 from scheduler_components.ports import (
     ComputeGate,
+    DecisionSink,
     IdlePages,
     NullComputeGate,
+    NullDecisionLog,
     NullIdlePages,
     PreemptionPolicy,
     SchedulableRequest,
@@ -242,7 +244,7 @@ class BatchConditions(Generic[R]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Batcher(Generic[R]):
+class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decisions are noted
     """Makes batches by the rules at the top of this file. It is the ``RequestFinisher`` of a scheduler.
 
     Attributes:
@@ -253,6 +255,7 @@ class Batcher(Generic[R]):
         preemption: selects the request that gives up its pages.
         conditions: control requests, other replicas, the new-token ratio, the length of chunks, prefetches.
         observer: counts and times admissions and preemptions; no decision depends on it.
+        decisions: where it notes what it decides.
         num_steps: batches so far.
         refusals: requests that a step did not admit, by reason. A request counts once in each step that reads it.
         preemptions: victims, by the name of the class that selected them.
@@ -266,6 +269,7 @@ class Batcher(Generic[R]):
     preemption: PreemptionPolicy[R] = field(default_factory=LatestArrival)
     conditions: BatchConditions[R] = field(default_factory=BatchConditions)
     observer: BatchObserver[R] = field(default_factory=NullBatchObserver)
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     num_steps: int = field(default=0, init=False)
     refusals: dict[RefusalReason, int] = field(default_factory=dict, init=False)
     preemptions: dict[str, int] = field(default_factory=dict, init=False)
@@ -282,12 +286,14 @@ class Batcher(Generic[R]):
         """Queue a new request."""
         self.queues.add(request)
         self._add_to_policy(request)
+        self.decisions.note("queue", request.arrival, request.num_input_tokens, request.num_cached_tokens)
 
     def finish(self, request: R, reason: FinishReason) -> None:
         """Remove a waiting or running request, free its slot, and set its ``finish_reason``. Its pages stay its own."""
         if request in self.queues.waiting:
             self._discard_from_policy(request)
         self.queues.finish(request, reason)
+        self.decisions.note("finish", request.arrival, reason.value)
 
     def retract_all(self) -> int:
         """Move every running request back to the waiting queue, with its output, and return their number."""
@@ -303,6 +309,10 @@ class Batcher(Generic[R]):
         conditions = self.conditions
         batch = self._local_batch() if conditions.gate.can_compute else ScheduledBatch()
         if batch.chunks:
+            if self.decisions.wants_decisions:
+                # The start of a chunk is no fact of its own: it is the end of the one before, or of the match.
+                ends = [value for chunk in batch.chunks for value in (chunk.request.arrival, chunk.end)]
+                self.decisions.note("batch", batch.num_retracted, *ends)
             try:
                 self.policy.on_scheduled(batch.chunks)
             except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced
@@ -454,6 +464,7 @@ class Batcher(Generic[R]):
 
     def _retract(self, request: R) -> None:
         """Free the pages of a request and move it to the head of the waiting queue. Its output is prefilled again."""
+        self.decisions.note("preempt", request.arrival, request.num_computed_tokens)
         self.kv_cache.free(request)
         request.num_retractions += 1
         self.queues.requeue(request)
@@ -540,6 +551,7 @@ class Batcher(Generic[R]):
         self.conditions.prefetcher.on_admitted(request)
         self.observer.on_admitted(request)
         num_tokens = self._next_chunk_tokens(request, request.num_prefill_tokens_left, budget.tokens)
+        self.decisions.note("admit", request.arrival, request.num_cached_tokens, num_tokens)
         has_room = kv_cache.grow(request, num_tokens)
         assert has_room, f"{request!r}: no room for its first chunk after its admission"
         start = request.num_computed_tokens

@@ -61,14 +61,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DECISION_KINDS: Mapping[str, DecisionKind] = {
+    "input": DecisionKind(("step", "messages", "digest")),
+    "queue": DecisionKind(("arrival", "tokens", "cached tokens")),
+    "match": DecisionKind(("rid", "tokens")),
     "admit": DecisionKind(("arrival", "cached tokens", "chunk tokens")),
     "preempt": DecisionKind(("arrival", "computed tokens")),
     "batch": DecisionKind(("retracted",), ("arrival", "end")),
-    "match": DecisionKind(("rid", "tokens")),
+    "finish": DecisionKind(("arrival", "reason")),
     "evict": DecisionKind(("first page", "pages")),
-    "expire": DecisionKind(("queue", "rid")),
+    "clear": DecisionKind(("free pages", "weight version")),
     "apply": DecisionKind(("component", "what"), ("value",)),
-    "input": DecisionKind(("step", "messages", "digest")),
+    "expire": DecisionKind(("component", "what", "rid")),
 }
 """The kinds that the kit's components note, with the meaning of their values. Extend it for your own:
 ``DecisionLog(kinds={**DECISION_KINDS, "route": DecisionKind(("expert",))})``."""

@@ -45,6 +45,7 @@ from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposa
 from scheduler_components.cache.block_hash import weight_namespace
 from scheduler_components.errors import QuiesceDivergenceError
 from scheduler_components.failure_log import FailureLog
+from scheduler_components.ports import DecisionSink, NullDecisionLog
 from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
@@ -303,6 +304,7 @@ class QuiesceController:
         memory: the memory that is released and resumed.
         state: what the engine may do now; the scheduler reads it.
         failures: exceptions of this rank's parts, by request.
+        decisions: where it notes what became of the pending request in each agreement.
     """
 
     work: PausableRequests
@@ -311,6 +313,7 @@ class QuiesceController:
     memory: MemoryOccupation = field(default_factory=NullMemoryOccupation)
     state: QuiesceState = field(default_factory=QuiesceState)
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     _pending: deque[_PendingRequest] = field(default_factory=deque, init=False, repr=False)
 
     @property
@@ -373,6 +376,9 @@ class QuiesceController:
         if not agreed.flags["state"]:
             raise QuiesceDivergenceError(step, control_request_name(pending.request), self.state.phase.value)
         reply = self._decide(pending, agreed)
+        outcome = "pending" if reply is None else "refused" if reply.problem else "done"
+        state = self.state.digest(pending.is_acting, pending.is_carried_out)
+        self.decisions.note("apply", "quiesce", outcome, pending.request_id, state)
         if reply is not None:
             self._pending.popleft()
             if reply.problem:

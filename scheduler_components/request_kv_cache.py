@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
-from scheduler_components.ports import AllocationSink, NullAllocationSink
+from scheduler_components.ports import AllocationSink, DecisionSink, NullAllocationSink, NullDecisionLog
 from scheduler_components.request_queues import RequestQueues, TrackedRequest
 from scheduler_components.values import HeldCount, PageHolding, SchedulerCounters
 
@@ -171,6 +171,7 @@ class RequestKvCache(Generic[Node]):
         cache: the KV pool and its cached prefixes.
         counters: counts evicted tokens.
         allocation_log: records which request allocates and frees which pages.
+        decisions: where it notes how much of a request was cached.
         namespace: identifies a prefix together with its tokens; it depends on the weights that compute the KV.
         namespaces: adds what differs between requests, such as their adapters.
     """
@@ -178,6 +179,7 @@ class RequestKvCache(Generic[Node]):
     cache: PrefixCache[Node]
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     namespace: PrefixNamespace = DEFAULT_NAMESPACE
     namespaces: RequestNamespaces[KvRequest[Node]] = field(default_factory=NullRequestNamespaces)
 
@@ -220,6 +222,7 @@ class RequestKvCache(Generic[Node]):
         request.pages = list(match.page_array)
         request.num_cached_pages = len(request.pages)
         request.num_computed_tokens = request.num_cached_tokens = match.num_tokens
+        self.decisions.note("match", request.rid, match.num_tokens)
 
     def grow(self, request: KvRequest[Node], num_tokens: int) -> bool:
         """Allocate pages for ``num_tokens`` more positions, evicting if necessary. Return False if the pool is full."""

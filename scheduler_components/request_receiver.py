@@ -32,6 +32,7 @@ from zlib import crc32
 
 from scheduler_components.errors import DecodeError, LockstepError
 from scheduler_components.input_blocker import InputBlocker, RelayedMessage
+from scheduler_components.ports import DecisionSink, NullDecisionLog
 from scheduler_components.recv_skipper import RecvSkipper
 from scheduler_components.values import ForwardMode, InputMessage, ReceiverStats, RelayedInput
 from scheduler_components.watchdog import IDLE_PHASE, RECEIVE_PHASE, StepProgress
@@ -107,7 +108,7 @@ class _InputLog:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestReceiver(Generic[T]):
+class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its input is noted
     """Receives input and broadcasts it to all ranks of a replica. Used on the scheduler's thread.
 
     Every rank calls `receive` before each step. An idle leading rank calls `poll` first, to find out whether it has to
@@ -121,6 +122,7 @@ class RequestReceiver(Generic[T]):
         blocker: admits or rejects messages; used on the leading rank only.
         recv_skipper: chooses the steps with a relay; equal on all ranks.
         progress: where a watchdog reads that a rank with work waits for its input.
+        decisions: where it notes the messages that it returns.
     """
 
     rank: str
@@ -130,6 +132,7 @@ class RequestReceiver(Generic[T]):
     blocker: InputBlocker = field(default_factory=InputBlocker)
     recv_skipper: RecvSkipper = field(default_factory=RecvSkipper)
     progress: StepProgress = field(default_factory=StepProgress)
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     _log: _InputLog = field(default_factory=_InputLog, init=False, repr=False)
 
     @property
@@ -186,6 +189,8 @@ class RequestReceiver(Generic[T]):
             raise
         self.progress.enter_phase(IDLE_PHASE)
         self._log.on_relayed(relayed.frames)
+        if relayed.frames:
+            self.decisions.note("input", step, len(relayed.frames), self._log.digest)
         self.blocker.on_broadcast(messages)
         if relayed is own:
             return [cast(T, message.incoming.message) for message in messages]

@@ -387,8 +387,8 @@ def test_a_long_decision_is_shown_around_its_first_difference() -> None:
 def test_a_rank_without_a_further_decision_is_described() -> None:
     report = DivergenceReport(5, 6, 2, {0: None, 1: Decision("expire", ("grammar", "r1")), 2: None}, (1,))
     assert describe_divergence(report) == (
-        "step 5: the ranks decided differently at decision 2: rank 0: no decision; rank 1: expire(queue='grammar', "
-        "rid='r1'); rank 2: no decision; rank 1 against the majority (found at step 6)"
+        "step 5: the ranks decided differently at decision 2: rank 0: no decision; rank 1: expire(component='grammar', "
+        "what='r1'); rank 2: no decision; rank 1 against the majority (found at step 6)"
     )
 
 

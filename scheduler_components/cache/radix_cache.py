@@ -22,6 +22,7 @@ from scheduler_components.cache.radix_tree import PathMatch, RadixNode, RadixTre
 from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder, device_medium
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group
+from scheduler_components.ports import DecisionSink, NullDecisionLog
 from scheduler_components.validators import check_integer
 
 __all__ = ["LowerTiers", "NullLowerTiers", "PrefixMatch", "RadixCache"]
@@ -116,6 +117,7 @@ class RadixCache:
         page_size: tokens per page.
         capacity_tokens: size of the KV pool, rounded down to whole pages.
         lower: the tiers below the device; a hierarchical cache gives its own.
+        decisions: where it notes what it evicts.
         namespace: of calls that give none.
         num_locks: calls of `lock` without their `unlock`.
         tree, pool, lru, recorder: the parts, for a cache that is built on this one. Schedulers do not use them.
@@ -128,6 +130,7 @@ class RadixCache:
     capacity_tokens: int
     record: InitVar[bool] = False
     lower: LowerTiers = field(default_factory=NullLowerTiers)
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     namespace: PrefixNamespace = field(default=DEFAULT_NAMESPACE, init=False)
     num_locks: int = field(default=0, init=False)
     tree: RadixTree = field(init=False)
@@ -298,6 +301,7 @@ class RadixCache:
         self.tree.clear()
         self.lru.clear()
         self.recorder.record_cleared()
+        self.decisions.note("clear", self.pool.num_free, weight_version or "")
         if weight_version is not None:
             self.namespace = weight_namespace(weight_version)
 
@@ -320,6 +324,10 @@ class RadixCache:
         if not self.tree.hashed:
             return {medium_group(None): array("q", self.block_hashes())}
         return {medium_group(None): block_hash_array(b"".join(node.digests for node in self.tree.walk()))}
+
+    def record_decisions(self, log: DecisionSink) -> None:
+        """Note from now on what is evicted and cleared, as ``HiRadixCache.record_decisions`` does."""
+        self.decisions = log
 
     def check_integrity(self) -> None:
         """Check tree, pool and eviction order against each other. Walks everything: for tests and diagnosis.
@@ -381,6 +389,7 @@ class RadixCache:
 
     def _evict_node(self, node: RadixNode) -> None:
         """Remove a node from the device. A lower tier keeps it, or it leaves the tree."""
+        self.decisions.note("evict", node.pages[0], node.num_pages)
         self.pool.free_cached(node.pages)
         self.recorder.record_removed(node)
         if not self.lower.on_evicted(node):

@@ -24,7 +24,15 @@ from scheduler_components.hicache.prefetch_queue import PrefetchQueue
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
 from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.ports import AllocationSink, HostPages, NullPageHook, PageHolders, PageHook, PageMover
+from scheduler_components.ports import (
+    AllocationSink,
+    DecisionSink,
+    HostPages,
+    NullPageHook,
+    PageHolders,
+    PageHook,
+    PageMover,
+)
 from scheduler_components.values import TierStats
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
@@ -251,6 +259,10 @@ class HiRadixCache:
     def record_allocations(self, log: AllocationSink) -> None:
         """Record from now on which operation takes and returns which pages of host and device."""
         self._controller.allocation_log = self._controller.prefetches.allocation_log = log
+
+    def record_decisions(self, log: DecisionSink) -> None:
+        """Note from now on what is evicted from the device, and which operations begin and end with which result."""
+        self._device.decisions = self._controller.decisions = log
 
     # --- the step ---
 

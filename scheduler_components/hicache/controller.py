@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_components.agreement import AgreedValues, Proposal, Slots
+from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import OutOfPagesError
 from scheduler_components.hicache.ack_queue import AckQueue
 from scheduler_components.hicache.prefetch import ActivePrefetches
@@ -26,6 +27,8 @@ from scheduler_components.page_operations import (
     LoadBackDone,
     LoadBackOutcome,
     PagesRead,
+    PrefetchDrained,
+    PrefetchHit,
     PrefetchOutcome,
     QueryDone,
     ReadDone,
@@ -35,7 +38,7 @@ from scheduler_components.page_operations import (
     WriteOutcome,
     WriteToStorage,
 )
-from scheduler_components.ports import AllocationSink, HostPages, NullAllocationSink
+from scheduler_components.ports import AllocationSink, DecisionSink, HostPages, NullAllocationSink, NullDecisionLog
 from scheduler_components.values import AllocationAction
 
 __all__ = ["AgreedState", "HiCacheController"]
@@ -94,12 +97,14 @@ class HiCacheController:
         host: the host pool in which pages are reserved, committed and aborted.
         prefetches: reads from storage.
         allocation_log: records which operation reserves and returns which host pages.
+        decisions: where it notes which operations begin, and what all ranks agreed about them.
         agreed: read-only for callers.
     """
 
     host: HostPages
     prefetches: ActivePrefetches
     allocation_log: AllocationSink = field(default_factory=NullAllocationSink)
+    decisions: DecisionSink = field(default_factory=NullDecisionLog)
     agreed: AgreedState = field(default_factory=AgreedState, init=False)
     _writes: AckQueue[tuple[int, ...] | None] = field(default_factory=AckQueue, init=False)
     _loads: AckQueue[None] = field(default_factory=AckQueue, init=False)
@@ -116,7 +121,7 @@ class HiCacheController:
 
         A rank without enough host pages also begins the operation and reports a failure.
         """
-        number = self._outbox.next_number()
+        number = self._begin("write", len(device_pages))
         try:
             host_pages = tuple(self.host.reserve(len(device_pages)))
         except OutOfPagesError:
@@ -130,7 +135,7 @@ class HiCacheController:
 
     def load_back(self, host_pages: Sequence[int], device_pages: Sequence[int], *, by_layer: bool = False) -> int:
         """Begin to copy host pages to the device; return the operation's number."""
-        number = self._outbox.next_number()
+        number = self._begin("load back", len(device_pages))
         self._loads.push(number, None)
         self._outbox.put(CopyToDevice(number, tuple(host_pages), tuple(device_pages), by_layer))
         return number
@@ -141,14 +146,14 @@ class HiCacheController:
 
     def write_to_storage(self, digests: bytes, host_pages: Sequence[int]) -> int:
         """Begin to write host pages to storage; return the operation's number."""
-        number = self._outbox.next_number()
+        number = self._begin("backup", len(host_pages))
         self._backups.push(number, None)
         self._outbox.put(WriteToStorage(number, digests, tuple(host_pages)))
         return number
 
     def prefetch(self, digests: bytes) -> int:
         """Begin to read the pages with these digests from storage; return the operation's number."""
-        number = self._outbox.next_number()
+        number = self._begin("prefetch", len(digests) // DIGEST_BYTES)
         self._outbox.put(*self.prefetches.start(number, digests))
         return number
 
@@ -156,6 +161,7 @@ class HiCacheController:
         """End a prefetch immediately; return its outcome."""
         settled, instructions = self.prefetches.terminate(number)
         self._outbox.put(*instructions)
+        self._note(settled)
         return settled
 
     def handle(self, event: IoEvent) -> None:
@@ -184,10 +190,10 @@ class HiCacheController:
 
     def apply(self, agreed: AgreedValues) -> list[Decision]:
         """Return the decisions that follow from the agreed values, in the order in which to carry them out."""
-        numbers = agreed.numbers
-        had_storage = self.agreed.has_storage
-        self.agreed.has_storage = agreed.flags["storage"]
-        self.agreed.load_back_budget_pages = numbers["load room"]
+        numbers, before = agreed.numbers, self.agreed
+        self.agreed = AgreedState(agreed.flags["storage"], numbers["load room"])
+        if self.agreed != before:
+            self.decisions.note("apply", "hicache", "limits", self.agreed.has_storage, numbers["load room"])
         decisions: list[Decision] = []
         for number, host_pages, is_ok in self._writes.pop(numbers["writes done"], numbers["writes good"]):
             decisions.append(self._settle_write(number, host_pages, is_ok))
@@ -195,13 +201,16 @@ class HiCacheController:
             decisions.append(LoadBackOutcome(number, is_ok))
         for number, _, is_ok in self._backups.pop(numbers["backups done"], numbers["backups good"]):
             decisions.append(BackupOutcome(number, is_ok))
-        if had_storage and not self.agreed.has_storage:
+        if before.has_storage and not self.agreed.has_storage:
             terminated, cancels = self.prefetches.terminate_all()
             self._outbox.put(*cancels)
             decisions += (StorageDetached(), *terminated)
         prefetched, instructions = self.prefetches.apply(agreed)
         self._outbox.put(*instructions)
-        return decisions + prefetched
+        decisions += prefetched
+        for decision in decisions:
+            self._note(decision)
+        return decisions
 
     def host_pages_held(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Yield each operation that has reserved host pages on this rank, with these pages, for checks."""
@@ -215,6 +224,25 @@ class HiCacheController:
         if not self.agreed.has_storage and not self._backups and not self.prefetches:
             self._outbox.put(ReleaseStorage())
         return self._outbox.pop_all()
+
+    def _begin(self, operation: str, num_pages: int) -> int:
+        """Return the number of an operation that begins."""
+        number = self._outbox.next_number()
+        self.decisions.note("apply", "hicache", operation, number, num_pages)
+        return number
+
+    def _note(self, decision: Decision) -> None:
+        """Note a decision by its facts that are equal on all ranks: not by host pages, which each rank chooses."""
+        name = type(decision).__name__
+        match decision:
+            case WriteOutcome(op, host_pages) | PrefetchOutcome(op, host_pages):
+                self.decisions.note("apply", "hicache", name, op, len(host_pages))
+            case LoadBackOutcome(op, is_ok) | BackupOutcome(op, is_ok):
+                self.decisions.note("apply", "hicache", name, op, is_ok)
+            case PrefetchHit(op, num_pages) | PrefetchDrained(op, num_pages):
+                self.decisions.note("apply", "hicache", name, op, num_pages)
+            case StorageDetached():
+                self.decisions.note("apply", "hicache", name)
 
     def _settle_write(self, number: int, host_pages: tuple[int, ...] | None, is_ok: bool) -> WriteOutcome:
         """Commit the host pages on all ranks or on none."""

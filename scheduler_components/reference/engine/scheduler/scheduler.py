@@ -38,6 +38,7 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.batcher import BatchConditions, Batcher
+from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.forward_pass_publisher import ForwardPassPublisher
@@ -133,6 +134,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         clocks: Clocks | None = None,
         quiesce: QuiesceState | None = None,
         dp: DpBatchSync | None = None,
+        decisions: DecisionLog | NullDecisionLog | None = None,
     ) -> Scheduler:
         """Wire a scheduler.
 
@@ -145,11 +147,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             clocks: sources of time.
             quiesce: what control requests allow now. The default allows everything.
             dp: exchange with the other replicas under DP attention. The default has no other replicas.
+            decisions: the log of this rank's decisions. The default compares them with no other rank's.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
-        quiesce, dp = quiesce or QuiesceState(), dp or DpBatchSync()
+        quiesce, dp, decisions = quiesce or QuiesceState(), dp or DpBatchSync(), decisions or DecisionLog()
         tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
         cache = tiers.cache
+        cache.record_decisions(decisions)
         queues = RequestQueues[Request](max_running_requests=config.num_request_slots)
         conditions = BatchConditions[Request](
             gate=quiesce,
@@ -190,7 +194,10 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         output = OutputStreamer(sink=sinks.outputs)
         # The path of a request: batcher, device, results.
         kv_cache = RequestKvCache(
-            cache=cache, counters=request_metrics.counters, allocation_log=integrity.allocation_log
+            cache=cache,
+            counters=request_metrics.counters,
+            allocation_log=integrity.allocation_log,
+            decisions=decisions,
         )
         prefetcher = conditions.prefetcher = TierPrefetcher(tiers=tiers, kv_cache=kv_cache, queues=queues)
         batcher = Batcher[Request](
@@ -201,6 +208,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             preemption=make_preemption_policy(config.preemption_policy),
             conditions=conditions,
             observer=request_metrics,
+            decisions=decisions,
         )
         metrics = MetricsEmitter(
             parallel=parallel,
