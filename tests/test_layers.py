@@ -28,7 +28,7 @@ FLOORS = (
     ("parallel_state",),
     ("ports", "rank_groups", "shm_board", "sync_call"),
     ("agreement",),
-    ("decision_log",),
+    ("decision_log", "file_divergence_sink"),
     ("agreed_queue", "step_agreement"),
     ("kv_events", "cache", "torch_sync", "thread_sync"),
     ("load", "metrics", "hicache", "watchdog", "weight_updater"),
