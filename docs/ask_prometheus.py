@@ -28,7 +28,7 @@ from observability.grafana.dashboard import render_dashboard
 
 GUIDE = Path(__file__).with_name("how-to") / "prometheus-and-grafana.md"
 SCRAPES, INTERVAL_S = 20, 1
-FILLED_IN = {"$instance": ".*", "$dp_rank": ".*", "$__rate_interval": f"{SCRAPES * INTERVAL_S}s"}
+FILLED_IN = {"$instance": ".*", "$dp_rank": ".*", "$reader": ".*", "$__rate_interval": f"{SCRAPES * INTERVAL_S}s"}
 
 
 def main() -> int:
@@ -108,10 +108,10 @@ def filled_in(query: str) -> str:
 
 
 def alert_queries() -> Iterator[str]:
-    """Each alert of the guide as it is, and without its comparison: an alert without data never fires."""
+    """Each alert of the guide as it is, and without its comparisons: an alert without data never fires."""
     for query in re.findall(r"^\| `(.*? (?:>|==) [\d.]+)` \|", GUIDE.read_text(), re.MULTILINE):
         yield query
-        yield re.sub(r" (>|==) [\d.]+$", "", query).replace("[5m]", f"[{FILLED_IN['$__rate_interval']}]")
+        yield re.sub(r" (>|==) [\d.]+", "", query).replace("[5m]", f"[{FILLED_IN['$__rate_interval']}]")
 
 
 def lost_families(prometheus: httpx.Client, page: str) -> Iterator[str]:

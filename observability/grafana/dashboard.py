@@ -1,7 +1,8 @@
 """The Grafana dashboard of the catalogue: ``python -m observability.grafana.dashboard`` writes ``dashboard.json``.
 
 ``ROWS`` places metrics in panels. The last row draws all others, one panel per group of the catalogue. Unit, help and
-query of each metric follow from the catalogue.
+query of each metric follow from the catalogue. The metrics of followed streams come from readers, which are other
+processes than the schedulers, so a variable of their own selects them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from observability.catalog import ALL_METRICS, METRIC_GROUPS, SGLANG_PREFIX, Metric
+from observability.catalog import ALL_METRICS, METRIC_GROUPS, SGLANG_PREFIX, STREAM_METRICS, STREAM_STATE_METRIC, Metric
 
 __all__ = [
     "DASHBOARD_FILE",
@@ -211,6 +212,32 @@ ROWS = (
         ),
     ),
     Row(
+        "Followed streams",
+        (
+            Panel("Age of the newest batch in the view", ("kv_stream_newest_batch_age_seconds",)),
+            Panel("Lag of live batches", ("kv_stream_lag_seconds",)),
+            Panel("State of the view", ("kv_stream_state",)),
+            Panel("Batches and events per second", ("kv_stream_batches_total", "kv_stream_events_total")),
+            Panel("Blocks in the view", ("kv_stream_blocks_held",)),
+            Panel(
+                "Blocks stored and removed per second",
+                ("kv_stream_blocks_stored_total", "kv_stream_blocks_removed_total"),
+            ),
+            Panel(
+                "Gaps and losses per second",
+                ("kv_stream_gaps_total", "kv_stream_losses_total", "kv_stream_disconnects_total"),
+            ),
+            Panel(
+                "Batches replayed, and snapshots, per second",
+                ("kv_stream_batches_recovered_total", "kv_stream_snapshots_total"),
+            ),
+            Panel(
+                "Unreadable batches and messages per second",
+                ("kv_stream_decode_errors_total", "kv_stream_bad_frames_total"),
+            ),
+        ),
+    ),
+    Row(
         "Outputs",
         (
             Panel("Tokens sent per second", ("output_tokens_sent_total",)),
@@ -256,7 +283,8 @@ DASHBOARD_FILE = Path(__file__).with_name("dashboard.json")
 
 Json: TypeAlias = dict[str, Any]
 
-_METRICS = {metric.name: metric for metric in ALL_METRICS}
+_OF_STREAMS = {metric.name: metric for metric in (STREAM_STATE_METRIC, *STREAM_METRICS)}
+_METRICS = {metric.name: metric for metric in ALL_METRICS} | _OF_STREAMS
 
 _SCHEMA_VERSION = 39
 """The schema of Grafana 11. Newer versions migrate older dashboards when they load them."""
@@ -277,6 +305,13 @@ _UNITS = {
 _RATE_UNITS = {"bytes": "Bps"}
 """The same for counters, which are drawn as rates."""
 
+_WITHOUT_FLOOR = (
+    ("kv_events_last_sequence",),  # a clock-based sequence would be a flat line far above 0
+    ("kv_stream_newest_batch_age_seconds",),  # below 0 if the reader's clock is behind the publisher's
+    ("kv_stream_lag_seconds",),
+)
+"""Panels whose axis does not begin at 0."""
+
 _GRID_WIDTH = 24
 _PANEL_HEIGHT = 8
 
@@ -285,7 +320,7 @@ def render_dashboard(prefix: str = SGLANG_PREFIX) -> Json:
     """Return the dashboard as JSON values.
 
     Args:
-        prefix: the prefix of every metric name, as in the ``PrometheusSink``.
+        prefix: the prefix of every metric name of a scheduler, as in the ``PrometheusSink``.
     """
     return {
         "title": "Schedulers",
@@ -304,14 +339,18 @@ def render_dashboard(prefix: str = SGLANG_PREFIX) -> Json:
 
 def _variables(prefix: str) -> Iterator[Json]:
     yield {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus"}
-    for name, label in (("instance", "Engine"), ("dp_rank", "Replica")):
-        scope = '{instance=~"$instance"}' if name == "dp_rank" else ""
+    of_engines = f"{prefix}num_running_reqs"
+    for name, label, values in (
+        ("instance", "Engine", f"{of_engines}, instance"),
+        ("dp_rank", "Replica", f'{of_engines}{{instance=~"$instance"}}, dp_rank'),
+        ("reader", "Reader", f"{STREAM_STATE_METRIC.name}, instance"),
+    ):
         yield {
             "name": name,
             "label": label,
             "type": "query",
             "datasource": _SOURCE,
-            "query": {"query": f"label_values({prefix}num_running_reqs{scope}, {name})", "refId": name},
+            "query": {"query": f"label_values({values})", "refId": name},
             "refresh": 2,
             "sort": 3,
             "multi": True,
@@ -359,14 +398,14 @@ def _draw(panel: Panel, prefix: str) -> Json:
         "unit": units.pop() if len(units) == 1 else "short",
         "custom": {"drawStyle": "line", "fillOpacity": 8, "showPoints": "never", "spanNulls": False},
     }
-    if panel.metrics != ("kv_events_last_sequence",):  # a clock-based sequence would be a flat line far above 0
+    if panel.metrics not in _WITHOUT_FLOOR:
         defaults["min"] = 0
     if defaults["unit"] == "percentunit":
         defaults["max"] = 1
     return {
         "type": "timeseries",
         "title": panel.title,
-        "description": "\n\n".join(f"{prefix}{metric.name}: {metric.help}" for metric in metrics),
+        "description": "\n\n".join(f"{_series(metric, prefix)}: {metric.help}" for metric in metrics),
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {
@@ -377,16 +416,25 @@ def _draw(panel: Panel, prefix: str) -> Json:
     }
 
 
+def _series(metric: Metric, prefix: str) -> str:
+    return metric.name if metric.name in _OF_STREAMS else f"{prefix}{metric.name}"
+
+
 def _unit(metric: Metric) -> str:
     return (_RATE_UNITS if metric.kind == "counter" else _UNITS).get(metric.unit, "short")
 
 
 def _targets(metric: Metric, prefix: str, *, is_alone: bool) -> Iterator[Json]:
     """Yield the queries: a gauge as it is, a counter as its rate, a histogram as its median and 99th percentile."""
-    chosen = '{instance=~"$instance", dp_rank=~"$dp_rank"}'
-    series = f"{prefix}{metric.name}"
-    legend = "{{instance}} dp{{dp_rank}}" if is_alone else f"{metric.name} {{{{instance}}}} dp{{{{dp_rank}}}}"
-    if metric.kind == "gauge":
+    chosen, legend = '{instance=~"$instance", dp_rank=~"$dp_rank"}', "{{instance}} dp{{dp_rank}}"
+    if metric.name in _OF_STREAMS:
+        chosen, legend = '{instance=~"$reader"}', "{{instance}} {{source}} {{rank}}"
+    series = _series(metric, prefix)
+    if not is_alone:
+        legend = f"{metric.name} {legend}"
+    if metric is STREAM_STATE_METRIC:
+        yield _target(f"{series}{chosen} == 1", f"{legend} {{{{state}}}}")
+    elif metric.kind == "gauge":
         yield _target(f"{series}{chosen}", legend)
     elif not metric.is_per_rank:
         legend = legend.removesuffix(" dp{{dp_rank}}")

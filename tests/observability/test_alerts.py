@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from observability.catalog import render_markdown
+from observability.catalog import render_markdown, render_stream_markdown
 
 pytestmark = pytest.mark.processes
 
@@ -22,6 +22,8 @@ RULES_FILE = ROOT / "observability" / "alerts.yml"
 RULES: list[dict[str, Any]] = yaml.safe_load(RULES_FILE.read_text())["groups"][0]["rules"]
 BY_NAME = {rule["alert"]: rule for rule in RULES}
 GUIDE = (ROOT / "docs" / "how-to" / "prometheus-and-grafana.md").read_text()
+
+METRIC = re.compile(r"(?:sglang:|kv_stream_)\w+")
 
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)")
@@ -33,32 +35,58 @@ def test_the_guide_lists_each_alert_with_its_condition() -> None:
     assert rows == [(rule["expr"], rule["alert"], rule["labels"]["severity"]) for rule in RULES]
 
 
-def test_each_alert_reads_a_metric_of_the_catalogue() -> None:
-    known = render_markdown()
+def conditions_of(rule: dict[str, Any]) -> list[str]:
+    """The comparisons of a rule, each of one metric."""
+    return rule["expr"].split(" and ")
+
+
+def test_each_alert_reads_metrics_of_the_catalogue() -> None:
+    known = render_markdown() + render_stream_markdown()
     for rule in RULES:
-        [name] = re.findall(r"sglang:\w+", rule["expr"])
-        assert f"`{name}`" in known, name
+        for condition in conditions_of(rule):
+            [name] = METRIC.findall(condition)
+            assert f"`{name}`" in known, name
 
 
-def broken_series(rule: dict[str, Any]) -> str:
-    """Values, one per minute, at which the rule fires: a counter that grows by 120, or a gauge above its limit."""
-    limit = float(rule["expr"].rpartition(" ")[2])
-    return "0+120x30" if "rate(" in rule["expr"] else f"{limit:g}x30" if "==" in rule["expr"] else f"{limit + 1:g}x30"
+INTERVAL = "15s"
+FINE = "0x80"
+
+
+def broken_series(condition: str) -> str:
+    """Values at which a condition holds: a counter that grows by two per second, or a gauge above its limit."""
+    limit = float(condition.rpartition(" ")[2])
+    return "0+30x80" if "rate(" in condition else f"{limit:g}x80" if "==" in condition else f"{limit + 1:g}x80"
+
+
+def unit_test(
+    rule: dict[str, Any], instance: str, values: list[str], *, fires: bool, times: tuple[str, ...] = ("20m",)
+) -> dict[str, Any]:
+    """A test of promtool: does the rule fire at these times, and name the engine, if its metrics have these values?"""
+    labels = {"severity": rule["labels"]["severity"], "instance": instance}
+    text = rule["annotations"]["summary"].replace("{{ $labels.instance }}", instance)
+    alerts = [{"exp_labels": labels, "exp_annotations": {"summary": text}}] if fires else []
+    checks = [{"eval_time": each, "alertname": rule["alert"], "exp_alerts": alerts} for each in times]
+    metrics = METRIC.findall(rule["expr"])
+    series = [
+        {"series": f'{metric}{{instance="{instance}"}}', "values": each}
+        for metric, each in zip(metrics, values, strict=True)
+    ]
+    return {"interval": INTERVAL, "input_series": series, "alert_rule_test": checks}
 
 
 def unit_tests() -> dict[str, Any]:
-    """A test per rule: it fires on a broken scheduler, names the engine, and does not fire on one that is fine."""
+    """Tests per rule: it fires on a broken scheduler, not on one that is fine, and not if one condition fails."""
     tests = []
     for rule in RULES:
-        [metric] = re.findall(r"sglang:\w+", rule["expr"])
-        for instance, values in (("broken:1", broken_series(rule)), ("fine:1", "0x30")):
-            labels = {"severity": rule["labels"]["severity"], "instance": instance}
-            text = rule["annotations"]["summary"].replace("{{ $labels.instance }}", instance)
-            fires = [{"exp_labels": labels, "exp_annotations": {"summary": text}}] if instance == "broken:1" else []
-            check = {"eval_time": "20m", "alertname": rule["alert"], "exp_alerts": fires}
-            series = [{"series": f'{metric}{{instance="{instance}"}}', "values": values}]
-            tests.append({"interval": "1m", "input_series": series, "alert_rule_test": [check]})
-    return {"rule_files": [str(RULES_FILE)], "tests": tests}
+        broken = [broken_series(condition) for condition in conditions_of(rule)]
+        tests.append(unit_test(rule, "broken:1", broken, fires=True))
+        for number in range(len(broken)):
+            values = [*broken[:number], FINE, *broken[number + 1 :]]
+            tests.append(unit_test(rule, "fine:1", values, fires=False))
+    idle_after_10m = ["0x40 15+15x40", "0+30x40 1200x40"]  # its age grows, and it has no new batches
+    times = tuple(f"{minute}m" for minute in range(1, 21))
+    tests.append(unit_test(BY_NAME["KvEventsReadLate"], "idle:1", idle_after_10m, fires=False, times=times))
+    return {"rule_files": [str(RULES_FILE)], "evaluation_interval": INTERVAL, "tests": tests}
 
 
 @needs_promtool

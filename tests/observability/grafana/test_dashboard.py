@@ -12,14 +12,20 @@ import pytest
 from kit.scheduler_stats import make_full_stats
 from prometheus_client import CollectorRegistry, generate_latest
 
-from observability import MetricsBoardCollector
-from observability.catalog import ALL_METRICS
+from observability import MetricsBoardCollector, StreamCollector
+from observability.catalog import ALL_METRICS, STREAM_METRICS, STREAM_STATE_METRIC, Metric
 from observability.grafana import DASHBOARD_FILE, render_dashboard
+from observability.kv_stream import StreamState, StreamStats
 from scheduler_components.values import (
     SchedulerStats,
 )
 
-SERIES = re.compile(r"(sglang:\w+)(\{[^}]*\})")
+SERIES = re.compile(r"((?:sglang:|kv_stream_)\w+)(\{[^}]*\})")
+OF_STREAMS = (STREAM_STATE_METRIC, *STREAM_METRICS)
+
+
+def name_of(metric: Metric) -> str:
+    return metric.name if metric in OF_STREAMS else f"sglang:{metric.name}"
 
 
 def panels_of(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -44,12 +50,20 @@ class Board:
         return {0: self.report}
 
 
+class OneStream:
+    """The source of a reader of one stream."""
+
+    def stats(self) -> dict[int, StreamStats]:
+        return {0: StreamStats(0, "tcp://worker:5557", StreamState.LIVE, lag_s=0.1, newest_batch_age_s=0.1)}
+
+
 @pytest.fixture
 def exposed() -> set[tuple[str, frozenset[str]]]:
-    """Name and label names of every sample that board and collector expose for an engine with all parts."""
+    """Name and label names of every sample of an engine with all parts, and of a reader."""
     registry = CollectorRegistry()
     MetricsBoardCollector(registry, board=Board(make_full_stats()))
-    found = re.findall(r"^(sglang:\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)
+    StreamCollector(registry, OneStream())
+    found = re.findall(r"^(\w+:?\w+)(\{.*\})? ", generate_latest(registry).decode(), re.MULTILINE)
     return {(name, frozenset(re.findall(r'(\w+)="', labels))) for name, labels in found}
 
 
@@ -71,12 +85,12 @@ def test_every_query_asks_for_what_the_sink_exposes(exposed: set[tuple[str, froz
 def test_every_metric_of_the_catalogue_is_drawn() -> None:
     drawn = {name for expression in expressions_of(render_dashboard()) for name, _ in SERIES.findall(expression)}
     endings = {"gauge": "", "counter": "", "histogram": "_bucket"}
-    names = {f"sglang:{metric.name}{endings[metric.kind]}" for metric in ALL_METRICS}
+    names = {name_of(metric) + endings[metric.kind] for metric in (*ALL_METRICS, *OF_STREAMS)}
     assert names == drawn
 
 
 def test_counters_are_drawn_as_rates_and_nothing_else_is() -> None:
-    counters = {f"sglang:{metric.name}" for metric in ALL_METRICS if metric.kind == "counter"}
+    counters = {name_of(metric) for metric in (*ALL_METRICS, *OF_STREAMS) if metric.kind == "counter"}
     for expression in expressions_of(render_dashboard()):
         ((name, _),) = SERIES.findall(expression)
         assert ("rate(" in expression) == (name in counters or name.endswith("_bucket")), expression
