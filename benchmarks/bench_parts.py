@@ -49,7 +49,7 @@ def _parts(shape: str, scale: Scale, number: int) -> dict[str, list[float]]:
         found = measure_interleaved(
             {
                 "encoding": lambda: encoder.encode_with_changes(batch, 0),
-                "of it: events to plain tuples": lambda: writer.rows_with_changes(batch.events, are_validated=True),
+                "of it: events to plain tuples": lambda: writer.rows_with_changes(batch.events, True),
                 "number, replay buffer and digest": lambda: stream.append(payload, changes),
                 "of it: the digest": lambda: digest_after(bytes(8), 7, payload),
                 "folding a batch that leaves the replay buffer, and removing as many blocks": _folding(

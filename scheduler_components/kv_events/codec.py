@@ -35,6 +35,7 @@ from scheduler_components.events import (
     BlockStored,
     EventBatch,
     KVCacheEvent,
+    KVEventBatch,
     ValidatedEvents,
     WireEvent,
     signed_block_hash,
@@ -149,7 +150,7 @@ class BatchEncoder:
             TypeError, ValueError, OverflowError: an event cannot be encoded, or has a value that readers refuse; see
                 ``encode_valid``.
         """
-        return self._write(batch, self._rows(batch.events, with_changes=False)[0], rank)
+        return self._write(batch, self._rows(batch.events, False)[0], rank)
 
     def encode_with_changes(self, batch: EventBatch, rank: int) -> tuple[bytes, BlockChanges | None]:
         """Encode a batch, and return its changes of the cached blocks as well.
@@ -159,20 +160,20 @@ class BatchEncoder:
         Raises:
             TypeError, ValueError, OverflowError: as ``encode``.
         """
-        rows, changes = self._rows(batch.events, with_changes=True)
+        rows, changes = self._rows(batch.events, True)
         return self._write(batch, rows, rank), changes
 
-    def _rows(self, events: Sequence[KVCacheEvent], *, with_changes: bool) -> tuple[Sequence[Any], BlockChanges | None]:
-        writer, are_validated = self._writer, type(events) is ValidatedEvents
+    def _rows(self, events: Sequence[KVCacheEvent], with_changes: bool) -> tuple[Sequence[Any], BlockChanges | None]:
+        writer = self._writer
         written: tuple[Sequence[Any], BlockChanges | None] | None
         try:
-            written = writer.rows_with_changes(events, are_validated=are_validated, with_changes=with_changes)
+            written = writer.rows_with_changes(events, type(events) is ValidatedEvents, with_changes)
         except PackError:
             written = None
         return written or ([writer.row(writer.validate(event)) for event in events], None)
 
     def _write(self, batch: EventBatch, rows: Sequence[Any], rank: int) -> bytes:
-        owner = batch_rank(batch)
+        owner = batch.attn_dp_rank if type(batch) is KVEventBatch else batch_rank(batch)
         if owner is None:
             owner = rank
         if type(owner) is not int or not 0 <= owner < _INT64_LIMIT:

@@ -6,13 +6,15 @@ collects their changes and makes their rows. Three passes, or a call per event, 
 "encode, array, 64 events").
 
 - **Rows.** Most events set no option, or only their medium. They become tuples, or structs with exactly these fields.
-  All other events become an array without trailing None, or a map without None.
+  All other events become an array without trailing None, or a map without None. One pass over their options
+  (``_num_stored_fields``) checks the types and finds the last one that is set.
 - **Checks.** Packing tokens and hashes with ``struct`` is the fastest check of many integers: 3 ns each, as long as
   encoding one. If it fails, ``validated_event`` looks again and names the field. The events of this kit's caches were
   checked when their tokens entered the cache (``ValidatedEvents``), so they are converted without checks. One error
   stays undetected: True and False among the tokens, which Python treats as 1 and 0. Finding them would cost as much as
   packing.
-- **Changes.** Consecutive events of one kind at one location become one ``BlockChange``.
+- **Changes.** Consecutive events of one kind at one location become one ``BlockChange``. All hashes of the batch are
+  packed together, and each change has its part of the bytes.
 """
 
 from __future__ import annotations
@@ -104,73 +106,137 @@ _PACKED_BOOL = bytes(7)
 """Part of a packed True and of a packed False, which pack like 1 and 0. Real hashes never contain seven zero bytes."""
 
 
-def _are_hashes(values: Sequence[Any]) -> bool:
-    """Return True for signed 64-bit integers. Return False or raise struct.error for other values."""
-    return _PACKED_BOOL not in _pack_hashes[len(values)](*values) or {*map(type, values)} == {int}
+def pack_changes(
+    changes: Sequence[tuple[type[WireEvent], BlockLocation, int]], hashes: list[int], parents: Sequence[int] = ()
+) -> BlockChanges | None:
+    """Return the changes with packed hashes. Return None or raise struct.error if one is no signed 64-bit integer.
 
-
-def pack_changes(changes: list[tuple[type[WireEvent], BlockLocation, list[int]]]) -> BlockChanges | None:
-    """Return the changes with packed hashes. Return None or raise struct.error if one is no signed 64-bit integer."""
-    packed = []
-    for kind, location, hashes in changes:
-        row = _pack_hashes[len(hashes)](*hashes)
-        if _PACKED_BOOL in row and {*map(type, hashes)} != {int}:
-            return None
-        packed.append(BlockChange(kind, location, row))
-    return tuple(packed)
+    Args:
+        changes: kind, location, and the number of the first hash.
+        hashes: of all changes, in order. The call appends ``parents``.
+        parents: further hashes to check.
+    """
+    stop = len(hashes)
+    if parents:
+        hashes += parents
+    packed = _pack_hashes[len(hashes)](*hashes)
+    if packed.find(_PACKED_BOOL) >= 0 and {*map(type, hashes)} != {int}:
+        return None
+    if len(changes) == 1:  # the common case
+        kind, location, _ = changes[0]
+        return (BlockChange(kind, location, packed[: 8 * stop]),)
+    stops = [first for _, _, first in changes[1:]]
+    stops.append(stop)
+    return tuple(
+        [
+            BlockChange(kind, location, packed[8 * first : 8 * stop])
+            for (kind, location, first), stop in zip(changes, stops, strict=False)
+        ]
+    )
 
 
 # Check the options of an event.
 
+_WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
 _PLAIN_TYPES = frozenset({int, str})
 
 
-def _are_plain_keys(value: Sequence[Any]) -> bool:
-    """Return True if all extra keys are numbers and strings, which is the common case."""
-    return all(each is None or (type(each) is tuple and _PLAIN_TYPES.issuperset(map(type, each))) for each in value)
-
-
-def _are_integers(value: Sequence[Any]) -> bool:
-    return {*map(type, value)} == {int}
-
-
-_WRITTEN = {kind: get_type_hints(kind, include_extras=True) for kind in WIRE_EVENTS}
-_OPTION_TYPES = {
-    kind: [{str | None: str, int | None: int}.get(_WRITTEN[kind][name], tuple) for name in OPTIONS[kind]]
-    for kind in WIRE_EVENTS
-}
-_SEQUENCES = tuple(
-    (BlockStored.__struct_fields__.index(name), _WRITTEN[BlockStored][name], has_plain_items)
-    for name, has_plain_items in (("extra_keys", _are_plain_keys), ("lookahead_token_ids", _are_integers))
-)
-"""Options with items: position, type, and a fast check. msgspec's check takes ten microseconds, and accepts every value
-that passes the fast one.
-"""
-
-
-_MAX_VALID_TYPES = 1024
-_valid_types: set[tuple[type, ...]] = set()
-"""The types of the values of events whose options are valid. Engines use few combinations."""
-
-
-def _are_valid_options(kind: type[WireEvent], values: tuple[Any, ...]) -> bool:
-    """Return whether readers accept the options of an event of ``kind`` with these values."""
-    types = tuple(map(type, values))
-    if types not in _valid_types:
-        options, wanted = types[len(REQUIRED[kind]) :], _OPTION_TYPES[kind]
-        if not all(each is type(None) or each is other for each, other in zip(options, wanted, strict=True)):
-            return False
-        if len(_valid_types) < _MAX_VALID_TYPES:
-            _valid_types.add(types)
-    if kind is BlockStored:
-        for index, written, has_plain_items in _SEQUENCES:
-            value = values[index]
-            if value is not None and not has_plain_items(value):
-                try:
-                    msgspec.convert(value, written)
-                except (msgspec.ValidationError, RecursionError):
-                    return False
+def _are_extra_keys(keys: object) -> bool:
+    """Return True for the keys of blocks. msgspec's check takes ten microseconds, so it sees only unusual ones."""
+    if type(keys) is not tuple:
+        return False
+    for each in keys:
+        if each is not None and not (type(each) is tuple and _PLAIN_TYPES.issuperset(map(type, each))):
+            return _is_valid_option("extra_keys", keys)
     return True
+
+
+def _are_lookahead_tokens(tokens: object) -> bool:
+    return type(tokens) is tuple and ({*map(type, tokens)} == {int} or _is_valid_option("lookahead_token_ids", tokens))
+
+
+def _is_valid_option(name: str, value: tuple[Any, ...]) -> bool:
+    try:
+        msgspec.convert(value, _WRITTEN[BlockStored][name])
+    except (msgspec.ValidationError, RecursionError):
+        return False
+    return True
+
+
+# The next two functions check one option after the other by its name. A loop over the names takes five times as long
+# (benchmarks, codec: "64 events with all fields").
+
+
+def _num_stored_fields(values: tuple[Any, ...]) -> int:
+    """Return the number of fields of a stored event up to its last set option; 0 if readers refuse an option.
+
+    The medium is not checked.
+    """
+    (
+        _, _, _, _, _, _,
+        lora_name, extra_keys, group_idx, cache_salt, session_id, kind, window, locality, ownership, lookahead,
+    ) = values  # fmt: skip
+    count = 6
+    if lora_name is not None:
+        if type(lora_name) is not str:
+            return 0
+        count = 7
+    if extra_keys is not None:
+        if not _are_extra_keys(extra_keys):
+            return 0
+        count = 8
+    if group_idx is not None:
+        if type(group_idx) is not int:
+            return 0
+        count = 9
+    if cache_salt is not None:
+        if type(cache_salt) is not str:
+            return 0
+        count = 10
+    if session_id is not None:
+        if type(session_id) is not str:
+            return 0
+        count = 11
+    if kind is not None:
+        if type(kind) is not str:
+            return 0
+        count = 12
+    if window is not None:
+        if type(window) is not int:
+            return 0
+        count = 13
+    if locality is not None:
+        if type(locality) is not str:
+            return 0
+        count = 14
+    if ownership is not None:
+        if type(ownership) is not str:
+            return 0
+        count = 15
+    if lookahead is not None:
+        if not _are_lookahead_tokens(lookahead):
+            return 0
+        count = 16
+    return count
+
+
+def _num_removed_fields(values: tuple[Any, ...]) -> int:
+    """Return the same for a removed event."""
+    _, _, group_idx, locality, ownership = values
+    count = 2
+    if group_idx is not None:
+        if type(group_idx) is not int:
+            return 0
+        count = 3
+    if locality is not None:
+        if type(locality) is not str:
+            return 0
+        count = 4
+    if ownership is not None:
+        if type(ownership) is not str:
+            return 0
+        count = 5
+    return count
 
 
 def unknown_event(event: object) -> TypeError:
@@ -181,7 +247,7 @@ def unknown_event(event: object) -> TypeError:
 def _is_valid(event: KVCacheEvent) -> bool:
     """Return True if all readers accept every value; False if the event needs a closer check."""
     try:
-        return dialect_writer("array").rows_with_changes((event,), are_validated=False) is not None
+        return dialect_writer("array").rows_with_changes((event,), False) is not None
     except PackError:
         return False
 
@@ -247,8 +313,11 @@ def _wire_kind(event: KVCacheEvent) -> type[WireEvent]:
 
 # The rows of a dialect.
 
-_RowOf: TypeAlias = Callable[[type[WireEvent], tuple[Any, ...]], Any]
-"""Returns the row of an event of a kind with these values."""
+_RowMaker: TypeAlias = Callable[[tuple[Any, ...], int], Any]
+"""Returns the row of an event of one kind: of all its values, and the number of fields up to its last set option."""
+
+_STORED: tuple[Any, ...] = (BlockStored.__name__,)
+_REMOVED: tuple[Any, ...] = (BlockRemoved.__name__,)
 
 
 def _row_struct(kind: type[WireEvent], names: Iterable[str], **config: Any) -> Callable[..., Any]:
@@ -258,82 +327,86 @@ def _row_struct(kind: type[WireEvent], names: Iterable[str], **config: Any) -> C
     return msgspec.defstruct(f"{kind.__name__}Row", fields, frozen=True, gc=False, tag=kind.__name__, **config)
 
 
-def _array_of(kind: type[WireEvent], values: tuple[Any, ...]) -> Any:
-    """Return an event as the array dialect has it: without trailing options that are None."""
-    stop, num_required = len(values), len(REQUIRED[kind])
-    while stop > num_required and values[stop - 1] is None:
-        stop -= 1
-    return (kind.__name__, *values[:stop])
+def _array_maker(kind: type[WireEvent]) -> _RowMaker:
+    """Return the rows of the array dialect: an array without trailing options that are None."""
+    tag: tuple[Any, ...] = (kind.__name__,)
+    return lambda values, count: tag + values[:count]
 
 
 _MAX_MAP_FIELDS = 14
 """Maximum fields in addition to the type: msgspec writes a longer header for a struct that could have sixteen keys."""
 
 
-def _map_of(nil_fields: frozenset[str]) -> _RowOf:
-    """Return a function that returns an event as a map dialect has it: without options that are None."""
-    rows = {
-        kind: msgspec.defstruct(
-            f"{kind.__name__}Map",
-            [
-                (name, Any) if name in REQUIRED[kind] or name in nil_fields else (name, Any, None)
-                for name in kind.__struct_fields__[:_MAX_MAP_FIELDS]
-            ],
-            frozen=True,
-            gc=False,
-            omit_defaults=True,
-            tag_field="type",
-            tag=kind.__name__,
-        )
-        for kind in WIRE_EVENTS
-    }
+def _map_maker(kind: type[WireEvent], nil_fields: frozenset[str]) -> _RowMaker:
+    """Return the rows of a map dialect: a map without options that are None, except ``nil_fields``."""
+    written = nil_fields.union(REQUIRED[kind])
+    row_struct: Any = msgspec.defstruct(
+        f"{kind.__name__}Map",
+        [(name, Any) if name in written else (name, Any, None) for name in kind.__struct_fields__[:_MAX_MAP_FIELDS]],
+        frozen=True,
+        gc=False,
+        omit_defaults=True,
+        tag_field="type",
+        tag=kind.__name__,
+    )
 
-    def map_of(kind: type[WireEvent], values: tuple[Any, ...]) -> Any:
-        late = values[_MAX_MAP_FIELDS:]
-        if late.count(None) == len(late):
-            return rows[kind](*values[:_MAX_MAP_FIELDS])
+    def make_row(values: tuple[Any, ...], count: int) -> Any:
+        if count <= _MAX_MAP_FIELDS:
+            return row_struct(*values[:_MAX_MAP_FIELDS])
         row: dict[str, Any] = {"type": kind.__name__}
         for name, value in zip(kind.__struct_fields__, values, strict=True):
-            if value is not None or name in nil_fields or name in REQUIRED[kind]:
+            if value is not None or name in written:
                 row[name] = value
         return row
 
-    return map_of
+    return make_row
 
 
 class DialectWriter:
     """Convert the events of a batch to rows in one dialect: one row per event, for msgspec to encode.
 
     Args:
-        row_of: returns the row of any event with valid values.
+        makers: by kind, makes the row of any event with valid values.
         nil_fields: options that are always written, also if they are None.
-        config: of the structs that become rows, as ``msgspec.defstruct`` takes it.
+        is_array: whether events become arrays, and not maps.
     """
 
-    __slots__ = ("_cleared", "_is_array", "_removed", "_removed_on_medium", "_row", "_stored", "_stored_on_medium")
+    __slots__ = ("_cleared", "_is_array", "_makers", "_removed", "_removed_on_medium", "_stored", "_stored_on_medium")
 
     validate = staticmethod(validated_event)
 
-    def __init__(self, row_of: _RowOf, nil_fields: frozenset[str] = frozenset(), **config: Any) -> None:
+    def __init__(
+        self,
+        makers: Mapping[type[WireEvent], _RowMaker],
+        *,
+        nil_fields: frozenset[str] = frozenset(),
+        is_array: bool = False,
+    ) -> None:
+        config: dict[str, Any] = {"array_like": True} if is_array else {"tag_field": "type"}
+
         def with_options(kind: type[WireEvent], *options: str) -> Callable[..., Any]:
             names = [name for name in OPTIONS[kind] if name in options or name in nil_fields]
             return _row_struct(kind, (*REQUIRED[kind], *names), **config)
 
-        self._row = row_of
-        self._is_array = row_of is _array_of  # a tuple is made in half the time of a struct
+        self._makers = makers
+        self._is_array = is_array  # a tuple is made in half the time of a struct
         self._stored, self._stored_on_medium = with_options(BlockStored), with_options(BlockStored, "medium")
         self._removed, self._removed_on_medium = with_options(BlockRemoved), with_options(BlockRemoved, "medium")
-        self._cleared = row_of(AllBlocksCleared, ())
+        self._cleared = makers[AllBlocksCleared]((), 0)
 
     def row(self, event: KVCacheEvent) -> Any:
         """Return the row of an event with valid values; TypeError for an event of another class."""
         kind: Any = type(event)
         if kind not in WIRE_EVENTS:
             raise unknown_event(event)
-        return self._row(kind, astuple(event))
+        values = astuple(event)
+        count = len(values)
+        while count > len(REQUIRED[kind]) and values[count - 1] is None:
+            count -= 1
+        return self._makers[kind](values, count)
 
     def rows_with_changes(
-        self, events: Sequence[Any], *, are_validated: bool, with_changes: bool = True
+        self, events: Sequence[Any], are_validated: bool, with_changes: bool = True
     ) -> tuple[list[Any], BlockChanges] | None:
         """Return the rows and the changes of events; None if an event needs a closer check (``validate``).
 
@@ -345,17 +418,15 @@ class DialectWriter:
         Raises:
             struct.error: an event needs a closer check.
         """
-        stored, stored_on_medium = self._stored, self._stored_on_medium
-        removed, removed_on_medium = self._removed, self._removed_on_medium
-        is_array = self._is_array
         rows: list[Any] = []
-        changes: list[tuple[type[WireEvent], BlockLocation, list[int]]] = []
-        parents: list[int] = []
+        changes: list[tuple[type[WireEvent], BlockLocation, int]] = []
         hashes: list[int] = []
+        parents: list[int] = []
         last_kind: object = None  # of the last change
         last_place: object = None
         num_tokens = valid_size = None  # of the previous event
         pack_tokens: Any = None
+        is_array, make_stored, make_removed = self._is_array, self._makers[BlockStored], self._makers[BlockRemoved]
         only_rows = are_validated and not with_changes  # otherwise packing the changes checks the hashes
         for event in events:
             kind = type(event)
@@ -378,7 +449,7 @@ class DialectWriter:
                     pack_tokens(*token_ids)
                     if parent is not None:
                         parents.append(parent)
-                has_options = not (
+                if (
                     event.lora_name is None
                     and event.extra_keys is None
                     and event.group_idx is None
@@ -389,70 +460,78 @@ class DialectWriter:
                     and event.locality is None
                     and event.ownership is None
                     and event.lookahead_token_ids is None
-                )
-                if not has_options:
-                    if is_array and medium is None:
-                        rows.append(("BlockStored", block_hashes, parent, token_ids, block_size, lora_id))
-                    elif is_array:
-                        rows.append(("BlockStored", block_hashes, parent, token_ids, block_size, lora_id, medium))
+                ):
+                    if is_array:
+                        row = ("BlockStored", block_hashes, parent, token_ids, block_size, lora_id, medium)
+                        rows.append(row if medium is not None else row[:-1])
                     elif medium is None:
-                        rows.append(stored(block_hashes, parent, token_ids, block_size, lora_id))
+                        rows.append(self._stored(block_hashes, parent, token_ids, block_size, lora_id))
                     else:
-                        rows.append(stored_on_medium(block_hashes, parent, token_ids, block_size, lora_id, medium))
+                        rows.append(
+                            self._stored_on_medium(block_hashes, parent, token_ids, block_size, lora_id, medium)
+                        )
+                else:
+                    values = astuple(event)
+                    num_fields = _num_stored_fields(values)
+                    if not num_fields:
+                        return None
+                    rows.append(_STORED + values[:num_fields] if is_array else make_stored(values, num_fields))
+                    if not (event.group_idx is None and event.locality is None and event.ownership is None):
+                        place = block_location(medium, event.group_idx, event.locality, event.ownership)
             elif kind is BlockRemoved:
                 block_hashes = event.block_hashes
                 place = medium = event.medium
                 if type(block_hashes) is not tuple:
                     return None
-                has_options = not (event.group_idx is None and event.locality is None and event.ownership is None)
-                if not has_options:
-                    rows.append(removed(block_hashes) if medium is None else removed_on_medium(block_hashes, medium))
+                if event.group_idx is None and event.locality is None and event.ownership is None:
+                    rows.append(
+                        self._removed(block_hashes) if medium is None else self._removed_on_medium(block_hashes, medium)
+                    )
+                else:
+                    values = astuple(event)
+                    num_fields = _num_removed_fields(values)
+                    if not num_fields:
+                        return None
+                    rows.append(_REMOVED + values[:num_fields] if is_array else make_removed(values, num_fields))
+                    place = block_location(medium, event.group_idx, event.locality, event.ownership)
             elif kind is AllBlocksCleared:
                 rows.append(self._cleared)
-                changes.append((AllBlocksCleared, LOCAL_GPU, []))
+                changes.append((AllBlocksCleared, LOCAL_GPU, len(hashes)))
                 last_kind = None
                 continue
             else:
                 return None
-            if has_options:
-                values = astuple(event)
-                if not (are_validated or _are_valid_options(kind, values)):
-                    return None
-                rows.append(self._row(kind, values))
-                place = _place_of(event)
             if only_rows:
                 continue
             if place is not last_place or kind is not last_kind:
                 if medium is not None and type(medium) is not str:
                     return None
                 if place != last_place or kind is not last_kind:
-                    hashes = []
                     location = (
                         LOCAL_GPU if place is None else place if type(place) is tuple else (place, None, None, None)
                     )
-                    changes.append((kind, location, hashes))
+                    changes.append((kind, location, len(hashes)))
                     last_kind, last_place = kind, place
             hashes += block_hashes
-        packed = pack_changes(changes)
-        return None if packed is None or not (not parents or _are_hashes(parents)) else (rows, packed)
-
-
-def _place_of(event: BlockStored | BlockRemoved) -> BlockLocation | str | None:
-    """Return the location of an event's blocks; only its medium if that is all."""
-    if event.group_idx is None and event.locality is None and event.ownership is None:
-        return event.medium
-    return block_location(event.medium, event.group_idx, event.locality, event.ownership)
+        if only_rows:
+            return rows, ()
+        packed = pack_changes(changes, hashes, parents)
+        return None if packed is None else (rows, packed)
 
 
 # The dialects.
 
 
+def _of_arrays() -> DialectWriter:
+    return DialectWriter({kind: _array_maker(kind) for kind in WIRE_EVENTS}, is_array=True)
+
+
 def _of_maps(nil_fields: frozenset[str]) -> DialectWriter:
-    return DialectWriter(_map_of(nil_fields), nil_fields, tag_field="type")
+    return DialectWriter({kind: _map_maker(kind, nil_fields) for kind in WIRE_EVENTS}, nil_fields=nil_fields)
 
 
 DIALECT_WRITERS: Mapping[str, Callable[[], DialectWriter]] = {
-    "array": lambda: DialectWriter(_array_of, array_like=True),
+    "array": _of_arrays,
     "map": lambda: _of_maps(frozenset()),
     "vllm": lambda: _of_maps(VLLM_NIL_FIELDS),
 }

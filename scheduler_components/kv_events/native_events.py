@@ -225,7 +225,7 @@ _LOCATION_FIELDS = ("medium", "group_idx", "locality", "ownership")
 
 def _changes_of(events: Sequence[Any]) -> BlockChanges | None:
     """Return the changes of an engine's events; None with other events, or with hashes that need conversion."""
-    changes: list[tuple[type[WireEvent], BlockLocation, list[int]]] = []
+    changes: list[tuple[type[WireEvent], BlockLocation, int]] = []
     hashes: list[int] = []
     last_known, last_location_fields = None, None
     for event in events:
@@ -233,19 +233,19 @@ def _changes_of(events: Sequence[Any]) -> BlockChanges | None:
         if known is None:
             return None
         if known.kind is AllBlocksCleared:
-            changes.append((AllBlocksCleared, LOCAL_GPU, []))
+            changes.append((AllBlocksCleared, LOCAL_GPU, len(hashes)))
             last_known = None
             continue
         place = known.medium_group(event)
         if known is not last_known or place != last_location_fields:
-            last_known, last_location_fields, hashes = known, place, []
+            last_known, last_location_fields = known, place
             location = block_location(
                 *(getattr(event, name) if name in known.names else None for name in _LOCATION_FIELDS)
             )
-            changes.append((known.kind, location, hashes))
+            changes.append((known.kind, location, len(hashes)))
         hashes += event.block_hashes
     try:
-        return pack_changes(changes)
+        return pack_changes(changes, hashes)
     except PackError:
         return None
 
@@ -338,7 +338,7 @@ class NativeDialectWriter:
         return self._own_row(event) if isinstance(event, KVCacheEvent) else event
 
     def rows_with_changes(
-        self, events: Sequence[Any], *, are_validated: bool, with_changes: bool = True
+        self, events: Sequence[Any], are_validated: bool, with_changes: bool = True
     ) -> tuple[list[Any], BlockChanges | None]:
         """Return the rows of events, and their changes if known.
 
