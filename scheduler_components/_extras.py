@@ -25,6 +25,7 @@ EXTRA_OF = {
     "gguf": "model",
     "tokenizers": "model",
     "transformers": "model",
+    "llguidance": "grammar",
     "mooncake": "mooncake",
     "nats": "jetstream",
     "opentelemetry": "otel",

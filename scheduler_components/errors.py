@@ -14,6 +14,7 @@ __all__ = [
     "DecisionDivergenceError",
     "DecodeError",
     "ForkedPublisherError",
+    "GrammarError",
     "LoadBackError",
     "LockstepError",
     "MissingExtraError",
@@ -368,6 +369,10 @@ class StorageError(ComponentError):
 
 class StorageStallError(StorageError):
     """A page store did not answer before its deadline."""
+
+
+class GrammarError(ComponentError):
+    """A grammar cannot be compiled, or an output does not match it. The text says why, in one sentence."""
 
 
 class LoadBackError(ComponentError):

@@ -29,7 +29,9 @@ FLOORS = (
     ("ports", "rank_groups", "shm_board", "sync_call"),
     ("agreement",),
     ("decision_log", "file_divergence_sink"),
-    ("agreed_queue", "step_agreement"),
+    ("agreed_queue", "step_agreement", "request_grammar", "llguidance_backend"),
+    ("grammar_queue",),
+    ("thread_grammar_compiler",),
     ("kv_events", "cache", "torch_sync", "thread_sync"),
     ("load", "metrics", "hicache", "watchdog", "weight_updater"),
     ("sync_input_relay", "zmq_input_relay", "zmq_idle_sleeper", "recv_skipper", "input_blocker"),
@@ -66,7 +68,19 @@ FLOORS = (
 """From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
-EDGE_PREFIXES = ("zmq_", "torch_", "thread_", "file_", "http_", "prometheus_", "mooncake_", "shm_", "nats_", "otel_")
+EDGE_PREFIXES = (
+    "zmq_",
+    "torch_",
+    "thread_",
+    "file_",
+    "http_",
+    "prometheus_",
+    "mooncake_",
+    "shm_",
+    "nats_",
+    "otel_",
+    "llguidance_",
+)
 EDGE_MODULES = {
     "zmq",
     "torch",
@@ -77,6 +91,7 @@ EDGE_MODULES = {
     "mooncake",
     "nats",
     "opentelemetry",
+    "llguidance",
 }
 HYPOTHESIS_ROOMS = {
     "scheduler_components/refactor/harness.py",  # for a type

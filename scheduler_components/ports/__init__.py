@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from scheduler_components.ports.control import ComputeGate, NullComputeGate
 from scheduler_components.ports.decisions import DecisionSink, DivergenceSink, NullDecisionLog, NullDivergenceSink
+from scheduler_components.ports.grammar import CompiledGrammar, GrammarBackend, GrammarMatcher
 from scheduler_components.ports.kv_events import (
     HeldBlocksSource,
     KvEventSink,
@@ -74,12 +75,15 @@ from scheduler_components.ports.sync import SyncGroup
 
 __all__ = [
     "AllocationSink",
+    "CompiledGrammar",
     "ComputeGate",
     "CopyEvent",
     "DecisionSink",
     "DeviceMemory",
     "DivergenceSink",
     "ForwardPassSink",
+    "GrammarBackend",
+    "GrammarMatcher",
     "HeldBlocksSource",
     "HostLayerView",
     "HostPages",

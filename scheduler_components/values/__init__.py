@@ -46,6 +46,7 @@ from scheduler_components.values.forward_pass import (
     QueuedRequestMetrics,
     ScheduledRequestMetrics,
 )
+from scheduler_components.values.grammar import GrammarKey, GrammarKind, GrammarStats
 from scheduler_components.values.load import (
     DecodeMoments,
     DisaggregationLoad,
@@ -124,6 +125,9 @@ __all__ = [
     "ForwardMode",
     "ForwardPassMetrics",
     "ForwardPassStats",
+    "GrammarKey",
+    "GrammarKind",
+    "GrammarStats",
     "HeldCount",
     "HistogramSnapshot",
     "IdleControlRequest",

@@ -79,13 +79,14 @@ def make_model_folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None
             torch.manual_seed(seed)
             model = LlamaForCausalLM(LlamaConfig(**config | sizes))
         model.save_pretrained(folder)
-        _tokenizer().save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
         return folder
 
     return make
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the tiny model: bytes and merges of them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -17,6 +17,7 @@ import msgspec
 from scheduler_components import ConfigError
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
+from scheduler_components.request_grammar import RequestGrammar
 from scheduler_components.validators import check_number, number_validator
 from scheduler_components.values import BatchShape, ScheduledBatch, ScheduledChunk
 
@@ -64,6 +65,11 @@ class DeviceRequest(Protocol):
     @property
     def sampling(self) -> SamplingParams:
         """How to choose the next token."""
+        ...
+
+    @property
+    def grammar(self) -> RequestGrammar | None:
+        """Which tokens may follow; None if every token may. A simulated device has no logits and ignores it."""
         ...
 
 

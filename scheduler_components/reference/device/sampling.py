@@ -11,8 +11,10 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.validators import check_integer, check_number
+from scheduler_components.values import GrammarKey
 
 __all__ = [
+    "MAX_GRAMMAR_CHARACTERS",
     "MAX_TOP_LOGPROBS",
     "SamplingParams",
     "TokenLogprobs",
@@ -22,6 +24,9 @@ __all__ = [
 
 MAX_TOP_LOGPROBS = 20
 """The most alternatives per token, as in OpenAI's API."""
+
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
+"""The longest schema or expression. Every rank compiles and keeps it."""
 
 _MAX_SEED = 2**63 - 1
 _MAX_BIAS = 100  # OpenAI's
@@ -46,6 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
             probable tokens, 0 to ``MAX_TOP_LOGPROBS``. They are the model's, before bias, temperature and filters.
         logit_bias: (token, number that is added to its logit), by token, from -100 (never) to 100 (always). It has an
             effect at each temperature. A simulated device has no logits.
+        json_schema: the output is JSON of this schema, itself JSON text; None for any text.
+        regex: the whole output matches this regular expression; None for any text. At most one of the two.
 
     Raises:
         ConfigError: a value is out of range; the error names it.
@@ -58,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     seed: int | None = None
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, "is not a temperature", or_zero=True)
@@ -77,11 +86,22 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
             if self.logprobs > MAX_TOP_LOGPROBS:
                 hint = f"ask for at most {MAX_TOP_LOGPROBS}"
                 raise ConfigError("logprobs", self.logprobs, "is above the limit per token", hint)
+        _check_grammar("json_schema", self.json_schema)
+        _check_grammar("regex", self.regex)
+        if self.json_schema is not None and self.regex is not None:
+            raise ConfigError("regex", self.regex, "cannot be combined with json_schema", "leave one of the two out")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is chosen without a draw."""
         return self.temperature < _GREEDY_BELOW
+
+    @property
+    def grammar_key(self) -> GrammarKey | None:
+        """The grammar of the output; None for any text."""
+        if self.json_schema is not None:
+            return GrammarKey("json_schema", self.json_schema)
+        return None if self.regex is None else GrammarKey("regex", self.regex)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -100,6 +120,16 @@ def _check_share(field: str, value: float, *, or_zero: bool) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (0 < value <= 1 or (or_zero and value == 0)) or math.isnan(value):
         raise ConfigError(field, value, "is not a share", f"give a number {'from' if or_zero else 'above'} 0 to 1")
+
+
+def _check_grammar(field: str, source: str | None) -> None:
+    if source is None:
+        return
+    if not source:
+        raise ConfigError(field, source, "is empty", "leave it out for any text")
+    if len(source) > MAX_GRAMMAR_CHARACTERS:
+        hint = f"give at most {MAX_GRAMMAR_CHARACTERS}"
+        raise ConfigError(field, f"{len(source)} characters", "is too long to compile", hint)
 
 
 MAX_TOKEN_ID = 2**32 - 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from scheduler_components.errors import GrammarError
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledChunk
 from scheduler_components.reference.device.torch_attention import AttentionBackend, KvLayers, PagedBatch, pack_batch
@@ -76,6 +77,9 @@ class TorchDevice:
     The device computes logits for the last position of each chunk only. A chunk with logits that are not finite fails
     alone, and the device overwrites its rows with zeros. This includes a chunk inside a prompt, because its last row
     has read everything before it.
+
+    The grammar of a request masks its logits before the next token is chosen, greedily or by a draw. Each rank of a
+    replica computes the masks itself, from the same tokens.
 
     On a CPU ``launch`` keeps the batch and ``wait`` computes it on the same thread, so that events are sent first. On
     CUDA ``launch`` queues the kernels and ``wait`` reads their results.
@@ -151,7 +155,8 @@ class TorchDevice:
 @torch.inference_mode()
 def _output(forward: _Forward) -> DeviceOutput:
     draws = [SamplingDraw(chunk.request.sampling, chunk.request.rid, chunk.end) for chunk in forward.chunks]
-    tokens, broken = choose_tokens(forward.logits, draws)
+    bitmasks, problems = _bitmasks(forward)
+    tokens, broken = choose_tokens(forward.logits, draws, bitmasks)
     for row in broken:
         forward.paged.zero_rows(forward.first_rows[row], forward.first_rows[row + 1])
     token_ids = [0] * len(tokens)
@@ -161,4 +166,19 @@ def _output(forward: _Forward) -> DeviceOutput:
         num_top = chunk.request.sampling.logprobs
         if num_top is not None and row not in broken and chunk.end == len(chunk.request.token_ids):
             logprobs[place] = token_logprobs(forward.logits[row], tokens[row], num_top)
-    return DeviceOutput(tuple(token_ids), {forward.places[row]: _NO_NUMBERS for row in broken}, logprobs)
+    problems |= dict.fromkeys(broken, _NO_NUMBERS)
+    return DeviceOutput(tuple(token_ids), {forward.places[row]: each for row, each in problems.items()}, logprobs)
+
+
+def _bitmasks(forward: _Forward) -> tuple[dict[int, bytes], dict[int, str]]:
+    """Return the bitmask of each row that ends its request's tokens and has a grammar, and the problems of others."""
+    bitmasks, problems = {}, {}
+    for row, chunk in enumerate(forward.chunks):
+        grammar, token_ids = chunk.request.grammar, chunk.request.token_ids
+        if grammar is None or chunk.end < len(token_ids):
+            continue
+        try:
+            bitmasks[row] = grammar.next_bitmask(token_ids)
+        except GrammarError as error:
+            problems[row] = str(error)
+    return bitmasks, problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -42,26 +42,50 @@ def uniform_sample(draw: SamplingDraw) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def choose_tokens(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> tuple[list[int], list[int]]:
+def choose_tokens(
+    logits: torch.Tensor, draws: Sequence[SamplingDraw], bitmasks: Mapping[int, bytes] | None = None
+) -> tuple[list[int], list[int]]:
     """Choose one token per row.
 
     Args:
         logits: ``[rows, vocabulary]``, of any float type.
         draws: one per row.
+        bitmasks: for each row with a grammar, one bit per token, lowest first: 1 if the token may be chosen.
 
     Returns:
         The tokens, and the rows with logits that are not finite. Ignore the tokens of these rows.
     """
     logits = _biased(logits, draws)
     best, tokens = logits.max(dim=-1)  # NaN wins a maximum
+    if bitmasks:
+        rows = list(bitmasks)
+        logits = logits.index_put((torch.tensor(rows, device=logits.device),), _masked(logits[rows], bitmasks))
+        allowed_best, tokens[rows] = logits[rows].max(dim=-1)
+        # A row is broken if its maximum is NaN or infinite before the mask, which hides such a logit, or after it.
+        best[rows] = torch.where(best[rows].isfinite(), allowed_best, best[rows])
     broken = (~best.isfinite()).nonzero().flatten().tolist()
     by_cut: dict[SamplingParams, list[int]] = defaultdict(list)
     for row, draw in enumerate(draws):
         if not draw.sampling.is_greedy and row not in broken:
-            by_cut[msgspec.structs.replace(draw.sampling, seed=None, logprobs=None, logit_bias=())].append(row)
+            by_cut[msgspec.structs.replace(draw.sampling, **_NO_CUT)].append(row)
     for cut, rows in by_cut.items():
         tokens[rows] = _draw(logits[rows].float(), cut, [uniform_sample(draws[row]) for row in rows])
     return tokens.tolist(), broken
+
+
+_NO_CUT: Mapping[str, object] = {"seed": None, "logprobs": None, "logit_bias": (), "json_schema": None, "regex": None}
+"""What does not differ between rows that are drawn together."""
+
+
+def _masked(logits: torch.Tensor, bitmasks: Mapping[int, bytes]) -> torch.Tensor:
+    """Return the logits with minus infinity for each token whose bit is 0 or missing. One bitmask per row, in order."""
+    size = -(-logits.shape[-1] // 8)
+    packed = torch.frombuffer(
+        bytearray().join(mask[:size].ljust(size, b"\0") for mask in bitmasks.values()), dtype=torch.uint8
+    )
+    bits = packed.view(-1, size, 1) >> torch.arange(8, dtype=torch.uint8) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
+    return logits.masked_fill(forbidden.to(logits.device), float("-inf"))
 
 
 def _biased(logits: torch.Tensor, draws: Sequence[SamplingDraw]) -> torch.Tensor:

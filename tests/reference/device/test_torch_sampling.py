@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import msgspec
@@ -173,3 +174,48 @@ def test_the_largest_bias_decides_and_the_smallest_excludes(temperature: float) 
         never = msgspec.structs.replace(sampling, logit_bias=((best, -100.0),))
         assert choose_tokens(logits, [SamplingDraw(always, "r", 1)])[0] == [3]
         assert choose_tokens(logits, [SamplingDraw(never, "r", 1)])[0] != [best]
+
+
+masks = st.lists(st.booleans(), min_size=16, max_size=16).filter(any)
+
+
+@checked
+@given(st.integers(0, 2**32), st.lists(st.tuples(cuts | st.just(SamplingParams()), st.none() | masks), min_size=1))
+def test_a_grammar_leaves_the_choice_among_its_tokens(
+    seed: int, rows: list[tuple[SamplingParams, list[bool] | None]]
+) -> None:
+    """A row with a mask gets the token that it would get if the model gave the other tokens no probability."""
+    logits = logits_of(seed, len(rows))
+    before = logits.clone()
+    draws = [SamplingDraw(cut, f"r{row}", row) for row, (cut, _) in enumerate(rows)]
+    bitmasks = {row: packed(mask) for row, (_, mask) in enumerate(rows) if mask is not None}
+    chosen, broken = choose_tokens(logits, draws, bitmasks)
+    for row, (_, mask) in enumerate(rows):
+        if mask is not None:
+            before[row, ~torch.tensor(mask)] = -1e30
+            assert mask[chosen[row]]
+    assert (chosen, broken) == choose_tokens(before, draws)
+
+
+def packed(mask: list[bool]) -> bytes:
+    return bytes(sum(mask[at * 8 + bit] << bit for bit in range(8)) for at in range(len(mask) // 8))
+
+
+def test_a_mask_may_be_longer_or_shorter_than_the_vocabulary() -> None:
+    """A tokenizer may know fewer tokens than the model has logits, and masks are padded to whole words."""
+    logits = torch.arange(13.0).repeat(2, 1)
+    draws = [SamplingDraw(SamplingParams(), "r", 1)] * 2
+    assert choose_tokens(logits, draws, {0: b"\xff\xff\xff\xff", 1: b"\xff"}) == ([12, 7], [])
+
+
+def test_a_mask_hides_no_broken_logits() -> None:
+    """NaN and infinity fail the row also where the mask forbids them, and so does a row without an allowed token."""
+    logits = logits_of(1, 5)
+    logits[0, 3] = math.nan
+    logits[1, 3] = math.inf
+    logits[2, 8:] = -math.inf
+    first_byte, last_byte = packed([True] + [False] * 15), packed([False] * 15 + [True])
+    bitmasks = {0: first_byte, 1: first_byte, 2: last_byte, 3: b"\0\0"}
+    for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+        draws = [SamplingDraw(params, "r", 1)] * 5
+        assert choose_tokens(logits, draws, bitmasks)[1] == [0, 1, 2, 3]

@@ -10,9 +10,11 @@ from scheduler_components import ConfigError
 from scheduler_components.cache import RadixNode
 from scheduler_components.metrics import RequestTimeStats
 from scheduler_components.reference.device.sampling import MAX_TOKEN_ID, SamplingLimits, SamplingParams, TokenLogprobs
+from scheduler_components.request_grammar import RequestGrammar
 from scheduler_components.values import (
     CachedTokens,
     FinishReason,
+    GrammarKey,
     RequestHints,
     RequestState,
     TokenOutput,
@@ -44,6 +46,7 @@ class Request:
         limits: when to stop.
         sampling: how tokens are chosen.
         logprobs: one entry per generated token if ``sampling`` requests them, else None.
+        grammar: which tokens may follow; None if every token may, and until the grammar is compiled.
         hints: what the client says about the order.
         stream_interval: tokens between two deltas to the client; 0 for one delta at the end.
         arrival: number assigned at submission, which defines the order of requests.
@@ -71,6 +74,7 @@ class Request:
         "text_hash",
         "limits",
         "sampling",
+        "grammar",
         "logprobs",
         "hints",
         "stream_interval",
@@ -108,6 +112,7 @@ class Request:
         self.text_hash = _text_hash(rid, self.token_ids, sampling)
         self.limits = limits if limits is not None else SamplingLimits()
         self.sampling = sampling
+        self.grammar: RequestGrammar | None = None
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.hints = hints
         self.stream_interval = stream_interval
@@ -126,6 +131,11 @@ class Request:
         self.is_sampled = False
         self.times: RequestTimeStats | None = None
         self.trace = trace
+
+    @property
+    def grammar_key(self) -> GrammarKey | None:
+        """The grammar that the output must match; None for any text."""
+        return self.sampling.grammar_key
 
     @property
     def input_ids(self) -> tuple[int, ...]:
