@@ -113,7 +113,7 @@ async def _run(path: Path, dp_size: int | None, options: ChatOptions, logs: LogC
             codec = await asyncio.to_thread(open_text_codec, config)
             loading.begin(_loading_text(config))
             listener = opened.enter_context(bind_http(DEFAULT_HOST, 0))
-            ranks = open_engine(config, affinity_tokens=_AFFINITY_TOKENS, show=console.print)
+            ranks = open_engine(config, tokenizer=codec.to_json(), affinity_tokens=_AFFINITY_TOKENS, show=console.print)
             engine = await opened.enter_async_context(ranks)
             app = make_app(engine, CollectorRegistry(), codec=codec)
             server = await opened.enter_async_context(open_http_server(app, listener))

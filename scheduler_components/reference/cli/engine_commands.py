@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import attrs
 from cyclopts import Group, Parameter
@@ -31,6 +32,7 @@ from scheduler_components.reference.engine.config import (
     MOONCAKE_METADATA,
     DpAttentionConfig,
     EngineConfig,
+    GrammarConfig,
     HiCacheConfig,
     SchedulerConfig,
     StorageChecksum,
@@ -63,6 +65,7 @@ AsJson = Annotated[
     bool, Parameter(name="--json", show_default=False, help="One JSON object per line, each with a kind.")
 ]
 Logs = Annotated[LogConfig, Parameter(parse=False)]  # from the options that all commands have
+GrammarBackendName: TypeAlias = Literal["llguidance", "none"]
 RunningRequests = Annotated[int, Parameter(help="Request slots of each replica.")]
 
 
@@ -219,6 +222,13 @@ class ModelOptions:
         bool,
         Parameter(show_default=False, help="Serve a model of a type that was never compared with its own attention."),
     ] = False
+    grammar_backend: Annotated[
+        GrammarBackendName | None,
+        Parameter(
+            show_default=False,
+            help="What compiles JSON schemas and regular expressions. Default: llguidance if it is installed.",
+        ),
+    ] = None
 
     def spec(self) -> ModelSpec | None:
         """Inspect the model; None without ``--model``.
@@ -228,7 +238,7 @@ class ModelOptions:
             MissingExtraError: a library of an extra is not installed.
         """
         if self.model is None:
-            for name in ("dtype", "device", "allow_untested_model"):
+            for name in ("dtype", "device", "allow_untested_model", "grammar_backend"):
                 if (value := getattr(self, name)) != getattr(_SIMULATED, name):
                     raise ConfigError(name, value, "has no effect by itself", "add --model")
             return None
@@ -244,6 +254,19 @@ class ModelOptions:
             digests=DigestMemory(_cache_directory() / "model-digests.json"),
             allow_untested=self.allow_untested_model,
         )
+
+    def grammar(self, spec: ModelSpec | None) -> GrammarConfig | None:
+        """Return the limits of grammars; None if this engine compiles none.
+
+        Raises:
+            MissingExtraError: the backend was asked for and is not installed.
+        """
+        if spec is None or not spec.tokens.eos_token_ids or self.grammar_backend == "none":
+            return None
+        if self.grammar_backend is None and find_spec("llguidance") is None:
+            return None
+        require_modules("llguidance", otherwise="leave --grammar-backend out")
+        return GrammarConfig()
 
 
 def _cache_directory() -> Path:

@@ -141,7 +141,10 @@ async def _run_engine(
         f" x PP {engine_config.pp_size}"
     )
     registry = CollectorRegistry()
-    async with open_engine(engine_config, affinity_tokens=config.affinity_tokens, show=screen.warn) as engine:
+    ranks = open_engine(
+        engine_config, tokenizer=codec.to_json(), affinity_tokens=config.affinity_tokens, show=screen.warn
+    )
+    async with ranks as engine:
         MetricsBoardCollector(registry, board=engine.stats, model_name=engine_config.model_name)
         app = make_app(
             engine,

@@ -36,6 +36,7 @@ __all__ = [
     "IntegrityConfig",
     "RankConfig",
     "EnginePaths",
+    "GrammarConfig",
     "SchedulerConfig",
     "StorageChecksum",
     "StorageKind",
@@ -101,6 +102,25 @@ class IntegrityConfig:
 
 
 @attrs.frozen(kw_only=True)
+class GrammarConfig:
+    """Grammars that constrain outputs.
+
+    Attributes:
+        timeout_s: longest wait for a grammar. A rank compiles one at a time, most of them in milliseconds; a rank that
+            still reads its tokenizer takes a second more.
+        max_waiting: requests that may wait for a grammar.
+        max_cached: compiled grammars that each rank keeps.
+
+    Raises:
+        ConfigError: a value is invalid; the error names it.
+    """
+
+    timeout_s: float = attrs.field(default=30.0, validator=number_validator("is not a time"))
+    max_waiting: int = attrs.field(default=256, validator=integer_validator())
+    max_cached: int = attrs.field(default=128, validator=integer_validator())
+
+
+@attrs.frozen(kw_only=True)
 class SchedulerConfig:
     """Sizes of one scheduler.
 
@@ -122,6 +142,7 @@ class SchedulerConfig:
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
         input_bounds: limits of size, rate and number of the requests that a replica admits.
         integrity: checks of the pools, and the watchdog.
+        grammar: limits of grammars; None refuses requests with one.
 
     Raises:
         ConfigError: a value is invalid; the error names it.
@@ -142,6 +163,7 @@ class SchedulerConfig:
     recv_interval: int = attrs.field(default=1, validator=integer_validator("is not an interval"))
     input_bounds: InputLimits = attrs.field(factory=InputLimits)
     integrity: IntegrityConfig = attrs.field(factory=IntegrityConfig)
+    grammar: GrammarConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         whole_tokens = self.kv_tokens // self.page_size * self.page_size
@@ -422,6 +444,11 @@ class EnginePaths:
     def steps(self, rank: int) -> str:
         """Step inputs from the leader to follower ``rank``; the follower binds."""
         return self._address(f"steps-{rank}")
+
+    @property
+    def tokenizer(self) -> Path:
+        """Tokenizer of the model, as JSON; written before the ranks start. Ranks read it to compile grammars."""
+        return Path(self.directory) / "tokenizer.json"
 
     def sync(self, rank: int) -> str:
         """Collectives of ``rank`` with the other ranks of its replica; ``rank`` binds."""

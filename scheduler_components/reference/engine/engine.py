@@ -231,12 +231,13 @@ def _clear_file_store(hicache: HiCacheConfig) -> int:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, *, affinity_tokens: int = 0, show: Callable[[str], None]
+    config: EngineConfig, *, tokenizer: str = "", affinity_tokens: int = 0, show: Callable[[str], None]
 ) -> AsyncIterator[Engine]:
     """Start an engine and wait until all ranks are ready. Leaving the block removes its processes, sockets and files.
 
     Args:
         config: configuration of the engine.
+        tokenizer: the model's, from ``TextTokenizer.to_json``, by which the ranks compile grammars.
         affinity_tokens: see ``LoadDispatcher``.
         show: receives each line that a rank writes to standard error.
 
@@ -248,6 +249,7 @@ async def open_engine(
         directory = tempfile.mkdtemp(prefix="scheduler-components-")
         opened.callback(shutil.rmtree, directory)
         paths = EnginePaths(directory)
+        paths.tokenizer.write_text(tokenizer, encoding="utf-8")
         incoming, outgoing = zmq.asyncio.Context(), zmq.Context[zmq.Socket[bytes]]()
         opened.callback(incoming.destroy, linger=0)
         opened.callback(outgoing.destroy, linger=0)

@@ -188,7 +188,12 @@ def make_app(
     """
     status, bodies, model = EngineStatus(engine=engine), BodyReceiver(), engine.config.model
     codec = open_text_codec(engine.config) if codec is None else codec
-    text = TextFrontend(frontend=engine.frontend, codec=codec, has_logits=model is not None)
+    text = TextFrontend(
+        frontend=engine.frontend,
+        codec=codec,
+        has_logits=model is not None,
+        has_grammars=engine.config.scheduler.grammar is not None,
+    )
     if weights_root is None and model is not None:
         weights_root = default_weights_root(model.path)
     routes: list[Route] = [

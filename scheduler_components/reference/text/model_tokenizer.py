@@ -58,6 +58,10 @@ class ModelTokenizer:
         text: str = self.tokenizer.decode(list(token_ids))
         return text
 
+    def to_json(self) -> str:
+        text: str = self.tokenizer.to_str()
+        return text
+
     def token_text(self, token_id: int) -> str:
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text

@@ -1,4 +1,4 @@
-"""The port of a model's tokenizer. The serving process uses it; ranks do not."""
+"""The port of a model's tokenizer. The serving process uses it; ranks do not, except to compile grammars."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ class TextTokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens. Incomplete characters become U+FFFD."""
+        ...
+
+    def to_json(self) -> str:
+        """Return the tokenizer in the format of the library ``tokenizers``; an empty text if it has no such form."""
         ...
 
     def token_text(self, token_id: int) -> str:

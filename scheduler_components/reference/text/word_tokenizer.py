@@ -51,6 +51,9 @@ class WordTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(f" {_spell(token)}" for token in token_ids)
 
+    def to_json(self) -> str:
+        return ""
+
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 

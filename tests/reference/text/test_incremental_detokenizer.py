@@ -28,6 +28,9 @@ class ByteCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
+    def to_json(self) -> str:
+        raise NotImplementedError
+
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 

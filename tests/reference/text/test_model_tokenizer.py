@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from scheduler_components import ConfigError
@@ -53,6 +54,11 @@ def test_text_in_pieces_is_the_text_of_transformers(
     pieces = [text.push(tokens[start : start + step]) for start in range(0, len(tokens), step)]
     pieces.append(text.push((), is_last=True))
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_the_tokenizer_is_read_again_from_its_json(codec: ModelTokenizer) -> None:
+    text = "what is a page? \N{GRINNING FACE}"
+    assert Tokenizer.from_str(codec.to_json()).encode(text).ids == codec.encode(text)
 
 
 def test_a_single_special_token_is_decoded(codec: ModelTokenizer) -> None:

@@ -45,3 +45,7 @@ def test_a_continued_conversation_starts_with_its_history(history: list[ChatMess
     before = CODEC.encode_chat(history)
     after = CODEC.encode_chat([*history, ChatMessage("assistant", CODEC.decode(answer)), ChatMessage("user", "so")])
     assert after[: len(before) + len(answer)] == before + answer
+
+
+def test_it_has_no_form_for_grammars() -> None:
+    assert WordTokenizer().to_json() == ""

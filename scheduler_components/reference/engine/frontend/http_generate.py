@@ -60,14 +60,14 @@ class _SamplingParams(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     sampling_seed: int | None = None
     logit_bias: LogitBias | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     # Refused, unless their value has no effect.
     n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_new_tokens: int | None = None
-    json_schema: str | None = None
-    regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
 
@@ -78,8 +78,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_new_tokens": (0,),
-    "json_schema": (),
-    "regex": (),
     "ebnf": (),
     "structural_tag": (),
 }
@@ -116,6 +114,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
                 seed=params.sampling_seed,
                 logprobs=(self.top_logprobs_num or 0) if self.return_logprob else None,
                 logit_bias=sorted_bias(params.logit_bias),
+                json_schema=params.json_schema,
+                regex=params.regex,
             ),
             hints=RequestHints(priority=self.priority or 0),
             stops=stop_strings(params.stop),

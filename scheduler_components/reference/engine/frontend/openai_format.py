@@ -1,7 +1,7 @@
 """Bodies and response fields of ``/v1/completions`` and ``/v1/chat/completions``, without I/O.
 
 The bodies have OpenAI's fields and those that vLLM and SGLang add: ``top_k``, ``min_p``, ``stop_token_ids``,
-``ignore_eos``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``.
+``ignore_eos``, ``json_schema``, ``regex``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
 MAX_CHOICES = 128
 """Limit of prompts times ``n`` of one body. OpenAI has the same limit of ``n``."""
 
+_ANY_OBJECT = '{"type": "object"}'
 _MAX_STOPS = 16
 _MAX_TENANT_CHARACTERS = 128  # as of other names; a longer user shares the tenant of its beginning
 _MAX_SHOWN = 64
@@ -60,8 +61,32 @@ class _StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
+class _JsonSchema(msgspec.Struct, frozen=True):
+    name: Name
+    schema: dict[str, msgspec.Raw] | None = None
+    description: str | None = None  # for a model that is given its schema as text
+    strict: bool | None = None  # the output always matches
+
+
 class _ResponseFormat(msgspec.Struct, frozen=True):
     type: str
+    json_schema: _JsonSchema | None = None
+
+    def schema(self) -> str | None:
+        """Return the JSON schema of the output; None for any text. Raises ConfigError for an unknown type."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return _ANY_OBJECT
+        if self.type != "json_schema":
+            problem = "is not supported by this engine"
+            raise ConfigError(
+                "response_format.type", self.type[:_MAX_SHOWN], problem, "give text, json_object or json_schema"
+            )
+        if self.json_schema is None or self.json_schema.schema is None:
+            hint = "give the schema of the output"
+            raise ConfigError("response_format.json_schema.schema", None, "is missing", hint)
+        return msgspec.json.encode(self.json_schema.schema).decode()
 
 
 class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,16 +125,16 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Name | None = None
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
+    response_format: _ResponseFormat | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     return_cached_tokens_details: bool | None = None
     # Refused, unless their value has no effect: see ``check_supported``.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    response_format: _ResponseFormat | None = None
     structured_outputs: dict[str, msgspec.Raw] | None = None
-    json_schema: str | None = None
-    regex: str | None = None
     ebnf: str | None = None
     prompt_logprobs: int | None = None
 
@@ -131,8 +156,6 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     def generation_params(self, *, max_new_tokens: int | None, logprobs: int | None) -> GenerationParams:
         """Return the parameters of each output. Raises ConfigError for an invalid value."""
         check_supported(self, _NEUTRAL)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise _unsupported("response_format", self.response_format.type)
         if self.min_tokens and not self.ignore_eos:  # otherwise nothing ends the text before ``max_tokens``
             raise _unsupported("min_tokens", self.min_tokens)
         return GenerationParams(
@@ -147,7 +170,10 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
                 seed=self.seed,
                 logprobs=logprobs,
                 logit_bias=sorted_bias(self.logit_bias),
+                json_schema=self._schema(),
+                regex=self.regex,
             ),
+            grammar_field="" if self.response_format is None else "response_format",
             hints=RequestHints(priority=self.priority or 0, tenant=(self.user or "")[:_MAX_TENANT_CHARACTERS]),
             stops=stop_strings(self.stop),
             include_stop_str=bool(self.include_stop_str_in_output),
@@ -156,6 +182,12 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
             replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
         )
 
+    def _schema(self) -> str | None:
+        schema = None if self.response_format is None else self.response_format.schema()
+        if schema is not None and self.json_schema is not None:
+            raise ConfigError("json_schema", self.json_schema, "is given twice", "leave it or response_format out")
+        return self.json_schema if schema is None else schema
+
 
 _FREE_CHOICES = ("none", "auto")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -163,8 +195,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "structured_outputs": (),
-    "json_schema": (),
-    "regex": (),
     "ebnf": (),
     "prompt_logprobs": (),
 }

@@ -45,6 +45,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
         max_new_tokens: None for ``DEFAULT_NEW_TOKENS``, or less if the context has less room.
         stop_token_ids, ignore_eos: see ``SamplingLimits``.
         sampling: how tokens are chosen.
+        grammar_field: the client's field with the grammar of ``sampling``; empty if it has the name of its kind.
         hints: see ``RequestHints``.
         stops: strings that end the text.
         include_stop_str: keep the stop string in the text.
@@ -56,6 +57,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling: SamplingParams = SamplingParams()
+    grammar_field: str = ""
     hints: RequestHints = RequestHints()
     stops: tuple[str, ...] = ()
     include_stop_str: bool = False
@@ -108,11 +110,13 @@ class TextFrontend:
         frontend: dispatches the requests.
         codec: tokenizer of the model.
         has_logits: the device computes logits; a simulated one does not, so a bias would have no effect.
+        has_grammars: the ranks compile grammars.
     """
 
     frontend: Frontend
     codec: TextTokenizer
     has_logits: bool = False
+    has_grammars: bool = False
 
     async def encode(self, text: str) -> list[int]:
         """Tokenize a prompt."""
@@ -128,9 +132,10 @@ class TextFrontend:
 
         Raises:
             ConfigError: the prompt is empty, has a token that the model does not know, or does not fit the context; or
-                a bias cannot have an effect.
+                a bias or a grammar cannot have an effect.
         """
         self._check_bias(params.sampling.logit_bias)
+        self._check_grammar(params)
         return GenerateReqInput(
             rid=rid,
             input_ids=pack_tokens(self._check_prompt(prompt)),
@@ -177,6 +182,20 @@ class TextFrontend:
         if (largest := max(token for token, _ in logit_bias)) >= self.codec.vocab_size:
             hint = f"give ids below {self.codec.vocab_size}"
             raise ConfigError("logit_bias", largest, "is not a token of this model", hint)
+
+    def _check_grammar(self, params: GenerationParams) -> None:
+        key = params.sampling.grammar_key
+        if key is None:
+            return
+        field = params.grammar_field or key.kind
+        if not self.has_logits:
+            raise ConfigError(field, key.source, "has no effect on a simulated model", "leave it out")
+        if not self.has_grammars:
+            hint = "install the extra grammar, and do not start the engine with --grammar-backend none"
+            raise ConfigError(field, key.source, "needs a grammar backend, and this engine has none", hint)
+        if params.ignore_eos:
+            problem = f"contradicts {field}: an end-of-sequence token ends the output"
+            raise ConfigError("ignore_eos", True, problem, "leave one of the two out")
 
     def _limits(self, num_prompt_tokens: int, params: GenerationParams) -> SamplingLimits:
         context, max_new_tokens = self.codec.context_tokens, params.max_new_tokens

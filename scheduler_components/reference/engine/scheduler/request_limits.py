@@ -1,4 +1,6 @@
-"""Refuse requests that can never be served: longer than the pool or the model's context, or with unknown tokens."""
+"""Refuse requests that can never be served: too long for the pool or the model's context, with unknown tokens, or with
+a grammar that nothing compiles.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from collections.abc import Sequence
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import MAX_TOKEN_ID
 from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.values import GrammarKey
 
-__all__ = ["check_request_fits", "check_tokens_known"]
+__all__ = ["check_grammar_served", "check_request_fits", "check_tokens_known"]
 
 
 def check_request_fits(config: SchedulerConfig, num_input_tokens: int, max_new_tokens: int) -> None:
@@ -43,3 +46,13 @@ def check_tokens_known(config: SchedulerConfig, token_ids: Sequence[int]) -> Non
     vocab_size = config.tokens.vocab_size
     if vocab_size <= MAX_TOKEN_ID and (largest := max(token_ids)) >= vocab_size:
         raise ConfigError("input_ids", largest, "is not a token of the model", f"give ids from 0 to {vocab_size - 1}")
+
+
+def check_grammar_served(config: SchedulerConfig, key: GrammarKey | None) -> None:
+    """Check that this scheduler compiles grammars, if a request has one. Otherwise its output would be any text.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if key is not None and config.grammar is None:
+        raise ConfigError(key.kind, key.source, "needs a grammar backend, and this engine has none", "leave it out")

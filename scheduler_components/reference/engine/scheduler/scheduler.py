@@ -67,7 +67,11 @@ from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTie
 from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity
 from scheduler_components.reference.engine.scheduler.prefill_forecast import PrefillForecast
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.request_limits import check_request_fits, check_tokens_known
+from scheduler_components.reference.engine.scheduler.request_limits import (
+    check_grammar_served,
+    check_request_fits,
+    check_tokens_known,
+)
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
 from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
@@ -263,6 +267,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         config = self.settings.config
         check_request_fits(config, request.num_input_tokens, request.limits.max_new_tokens)
         check_tokens_known(config, request.token_ids)
+        check_grammar_served(config, request.grammar_key)
         if request.rid in self.queues:
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:

@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
 from scheduler_components.reference.engine.frontend.text_frontend import TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import CachedTokens, OutputDelta, RequestHints, TokenOutput
+from scheduler_components.values import CachedTokens, GrammarKey, OutputDelta, RequestHints, TokenOutput
 
 CODEC = WordTokenizer()
 UNCACHED = CachedTokens()
@@ -247,3 +247,58 @@ def test_logprobs_of_a_chat_have_the_bytes_of_each_token() -> None:
 def test_an_update_without_logprobs_has_none() -> None:
     assert ChatLogprobs(CODEC).format(update(0)) == {"content": []}
     assert CompletionLogprobs(CODEC).format(update(0))["tokens"] == []
+
+
+def decoded(**fields: Any) -> ChatBody:
+    return msgspec.json.decode(msgspec.json.encode({"messages": TURN} | fields), type=ChatBody)
+
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}
+SCHEMA_TEXT = msgspec.json.encode(SCHEMA).decode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, GrammarKey("json_schema", '{"type": "object"}')),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            GrammarKey("json_schema", SCHEMA_TEXT),
+        ),
+        ({"json_schema": SCHEMA_TEXT}, GrammarKey("json_schema", SCHEMA_TEXT)),
+        ({"regex": "[a-c]+"}, GrammarKey("regex", "[a-c]+")),
+        ({"regex": "a", "response_format": {"type": "text"}}, GrammarKey("regex", "a")),
+    ],
+)
+def test_a_response_format_is_a_grammar(fields: dict[str, Any], key: GrammarKey | None) -> None:
+    """A schema keeps the order of its properties, in which a model writes them."""
+    assert decoded(**fields).params().sampling.grammar_key == key
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "json_schema": "{}"}, "json_schema"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+        ({"json_schema": ""}, "json_schema"),
+        ({"regex": "a" * 65_537}, "regex"),
+    ],
+)
+def test_a_response_format_that_says_nothing_or_two_things_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        decoded(**fields).params()
+    assert raised.value.field == field
+    assert len(str(raised.value)) < 400

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from scheduler_components import ConfigError
+from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher
-from scheduler_components.reference.engine.frontend.frontend import Frontend
+from scheduler_components.reference.engine.frontend.frontend import Frontend, GenerateReqInput
 from scheduler_components.reference.engine.frontend.openai_format import CompletionBody
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextFrontend
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
@@ -93,3 +94,19 @@ def test_a_bias_reaches_a_device_with_logits_and_no_other() -> None:
     with pytest.raises(ConfigError, match=r"logit_bias.*no effect on a simulated model"):
         simulated.request([1], params(**{"5": 1}))
     assert simulated.request([1], params(**{"5": 0})).sampling.logit_bias == ()
+
+
+def test_a_grammar_reaches_ranks_that_compile_it_and_no_others() -> None:
+    frontend = Frontend(leaders=[], dispatcher=LoadDispatcher(replicas=[]))
+
+    def request(*, ignore_eos: bool = False, **device: bool) -> GenerateReqInput:
+        params = GenerationParams(sampling=SamplingParams(regex="[a-c]+"), ignore_eos=ignore_eos)
+        return TextFrontend(frontend=frontend, codec=SmallTokenizer(), **device).request([1], params)
+
+    assert request(has_logits=True, has_grammars=True).sampling.regex == "[a-c]+"
+    with pytest.raises(ConfigError, match=r"regex.*no effect on a simulated model"):
+        request()
+    with pytest.raises(ConfigError, match=r"regex.*needs a grammar backend.*install the extra grammar"):
+        request(has_logits=True)
+    with pytest.raises(ConfigError, match=r"ignore_eos.*contradicts regex"):
+        request(has_logits=True, has_grammars=True, ignore_eos=True)

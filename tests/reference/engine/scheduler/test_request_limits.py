@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import TokenSpec
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request_limits import check_request_fits, check_tokens_known
+from scheduler_components.reference.engine.config import GrammarConfig, SchedulerConfig
+from scheduler_components.reference.engine.scheduler.request_limits import (
+    check_grammar_served,
+    check_request_fits,
+    check_tokens_known,
+)
 from scheduler_components.request_kv_cache import pages_for
+from scheduler_components.values import GrammarKey
 
 checked = settings(deadline=None, max_examples=200)
 
@@ -67,3 +72,12 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     check_tokens_known(SchedulerConfig(), [2**32 - 1])
     with pytest.raises(ConfigError, match=r"^input_ids=320: .* give ids from 0 to 319"):
         check_tokens_known(config, [5, 320, 7])
+
+
+def test_a_grammar_that_nothing_compiles_is_refused() -> None:
+    """Also where a request reaches a scheduler without the frontend, because its output would be any text."""
+    key = GrammarKey("regex", "a+")
+    check_grammar_served(SchedulerConfig(), None)
+    check_grammar_served(SchedulerConfig(grammar=GrammarConfig()), key)
+    with pytest.raises(ConfigError, match=r"^regex='a\+': needs a grammar backend"):
+        check_grammar_served(SchedulerConfig(), key)
