@@ -294,7 +294,7 @@ class SessionTable(Generic[Node]):
         """Keep the tokens of a turn that has ended, and lock its pages. No effect if its session is closed.
 
         As in SGLang, a turn that was aborted can be continued, except in a streaming session, whose next turn continues
-        the one before. A turn with an error cannot be continued.
+        the one before. A turn that ended for any other reason cannot be continued.
 
         Args:
             session_id, rid: as given to ``begin_turn``.
@@ -307,8 +307,8 @@ class SessionTable(Generic[Node]):
         if session is None or rid not in session.in_flight:
             return
         parent = session.in_flight.pop(rid)
-        is_lost = reason is FinishReason.ERROR or (reason is FinishReason.ABORT and session.is_streaming)
-        if not is_lost:
+        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_complete or (reason is FinishReason.ABORT and not session.is_streaming):
             if session.is_streaming:
                 session.turns.clear()
             session.turns[rid] = _Turn(array("I", token_ids), num_input_tokens, parent)

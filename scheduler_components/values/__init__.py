@@ -48,6 +48,7 @@ from scheduler_components.values.forward_pass import (
 )
 from scheduler_components.values.grammar import GrammarKey, GrammarKind, GrammarStats
 from scheduler_components.values.load import (
+    AdapterLoad,
     DecodeMoments,
     DisaggregationLoad,
     LoadSections,
@@ -92,9 +93,10 @@ from scheduler_components.values.stats import (
 )
 from scheduler_components.values.sync import SyncCall
 from scheduler_components.values.tiers import CachedTokens, TierStats
-from scheduler_components.values.waiting import AgreedQueueStats
+from scheduler_components.values.waiting import AgreedQueueStats, LoraStats
 
 __all__ = [
+    "AdapterLoad",
     "AgreedQueueStats",
     "AllocationAction",
     "AllocationRecord",
@@ -141,6 +143,7 @@ __all__ = [
     "LoadSnapshot",
     "LoadWeights",
     "LoraLoad",
+    "LoraStats",
     "MemoryLoad",
     "MemoryTag",
     "OutputBatch",

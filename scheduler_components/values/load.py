@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "AdapterLoad",
     "QueueLoad",
     "DisaggregationLoad",
     "LoraLoad",
@@ -47,6 +48,22 @@ class DisaggregationLoad(msgspec.Struct, frozen=True, gc=False):
     pending_tokens: int = 0
 
 
+class AdapterLoad(msgspec.Struct, frozen=True, gc=False):
+    """The requests of one registered adapter.
+
+    Attributes:
+        name: of the adapter.
+        num_running_reqs: requests that use it: they run, or wait for pages only.
+        num_waiting_reqs: requests that wait until it is loaded.
+        is_loaded: whether all ranks have loaded it.
+    """
+
+    name: str
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    is_loaded: bool = False
+
+
 class LoraLoad(msgspec.Struct, frozen=True, gc=False):
     """Adapter slots in use, and the names of the adapters of running and waiting requests.
 
@@ -59,6 +76,7 @@ class LoraLoad(msgspec.Struct, frozen=True, gc=False):
     utilization: float
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
+    adapters: tuple[AdapterLoad, ...] = ()
 
 
 class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):

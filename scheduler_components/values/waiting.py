@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["AgreedQueueStats"]
+__all__ = ["AgreedQueueStats", "LoraStats"]
 
 
 class AgreedQueueStats(msgspec.Struct, gc=False):
@@ -25,3 +25,23 @@ class AgreedQueueStats(msgspec.Struct, gc=False):
     cancelled: int = 0
     refused: int = 0
     unknown: int = 0
+
+
+class LoraStats(msgspec.Struct, frozen=True, gc=False):
+    """Counters of a ``LoraQueue``, equal on all ranks.
+
+    Attributes:
+        registered: adapters that requests may name.
+        waiting: requests that wait for their adapters.
+        loads, loads_failed: adapters that all ranks loaded, and that some rank could not load.
+        evictions: adapters that were unloaded.
+        requests_failed, requests_refused: requests whose adapter could not be loaded, and that found the queue full.
+    """
+
+    registered: int = 0
+    waiting: int = 0
+    loads: int = 0
+    loads_failed: int = 0
+    evictions: int = 0
+    requests_failed: int = 0
+    requests_refused: int = 0
