@@ -70,6 +70,7 @@ DECISION_KINDS: Mapping[str, DecisionKind] = {
     "finish": DecisionKind(("arrival", "reason")),
     "evict": DecisionKind(("first page", "pages")),
     "clear": DecisionKind(("free pages", "weight version")),
+    "tiers": DecisionKind(("digest",)),
     "apply": DecisionKind(("component", "what"), ("value",)),
     "expire": DecisionKind(("component", "what", "rid")),
 }
@@ -420,15 +421,21 @@ def describe_divergence(report: DivergenceReport, kinds: Mapping[str, DecisionKi
     if report.is_unknown:
         text = f"step {report.step}: the ranks decided differently, but the decision is unknown: {report.reason}"
         return f"{text} (found at step {report.found_at_step})"
-    listed = "; ".join(f"rank {rank}: {text}" for rank, text in _describe_decisions(report, kinds).items())
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in _describe_decisions(report, kinds).items():
+        ranks_of.setdefault(text, []).append(rank)
+    listed = "; ".join(f"{_name_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
     verdict = "no majority says which rank is wrong"
     if report.culprits:
-        ranks = ", ".join(map(str, report.culprits))
-        verdict = f"{'rank' if len(report.culprits) == 1 else 'ranks'} {ranks} against the majority"
+        verdict = f"{_name_ranks(report.culprits)} against the majority"
     return (
         f"step {report.step}: the ranks decided differently at decision {report.index}: {listed}; {verdict} "
         f"(found at step {report.found_at_step})"
     )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _describe_decisions(report: DivergenceReport, kinds: Mapping[str, DecisionKind]) -> dict[int, str]:

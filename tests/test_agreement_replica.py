@@ -13,7 +13,6 @@ Each single agreement is needed: with any one of them replaced by the rank's own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatch
 
 import attrs
 import pytest
@@ -27,7 +26,9 @@ from scheduler_components.errors import SyncTimeoutError, TierDivergenceError
 from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, KeySpace, Placement
 from scheduler_components.reference.device.hicache_sim import (
+    SLOTS_OF_AGREEMENT,
     FaultRates,
+    LocalSlots,
     SimulatedReplica,
     SimulatedWorkload,
     SimulationConfig,
@@ -132,44 +133,7 @@ def test_ranks_never_diverge_and_nothing_leaks(config: SimulationConfig, seed: i
     view.check(replica.caches[0])
 
 
-class LocalSlots:
-    """A broken agreement: in slots that match a pattern, each rank gets its own value."""
-
-    def __init__(self, config: SimulationConfig, pattern: str) -> None:
-        self._agreement = make_in_process_groups(config)
-        self._pattern = pattern
-
-    def reduce(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
-        agreed = self._agreement.reduce(proposals)
-        return {
-            rank: self._with_own(agreed[rank], proposal.unpack(proposal.pack(0)))
-            for rank, proposal in proposals.items()
-        }
-
-    def _with_own(self, agreed: AgreedValues, own: AgreedValues) -> AgreedValues:
-        return AgreedValues(
-            {name: (own if fnmatch(name, self._pattern) else agreed).numbers[name] for name in agreed.numbers},
-            {name: (own if fnmatch(name, self._pattern) else agreed).flags[name] for name in agreed.flags},
-        )
-
-
-AGREEMENTS = [
-    "storage",
-    "load room",
-    "writes done",
-    "writes good",
-    "loads done",
-    "loads good",
-    "backups done",
-    "backups good",
-    "prefetch * answered",
-    "prefetch * hit",
-    "prefetch * reserved",
-    "prefetch * landed",
-    "prefetch * ended",
-    "prefetch * timed out",
-    "drains done",
-]
+AGREEMENTS = sorted(SLOTS_OF_AGREEMENT.values())
 NOTHING = "no slot has this name"
 HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001)
 
@@ -177,7 +141,10 @@ HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_
 def num_diverged(config: SimulationConfig, pattern: str, seeds: range) -> int:
     """Return how many runs ended because ranks diverged or one of them failed."""
     return sum(
-        has_diverged(SimulatedReplica(config, seed=seed, agreement=LocalSlots(config, pattern)), seed) for seed in seeds
+        has_diverged(
+            SimulatedReplica(config, seed=seed, agreement=LocalSlots(make_in_process_groups(config), pattern)), seed
+        )
+        for seed in seeds
     )
 
 
@@ -212,7 +179,7 @@ def test_without_this_agreement_ranks_part(agreement: str) -> None:
 
 def diverged_replica(agreement: str) -> SimulatedReplica:
     config = SimulationConfig(attn_cp_size=2, attn_tp_size=1, rates=attrs.evolve(HARSH, storage_outage=0.0))
-    replica = SimulatedReplica(config, seed=1, agreement=LocalSlots(config, agreement))
+    replica = SimulatedReplica(config, seed=1, agreement=LocalSlots(make_in_process_groups(config), agreement))
     for commands in SimulatedWorkload(seed=1, page_size=config.page_size).steps(60):
         replica.step(commands)
     assert replica.caches[1].evict(1) == 1

@@ -26,7 +26,7 @@ from scheduler_components.decision_log import (
 )
 from scheduler_components.errors import ConfigError, DecisionDivergenceError, LockstepError, SyncTimeoutError
 from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.testing.in_process_groups import InProcessGroups, agree_on_decisions
 from scheduler_components.values import Decision, DecisionDump, DecisionKind, DecisionStats, DivergenceReport
 
 KIND = st.sampled_from(["admit", "evict", "of no kind"])
@@ -61,21 +61,7 @@ class InProcessLogs:
         self.num_gathers = 0
 
     def agree(self, step: int) -> None:
-        proposals = {rank: Proposal("step", step=step) for rank in self.logs}
-        for rank, log in self.logs.items():
-            log.fill(proposals[rank])
-        agreed = self.groups.reduce(proposals)
-        [flag] = {each.flags["decisions"] for each in agreed.values()}
-        if flag:
-            for rank, log in self.logs.items():
-                log.apply(step, agreed[rank])
-            return
-        self.num_gathers += 1
-        packed = [log.pack_ring(agreed[rank].numbers["decision bytes"]) for rank, log in self.logs.items()]
-        assert len({len(each) for each in packed}) == 1, "gloo needs vectors of one length"
-        gathered = [number for each in reversed(packed) for number in each]
-        for log in self.logs.values():
-            log.apply_rings(step, gathered)
+        self.num_gathers += not agree_on_decisions(self.groups, self.logs, step=step)
 
     def note(self, rank: int, notes: Sequence[Note]) -> None:
         for kind, values in notes:
@@ -387,8 +373,8 @@ def test_a_long_decision_is_shown_around_its_first_difference() -> None:
 def test_a_rank_without_a_further_decision_is_described() -> None:
     report = DivergenceReport(5, 6, 2, {0: None, 1: Decision("expire", ("grammar", "r1")), 2: None}, (1,))
     assert describe_divergence(report) == (
-        "step 5: the ranks decided differently at decision 2: rank 0: no decision; rank 1: expire(component='grammar', "
-        "what='r1'); rank 2: no decision; rank 1 against the majority (found at step 6)"
+        "step 5: the ranks decided differently at decision 2: ranks 0, 2: no decision; rank 1: "
+        "expire(component='grammar', what='r1'); rank 1 against the majority (found at step 6)"
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scheduler_components.agreement import AgreedValues, Proposal, elementwise_min
+from scheduler_components.decision_log import DecisionLog
 from scheduler_components.errors import ConfigError, SyncDivergenceError, SyncTimeoutError
 from scheduler_components.sync_call import describe_calls
 from scheduler_components.values import SyncCall
 
-__all__ = ["InProcessGroups"]
+__all__ = ["InProcessGroups", "agree_on_decisions"]
 
 
 class InProcessGroups:
@@ -85,3 +86,24 @@ class InProcessGroups:
                 raise SyncDivergenceError(calls[rank].number, describe_calls(calls[peer] for peer in groups[hop]))
             reduced |= dict.fromkeys(groups[hop], result)
         return reduced
+
+
+def agree_on_decisions(groups: InProcessGroups, logs: Mapping[int, DecisionLog], *, step: int) -> bool:
+    """Compare the decision logs of all ranks, as `DecisionLog.apply` does with collectives. Return whether they agree.
+
+    Raises:
+        DecisionDivergenceError: they do not, and the policy of the logs is ``"stop"``.
+    """
+    proposals = {rank: Proposal("decisions", step=step) for rank in logs}
+    for rank, log in logs.items():
+        log.fill(proposals[rank])
+    agreed = groups.reduce(proposals)
+    if all(each.flags["decisions"] for each in agreed.values()):
+        for rank, log in logs.items():
+            log.apply(step, agreed[rank])
+        return True
+    num_bytes = max(each.numbers["decision bytes"] for each in agreed.values())
+    gathered = [number for log in logs.values() for number in log.pack_ring(num_bytes)]
+    for log in logs.values():
+        log.apply_rings(step, gathered)
+    return False

@@ -33,6 +33,7 @@ from scheduler_components.reference.cli.new_command import new
 from scheduler_components.reference.cli.refactor_commands import make_refactor_app
 from scheduler_components.reference.cli.relay_command import relay
 from scheduler_components.reference.cli.run_reporter import print_lines
+from scheduler_components.reference.cli.simulate_commands import make_simulate_app
 from scheduler_components.reference.cli.terminal import make_console
 from scheduler_components.reference.engine.log_output import LogConfig, LogFormat, LogLevel, configure_logging
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
@@ -234,7 +235,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 """Commands by name."""
 
-GROUPS: dict[str, Callable[[], App]] = {"refactor": make_refactor_app}
+GROUPS: dict[str, Callable[[], App]] = {"refactor": make_refactor_app, "simulate": make_simulate_app}
 """Groups of commands by name."""
 
 

@@ -1,4 +1,4 @@
-"""The command ``dp-attn-sim``: gain and cost of letting the prefills of replicas wait for each other."""
+"""The command ``simulate dp-attention``: gain and cost of letting the prefills of replicas wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``hicache-sim``: show why a hierarchical cache must agree over all its ranks."""
+"""The command ``simulate ranks``: show where and when ranks diverge that do not agree on everything."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import attrs
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from scheduler_components import StartError
+from scheduler_components import ConfigError, StartError
 from scheduler_components._extras import require_modules
+from scheduler_components.decision_log import describe_divergence
+from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.device.hicache_sim import (
+    AgreementName,
     AgreementScope,
+    FaultRates,
     SimulationConfig,
     SimulationRun,
     run_simulation,
@@ -31,10 +35,15 @@ __all__ = [
     "draw_divergence",
     "hicache_sim",
     "report_of",
+    "report_without",
 ]
 
 _NUM_SAMPLES = 100
 _PROGRESS_EVERY_S = 10.0
+_BUSY = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=3.0, prefetch_threshold_pages=2)
+_HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001)
+"""With these every agreement is needed: ``tests/test_agreement_replica.py`` checks it."""
+
 _COLOURS = ("#c2410c", "#a16207", "#1d4ed8")  # the last is for the full agreement
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -51,16 +60,25 @@ def hicache_sim(
     pp_size: Annotated[int, Parameter(validator=Number(gte=1), help="Pipeline stages.")] = 1,
     seeds: Annotated[int, Parameter(validator=Number(gte=1), help="Runs per scope of agreement.")] = 20,
     steps: Annotated[int, Parameter(validator=Number(gte=_NUM_SAMPLES), help="Steps per run.")] = 500,
+    without: Annotated[
+        AgreementName | None, Parameter(help="Remove one agreement: each rank takes its own value instead.")
+    ] = None,
     picture: Annotated[Path | None, Parameter(help="Write a plot to this file (SVG).")] = None,
 ) -> int:
     """Simulate ranks that agree over TP only and diverge, and over CP x TP (x PP) and never diverge.
 
-    The exit code is 1 if ranks diverge in spite of the full agreement.
+    With --without, they agree over all ranks, but not about one thing. The report names the first decision that
+    differed, as DecisionLog reports it. The exit code is 1 if ranks diverge in spite of the full agreement.
     """
+    ranks = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, pp_size=pp_size)
+    if without is not None:
+        if picture is not None:
+            raise ConfigError("picture", str(picture), "shows scopes of agreement", "leave it out with --without")
+        _simulate_without(attrs.evolve(ranks, without=without, policy=_BUSY, rates=_HARSH), seeds, steps)
+        return 0
     figure = _new_figure() if picture is not None else None  # fails before the simulation takes a minute
     runs: dict[AgreementScope, list[SimulationRun]] = {}
     sample_steps = steps // _NUM_SAMPLES
-    ranks = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, pp_size=pp_size)
     progress = RunProgress(out=sys.stderr, num_runs=seeds * len(ranks.scopes))
     for scope in ranks.scopes:
         config = attrs.evolve(ranks, scope=scope)
@@ -77,6 +95,15 @@ def hicache_sim(
         _write(figure, picture)
         print_lines((f"picture: {picture}",))
     return int(any(run.diverged_at_step is not None for run in runs[ranks.scopes[-1]]))
+
+
+def _simulate_without(config: SimulationConfig, seeds: int, steps: int) -> None:
+    progress, runs = RunProgress(out=sys.stderr, num_runs=seeds), list[SimulationRun]()
+    for seed in range(seeds):
+        runs += run_simulation(config, seeds=[seed], num_steps=steps, sample_steps=steps)
+        progress.ran()
+    progress.clear()
+    print_lines(report_without(str(config.without), runs, num_steps=steps))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,6 +162,25 @@ def report_of(scope: AgreementScope, runs: Sequence[SimulationRun], *, num_steps
     yield "  first step at which they differed, by seed: " + " ".join(
         "never" if run.diverged_at_step is None else str(run.diverged_at_step) for run in runs
     )
+    yield from _first_decision(runs)
+
+
+def report_without(agreement: str, runs: Sequence[SimulationRun], *, num_steps: int) -> Iterator[str]:
+    """Yield the lines of the report on the runs without one agreement."""
+    found = [run.first_divergence for run in runs if run.first_divergence is not None]
+    yield f"without the agreement {agreement}: {len(runs)} runs of {num_steps} steps, ranks diverged in {len(found)}"
+    for run in runs:
+        report = run.first_divergence
+        yield f"  seed {run.seed}: " + ("the ranks never diverged" if report is None else describe_divergence(report))
+        if run.failure:
+            yield f"    the run ended by {run.failure}"
+
+
+def _first_decision(runs: Sequence[SimulationRun]) -> Iterator[str]:
+    for run in runs:
+        if run.first_divergence is not None:
+            yield f"  first decision that differed with seed {run.seed}: {describe_divergence(run.first_divergence)}"
+            return
 
 
 def draw_divergence(

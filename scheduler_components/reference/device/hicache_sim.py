@@ -13,14 +13,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import attrs
 
-from scheduler_components import CacheIntegrityError, OutOfPagesError, ParallelState
-from scheduler_components.agreement import AgreedValues, Proposal
+from scheduler_components import CacheIntegrityError, ComponentError, OutOfPagesError, ParallelState
+from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal
 from scheduler_components.cache import PagePool, RadixNode
 from scheduler_components.cache.block_hash import split_digests
+from scheduler_components.decision_log import DecisionLog
 from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache, KeySpace, MemoryPageStore, Placement
 from scheduler_components.page_operations import (
@@ -43,10 +45,12 @@ from scheduler_components.page_operations import (
 )
 from scheduler_components.ports import PageStore
 from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.testing.in_process_groups import InProcessGroups, agree_on_decisions
 from scheduler_components.validators import integer_validator
+from scheduler_components.values import DivergenceReport
 
 __all__ = [
+    "SLOTS_OF_AGREEMENT",
     "FaultRates",
     "SimulatedHostPages",
     "SimulatedMover",
@@ -55,7 +59,9 @@ __all__ = [
     "SimulatedScheduler",
     "SimulatedWorkload",
     "Agreement",
+    "AgreementName",
     "AgreementScope",
+    "LocalSlots",
     "SimulationRun",
     "SimulatedRank",
     "SimulatedReplica",
@@ -67,6 +73,8 @@ __all__ = [
 
 _STORE_BYTES = 1 << 30  # more than any simulation stores, so that nothing is evicted
 _TORN = b"torn"  # the content of a page after a failed copy
+_FAILURES = (ComponentError, AssertionError, IndexError, KeyError, ValueError)
+"""How a rank fails that has diverged: by a check of the kit, or by a page or an operation that it does not know."""
 
 
 @attrs.frozen(kw_only=True)
@@ -331,11 +339,13 @@ class SimulatedScheduler:
 
     Attributes:
         cache: a real cache.
+        decisions: where it notes which request it admits, with how many cached tokens.
         max_running: the largest number of running requests.
         num_served: requests that have finished.
     """
 
     cache: HiRadixCache
+    decisions: DecisionLog
     max_running: int = 4
     num_served: int = field(default=0, init=False)
     _waiting: list[SimulatedRequest] = field(default_factory=list, init=False)
@@ -377,6 +387,7 @@ class SimulatedScheduler:
         except OutOfPagesError:
             cache.unlock(match.node)
             return False
+        self.decisions.note("match", request.rid, match.num_tokens)
         cache.prefetch_queue.record_admission(
             request.rid, prompt_tokens=len(request.token_ids), cached_tokens=match.num_tokens
         )
@@ -409,6 +420,27 @@ class SimulatedScheduler:
 
 
 AgreementScope: TypeAlias = Literal["tp", "cp x tp", "cp x tp x pp"]
+AgreementName: TypeAlias = Literal[
+    "storage",
+    "load-room",
+    "writes-done",
+    "writes-good",
+    "loads-done",
+    "loads-good",
+    "backups-done",
+    "backups-good",
+    "prefetch-answered",
+    "prefetch-hit",
+    "prefetch-reserved",
+    "prefetch-landed",
+    "prefetch-ended",
+    "prefetch-timed-out",
+    "drains-done",
+]
+SLOTS_OF_AGREEMENT: Mapping[AgreementName, str] = {
+    name: name.replace("prefetch-", "prefetch * ").replace("-", " ") for name in get_args(AgreementName)
+}
+"""Agreement -> pattern of the names of its slots. ``LocalSlots`` removes one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -419,6 +451,7 @@ class SimulationConfig:
         attn_cp_size, attn_tp_size, pp_size: parallel sizes.
         placement: how a page is distributed over the ranks; ``Placement.mla()`` for a latent that TP ranks replicate.
         scope: the axes over which the ranks agree.
+        without: an agreement in which each rank takes its own value instead of the agreed one.
         policy: policy of every cache.
         rates: faults of every rank's I/O.
         page_size, device_pages, host_pages: small, so that pages are evicted continually.
@@ -432,6 +465,7 @@ class SimulationConfig:
     pp_size: int = attrs.field(default=1, validator=integer_validator())
     placement: Placement = attrs.field(factory=Placement)
     scope: AgreementScope = "cp x tp x pp"
+    without: AgreementName | None = None
     policy: HiCachePolicy = attrs.field(factory=lambda: HiCachePolicy(prefetch_threshold_pages=2, clean_ahead_pages=16))
     rates: FaultRates = attrs.field(factory=FaultRates)
     page_size: int = attrs.field(default=2, validator=integer_validator())
@@ -455,6 +489,33 @@ class Agreement(Protocol):
     def reduce(self, proposals: Mapping[int, Proposal]) -> Mapping[int, AgreedValues]: ...
 
 
+class LocalSlots:
+    """A broken agreement: in slots that match a pattern, each rank gets its own value.
+
+    Args:
+        agreement: reduces the proposals.
+        pattern: of the names of slots, as for ``fnmatch``.
+    """
+
+    __slots__ = ("_agreement", "_pattern")
+
+    def __init__(self, agreement: Agreement, pattern: str) -> None:
+        self._agreement = agreement
+        self._pattern = pattern
+
+    def reduce(self, proposals: Mapping[int, Proposal]) -> dict[int, AgreedValues]:
+        agreed = self._agreement.reduce(proposals)
+        return {
+            rank: self._with_own(agreed[rank], proposal.unpack(proposal.pack(0)))
+            for rank, proposal in proposals.items()
+        }
+
+    def _with_own(self, agreed: AgreedValues, own: AgreedValues) -> AgreedValues:
+        numbers = {name: own.numbers[name] for name in agreed.numbers if fnmatchcase(name, self._pattern)}
+        flags = {name: own.flags[name] for name in agreed.flags if fnmatchcase(name, self._pattern)}
+        return AgreedValues(agreed.numbers | numbers, agreed.flags | flags)
+
+
 def make_in_process_groups(config: SimulationConfig) -> InProcessGroups:
     """Return the agreement over the axes of ``config.scope``."""
     parallel = ParallelState.from_tp_rank(
@@ -476,6 +537,7 @@ class SimulatedRank:
     host: SimulatedHostPages
     mover: SimulatedMover
     scheduler: SimulatedScheduler
+    decisions: DecisionLog
     clock_rate: float
 
 
@@ -485,12 +547,19 @@ class SimulatedReplica:
     Args:
         config: sizes and rates.
         seed: seed of the ranks' I/O.
-        agreement: reduces the proposals; by default over the axes of ``config.scope``.
+        agreement: reduces the proposals; by default over the axes of ``config.scope``, but for ``config.without``.
+
+    The decisions of all ranks are compared before each step, whatever the scope of the agreement is.
     """
 
     def __init__(self, config: SimulationConfig, *, seed: int, agreement: Agreement | None = None) -> None:
         self.config = config
-        self._agreement: Agreement = agreement if agreement is not None else make_in_process_groups(config)
+        if agreement is None:
+            agreement = make_in_process_groups(config)
+            if config.without is not None:
+                agreement = LocalSlots(agreement, SLOTS_OF_AGREEMENT[config.without])
+        self._agreement = agreement
+        self._comparison = make_in_process_groups(attrs.evolve(config, scope="cp x tp x pp"))
         store = MemoryPageStore(_STORE_BYTES)
         self.ranks = {rank: make_rank(config, rank, store, seed) for rank in range(config.pp_size * config.tp_size)}
         self.num_steps = 0
@@ -510,15 +579,28 @@ class SimulatedReplica:
         """True if the ranks hold different pages."""
         return len({cache.state_digest for cache in self.caches}) > 1
 
+    @property
+    def first_divergence(self) -> DivergenceReport | None:
+        """The first decision that differed between the ranks, as every rank reports it; None if they are equal."""
+        return self.ranks[0].decisions.first_divergence
+
+    def compare_decisions(self) -> None:
+        """Compare what the ranks have decided since the last comparison."""
+        agree_on_decisions(
+            self._comparison, {number: rank.decisions for number, rank in self.ranks.items()}, step=self.num_steps
+        )
+
     def step(self, commands: StepCommands) -> None:
         """Step every rank once."""
         self.num_steps += 1
+        self.compare_decisions()
         proposals = {number: self._proposal(rank) for number, rank in self.ranks.items()}
         agreed = self._agreement.reduce(proposals)
         for number, rank in self.ranks.items():
             rank.cache.apply(self.num_steps, agreed[number])
             rank.mover.submit(rank.cache.pop_instructions())
             rank.scheduler.step(commands)
+            rank.decisions.note("tiers", rank.cache.state_digest)
             # Submit what start() and insert() began in this step, not in the next one.
             rank.mover.submit(rank.cache.pop_instructions())
 
@@ -575,11 +657,14 @@ def make_rank(config: SimulationConfig, rank: int, store: PageStore, seed: int) 
         record=True,
         page_hook=mover,
     )
+    decisions = DecisionLog(groups=ParallelGroups(rank=rank), policy="count")
+    cache.record_decisions(decisions)
     return SimulatedRank(
         cache=cache,
         host=host,
         mover=mover,
-        scheduler=SimulatedScheduler(cache=cache),
+        scheduler=SimulatedScheduler(cache=cache, decisions=decisions),
+        decisions=decisions,
         clock_rate=rng.uniform(0.8, 1.2),
     )
 
@@ -593,12 +678,16 @@ class SimulationRun:
         diverged_at_step: the first step after which the ranks held different pages; None if they never did.
         differing_pages: number of differing device pages at every ``sample_steps``-th step.
         num_served: requests that finished on rank 0.
+        first_divergence: the first decision that differed; None if the ranks decided alike.
+        failure: the error that ended the run; empty for none. Ranks without an agreement may fail in any way.
     """
 
     seed: int
     diverged_at_step: int | None = None
     differing_pages: list[int] = field(default_factory=list)
     num_served: int = 0
+    first_divergence: DivergenceReport | None = None
+    failure: str = ""
 
 
 def run_simulation(
@@ -612,10 +701,20 @@ def _run(config: SimulationConfig, seed: int, num_steps: int, sample_steps: int)
     replica, run = SimulatedReplica(config, seed=seed), SimulationRun(seed=seed)
     workload = SimulatedWorkload(seed=seed, page_size=config.page_size)
     for step, commands in enumerate(workload.steps(num_steps), start=1):
-        replica.step(commands)
+        try:
+            replica.step(commands)
+        except _FAILURES as error:
+            if config.without is None:
+                raise
+            run.failure = f"{type(error).__name__}: {error}"
+            break
         if run.diverged_at_step is None and replica.has_diverged:
             run.diverged_at_step = step
         if step % sample_steps == 0:
             run.differing_pages.append(replica.num_differing_pages())
+    replica.compare_decisions()
     run.num_served = replica.ranks[0].scheduler.num_served
+    run.first_divergence = replica.first_divergence
+    if run.failure and run.diverged_at_step is None:
+        run.diverged_at_step = replica.num_steps
     return run

@@ -84,7 +84,7 @@ OPTIONS = {
     "conformance": f"{API_KEY} badge batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": f"{API_KEY} block-size host jetstream kv-events-config port {STREAM_KEYS} topic worker",
     "new": "directory",
-    "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps",
+    "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps without",
     "dp-attn-sim": "delay-steps dp-size output-tokens prompt-tokens rate requests seed",
     "keygen": "",
     "completion": "",

@@ -1,4 +1,4 @@
-"""``hicache-sim`` shows where ranks diverge, and its picture shows the runs."""
+"""``simulate ranks`` shows where ranks diverge, and its picture shows the runs. ``hicache-sim`` is its older name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def test_the_report_shows_divergence_over_tp_only(command_line: Callable, tmp_pa
     assert found.code == 0
     assert lines[0].startswith("agreement over TP: 3 runs of 100 steps")
     assert "ranks diverged in 3 of 3 runs, after " in lines[1]
+    assert lines[4].startswith("  first decision that differed with seed 0: step 1: the ranks decided differently at")
     assert lines[-3].startswith("agreement over CP X TP: 3 runs of 100 steps")
     assert lines[-2] == "  ranks never diverged"
     assert "CP 2 x TP 2 ranks" in picture.read_text()
@@ -42,6 +43,31 @@ def test_the_report_shows_divergence_without_pipeline_stages(command_line: Calla
         "agreement over CP X TP X PP",
         "  ranks never diverged",
     ]
+
+
+def test_the_report_names_the_first_decision_that_differed_in_each_run(command_line: Callable) -> None:
+    found = command_line("simulate", "ranks", "--without", "load-room", "--seeds", "2", "--steps", "100")
+    assert found.code == 0
+    first, *lines = found.out.splitlines()
+    assert first == "without the agreement load-room: 2 runs of 100 steps, ranks diverged in 2"
+    named = [line for line in lines if line.startswith("  seed")]
+    assert [line.partition(" decided")[0] for line in named] == [
+        "  seed 0: step 1: the ranks",
+        "  seed 1: step 1: the ranks",
+    ]
+    assert all("apply(component='hicache', what='limits', value[0]=True, value[1]=" in line for line in named)
+    assert "the run ended by TierDivergenceError: step 59: ranks hold different pages" in found.out
+
+
+def test_the_older_name_is_the_same_command(command_line: Callable) -> None:
+    arguments = ("--seeds", "1", "--steps", "100")
+    assert command_line("hicache-sim", *arguments) == command_line("simulate", "ranks", *arguments)
+
+
+def test_a_picture_of_a_removed_agreement_is_refused(command_line: Callable, tmp_path: Path) -> None:
+    found = command_line("simulate", "ranks", "--without", "storage", "--picture", str(tmp_path / "picture.svg"))
+    assert (found.code, found.out) == (2, "")
+    assert "leave it out with --without" in found.complaint
 
 
 class Terminal(io.StringIO):

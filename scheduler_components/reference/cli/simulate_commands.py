@@ -1,0 +1,23 @@
+"""The group ``simulate``: rules of the kit, shown on simulated ranks and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cyclopts import App
+
+from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
+from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
+
+__all__ = ["SIMULATE_COMMANDS", "make_simulate_app"]
+
+SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {"ranks": hicache_sim, "dp-attention": dp_attn_sim}
+"""Commands of the group by name. ``hicache-sim`` and ``dp-attn-sim`` are their older names."""
+
+
+def make_simulate_app() -> App:
+    """Make the parser of the group."""
+    app = App(name="simulate", help="Show on simulated ranks why the kit's rules are as they are.")
+    for name, command in SIMULATE_COMMANDS.items():
+        app.command(command, name=name)
+    return app
