@@ -17,6 +17,7 @@ from scheduler_components.validators import check_integer
 from scheduler_components.values import (
     BatchingStats,
     ForwardPassStats,
+    GrammarStats,
     IntegrityStats,
     LatencySnapshot,
     LoadSnapshot,
@@ -53,6 +54,7 @@ class StatsSources(TypedDict, total=False):
     outputs: StatsSource[OutputStats]
     forward_passes: StatsSource[ForwardPassStats]
     spans: StatsSource[SpanStats]
+    grammars: StatsSource[GrammarStats]
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from scheduler_components.values.forward_pass import ForwardPassStats
+from scheduler_components.values.grammar import GrammarStats
 from scheduler_components.values.load import LoadSnapshot
 from scheduler_components.values.outputs import OutputStats
 from scheduler_components.values.pools import IntegrityStats, PoolStats
@@ -253,6 +254,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
         outputs: counters of the output streamer.
         forward_passes: counters of the forward-pass metrics.
         spans: counters of the request spans.
+        grammars: requests with a grammar, and compilations.
 
     ``load`` is from this step. ``MetricsEmitter`` reads the other parts every few steps. A part that the engine does
     not have is None.
@@ -272,3 +274,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     outputs: OutputStats | None = None
     forward_passes: ForwardPassStats | None = None
     spans: SpanStats | None = None
+    grammars: GrammarStats | None = None

@@ -13,6 +13,7 @@ from scheduler_components.values import (
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
+    GrammarStats,
     IntegrityStats,
     LoadSnapshot,
     LoraLoad,
@@ -61,4 +62,5 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         outputs=OutputStats(),
         forward_passes=ForwardPassStats(),
         spans=SpanStats(),
+        grammars=GrammarStats(),
     )

@@ -19,6 +19,7 @@ from scheduler_components.values import (
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
+    GrammarStats,
     HistogramSnapshot,
     IntegrityStats,
     LoadSnapshot,
@@ -70,6 +71,7 @@ def whole_report() -> SchedulerStats:
         OutputStats(*range(1, 10)),
         ForwardPassStats(1, 2, 3),
         SpanStats(1, 2, 3, 4),
+        GrammarStats(*range(1, 11), 0.25),
     )
 
 

@@ -23,6 +23,7 @@ from scheduler_components.values import (
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
+    GrammarStats,
     IntegrityStats,
     LatencySnapshot,
     LoadSnapshot,
@@ -77,6 +78,7 @@ PARTS = {
     "outputs.": OutputStats,
     "forward_passes.": ForwardPassStats,
     "spans.": SpanStats,
+    "grammars.": GrammarStats,
 }
 WHOLE = make_full_stats()
 
