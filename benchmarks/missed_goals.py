@@ -16,18 +16,18 @@ REASONS: tuple[tuple[str, str], ...] = (
         "Mostly the fold. Each block enters the snapshot and leaves it again, 0.2 to 0.3 us each in a loop with "
         "pauses, so a step of 512 blocks pays this 1,024 times. The peers have no snapshot. Without the fold, 64 "
         "events take 0.94 times and 8,192 tokens 1.4 times SGLang's time (measured by hand in the same loops). The "
-        "sixteen tables of the snapshot are 2 to 23 % of the fold of 64 events, and 7 to 11 % of the fold of 512 "
-        "blocks. The encoder checks each value of events that a user made, 4 ns per token and 200 ns per event "
-        "(`codec`). The peers check none, and their encoder takes 120 ns per event. Events of the kit's caches are "
-        "not checked, so their rows leave this part out. The fold waits for memory: neither a table without reference "
-        "counts (0.67 us per block instead of 0.78) nor counting by the batch (0.77) changes it much. Folding 131,072 "
-        "blocks together by sorting in numpy takes 0.30, but would make numpy a dependency of every publisher (all by "
-        "hand, on a busy machine).",
+        "encoder checks each value of events that a user made, 4 ns per token and 200 ns per event (`codec`). The "
+        "peers check none, and their encoder takes 120 ns per event. Events of the kit's caches are not checked, so "
+        "their rows leave this part out. The fold waits for memory: neither a table without reference counts (0.67 us"
+        " per block instead of 0.78) nor counting by the batch (0.77) changes it much. Folding 131,072 blocks "
+        "together by sorting in numpy takes 0.30, but would make numpy a dependency of every publisher (all by hand, "
+        "on a busy machine).",
     ),
     (
         "publish: loop iteration p99",
-        "The snapshot has sixteen dicts. To copy those that have grown takes 1.7 to 2.0 ms at 131,072 blocks, where "
-        "one dict took 10.2 to 12.2. Sorted numpy arrays that merge 4,096 changes together stall once in about thirty "
+        "The snapshot has 23 dicts of different shares, which grow one after the other. Storing 512 blocks takes at "
+        "most 0.5 ms while 131,072 are stored; with sixteen equal dicts it took 0.9 in the same runs, and with one "
+        "about ten times as long. Sorted numpy arrays that merge 4,096 changes together stall once in about thirty "
         "steps: p99 2.6 to 3.4 ms (measured by hand in the same loops). With small batches the thread holds the GIL "
         "when the step needs it.",
     ),
@@ -112,12 +112,12 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "start: memory of publisher's snapshot",
-        "With 64 blocks per event, a block takes 89 bytes as it was sent (a hash of nine bytes and 16 tokens of "
-        "five), 48 bytes in the integer of its hash and 52 in its entry of the table; an event per block adds 26. So "
-        "the integer and the entry alone leave 20 bytes of the goal, and the tokens take 80. Only a table outside "
-        "Python objects takes less: sorted numpy arrays took 163 and 130 bytes, see `publish`. A numpy table with "
-        "open addressing folds a block in 2.9 us instead of 0.8 (processor time on a busy machine, 4,096 changes "
-        "together, measured by hand).",
+        "With 64 blocks per event a block takes 184 bytes, and with one block per event 210: 89 and 115 as it was "
+        "sent (a hash of nine bytes, 16 tokens of five, and the other fields), 32 in the integer of its key, some 45 "
+        "in its entry of the table, and the headers of its payload. So the tokens alone take 80 of the goal. zlib at "
+        "its fastest level saves a third of the payload, in five times the time of storing and removing a block. "
+        "Sorted numpy arrays took 163 and 130 bytes, see `publish`. A numpy table with open addressing folds a block "
+        "in 2.9 us instead of 0.8 (processor time on a busy machine, 4,096 changes together, measured by hand).",
     ),
     (
         "late_readers: slowest reader until LIVE, 10,000",

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
+from struct import Struct
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
@@ -60,7 +61,7 @@ __all__ = [
 #     anything else      no effect: the encoder refuses it, and readers drop it
 #
 # Every scheduler step folds a batch, while sending the snapshot is rare. So folding creates as little as possible: one
-# entry per block, from its hash to the payload reference that stored it. A reference holds a payload as it was sent, or
+# entry per block, from its key to the payload reference that stored it. A reference holds a payload as it was sent, or
 # several small ones concatenated; nothing of it is decoded or copied. The encoder supplies the blocks that a batch
 # stores and removes (``BlockChanges``); otherwise the payload is decoded. The garbage collector tracks neither the
 # references nor the tables, because they hold only numbers and bytes.
@@ -146,30 +147,47 @@ class _RunReader(Protocol[T]):
         ...
 
 
-_NUM_TABLES = 16
-"""Tables per location: a power of two. Python copies a table in one go when it has grown, which stalls the step: with
-131,072 blocks, p99.9 of folding 512 is 1.7 to 2.0 ms, where one table takes 10.2 to 12.2. The tables lengthen a fold of
-64 events by 2 to 23 %, and one of 512 blocks by 7 to 11 %.
-"""
+# The tables of a location. Python copies a table in one go when it has grown, which stalls the step: with 131,072
+# blocks, p99.9 of folding 512 took 10.2 to 12.2 ms with one table. The first byte of a hash chooses its table. The
+# tables have different shares of its 256 values, so they grow one after the other, and their unused room is an average
+# one at any number of blocks.
+#
+# A key is the hash with its first byte replaced by the number of that byte within its table, below 16. So it has 60
+# bits, which Python stores in 32 bytes; a hash of 64 bits takes 48.
 
-_TABLE_OF = _NUM_TABLES - 1
-"""Mask of the bits of a hash that choose its table."""
+_SHARES = (*range(16, 8, -1), *range(16, 8, -1), *[8] * 7)
+"""Values of the first byte per table; at most 16. Their sum is 256."""
+
+_TABLE_OF = bytes([table for table, share in enumerate(_SHARES) for _ in range(share)])
+_NUMBER_IN_TABLE = bytes([number for share in _SHARES for number in range(share)])
+_FIRST_BYTES = slice(7 if sys.byteorder == "little" else 0, None, 8)
+_LOW_BITS = (1 << 56) - 1
 
 _Tables: TypeAlias = "list[dict[int, PayloadRef]]"
-"""The references of the blocks at one location, by hash."""
+"""The references of the blocks at one location, by key."""
 
 
 def _new_tables() -> _Tables:
-    return [{} for _ in range(_NUM_TABLES)]
+    return [{} for _ in _SHARES]
 
 
-_LOW_BYTES = slice(0 if sys.byteorder == "little" else 7, None, 8)
-_TABLE_OF_BYTE = bytes([byte & _TABLE_OF for byte in range(256)])
+def _place_of(block_hash: int) -> tuple[int, int]:
+    """Return the key of a signed hash and its table."""
+    first = block_hash >> 56 & 0xFF
+    return _NUMBER_IN_TABLE[first] << 56 | block_hash & _LOW_BITS, _TABLE_OF[first]
 
 
-def _tables_of(block_hashes: bytes) -> bytes:
-    """Return the number of each hash's table. Integer arithmetic in Python would take five times as long."""
-    return block_hashes[_LOW_BYTES].translate(_TABLE_OF_BYTE)
+_unpack_one = Struct("q").unpack
+
+
+def _places_of(block_hashes: bytes) -> list[tuple[int, int]] | zip[tuple[int, int]]:
+    """Return key and table of each hash. Integer arithmetic in Python would take five times as long for many."""
+    if len(block_hashes) == 8:
+        return [_place_of(*_unpack_one(block_hashes))]
+    keys = bytearray(block_hashes)
+    first = keys[_FIRST_BYTES]
+    keys[_FIRST_BYTES] = first.translate(_NUMBER_IN_TABLE)
+    return zip(memoryview(keys).cast("q").tolist(), first.translate(_TABLE_OF), strict=True)
 
 
 class CachedBlocks(Generic[T]):
@@ -210,25 +228,24 @@ class CachedBlocks(Generic[T]):
         tables = self._locations.get(location)
         if tables is None:
             tables = self._locations[location] = _new_tables()
-        hashes = memoryview(block_hashes).cast("q").tolist()
-        ref.num_stored += len(hashes)
-        ref.num_cached += len(hashes)
-        for block_hash, table in zip(hashes, _tables_of(block_hashes), strict=True):
+        num_blocks = len(block_hashes) // 8
+        ref.num_stored += num_blocks
+        ref.num_cached += num_blocks
+        for key, table in _places_of(block_hashes):
             owners = tables[table]
-            if block_hash in owners:
-                self._release(owners.pop(block_hash), 1)
-            owners[block_hash] = ref
+            if key in owners:
+                self._release(owners.pop(key), 1)
+            owners[key] = ref
 
     def remove(self, location: BlockLocation, block_hashes: bytes) -> None:
         """Fold a removed event, as ``store``. Unknown blocks are ignored."""
         tables = self._locations.get(location)
         if tables is None:
             return
-        hashes = memoryview(block_hashes).cast("q").tolist()
         last: PayloadRef | None = None
         num_released = 0
-        for block_hash, table in zip(hashes, _tables_of(block_hashes), strict=True):
-            ref = tables[table].pop(block_hash, None)
+        for key, table in _places_of(block_hashes):
+            ref = tables[table].pop(key, None)
             if ref is last:  # blocks that were stored together often leave together
                 num_released += 1
                 continue
@@ -282,7 +299,10 @@ class CachedBlocks(Generic[T]):
     def owner(self, location: BlockLocation, block_hash: int) -> PayloadRef | None:
         """Return the reference that a cached block belongs to; None for a block that is not cached."""
         tables = self._locations.get(location)
-        return None if tables is None else tables[block_hash & _TABLE_OF].get(block_hash)
+        if tables is None:
+            return None
+        key, table = _place_of(block_hash)
+        return tables[table].get(key)
 
     def runs_of(self, ref: PayloadRef) -> Sequence[BlockRun[T]]:
         """Return the runs of a reference, in order."""
