@@ -58,6 +58,11 @@ class DeviceRequest(Protocol):
         ...
 
     @property
+    def lora_id(self) -> int | None:
+        """Number of the adapter that computes it; None for the base model."""
+        ...
+
+    @property
     def pages(self) -> Sequence[int]:
         """KV pages of positions 0 and up, as many as the batch needs."""
         ...

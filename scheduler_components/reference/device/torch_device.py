@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from scheduler_components.errors import GrammarError
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch, ScheduledChunk
+from scheduler_components.reference.device.torch_adapters import AdaptedRows, NullRowAdapters, RowAdapters
 from scheduler_components.reference.device.torch_attention import AttentionBackend, KvLayers, PagedBatch, pack_batch
 from scheduler_components.reference.device.torch_context_parallel import (
     computed_positions,
@@ -89,12 +90,14 @@ class TorchDevice:
         pool: KV layers of the model, on its device and of its dtype, initially zeros.
         layer_counter: the device waits on it, layer by layer, for pages from the host.
         context: the ranks that divide the rows of prefills; by default this rank computes all of them.
+        adapters: apply the adapters of the requests to their rows.
     """
 
     model: PreTrainedModel = field(repr=False)
     pool: KvLayers = field(repr=False)
     layer_counter: LayerDoneCounter = field(default_factory=NullLayerDoneCounter)
     context: ModelParallelGroup = field(default_factory=NullModelParallelGroup, repr=False)
+    adapters: RowAdapters = field(default_factory=NullRowAdapters, repr=False)
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False, repr=False)
     _forward: _Forward | None = field(default=None, init=False, repr=False)
 
@@ -131,15 +134,19 @@ class TorchDevice:
         first_rows, last_rows = [0], []
         tokens: list[int] = []
         positions: list[int] = []
+        rows: list[AdaptedRows] = []
         for place in places:
+            request = chunks[place].request
             positions += computed[place]
-            tokens += [chunks[place].request.token_ids[position] for position in computed[place]]
+            rows.append(AdaptedRows(request.lora_id, len(tokens), len(positions)))
+            tokens += [request.token_ids[position] for position in computed[place]]
             first_rows.append(first_rows[-1] + chunks[place].num_tokens)
             last_rows.append(len(tokens) - 1)
         attention: AttentionBackend = paged
         if self.context.size > 1:
             spans = [range(chunk.start, chunk.end) for chunk in laid_out]
             attention = context_parallel_attention(paged, spans, [computed[place] for place in places], self.context)
+        self.adapters.start_batch(rows)
         device = self.model.device
         logits = self.model(
             input_ids=torch.tensor([tokens], device=device),

@@ -48,6 +48,8 @@ class Request:
         logprobs: one entry per generated token if ``sampling`` requests them, else None.
         grammar: which tokens may follow; None if every token may, and until the grammar is compiled.
         hints: what the client says about the order.
+        session_id: the session that it is a turn of; None for none.
+        lora_id: number of its adapter, which ``LoraQueue`` writes; None for the base model.
         stream_interval: tokens between two deltas to the client; 0 for one delta at the end.
         arrival: number assigned at submission, which defines the order of requests.
         state, finish_reason: the reason is None until the state is FINISHED.
@@ -77,6 +79,8 @@ class Request:
         "grammar",
         "logprobs",
         "hints",
+        "session_id",
+        "lora_id",
         "stream_interval",
         "arrival",
         "state",
@@ -103,6 +107,7 @@ class Request:
         *,
         sampling: SamplingParams = _GREEDY,
         hints: RequestHints = _NO_HINTS,
+        session_id: str | None = None,
         stream_interval: int = 1,
         trace: TraceParent | None = None,
     ) -> None:
@@ -115,6 +120,8 @@ class Request:
         self.grammar: RequestGrammar | None = None
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.hints = hints
+        self.session_id = session_id
+        self.lora_id: int | None = None
         self.stream_interval = stream_interval
         self.arrival = -1
         self.state = RequestState.WAITING

@@ -67,6 +67,7 @@ from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTie
 from scheduler_components.reference.engine.scheduler.integrity import SchedulerIntegrity
 from scheduler_components.reference.engine.scheduler.prefill_forecast import PrefillForecast
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_identity import RequestIdentity
 from scheduler_components.reference.engine.scheduler.request_limits import (
     check_grammar_served,
     check_request_fits,
@@ -202,6 +203,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             counters=request_metrics.counters,
             allocation_log=integrity.allocation_log,
             decisions=decisions,
+            namespaces=RequestIdentity(),
         )
         prefetcher = conditions.prefetcher = TierPrefetcher(tiers=tiers, kv_cache=kv_cache, queues=queues)
         batcher = Batcher[Request](

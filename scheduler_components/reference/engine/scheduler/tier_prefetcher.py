@@ -39,11 +39,11 @@ class TierPrefetcher:
 
     def start(self, request: Request) -> None:
         """Start to prefetch the prefix of a new request."""
-        self.tiers.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace)
+        self.tiers.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace_of(request))
 
     def is_ready(self, request: Request, *, is_next: bool) -> bool:
         """Return True if a waiting request has no prefetch to wait for. Start one if necessary."""
-        prefetch_queue, namespace = self.tiers.prefetch_queue, self.kv_cache.namespace
+        prefetch_queue, namespace = self.tiers.prefetch_queue, self.kv_cache.namespace_of(request)
         return prefetch_queue.is_done(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
 
     def on_admitted(self, request: Request) -> None:
@@ -58,7 +58,7 @@ class TierPrefetcher:
 
     def on_preempted(self, request: Request) -> None:
         """Copy the full pages of a preempted request to the host, so that they need not be computed again."""
-        self.tiers.write_to_host(request.token_ids, self.kv_cache.namespace)
+        self.tiers.write_to_host(request.token_ids, self.kv_cache.namespace_of(request))
 
     def update_prefetched_spans(self) -> None:
         """Recount waiting requests whose tokens a prefetch has found, so that load reports do not count these."""
