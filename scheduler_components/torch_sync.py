@@ -7,7 +7,7 @@ repeat after a close, and a reopened group then finds stale addresses and hangs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +24,37 @@ with naming_extras:
     import torch
     import torch.distributed as dist
 
-__all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups"]
+__all__ = ["RollCall", "TorchSyncGroup", "open_torch_groups", "wait_for_collective"]
+
+_POLL_S = 0.25
+"""How often a waiting rank calls ``on_wait``: half the interval of a heartbeat."""
+
+
+def _keep_waiting() -> None:
+    """The default of ``on_wait``."""
+
+
+def wait_for_collective(work: dist.Work, *, timeout_s: float, on_wait: Callable[[], None]) -> None:
+    """Wait for a collective of gloo, and call ``on_wait`` four times per second meanwhile.
+
+    What ``on_wait`` raises ends the wait, for example because the process must stop. The collective then stays in
+    flight until gloo's own timeout. Until then a thread of gloo waits, so destroying its group blocks.
+
+    Raises:
+        RuntimeError: gloo failed, or the other ranks did not join within ``timeout_s``.
+    """
+    deadline_s = monotonic() + timeout_s
+    while True:
+        try:
+            work.wait(timedelta(seconds=max(0.01, min(_POLL_S, deadline_s - monotonic()))))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what gloo reports, unless it was completed between the two calls
+                return
+            if monotonic() >= deadline_s:
+                raise
+        on_wait()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +124,7 @@ class TorchSyncGroup:
     group: dist.ProcessGroup | None
     roll_call: RollCall
     timeout_s: float
+    on_wait: Callable[[], None] = _keep_waiting
     is_open: bool = field(default=True, init=False)
 
     def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:
@@ -123,7 +154,7 @@ class TorchSyncGroup:
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None, "this rank is not a member of its group"
-        work.wait(timedelta(seconds=self.timeout_s))
+        wait_for_collective(work, timeout_s=self.timeout_s, on_wait=self.on_wait)
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:
@@ -133,7 +164,11 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 
 
 def open_torch_groups(
-    world: Sequence[RankGroups], names: Sequence[str], *, timeout_s: float = 60.0
+    world: Sequence[RankGroups],
+    names: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    on_wait: Callable[[], None] = _keep_waiting,
 ) -> dict[str, ParallelGroups]:
     """Create one ``ParallelGroups`` per name, each with its own gloo groups, for one thread each.
 
@@ -144,6 +179,9 @@ def open_torch_groups(
         world: the groups of every rank, as ``world_rank_groups`` returns them.
         names: one name per thread.
         timeout_s: longest wait for the other ranks in one collective.
+        on_wait: called four times per second while a rank waits for others. What it raises ends the wait, so a process
+            that must stop does not wait for a dead rank. It must not use the groups again, and closing them blocks up
+            to ``timeout_s``: leave with ``os._exit``.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or its world has another size.
@@ -162,14 +200,16 @@ def open_torch_groups(
         )
     rank = dist.get_rank()
     try:
-        return {name: _open_groups(rank, world, timeout_s) for name in names}
+        return {name: _open_groups(rank, world, timeout_s, on_wait) for name in names}
     except RuntimeError as error:
         raise StartError(
             "gloo groups", first_line(error), "start every rank of the world with the same arguments"
         ) from error
 
 
-def _open_groups(rank: int, world: Sequence[RankGroups], timeout_s: float) -> ParallelGroups:
+def _open_groups(
+    rank: int, world: Sequence[RankGroups], timeout_s: float, on_wait: Callable[[], None]
+) -> ParallelGroups:
     hop_groups = {ranks: _new_group(ranks, timeout_s) for ranks in ordered_groups(world)}
     mine = next(each for each in world if each.rank == rank)
     replicas = sorted({agreeing_ranks(each.rank, world) for each in world})
@@ -179,7 +219,9 @@ def _open_groups(rank: int, world: Sequence[RankGroups], timeout_s: float) -> Pa
     return ParallelGroups(
         rank=rank,
         groups=tuple(
-            TorchSyncGroup(ranks=ranks, group=hop_groups[ranks], roll_call=roll_call, timeout_s=timeout_s)
+            TorchSyncGroup(
+                ranks=ranks, group=hop_groups[ranks], roll_call=roll_call, timeout_s=timeout_s, on_wait=on_wait
+            )
             for ranks in mine.reduce_groups
         ),
     )

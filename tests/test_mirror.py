@@ -52,7 +52,6 @@ TOGETHER = {
     "refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
     "refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
     "reference/cli/test_server_options.py": "api_keys",
-    "reference/device/test_torch_tensor_parallel.py": "torch_model_parallel",
 }
 """Modules of a folder that are tested as one subject, by the test file of that subject."""
 

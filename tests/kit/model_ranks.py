@@ -75,7 +75,7 @@ def model_ranks(folder: Path) -> Iterator[RunRanks]:
     opened: list[ModelParallelGroup] = []
 
     def join(meeting: str, rank: int, size: int) -> ModelParallelGroup:
-        opened.append(open_model_parallel_group(folder / meeting, rank=rank, size=size, timeout_s=30))
+        opened.append(open_model_parallel_group(folder / meeting, rank=rank, names=range(size), timeout_s=30))
         return opened[-1]
 
     def run(tp_size: int, cp_size: int, work: Callable[[ModelParallelGroup, ModelParallelGroup], Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_model import inspect_model
 from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RequestFailedError
+from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RankSilentError, RequestFailedError
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
 from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
@@ -127,3 +127,26 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
             await scenario(engine)
 
     asyncio.run(asyncio.wait_for(whole(), timeout=180))
+
+
+@pytest.mark.soak_only  # in make test, threads as ranks (test_torch_model_parallel) and a rank that is killed (above)
+def test_a_stop_order_reaches_a_rank_within_a_sum(model_folder: Path) -> None:
+    """Its peer is stopped, so gloo would wait for two minutes. The rank exits with 0 when the order comes."""
+    spec = inspect_model(model_folder)
+    scheduler = SchedulerConfig(page_size=4, kv_tokens=420, chunk_tokens=32, tokens=spec.tokens)
+    config = EngineConfig(model=spec, dp_size=1, attn_cp_size=1, attn_tp_size=2, scheduler=scheduler)
+
+    async def scenario() -> list[int | None]:
+        async with open_engine(config, show=lambda _: None) as engine:
+            await generate(engine, PROMPTS[0])
+            running = asyncio.ensure_future(generate(engine, PROMPTS[0], 380))
+            while not engine.stats.read()[0].load.num_running_reqs:
+                await asyncio.sleep(0.01)
+            engine.frontend.heartbeats.timeout_s = 4.0
+            os.kill(engine.ranks[1].process.pid, signal.SIGSTOP)
+            with pytest.raises(RankSilentError, match=r"^rank .*tp1.* has sent no heartbeat"):
+                await running
+            ranks = engine.ranks
+        return [rank.process.returncode for rank in ranks]
+
+    assert asyncio.run(asyncio.wait_for(scenario(), timeout=120)) == [0, -signal.SIGKILL]

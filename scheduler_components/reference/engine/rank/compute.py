@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,13 +44,20 @@ class RankCompute:
             group.close()
 
 
-def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: EnginePaths | None = None) -> RankCompute:
+def open_rank_device(
+    config: EngineConfig,
+    parallel: ParallelState,
+    paths: EnginePaths | None = None,
+    *,
+    on_wait: Callable[[], None] = lambda: None,
+) -> RankCompute:
     """Open the device that ``config`` names. Loading a model may take minutes.
 
     Args:
         config: configuration of the engine.
         parallel: this rank.
         paths: rendezvous files of ranks that compute a model together; other ranks need none.
+        on_wait: called while a rank waits for ranks that compute a model with it. What it raises ends the wait.
 
     Raises:
         ConfigError: the model cannot be loaded, or its KV pool does not fit.
@@ -60,7 +68,12 @@ def open_rank_device(config: EngineConfig, parallel: ParallelState, paths: Engin
         from scheduler_components.reference.engine.rank.torch_compute import open_torch_rank
 
         rank = open_torch_rank(
-            config.model, config.scheduler, num_ranks=config.world_size, parallel=parallel, paths=paths
+            config.model,
+            config.scheduler,
+            num_ranks=config.world_size,
+            parallel=parallel,
+            paths=paths,
+            on_wait=on_wait,
         )
         return RankCompute(
             device=rank.device, weights=rank.weights, memory=NullMemoryOccupation(), pool=rank.pool, groups=rank.groups

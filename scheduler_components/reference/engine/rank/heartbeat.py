@@ -14,6 +14,7 @@ from scheduler_components.reference.engine.messages import (
     RankHeartbeat,
 )
 from scheduler_components.reference.engine.rank.frontend_sinks import ZmqReportSender
+from scheduler_components.zmq_input_relay import StopRequestedError
 
 __all__ = [
     "StopPipe",
@@ -39,6 +40,11 @@ class StopPipe:
         poller.register(socket, event)
         poller.register(self.descriptor, zmq.POLLIN)
         return all(ready != self.descriptor for ready, _ in poller.poll(timeout_ms))
+
+    @property
+    def is_requested(self) -> bool:
+        """True if the rank must stop. A poll without a wait."""
+        return bool(zmq.zmq_poll([(self.descriptor, zmq.POLLIN)], 0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +75,16 @@ class HeartbeatSender:
         self._due_s = now_s + HEARTBEAT_INTERVAL_S
         self.reports.send(self.alive)
         return True
+
+    def keep_alive(self) -> None:
+        """Send a heartbeat if one is due. For waits outside sockets, such as a sum over gloo.
+
+        Raises:
+            StopRequestedError: the rank must stop.
+        """
+        self.send_if_due()
+        if self.stop.is_requested:
+            raise StopRequestedError
 
     @property
     def due_in_s(self) -> float:

@@ -83,15 +83,15 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         LockstepError: the state of the rank differs from its leader's.
     """
     parallel = config.engine.parallel(config.rank)
-    # Load the model first: opening the groups below waits for the other ranks, with a short timeout.
-    compute = open_rank_device(config.engine, parallel, config.paths)
     with ExitStack() as opened:
-        opened.callback(compute.close)
         context: _Context = zmq.Context()
         opened.callback(context.destroy, linger=0)
         reports = ZmqReportSender(socket=connect_push(context, config.paths.reports))
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
         heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=stop)
+        # Load the model first: opening the groups below waits for the other ranks, with a short timeout.
+        compute = open_rank_device(config.engine, parallel, config.paths, on_wait=heartbeat.keep_alive)
+        opened.callback(compute.close)
         events = open_event_publisher(config.engine.kv_events, parallel=parallel)
         opened.callback(events.shutdown)
         opened.enter_context(suppress(StopRequestedError))
@@ -318,4 +318,6 @@ def _read_line(descriptor: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread of gloo that waits for a dead rank would hold up the interpreter's own exit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import attrs
@@ -10,12 +11,14 @@ import torch
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
+from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.device.model_spec import ModelSpec
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import load_model
 from scheduler_components.reference.device.torch_model_parallel import (
     ModelParallelGroup,
     NullModelParallelGroup,
+    keep_waiting,
     open_model_parallel_group,
 )
 from scheduler_components.reference.device.torch_tensor_parallel import shard_model
@@ -60,6 +63,7 @@ def open_torch_rank(
     num_ranks: int,
     parallel: ParallelState,
     paths: EnginePaths | None = None,
+    on_wait: Callable[[], None] = keep_waiting,
 ) -> TorchRank:
     """Load the model, keep this rank's shard, and allocate a pool with one page per page of the scheduler.
 
@@ -70,6 +74,7 @@ def open_torch_rank(
         parallel: this rank. The attention-TP ranks of a replica share the layers of the model, its attention-CP ranks
             the rows of prefills.
         paths: files in which these ranks find each other; None for a replica of one rank.
+        on_wait: called while this rank waits for these ranks. What it raises ends the wait.
 
     Raises:
         ConfigError: the model cannot be loaded, or the pool does not fit.
@@ -79,7 +84,8 @@ def open_torch_rank(
     model = attrs.evolve(model, device=rank_torch_device(model.device, parallel))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     # Connect before loading the weights, which may take much longer on some ranks than on others.
-    shards, context = _open_groups(parallel, paths, on_cuda=torch.device(model.device).type == "cuda")
+    on_cuda = torch.device(model.device).type == "cuda"
+    shards, context = _open_groups(parallel, paths, on_cuda=on_cuda, on_wait=on_wait)
     loaded = load_model(model)
     parts = shard_model(loaded, shards)
     pool = TorchDeviceMemory.allocate(
@@ -100,17 +106,18 @@ def open_torch_rank(
 
 
 def _open_groups(
-    parallel: ParallelState, paths: EnginePaths | None, *, on_cuda: bool
+    parallel: ParallelState, paths: EnginePaths | None, *, on_cuda: bool, on_wait: Callable[[], None]
 ) -> tuple[ModelParallelGroup, ModelParallelGroup]:
     """Join the ranks that share the layers, then those that share the rows. All ranks join in this order."""
+    groups = world_rank_groups(parallel)[parallel.world_rank]
 
-    def join(axis: str, rank: int, size: int, line: int) -> ModelParallelGroup:
-        if size == 1:
+    def join(axis: str, names: tuple[int, ...] | None, line: int) -> ModelParallelGroup:
+        if names is None or len(names) == 1:
             return NullModelParallelGroup()
         assert paths is not None, "ranks that share a model need rendezvous files"
         meeting = paths.model_rendezvous(parallel.attn_dp_rank, axis, line)
-        return open_model_parallel_group(meeting, rank=rank, size=size, on_cuda=on_cuda)
+        rank = names.index(parallel.world_rank)
+        return open_model_parallel_group(meeting, rank=rank, names=names, on_cuda=on_cuda, on_wait=on_wait)
 
-    tp_rank, cp_rank = parallel.attn_tp_rank, parallel.attn_cp_rank
-    shards = join("tp", tp_rank, parallel.attn_tp_size, cp_rank)
-    return shards, join("cp", cp_rank, parallel.attn_cp_size, tp_rank)
+    shards = join("tp", groups.attn_tp, parallel.attn_cp_rank)
+    return shards, join("cp", groups.attn_cp, parallel.attn_tp_rank)

@@ -11,6 +11,7 @@ import zmq
 
 from scheduler_components.reference.engine.messages import HEARTBEAT_INTERVAL_S
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
+from scheduler_components.zmq_input_relay import StopRequestedError
 
 pytestmark = pytest.mark.sockets
 
@@ -53,3 +54,15 @@ def test_the_end_of_the_pipe_ends_a_wait(pipe: tuple[int, int], socket: zmq.Sock
     assert stop.wait(socket, zmq.POLLIN, 0)
     os.close(pipe[1])
     assert not stop.wait(socket, zmq.POLLIN, 10_000)
+
+
+def test_a_rank_that_waits_for_no_socket_sends_heartbeats_and_sees_the_end_of_the_pipe(pipe: tuple[int, int]) -> None:
+    now, reports = [100.0], Reports()
+    sender: Any = HeartbeatSender(alive="alive", reports=reports, stop=StopPipe(pipe[0]), clock=lambda: now[0])  # type: ignore[arg-type]
+    for _ in range(3):
+        sender.keep_alive()
+        now[0] += HEARTBEAT_INTERVAL_S / 2
+    assert reports.sent == ["alive", "alive"]
+    os.close(pipe[1])
+    with pytest.raises(StopRequestedError):
+        sender.keep_alive()
