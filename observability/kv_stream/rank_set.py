@@ -68,10 +68,11 @@ def record_depth(mask: int, rank_at: Sequence[int], depth: int, depths: dict[int
 # A query passes from one set of ranks to the next smaller one. Taking 1,000 ranks out of these masks one by one takes
 # 0.15 us each. So the sets that contain a rank are counted, for all ranks together, in a third of the time.
 #
-# Bit k of a count n is the parity of n // 2**k. The sets are nested, so a rank that is in n of them is in the sets 1 to
-# n, and n // 2**k of these have a number that 2**k divides. The exclusive or of every 2**k-th set is therefore the mask
-# of the ranks whose count has bit k. These few masks are spread to one byte per bit position and added. The result is
-# the count of each position.
+# Bit k of a count n is the parity of n // 2**k. The sets are nested, so a rank that is in n of them is in the sets 1
+# to n, and n // 2**k of these have a number that 2**k divides. The exclusive or of every 2**k-th set is therefore the
+# mask of the ranks whose count has bit k. It is that of bit k + 1 and of the sets whose number only 2**k divides, so
+# each set is used once. These few masks are spread to one byte per bit position and added. The result is the count of
+# each position.
 
 _MAX_BYTE = 255
 
@@ -110,8 +111,9 @@ def depths_in(sets: Sequence[int], depths: Sequence[int], rank_at: Sequence[int]
 def _count_sets(sets: Sequence[int], num_positions: int) -> bytes:
     """Return how many of the nested ``sets`` contain each position."""
     ones, counts = int.from_bytes(b"\1" * num_positions, "big"), 0
-    for bit in range(len(sets).bit_length()):
-        mask = reduce(xor, sets[(1 << bit) - 1 :: 1 << bit])
+    mask = 0
+    for bit in reversed(range(len(sets).bit_length())):
+        mask = reduce(xor, sets[(1 << bit) - 1 :: 2 << bit], mask)
         digits = format(mask, "b").encode()  # one byte per position: 0x30 or 0x31
         counts |= (int.from_bytes(digits, "big") & ones) << bit
     return counts.to_bytes(num_positions, "little")

@@ -213,7 +213,7 @@ class CachedBlocks(Generic[T]):
 
     def __len__(self) -> int:
         """Cached blocks at all locations."""
-        return sum(len(table) for tables in self._locations.values() for table in tables)
+        return sum(sum(map(len, tables)) for tables in self._locations.values())
 
     def new_ref(self, content: Any = None) -> PayloadRef:
         """Return the reference of the next blocks. No earlier reference stores any more."""

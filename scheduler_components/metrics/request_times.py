@@ -92,6 +92,9 @@ class RollingSums:
 
     def advance(self, now: float) -> list[int]:
         """Move to ``now``, subtract the buckets that leave the window, and return the sums."""
+        if self._last_now <= now < self._bucket_end_s:  # the common case
+            self._last_now = now
+            return self.sums
         if now < self._last_now:
             self._set_back(self._last_now - now)
         self._last_now = now

@@ -160,6 +160,8 @@ HARMFUL: list[KVCacheEvent] = [
         for name in BlockStored.__struct_fields__[5:]
         for value in (b"x", 1.5, {"a": 1}, True)
     ),
+    BlockStored((1,), None, (7,), 1, None, extra_keys=""),  # type: ignore[arg-type]
+    BlockStored((1,), None, (7,), 1, None, extra_keys={}),  # type: ignore[arg-type]
     *(BlockRemoved((1,), **{name: 1.5}) for name in BlockRemoved.__struct_fields__[1:]),  # type: ignore[arg-type]
     BlockRemoved(("1",)),  # type: ignore[arg-type]
     BlockRemoved((b"\x01" * 8,)),  # type: ignore[arg-type]

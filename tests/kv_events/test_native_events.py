@@ -337,6 +337,7 @@ PAIR = VllmStored([5, WIDE], None, [7, 7], 1, None, "GPU", None)
 @settings(deadline=None, max_examples=num_examples(3))
 @example(history=[[VllmStored([5], None, [7], 1, None, "GPU", None), VllmRemoved([5], "CPU"), AllBlocksCleared()]])
 @example(history=[[VllmRemoved([5], "GPU"), VllmRemoved([6], "GPU", 1), VllmRemoved([7], "GPU", 1, "REMOTE")]])
+@example(history=[[VllmRemoved([5], "GPU"), VllmCleared(), VllmRemoved([6], "GPU")]])
 @given(history=NATIVE_HISTORIES)
 def test_the_changes_of_an_engines_events_equal_those_of_their_payload(
     joined: Callable[[BlockChanges], object], history: list[list[Any]]
