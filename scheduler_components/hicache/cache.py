@@ -1,6 +1,6 @@
 """HiRadixCache: a radix cache that also keeps pages on the host and in storage and loads them back.
 
-``HiCacheStepper`` steps it: one agreement of all ranks, then the transfers that follow from it.
+``HiCacheStepper`` steps it: an agreement of all ranks, then the transfers that follow from it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from scheduler_components.ports import (
     PageHook,
     PageMover,
 )
+from scheduler_components.step_agreement import StepAgreement
 from scheduler_components.values import TierStats
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
@@ -49,7 +50,7 @@ class HiRadixCache:
 
     A request matches only pages on the device; ``prefetch_queue`` moves other pages there. Ranks that make the same
     calls and apply the same agreed values hold the same pages on every tier, independent of their I/O. Once per step,
-    ``HiCacheStepper`` passes each I/O event to ``handle``, reduces the ``proposal``, passes the agreed values to
+    ``HiCacheStepper`` passes each I/O event to ``handle``, fills the proposal of the step, passes the agreed values to
     ``apply`` and submits ``pop_instructions``.
 
     Args:
@@ -294,21 +295,31 @@ class HiRadixCache:
         """Record an I/O event of this rank."""
         self._controller.handle(event)
 
-    def proposal(self, step: int, *, has_storage: bool, load_back_budget_pages: int, now_s: float) -> Proposal:
-        """Return this rank's proposal for the step's agreement, with the same slots at every step.
+    def proposal(
+        self, step: int, *, has_storage: bool, load_back_budget_pages: int, now_s: float | None = None
+    ) -> Proposal:
+        """Return this rank's proposal for an agreement about this cache only, with the same slots at every step.
 
         Args:
             step: the same number on all ranks.
-            has_storage: this rank has a storage backend attached.
-            load_back_budget_pages: pages that this rank can begin to copy to the device.
-            now_s: time of this rank's monotonic clock.
+            has_storage, load_back_budget_pages: as for ``fill``.
+            now_s: monotonic seconds of the leading rank; None on the other ranks.
         """
         proposal = Proposal("hicache step", step=step)
-        proposal.fill(_STATE_SLOT, (self.state_digest - 2**63,))
-        self._controller.fill(
-            proposal, has_storage=has_storage, load_back_budget_pages=load_back_budget_pages, now_s=now_s
-        )
+        proposal.clock(now_s)
+        self.fill(proposal, has_storage=has_storage, load_back_budget_pages=load_back_budget_pages)
         return proposal
+
+    def fill(self, proposal: Proposal, *, has_storage: bool, load_back_budget_pages: int) -> None:
+        """Add this rank's state to the step's proposal: the same slots at every step.
+
+        Args:
+            proposal: has the slot of the clock.
+            has_storage: this rank has a storage backend attached.
+            load_back_budget_pages: pages that this rank can begin to copy to the device.
+        """
+        proposal.fill(_STATE_SLOT, (self.state_digest - 2**63,))
+        self._controller.fill(proposal, has_storage=has_storage, load_back_budget_pages=load_back_budget_pages)
 
     def apply(self, step: int, agreed: AgreedValues) -> None:
         """Apply the agreed values of a step.
@@ -341,7 +352,10 @@ class HiRadixCache:
 
 @dataclass(slots=True, kw_only=True)
 class HiCacheStepper:
-    """Connects a cache with this rank's mover and the other ranks once per step, on the scheduler's thread.
+    """Connects a cache with this rank's mover and the other ranks, on the scheduler's thread.
+
+    It is an ``AgreementPart``: a scheduler with a ``StepAgreement`` lists it among the parts. Without one, ``step``
+    agrees about the cache alone.
 
     Attributes:
         cache: decides.
@@ -349,7 +363,8 @@ class HiCacheStepper:
             on all ranks.
         mover: moves pages.
         settings: further settings that must be the same on every rank, by field, for example of the store.
-        clock: monotonic seconds of this rank, compared only with each other.
+        clock: monotonic seconds of this rank, for ``step``.
+        leads: whether this rank's clock counts in ``step``. If several ranks lead, the smallest of their clocks counts.
         num_steps: steps so far.
     """
 
@@ -358,12 +373,11 @@ class HiCacheStepper:
     mover: PageMover
     settings: Mapping[str, object] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
+    leads: bool = True
     num_steps: int = field(default=0, init=False)
 
     def step(self) -> None:
         """Agree with the other ranks and begin the transfers that follow. Every rank calls it in every step.
-
-        The first step also compares the settings of all ranks.
 
         Raises:
             SettingsDivergenceError: the ranks have different settings; the error lists fields and ranks.
@@ -371,19 +385,31 @@ class HiCacheStepper:
             TierDivergenceError: the ranks hold different pages.
             CacheIntegrityError: a bug in this library.
         """
+        agreement = StepAgreement(groups=self.groups, parts=(self,), clock=self.clock, leads=self.leads)
+        agreement.step(self.num_steps + 1)
+
+    def fill(self, proposal: Proposal) -> None:
+        """Add this rank's state to the step's proposal. The first call also compares the settings of all ranks.
+
+        Raises:
+            SettingsDivergenceError: the ranks have different settings; the error lists fields and ranks.
+        """
         cache, mover = self.cache, self.mover
         if not self.num_steps:
             self.groups.check_equal("hicache settings", {**cache.settings, **self.settings}, step=0)
         self.num_steps += 1
         for event in mover.poll():
             cache.handle(event)
-        proposal = cache.proposal(
-            self.num_steps,
-            has_storage=mover.has_storage,
-            load_back_budget_pages=mover.load_back_budget_pages,
-            now_s=self.clock(),
-        )
-        cache.apply(self.num_steps, self.groups.reduce(proposal))
+        cache.fill(proposal, has_storage=mover.has_storage, load_back_budget_pages=mover.load_back_budget_pages)
+
+    def apply(self, step: int, agreed: AgreedValues) -> None:
+        """Apply the agreed values and begin the transfers that follow.
+
+        Raises:
+            TierDivergenceError: the ranks hold different pages.
+            CacheIntegrityError: a bug in this library.
+        """
+        self.cache.apply(step, agreed)
         self.submit()
 
     def submit(self) -> None:

@@ -180,13 +180,13 @@ class HiCacheController:
             case QueryDone() | PagesRead() | ReadDone():
                 self.prefetches.handle(event)
 
-    def fill(self, proposal: Proposal, *, has_storage: bool, load_back_budget_pages: int, now_s: float) -> None:
-        """Add this rank's state to the proposal: the same slots at every step."""
+    def fill(self, proposal: Proposal, *, has_storage: bool, load_back_budget_pages: int) -> None:
+        """Add this rank's state to the proposal: the same slots at every step. The caller adds the clock."""
         values = [has_storage, load_back_budget_pages]
         for queue in (self._writes, self._loads, self._backups):
             values += (queue.num_done(), queue.num_ok())
         proposal.fill(_TRANSFER_SLOTS, values)
-        self.prefetches.fill(proposal, now_s)
+        self.prefetches.fill(proposal)
 
     def apply(self, agreed: AgreedValues) -> list[Decision]:
         """Return the decisions that follow from the agreed values, in the order in which to carry them out."""

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from scheduler_components.agreement import AgreedValues, Proposal, SlotKind, Slots
@@ -33,7 +33,7 @@ from scheduler_components.values import AllocationAction
 __all__ = ["MAX_ACTIVE_PREFETCHES", "ActivePrefetches", "LocalPrefetchState"]
 
 MAX_ACTIVE_PREFETCHES = 8
-"""The number of lanes; further prefetches wait. Six slots per lane and all other slots fit the first block."""
+"""The number of lanes; further prefetches wait. Five slots per lane and all other slots fit the first block."""
 
 
 class _LaneSlots(NamedTuple):
@@ -44,19 +44,17 @@ class _LaneSlots(NamedTuple):
     reserved: str
     landed: str
     ended: str
-    timed_out: str
 
 
-_LANE_KINDS: tuple[SlotKind, ...] = ("all", "min", "all", "min", "all", "any")
+_LANE_KINDS: tuple[SlotKind, ...] = ("all", "min", "all", "min", "all")
 _LANES = tuple(
     _LaneSlots(*(f"prefetch {lane} {field.replace('_', ' ')}" for field in _LaneSlots._fields))
     for lane in range(MAX_ACTIVE_PREFETCHES)
 )
-_FREE_LANE = (False, 0, False, 0, False, False)
+_FREE_LANE = (False, 0, False, 0, False)
 _FREE_LANES = _FREE_LANE * MAX_ACTIVE_PREFETCHES
 _PREFETCH_SLOTS = Slots(
     *((kind, name) for lane in _LANES for kind, name in zip(_LANE_KINDS, lane, strict=True)),
-    ("max", "line timed out"),
     ("min", "drains done"),
 )
 
@@ -78,7 +76,6 @@ class LocalPrefetchState:
     host_pages: tuple[int, ...] | None = None  # None: not reserved
     landed_pages: int = 0
     has_ended: bool = False
-    blocked_since_s: float = math.inf  # infinite while it blocks no request
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,6 +85,7 @@ class _Prefetch:
     number: int
     digests: bytes
     max_wait_s: float
+    blocked_since_s: float = math.inf  # agreed time; infinite while it blocks no request
     phase: _Phase = _Phase.WAITING
     num_pages: int = 0  # to read, as agreed
     num_read: int = 0  # on every rank, as agreed
@@ -121,16 +119,13 @@ class _WaitingPrefetches:
         waiting = self._blocking or self._others
         return waiting.pop(next(iter(waiting)))
 
-    def first_blocking(self, count: int) -> list[_Prefetch]:
-        return list(islice(self._blocking.values(), count))
-
-    def num_late(self, now_s: float) -> int:
-        """Return how many blocking prefetches are late. They are the first ones, because all have the same limit."""
-        return sum(1 for _ in takewhile(lambda prefetch: _is_late(prefetch, now_s), self._blocking.values()))
+    def late(self, now_s: float) -> list[_Prefetch]:
+        """Return the blocking prefetches that are late. They are the first ones, because all have the same limit."""
+        return list(takewhile(lambda prefetch: _is_late(prefetch, now_s), self._blocking.values()))
 
 
 def _is_late(prefetch: _Prefetch, now_s: float) -> bool:
-    return now_s - prefetch.local.blocked_since_s > prefetch.max_wait_s
+    return now_s - prefetch.blocked_since_s > prefetch.max_wait_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +155,7 @@ class ActivePrefetches:
     _waiting: _WaitingPrefetches = field(default_factory=_WaitingPrefetches, init=False)
     _by_number: dict[int, _Prefetch] = field(default_factory=dict, init=False)
     _drains: AckQueue[tuple[int, ...]] = field(default_factory=AckQueue, init=False)
-    _now_s: float = field(default=math.inf, init=False)  # at the last proposal
+    _now_s: float = field(default=math.inf, init=False)  # at the last agreement
 
     def __len__(self) -> int:
         """Return how many prefetches have not settled or are draining."""
@@ -176,7 +171,7 @@ class ActivePrefetches:
     def mark_blocking(self, number: int) -> None:
         """Note that a request waits for this prefetch only. The first call starts the policy's timeout."""
         prefetch = self._by_number[number]
-        prefetch.local.blocked_since_s = min(prefetch.local.blocked_since_s, self._now_s)
+        prefetch.blocked_since_s = min(prefetch.blocked_since_s, self._now_s)
         self._waiting.block(prefetch)
 
     def terminate(self, number: int) -> tuple[PrefetchOutcome, list[Instruction]]:
@@ -244,11 +239,10 @@ class ActivePrefetches:
             case ReadDone():
                 local.has_ended = True
 
-    def fill(self, proposal: Proposal, now_s: float) -> None:
+    def fill(self, proposal: Proposal) -> None:
         """Add this rank's state to the proposal: the same slots at every step."""
-        self._now_s = now_s
         if not self._by_number:
-            proposal.fill(_PREFETCH_SLOTS, (*_FREE_LANES, 0, self._drains.num_done()))
+            proposal.fill(_PREFETCH_SLOTS, (*_FREE_LANES, self._drains.num_done()))
             return
         values: list[int] = []
         for prefetch in self._lanes:
@@ -262,17 +256,17 @@ class ActivePrefetches:
                 local.host_pages is not None,
                 local.landed_pages,
                 local.has_ended,
-                _is_late(prefetch, now_s),
             )
-        values += (self._waiting.num_late(now_s), self._drains.num_done())
+        values.append(self._drains.num_done())
         proposal.fill(_PREFETCH_SLOTS, values)
 
     def apply(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
-        """Advance every prefetch according to the agreed values."""
+        """Advance every prefetch according to the agreed values, and end those that are late on the agreed clock."""
+        self._now_s = agreed.now_s
         if not self._by_number and not self._drains:
             return [], []
         decisions, instructions = self._settle_drains(agreed.numbers["drains done"]), list[Instruction]()
-        late = self._waiting.first_blocking(agreed.numbers["line timed out"])
+        late = self._waiting.late(self._now_s)
         for lane, prefetch in enumerate(self._lanes):
             if prefetch is None:
                 continue
@@ -280,7 +274,7 @@ class ActivePrefetches:
             decision = self._advance(prefetch, lane, agreed, instructions)
             if decision is not None:
                 decisions.append(decision)
-            elif agreed.flags[_LANES[lane].timed_out]:
+            elif _is_late(prefetch, self._now_s):
                 late.append(prefetch)
         for prefetch in late:
             settled, more = self._terminate(prefetch)

@@ -46,11 +46,11 @@ class TwoControllers:
         proposals = {}
         for at, rank in enumerate(self.ranks):
             proposals[at] = Proposal("step", step=self._step)
+            proposals[at].clock(0.0)
             rank.fill(
                 proposals[at],
                 has_storage=self.has_storage[at],
                 load_back_budget_pages=self.load_back_budget_pages[at],
-                now_s=0.0,
             )
         agreed = self._sync.reduce(proposals)
         return [rank.apply(agreed[at]) for at, rank in enumerate(self.ranks)]

@@ -124,16 +124,15 @@ class TwoRanks:
         proposals = {}
         for rank, lanes in enumerate(self.lanes):
             proposals[rank] = Proposal("step", step=self._step)
-            lanes.fill(proposals[rank], self.now_s[rank])
+            leads = not rank or without == "now us"
+            proposals[rank].clock(self.now_s[rank] if leads else None)
+            lanes.fill(proposals[rank])
         agreed_values = self._sync.reduce(proposals)
         settled = []
         for rank, lanes in enumerate(self.lanes):
-            own = proposals[rank].unpack(proposals[rank].pack(0))
-            flags = {
-                name: own.flags[name] if name.endswith(without) else flag
-                for name, flag in agreed_values[rank].flags.items()
-            }
-            settled.append(lanes.apply(AgreedValues(agreed_values[rank].numbers, flags)))
+            own, agreed = proposals[rank].own_values(), agreed_values[rank]
+            numbers = {name: own.numbers[name] for name in agreed.numbers if name.endswith(without)}
+            settled.append(lanes.apply(AgreedValues(agreed.numbers | numbers, agreed.flags)))
         return settled
 
     def reading(self) -> None:
@@ -157,9 +156,9 @@ class TwoRanks:
 PATIENT = HiCachePolicy(prefetch="timeout", prefetch_timeout_s=2.0)
 
 
-@pytest.mark.parametrize("without, num_settled", [("no slot has this name", [1, 1]), ("timed out", [1, 0])])
-def test_one_ranks_clock_stops_all_ranks(without: str, num_settled: list[int]) -> None:
-    """And without this agreement it stops one, while the others read on and make it wait."""
+@pytest.mark.parametrize("without, num_settled", [("no slot has this name", [1, 1]), ("now us", [1, 0])])
+def test_the_leading_ranks_clock_stops_all_ranks(without: str, num_settled: list[int]) -> None:
+    """And if each rank uses its own clock, it stops one, while the others read on and make it wait."""
     ranks = TwoRanks(PATIENT)
     ranks.reading()
     for lanes in ranks.lanes:
@@ -195,7 +194,7 @@ def test_a_waiting_prefetch_times_out_too() -> None:
     for lanes in ranks.lanes:
         lanes.mark_blocking(MAX_ACTIVE_PREFETCHES + 3)
         lanes.mark_blocking(MAX_ACTIVE_PREFETCHES + 1)
-    ranks.now_s = [2.0, 2.1]
+    ranks.now_s = [2.1, 2.0]
     settled = [PrefetchOutcome(MAX_ACTIVE_PREFETCHES + 3, ()), PrefetchOutcome(MAX_ACTIVE_PREFETCHES + 1, ())]
     assert ranks.agree() == [(settled, [])] * 2
 
