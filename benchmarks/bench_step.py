@@ -156,7 +156,7 @@ def _checks_of(scheduler: Scheduler) -> Callable[[], None]:
     progress, checker = scheduler.integrity.progress, scheduler.integrity.checker
 
     def step() -> None:
-        for phase in ("tiers", "batch", "device", "results", "report", "idle"):
+        for phase in ("agreement", "batch", "device", "results", "report", "idle"):
             progress.enter_phase(phase)
         checker.after_step(is_idle=False)
 

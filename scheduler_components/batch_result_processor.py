@@ -232,14 +232,18 @@ class BatchResultProcessor(Generic[R]):
                 self._end(request, FinishReason.ERROR)
         return self._stream()
 
-    def abort(self, request: R) -> bool:
-        """End a request that has no client any more; the next `process` streams its end. Return False if it had ended.
+    def abort(self, request: R, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request early; the next `process` streams its end. Return False if it had ended.
 
         Its pages are free immediately. If the device may still be computing it, abort it after the step instead.
+
+        Args:
+            request: waits or runs.
+            reason: why it ends; by default because it has no client any more.
         """
         if request.finish_reason is not None:
             return False
-        self._end(request, FinishReason.ABORT)
+        self._end(request, reason)
         return True
 
     @property

@@ -14,6 +14,9 @@ which a step applies them:
    ``AdmissionBudget``, except for ``tenant`` and ``not_ready`` without ``head_of_line_blocking``. No request is
    admitted in a step that preempts one.
 
+A held request waits for something other than pages, such as a grammar or an adapter (``waiting_rooms``). It counts as
+waiting, but the policy does not know it before it is released, and it is not admitted before.
+
 All decisions depend on the sequence of calls only, never on a clock or on the rank, so all ranks of a replica make the
 same batch. Time is the number of the step.
 
@@ -279,8 +282,8 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
     @property
     def has_work(self) -> bool:
         """True if the next batch would not be empty, or would not be once a prefetch has completed."""
-        gate = self.conditions.gate
-        return bool(self.queues if gate.can_admit else gate.can_compute and self.queues.running)
+        gate, queues = self.conditions.gate, self.queues
+        return bool((gate.can_admit and queues.num_admissible) or (gate.can_compute and queues.running))
 
     def add(self, request: R) -> None:
         """Queue a new request."""
@@ -288,9 +291,18 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         self._add_to_policy(request)
         self.decisions.note("queue", request.arrival, request.num_input_tokens, request.num_cached_tokens)
 
+    def hold(self, request: R) -> None:
+        """Queue a new request that may not be admitted before ``release``."""
+        self.queues.hold(request)
+
+    def release(self, request: R) -> None:
+        """Allow the admission of a held request."""
+        self.queues.release(request)
+        self._add_to_policy(request)
+
     def finish(self, request: R, reason: FinishReason) -> None:
         """Remove a waiting or running request, free its slot, and set its ``finish_reason``. Its pages stay its own."""
-        if request in self.queues.waiting:
+        if self.queues.is_admissible(request):
             self._discard_from_policy(request)
         self.queues.finish(request, reason)
         self.decisions.note("finish", request.arrival, reason.value)
@@ -369,7 +381,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
             has_work=self.has_work,
             is_running=bool(queues.running),
             is_prefilling=queues.num_chunked_tokens_left > batch.num_prefill_tokens,
-            is_prefillable=bool(queues.waiting) and len(queues.running) < queues.max_running_requests,
+            is_prefillable=queues.num_admissible > 0 and len(queues.running) < queues.max_running_requests,
             token_usage=self.kv_cache.token_usage,
         )
         return msgspec.structs.replace(batch, replicas=self.conditions.dp.exchange(shape, intent).shapes)
@@ -473,7 +485,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
 
     def _admit_waiting(self, chunks: list[ScheduledChunk[R]]) -> int:
         """Admit waiting requests in the order of the policy, by rule 3. Return how many were admitted."""
-        if not self.queues.waiting:
+        if not self.queues.num_admissible:
             return 0
         budget, prefetcher = self._make_budget(chunks), self.conditions.prefetcher
         refusal = budget.refusal_of(AdmissionDemand())
@@ -569,13 +581,13 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
 
         Every waiting request comes once, whatever the policy does.
         """
-        waiting, policy = self.queues.waiting, self.policy
-        num_waiting, seen, problem = len(waiting), set[int](), ""
+        queues, policy = self.queues, self.policy
+        num_waiting, seen, problem = queues.num_admissible, set[int](), ""
         try:
             for request in policy.order(self.num_steps):
                 if id(request) in seen:
                     problem = f"order() returned {request!r} twice"
-                elif request not in waiting:
+                elif not queues.is_admissible(request):
                     problem = f"order() returned {request!r}, which does not wait"
                 if problem or self.policy is not policy:
                     break
@@ -610,7 +622,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         """Serve the waiting requests first come, first served from now on, because the policy has failed."""
         self._report("scheduling", self.policy, problem, "requests are served first come, first served from now on")
         self.policy = FirstComeFirstServed()
-        for request in sorted(self.queues.waiting, key=_arrival):
+        for request in sorted(filter(self.queues.is_admissible, self.queues.waiting), key=_arrival):
             self.policy.add(request, self.num_steps)
 
     def _report(self, kind: str, policy: object, problem: str, consequence: str) -> None:

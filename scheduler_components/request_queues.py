@@ -74,7 +74,8 @@ class RequestQueues(Generic[R]):
     """The requests in flight. Each is in exactly one of ``waiting`` and ``running``.
 
     ``running`` is in order of arrival. ``waiting`` has new requests at its end and preempted ones at its front; the
-    scheduling policy decides which of them is next. Load reports read this class as a ``QueueSource``.
+    scheduling policy decides which of them is next. A held request also waits, and may not be admitted before it is
+    released. Load reports read this class as a ``QueueSource``.
 
     Attributes:
         max_running_requests: request slots of ``running``.
@@ -87,6 +88,7 @@ class RequestQueues(Generic[R]):
     running: list[R] = field(default_factory=list)
     _by_rid: dict[str, R] = field(default_factory=dict, init=False, repr=False)
     _unreported_aborts: set[str] = field(default_factory=set, init=False, repr=False)
+    _held: set[str] = field(default_factory=set, init=False, repr=False)
     _num_arrivals: int = field(default=0, init=False)
     _prefills: _PrefillCount[R] = field(default_factory=_PrefillCount, init=False, repr=False)
 
@@ -96,6 +98,20 @@ class RequestQueues(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         yield from self.running
         yield from self.waiting
+
+    @property
+    def num_held(self) -> int:
+        """Waiting requests that may not be admitted yet."""
+        return len(self._held)
+
+    @property
+    def num_admissible(self) -> int:
+        """Waiting requests that may be admitted."""
+        return len(self.waiting) - len(self._held)
+
+    def is_admissible(self, request: R) -> bool:
+        """Return True if a request waits and is not held."""
+        return request in self.waiting and request.rid not in self._held
 
     @property
     def num_chunked_tokens_left(self) -> int:
@@ -126,6 +142,15 @@ class RequestQueues(Generic[R]):
         self._num_arrivals += 1
         self.waiting.append(request)
 
+    def hold(self, request: R) -> None:
+        """Append a new request as ``add`` does. It may not be admitted before ``release``."""
+        self.add(request)
+        self._held.add(request.rid)
+
+    def release(self, request: R) -> None:
+        """Allow the admission of a held request. It keeps its place and its arrival."""
+        self._held.remove(request.rid)
+
     def admit(self, request: R) -> None:
         """Move a request from waiting to running. The caller has set its ``prefill_end``."""
         self.waiting.remove(request)
@@ -148,6 +173,7 @@ class RequestQueues(Generic[R]):
             self.running.remove(request)
             self._prefills.remove(request)
         del self._by_rid[request.rid]
+        self._held.discard(request.rid)
         if reason is FinishReason.ABORT:
             self._unreported_aborts.add(request.rid)
         request.state = RequestState.FINISHED

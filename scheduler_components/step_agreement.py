@@ -7,8 +7,8 @@ takes place in every step, also when no part has anything to ask (see ``agreemen
 **The agreed clock.** The clocks of two ranks are never equal, and one rank may reach the same step later than another.
 A timeout that each rank compares with its own clock therefore ends in different steps on different ranks. Here the
 proposal carries the time of the leading rank only, and every part reads ``AgreedValues.now_s``, which is equal on all
-ranks. Between two agreements this time stands still. An idle replica takes no step, so its last agreed time may be old:
-a wait that begins between two steps is counted from the next agreement.
+ranks. Between two agreements this time does not advance. An idle replica takes no step, so its last agreed time may be
+old: a wait that begins between two steps is counted from the next agreement.
 
 **One order of parts.** The slots of a proposal are named and ordered, and the header of the proposal carries a digest
 of them. Ranks with other parts, or with the same parts in another order, get a ``SyncDivergenceError``. A part that

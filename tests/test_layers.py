@@ -32,6 +32,7 @@ FLOORS = (
     ("agreed_queue", "step_agreement", "request_grammar", "llguidance_backend"),
     ("grammar_queue",),
     ("thread_grammar_compiler",),
+    ("waiting_rooms",),
     ("kv_events", "cache", "torch_sync", "thread_sync"),
     ("load", "metrics", "hicache", "watchdog", "weight_updater"),
     ("sync_input_relay", "zmq_input_relay", "zmq_idle_sleeper", "recv_skipper", "input_blocker"),

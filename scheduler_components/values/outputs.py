@@ -18,12 +18,19 @@ __all__ = [
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended. The first three are values of SGLang's ``meta_info``, the last one is vLLM's."""
+    """Why a request ended. The first three are values of SGLang's ``meta_info``, the fourth is vLLM's.
+
+    ``REFUSED``: what it needs besides pages cannot be prepared. ``QUEUE_TIMEOUT``: it waited too long to be admitted.
+    ``TIMEOUT``: it took too long in total.
+    """
 
     LENGTH = "length"
     STOP = "stop"
     ABORT = "abort"
     ERROR = "error"
+    REFUSED = "refused"
+    QUEUE_TIMEOUT = "queue_timeout"
+    TIMEOUT = "timeout"
 
 
 class TokenOutput(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +45,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
         logprobs: one per token, if the request asked for them.
         top_logprobs: per token, the most probable tokens and their logprobs, if the request asked for them.
         hidden_states: one vector per token, in the model's type and width.
+        problem: why the request ended early, as one sentence for its client; empty otherwise.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -48,6 +56,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[float, ...] | None = None
     hidden_states: tuple[bytes, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    problem: str = ""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):

@@ -434,11 +434,12 @@ AgreementName: TypeAlias = Literal[
     "prefetch-reserved",
     "prefetch-landed",
     "prefetch-ended",
-    "prefetch-timed-out",
     "drains-done",
+    "clock",
 ]
 SLOTS_OF_AGREEMENT: Mapping[AgreementName, str] = {
-    name: name.replace("prefetch-", "prefetch * ").replace("-", " ") for name in get_args(AgreementName)
+    name: "now us" if name == "clock" else name.replace("prefetch-", "prefetch * ").replace("-", " ")
+    for name in get_args(AgreementName)
 }
 """Agreement -> pattern of the names of its slots. ``LocalSlots`` removes one."""
 

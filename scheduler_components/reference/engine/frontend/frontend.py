@@ -323,10 +323,14 @@ class RequestStream:
         return item
 
 
-def _check_delta(delta: OutputDelta) -> OutputDelta | RequestFailedError:
-    """Return the delta, or an error if the request failed or tokens before this delta are missing."""
+def _check_delta(delta: OutputDelta) -> OutputDelta | ComponentError:
+    """Return the delta, or an error if the request failed before its first token or tokens are missing."""
     if delta.finish_reason == FinishReason.ERROR:
         return RequestFailedError(f"request {delta.rid!r} could not be computed; the engine's log says why")
+    if delta.finish_reason == FinishReason.REFUSED:
+        return RequestRefusedError(delta.output.problem)
+    if delta.finish_reason == FinishReason.QUEUE_TIMEOUT:
+        return TooBusyError(delta.output.problem)
     num_lost = delta.num_output_tokens - delta.start - len(delta.output.token_ids)
     if num_lost:
         return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped: too many were waiting")

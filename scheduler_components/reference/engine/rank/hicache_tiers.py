@@ -33,6 +33,7 @@ from scheduler_components.page_shape import STORED_LAYOUT, PageShape
 from scheduler_components.ports import LayerDoneCounter, NullPageHook, PageHook, ZeroCopyPageStore
 from scheduler_components.reference.device.device import NUM_SIMULATED_LAYERS
 from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
+from scheduler_components.step_agreement import AgreementPart
 
 if TYPE_CHECKING:
     from scheduler_components.hicache import TorchDeviceMemory
@@ -106,7 +107,7 @@ class HiCacheTiers:
     """The ``CacheTiers`` of a ``HiRadixCache``.
 
     Attributes:
-        stepper: steps the cache.
+        stepper: agrees about the cache and moves its pages.
         mover: the mover of ``stepper``, for ``wait``.
         host: the host pool of the cache, for checks.
     """
@@ -153,8 +154,9 @@ class HiCacheTiers:
     def clear_storage_index(self) -> None:
         self.stepper.cache.clear_storage_index()
 
-    def step(self) -> None:
-        self.stepper.step()
+    @property
+    def agreement_parts(self) -> Sequence[AgreementPart]:
+        return (self.stepper,)
 
     def wait(self) -> None:
         self.mover.wait(_WAIT_S)
@@ -255,7 +257,9 @@ def open_hicache_tiers(
             "storage checksum": hicache.storage_checksum,
             "key namespace": keys.namespace,
         }
-        stepper = HiCacheStepper(cache=cache, groups=groups, mover=mover, settings=settings)
+        stepper = HiCacheStepper(
+            cache=cache, groups=groups, mover=mover, settings=settings, leads=parallel.leads_replica
+        )
         stepper.step()  # agree that all ranks reach their storage, or the first request would not ask it
         opened.pop_all()
     return HiCacheTiers(stepper=stepper, mover=mover, host=host)

@@ -21,6 +21,7 @@ from scheduler_components import (
     ParallelState,
 )
 from scheduler_components.cache import RadixCache
+from scheduler_components.errors import QueueFullError
 from scheduler_components.events import Tier
 from scheduler_components.quiesce import QuiesceStepper
 from scheduler_components.reference.engine.messages import (
@@ -162,9 +163,9 @@ class RankWorker:
                 trace=command.trace,
             )
             self.scheduler.submit(request)
-        except ConfigError as error:  # an invalid request, which every rank refuses alike
+        except (ConfigError, QueueFullError) as error:  # which every rank refuses alike
             if self.parallel.leads_replica:
-                self.reports.send(RequestRefused(command.rid, str(error)))
+                self.reports.send(RequestRefused(command.rid, str(error), isinstance(error, QueueFullError)))
 
     def _read_pool(self, read_id: int) -> PoolSnapshot:
         """Read the pool even while transfers are in flight: the events of each step describe the pool after it."""
@@ -206,7 +207,7 @@ class Leader:
     """The loop of a replica's leader.
 
     It steps while its replica has work, or while another replica waits for it under DP attention. Otherwise it sleeps
-    until a command arrives.
+    until a command arrives or a step is due for the requests that wait in rooms.
 
     Attributes:
         worker: takes the steps.
@@ -236,7 +237,7 @@ class Leader:
             # A busy leader polls for the signal to stop only when it sends a heartbeat: a poll takes 2 us.
             if (is_idle or was_due) and self._must_stop(is_idle):
                 return
-            if is_idle and not self.receiver.poll() and not self.peers.is_peer_waiting:
+            if is_idle and not (self.receiver.poll() or self.peers.is_peer_waiting or self._is_step_due()):
                 continue
             step += 1
             try:
@@ -259,9 +260,15 @@ class Leader:
         scheduler.metrics.emit()
         self.load_publisher.flush()
 
+    def _is_step_due(self) -> bool:
+        """Return True if a step without a batch is due. While requests wait in rooms that is after each sleep."""
+        scheduler = self.worker.scheduler
+        return bool(len(scheduler.rooms)) or scheduler.next_step_in_s <= 0
+
     def _must_stop(self, is_idle: bool) -> bool:
         """Poll the signal to stop. An idle leader sleeps here until the signal, a command or the next heartbeat."""
         timeout_s = self.heartbeat.due_in_s if is_idle and not self.peers.is_peer_waiting else 0.0
+        timeout_s = min(timeout_s, self.worker.scheduler.next_step_in_s)
         if self.worker.scheduler.output.has_backlog:
             timeout_s = min(_BACKLOG_S, timeout_s)
         return self.heartbeat.stop.descriptor in self.sleeper.sleep(timeout_s)

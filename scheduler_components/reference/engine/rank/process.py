@@ -121,6 +121,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             sinks=sinks,
             quiesce=state,
             dp=_dp_sync(config, parallel, peers),
+            groups=groups,
         )
         opened.callback(scheduler.close)
         opened.callback(scheduler.kv_events.publish_all_cleared)
@@ -184,7 +185,7 @@ def _open_watchdog(
 def _open_groups(
     config: RankConfig, parallel: ParallelState, context: _Context, heartbeat: HeartbeatSender
 ) -> ParallelGroups:
-    """Open the groups in which the ranks of a replica agree on page transfers and control requests."""
+    """Open the groups in which the ranks of a replica agree once per step, and on control requests."""
     return open_zmq_groups(
         context,
         rank=parallel.world_rank,

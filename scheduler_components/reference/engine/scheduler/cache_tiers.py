@@ -10,6 +10,7 @@ from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.hicache import HiRadixCache
 from scheduler_components.hicache.prefetch_queue import NullPrefetchQueue, PrefetchQueue
 from scheduler_components.pool_stats_observer import AuditedPool
+from scheduler_components.step_agreement import AgreementPart
 from scheduler_components.values import TierStats
 
 __all__ = ["CacheTiers", "DeviceOnlyTiers", "PrefixCache"]
@@ -19,7 +20,7 @@ PrefixCache: TypeAlias = RadixCache | HiRadixCache
 
 
 class CacheTiers(Protocol):
-    """A prefix cache and its tiers, stepped with the scheduler: ``HiCacheTiers`` or ``DeviceOnlyTiers``.
+    """A prefix cache and its tiers: ``HiCacheTiers`` or ``DeviceOnlyTiers``.
 
     It has twelve members because it combines the cache, the state of its tiers and their I/O. Two implementations exist
     because ``HiCacheTiers`` needs numpy, which an engine without a host tier does not install.
@@ -67,8 +68,9 @@ class CacheTiers(Protocol):
         """Count no page as stored. No transfer may be under way."""
         ...
 
-    def step(self) -> None:
-        """Agree with the other ranks, once per step of the scheduler."""
+    @property
+    def agreement_parts(self) -> Sequence[AgreementPart]:
+        """What takes part in the agreement of each step: the transfers, if there are tiers."""
         ...
 
     def wait(self) -> None:
@@ -90,6 +92,7 @@ class DeviceOnlyTiers:
     num_pages_in_transfer: ClassVar[int] = 0
     state_digest: ClassVar[int] = 0
     lower_pools: ClassVar[Sequence[AuditedPool]] = ()
+    agreement_parts: ClassVar[Sequence[AgreementPart]] = ()
 
     def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
         pass
@@ -98,9 +101,6 @@ class DeviceOnlyTiers:
         return None
 
     def clear_storage_index(self) -> None:
-        pass
-
-    def step(self) -> None:
         pass
 
     def wait(self) -> None:

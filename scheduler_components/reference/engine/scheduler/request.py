@@ -64,6 +64,7 @@ class Request:
         is_sampled: the allocation log records its pages; no decision depends on it.
         times: time stamps for latencies; no decision depends on them.
         trace: the client's trace, which its span belongs to; no decision depends on it.
+        problem: why it ended early, for the client; the text may differ between ranks.
 
     Raises:
         ConfigError: no input tokens, a token id that is not u32, or an id that is empty or not valid text.
@@ -97,6 +98,7 @@ class Request:
         "is_sampled",
         "times",
         "trace",
+        "problem",
     )
 
     def __init__(
@@ -138,6 +140,7 @@ class Request:
         self.is_sampled = False
         self.times: RequestTimeStats | None = None
         self.trace = trace
+        self.problem = ""
 
     @property
     def grammar_key(self) -> GrammarKey | None:
@@ -170,6 +173,7 @@ class Request:
             num_retractions=self.num_retractions,
             logprobs=None if logprobs is None else tuple(each.logprob for each in logprobs),
             top_logprobs=None if logprobs is None else tuple(each.top for each in logprobs),
+            problem=self.problem,
         )
 
     @property

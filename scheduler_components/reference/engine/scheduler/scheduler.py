@@ -2,7 +2,8 @@
 
 ``Scheduler.compose`` wires the parts. ``Scheduler.step`` runs them:
 
-    tiers.step()                    agree with the other ranks on finished page transfers
+    agreement.step()                agree with the other ranks on the time, finished page transfers and waiting requests
+    rooms.pop_departures()          queue the requests that have what they need, end those that cannot get it
     batcher.next_batch()            choose what to compute; allocate pages, retract the latest arrivals if necessary
     device.launch(batch)
     kv_events.idle()                send the events of the previous step while the device computes
@@ -18,8 +19,9 @@ on a clock or on the rank. ``state_digest`` lets the ranks verify that.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -37,6 +39,8 @@ from scheduler_components import (
     RequestResult,
     SchedulerKvEventsPublisher,
 )
+from scheduler_components.agreed_queue import DepartureReason
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.dp_attn import DpBatchSync
@@ -80,10 +84,26 @@ from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.request_tracer import RequestTracer
 from scheduler_components.scheduling_policy import make_policy
-from scheduler_components.values import DEFAULT_WEIGHT_VERSION, ForwardMode, RequestState, ScheduledBatch
+from scheduler_components.step_agreement import StepAgreement
+from scheduler_components.values import (
+    DEFAULT_WEIGHT_VERSION,
+    FinishReason,
+    ForwardMode,
+    RequestState,
+    ScheduledBatch,
+)
+from scheduler_components.waiting_rooms import WaitingRoom, WaitingRooms
 from scheduler_components.watchdog import IDLE_PHASE
 
-__all__ = ["Clocks", "Scheduler", "SchedulerSinks", "StepResult"]
+__all__ = ["ROOM_POLL_S", "Clocks", "RoomedRequests", "Scheduler", "SchedulerSinks", "StepResult"]
+
+ROOM_POLL_S = 0.02
+"""Time between two steps of a replica that only waits for rooms: short compared with compiling a grammar."""
+
+_FINISH_REASONS: dict[DepartureReason, FinishReason] = {
+    "failed": FinishReason.REFUSED,
+    "expired": FinishReason.QUEUE_TIMEOUT,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +117,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     Attributes:
         device: computes batches.
         queues: the waiting and running requests.
+        agreement: agrees with the other ranks once per step.
+        rooms: what requests wait for besides pages.
         tiers: the prefix cache with the tiers behind it.
         prefetcher: fetches the prefixes of waiting requests from these tiers.
         settings: the sizes, which can change while requests run.
@@ -113,6 +135,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
 
     device: Device
     queues: RequestQueues[Request]
+    agreement: StepAgreement
+    rooms: WaitingRooms[Request]
     tiers: CacheTiers
     prefetcher: TierPrefetcher
     settings: BatcherSettings
@@ -140,6 +164,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         quiesce: QuiesceState | None = None,
         dp: DpBatchSync | None = None,
         decisions: DecisionLog | NullDecisionLog | None = None,
+        rooms: Sequence[WaitingRoom[Request]] = (),
+        groups: ParallelGroups | None = None,
     ) -> Scheduler:
         """Wire a scheduler.
 
@@ -153,6 +179,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             quiesce: what control requests allow now. The default allows everything.
             dp: exchange with the other replicas under DP attention. The default has no other replicas.
             decisions: the log of this rank's decisions. The default compares them with no other rank's.
+            rooms: what requests may wait for besides pages, in one order on all ranks.
+            groups: the ranks of the replica, which agree once per step. The default is a replica of one rank.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
         quiesce, dp, decisions = quiesce or QuiesceState(), dp or DpBatchSync(), decisions or DecisionLog()
@@ -197,7 +225,14 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             clock=clocks.monotonic,
         )
         output = OutputStreamer(sink=sinks.outputs)
-        # The path of a request: batcher, device, results.
+        # The path of a request: rooms, batcher, device, results.
+        waiting_rooms, groups = WaitingRooms[Request](rooms=rooms), groups or ParallelGroups()
+        agreement = StepAgreement(
+            groups=groups,
+            parts=(*tiers.agreement_parts, *rooms),
+            clock=clocks.monotonic,
+            leads=parallel.leads_replica or not groups.groups,
+        )
         kv_cache = RequestKvCache(
             cache=cache,
             counters=request_metrics.counters,
@@ -237,7 +272,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         )
         results = BatchResultProcessor(
             kv=kv_cache,
-            requests=batcher,
+            requests=RoomedRequests(batcher=batcher, rooms=waiting_rooms),
             output=output,
             observer=request_metrics,
             eos_token_ids=frozenset(config.tokens.eos_token_ids),
@@ -245,6 +280,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         return cls(
             device=device,
             queues=queues,
+            agreement=agreement,
+            rooms=waiting_rooms,
             tiers=tiers,
             prefetcher=prefetcher,
             settings=BatcherSettings(config=config, batcher=batcher),
@@ -264,7 +301,9 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
 
         Raises:
             ConfigError: the pool or the model's context cannot hold the request, the model does not know a token, the
-                id is in use by a request in flight or an abort that is not streamed yet, or the request is not new.
+                id is in use by a request in flight or an abort that is not streamed yet, the request is not new, or it
+                asks for something that a room cannot prepare.
+            QueueFullError: too many requests wait for what this one needs.
         """
         config = self.settings.config
         check_request_fits(config, request.num_input_tokens, request.limits.max_new_tokens)
@@ -275,11 +314,15 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
         self.integrity.progress.enter_phase("submit", request.rid)
+        must_wait = self.rooms.enter(request)
         self.prefetcher.start(request)
         request.num_cached_tokens = self.prefetcher.kv_cache.match_length(request)
         forecast = self.request_metrics.forecast
         forecast.predict_first_token(request, self.queues, step_tokens=config.max_prefill_tokens)
-        self.batcher.add(request)
+        if must_wait:
+            self.batcher.hold(request)
+        else:
+            self.batcher.add(request)
         self.request_metrics.on_queued(request)
         self._digest.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
         self.integrity.progress.enter_phase(IDLE_PHASE)
@@ -290,11 +333,15 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         if request is None:
             return False
         self.integrity.progress.enter_phase("abort", rid)
-        self.tiers.prefetch_queue.cancel(rid)
-        self.results.abort(request)
+        self._end(request, FinishReason.ABORT)
         self.integrity.progress.enter_phase(IDLE_PHASE)
-        self._digest.add(request.arrival, self.cache.used_tokens)
         return True
+
+    def _end(self, request: Request, reason: FinishReason, problem: str = "") -> None:
+        request.problem = problem
+        self.tiers.prefetch_queue.cancel(request.rid)
+        self.results.abort(request, reason)
+        self._digest.add(request.arrival, self.cache.used_tokens)
 
     def step(self) -> StepResult:
         """Compute one batch, apply its results, publish and report.
@@ -303,11 +350,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         one rank has it, its state differs from the other ranks', which they detect before the next step.
 
         Raises:
-            SyncTimeoutError, SyncDivergenceError, TierDivergenceError: the tiers of the ranks differ.
+            SyncTimeoutError, SyncDivergenceError: a rank did not take part in the step, or in another one.
+            TierDivergenceError, QueueDivergenceError: the tiers or the waiting requests of the ranks differ.
         """
         progress = self.integrity.progress
-        progress.begin_step(self.num_steps + 1, "tiers")
-        self.tiers.step()
+        progress.begin_step(self.num_steps + 1, "agreement")
+        self.agreement.step(self.num_steps + 1)
+        self._apply_departures()
         self.prefetcher.update_prefetched_spans()
         progress.enter_phase("batch")
         batch = self.batcher.next_batch()
@@ -332,6 +381,14 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             num_retracted=batch.num_retracted,
             digest=self.state_digest,
         )
+
+    def _apply_departures(self) -> None:
+        """Queue the requests that have left all rooms, and end those that one room has failed or expired."""
+        for departure in self.rooms.pop_departures():
+            if departure.reason == "ready":
+                self.batcher.release(departure.item)
+            else:
+                self._end(departure.item, _FINISH_REASONS[departure.reason], departure.problem)
 
     def _compute(self, batch: ScheduledBatch[Request]) -> list[Request]:
         """Compute a batch and apply its results. Return the requests that got tokens or ended."""
@@ -379,10 +436,21 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """True if a step has something to do.
 
         That is a request that may run, an abort to stream or a page transfer in flight, and under DP attention also a
-        request of another replica.
+        request of another replica. A request in a room is none of these: see ``next_step_in_s``.
         """
         is_busy = self.batcher.has_work or self.results.has_pending_outputs or self.tiers.num_operations
         return bool(is_busy or self.batcher.conditions.dp.last.any_work)
+
+    @property
+    def next_step_in_s(self) -> float:
+        """Seconds until a step is due, by the clock of this rank, for the leading rank; infinite if none is.
+
+        Steps without a batch let requests in rooms go. What they wait for ends on threads of all ranks, so such steps
+        are taken every ``ROOM_POLL_S``.
+        """
+        if self.has_work:
+            return 0.0
+        return ROOM_POLL_S if len(self.rooms) else math.inf
 
     @property
     def num_steps(self) -> int:
@@ -400,8 +468,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         return self.tiers.cache
 
     def drain(self) -> Iterator[StepResult]:
-        """Step until there is no more work."""
-        while self.has_work:
+        """Step until there is no more work and no request waits in a room."""
+        while self.has_work or len(self.rooms):
             yield self.step()
 
     def retract_all(self) -> int:
@@ -444,6 +512,18 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         self.forward_passes.close()
         self.request_metrics.tracer.close()
         self.tiers.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class RoomedRequests:
+    """The ``RequestFinisher`` of a scheduler with rooms."""
+
+    batcher: Batcher[Request]
+    rooms: WaitingRooms[Request]
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        self.batcher.finish(request, reason)
+        self.rooms.end(request)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from kit.waiting_room import ListedRoom
 
 from scheduler_components import EventBatch, GaugePacer, LoadPublisher, ParallelState
-from scheduler_components.agreement import ParallelGroups
+from scheduler_components.agreement import ParallelGroups, Proposal
 from scheduler_components.errors import LockstepError
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import NullEventPublisher
@@ -45,6 +46,7 @@ from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing.fakes import ListSink
@@ -56,6 +58,7 @@ from scheduler_components.values import (
     RelayedInput,
     SchedulerStats,
 )
+from scheduler_components.waiting_rooms import WaitingRoom
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
 from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
@@ -136,7 +139,15 @@ def sockets() -> Iterator[ReplicaSockets]:
 class ExecutorRank:
     """One rank's executor and what it reports."""
 
-    def __init__(self, sockets: ReplicaSockets, tp_rank: int, last_batch: int, *, output_room: int = 0) -> None:
+    def __init__(
+        self,
+        sockets: ReplicaSockets,
+        tp_rank: int,
+        last_batch: int,
+        *,
+        output_room: int = 0,
+        rooms: Sequence[WaitingRoom[Request]] = (),
+    ) -> None:
         self.stop_signal = sockets.stop_signal()
         push, self._reports = sockets.pair()
         outputs, self.outputs = sockets.pair(output_room)
@@ -148,7 +159,7 @@ class ExecutorRank:
             sinks.outputs = ZmqOutputSink(socket=outputs)
         state = QuiesceState()
         scheduler = Scheduler.compose(
-            CONFIG, parallel, Device(self.stop_signal, last_batch), sinks=sinks, quiesce=state
+            CONFIG, parallel, Device(self.stop_signal, last_batch), sinks=sinks, quiesce=state, rooms=rooms
         )
         quiesce = make_quiesce_stepper(scheduler, state, groups=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
@@ -315,6 +326,33 @@ def test_an_idle_leader_has_reported_that_it_is_idle(sockets: ReplicaSockets) ->
     newest = [rank.reports(LoadReport)[-1].load, rank.load.sent[-1]]
     assert [load.num_running_reqs for load in newest] == [0, 0]
     assert [load.dispatched_watermarks for load in newest] == [((FRONTEND_DISPATCHER, 7),)] * 2
+
+
+class SlowRoom(ListedRoom[Request]):
+    """Its thread has prepared everything at the third agreement after a request has entered."""
+
+    num_agreements = 0
+
+    def fill(self, proposal: Proposal) -> None:
+        self.num_agreements += len(self.queue) > 0
+        if self.num_agreements == 3:
+            self.report_ready(self.entered)
+        super().fill(proposal)
+
+
+def test_an_idle_leader_takes_steps_while_a_request_waits_in_a_room(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=3, rooms=[SlowRoom()])
+    lead(sockets, rank, [submit("a")], [])
+    assert [delta.output.token_ids for delta in rank.deltas()] == [(10,), (11,), (12,)]
+    assert rank.worker.scheduler.num_steps < 20  # one per 20 ms, without spinning
+
+
+def test_a_request_beyond_what_a_room_holds_is_refused_as_busy(sockets: ReplicaSockets) -> None:
+    for tp_rank in (0, 1):
+        rank = ExecutorRank(sockets, tp_rank, last_batch=9, rooms=[ListedRoom[Request](max_waiting=1)])
+        rank.worker.execute(1, (submit("a"), submit("b")))
+        refusals = [(each.rid, each.is_busy) for each in rank.reports(RequestRefused)]
+        assert refusals == [("b", True)][tp_rank:]
 
 
 def test_the_statistics_of_an_idle_leader_have_the_newest_counters_of_outputs(sockets: ReplicaSockets) -> None:

@@ -139,8 +139,8 @@ def test_a_step_takes_the_documented_order() -> None:
     control = [SubmitControl(1, ContinueGeneration()), RpcRequest(1, "get_internal_state", b"")]
     rank = OneRank([SUBMIT, *control])
     phases = rank.step(0, 1, 2, mode=ForwardMode.DECODE)
-    assert phases == ["receive", "submit", "control", "control", "tiers", "batch", "device", "results", "report"]
-    assert rank.step() == ["receive", "tiers", "batch", "device", "results", "report"]
+    assert phases == ["receive", "submit", "control", "control", "agreement", "batch", "device", "results", "report"]
+    assert rank.step() == ["receive", "agreement", "batch", "device", "results", "report"]
     rows = [line.split("|")[2] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`" in line]
     documented = [phase.strip(" `") for row in rows for phase in row.split(",")]
     assert [phase for phase in documented if phase in phases] == phases
@@ -148,7 +148,7 @@ def test_a_step_takes_the_documented_order() -> None:
 
 def test_an_idle_rank_waits_for_input_without_a_phase() -> None:
     rank = OneRank([])
-    assert rank.step()[:1] == ["tiers"]
+    assert rank.step()[:1] == ["agreement"]
 
 
 def test_a_weight_load_that_hangs_is_reported() -> None:
