@@ -56,7 +56,7 @@ def test_the_report_names_the_first_decision_that_differed_in_each_run(command_l
         "  seed 1: step 1: the ranks",
     ]
     assert all("apply(component='hicache', what='limits', value[0]=True, value[1]=" in line for line in named)
-    assert "the run ended by TierDivergenceError: step 59: ranks hold different pages" in found.out
+    assert "the run ended by TierDivergenceError: step 69: ranks hold different pages" in found.out
 
 
 def test_the_older_name_is_the_same_command(command_line: Callable) -> None:
