@@ -25,7 +25,6 @@ _SECTIONS = (
     "idle",
     "load",
     "metrics",
-    "forward_pass",
     "step",
     "intake",
     "quiesce",

@@ -26,6 +26,7 @@ from scheduler_components.engines.settings import (
     read_plugin_settings,
 )
 from scheduler_components.engines.sglang_components import COMPONENTS, SglangComponents
+from scheduler_components.engines.sglang_decision_log import SglangDecisionLog
 from scheduler_components.engines.sglang_publisher import open_sglang_publisher
 from scheduler_components.engines.sglang_scheduling import SglangScheduling
 from scheduler_components.errors import ConfigError
@@ -62,6 +63,7 @@ def load_plugin(environ: Mapping[str, str] | None = None) -> None:
     if plugin.wants_components():
         SglangComponents(plugin.publisher_settings).register(hooks)
     SglangScheduling.from_environment(environ).register(hooks)
+    SglangDecisionLog.from_environment(environ).register(hooks)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -164,11 +164,22 @@ class SglangServer:
     Attributes:
         url: URL of the server.
         events_port: base port of its streams. Replay is at ``events_port + 10``, load at ``events_port + 5``.
+        folder: its directory, for temporary files too.
         log: its output so far.
     """
 
-    def __init__(self, model: Path, folder: Path, ports: int, *, args: tuple[str, ...], **process: Any) -> None:
-        self.url, self.events_port, self._folder = f"http://127.0.0.1:{ports}", ports + 1, folder
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        ports: int,
+        *,
+        args: tuple[str, ...],
+        without: tuple[str, ...] = (),
+        forks: SglangForks | None = None,
+        **process: Any,
+    ) -> None:
+        self.url, self.events_port, self.folder = f"http://127.0.0.1:{ports}", ports + 1, folder
         self._log, self._ranks, self._questions = folder / "log", 1, 0
         for size in {"--tp-size", "--dp-size"} & {*args}:
             self._ranks = int(args[args.index(size) + 1])
@@ -180,7 +191,7 @@ class SglangServer:
             "buffer_steps": 20,
         }
         command = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"),
+            *("--model-path", model, "--device", "cpu"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
             *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--skip-server-warmup"),
             "--sleep-on-idle",  # otherwise an idle server occupies a core
@@ -189,18 +200,24 @@ class SglangServer:
             *("--load-publish-endpoint", f"tcp://0.0.0.0:{self.events_port + 5}"),
             *("--kv-events-config", json.dumps(events), *args),
         ]
+        command = [each for each in command if each not in without]
         (folder / "probe-1.dist-info").mkdir()
         (folder / "probe-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1\n")
         (folder / "probe-1.dist-info" / "entry_points.txt").write_text(
-            "[sglang.srt.plugins]\nprobe = sglang_probe:load_plugin\n"
+            "[sglang.srt.plugins]\nprobe = sglang_probe:load_plugin\ndivergence = sglang_divergence:load_plugin\n"
         )
         path = os.pathsep.join([str(folder), str(PROBES), os.environ["PYTHONPATH"]])
         own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "SGLANG_PROBE": str(folder), "SGLANG_PLUGINS": "probe"}
         own["TMPDIR"] = str(folder)  # a killed server leaves its metrics there
+        own |= process.pop("env")
+        if forks is not None:
+            self._log.touch()
+            self._process: Any = forks.start(list(map(str, command)), own, [str(folder), str(PROBES)], self._log)
+            return
         with self._log.open("wb") as log:
-            process["env"] = os.environ | own | process["env"]
             self._process = subprocess.Popen(
-                list(map(str, command)), stdout=log, stderr=log, start_new_session=True, **process
+                [sys.executable, "-m", "sglang.launch_server", *map(str, command)],
+                **{"stdout": log, "stderr": log, "start_new_session": True, "env": os.environ | own} | process,
             )
 
     @property
@@ -238,18 +255,110 @@ class SglangServer:
         """Return the probe's answer of each (dp rank, tp rank) after all schedulers are idle."""
         self._questions += 1
         name = f"q{self._questions}"
-        (self._folder / f"{name}.unfinished").write_text(json.dumps(prompts))
-        (self._folder / f"{name}.unfinished").rename(self._folder / f"{name}.question")
+        (self.folder / f"{name}.unfinished").write_text(json.dumps(prompts))
+        (self.folder / f"{name}.unfinished").rename(self.folder / f"{name}.question")
         deadline_s = time.monotonic() + 120
-        while len(answers := list(self._folder.glob(f"{name}.*.answer"))) < self._ranks:
+        while len(answers := list(self.folder.glob(f"{name}.*.answer"))) < self._ranks:
             assert time.monotonic() < deadline_s, f"{len(answers)} of {self._ranks} ranks answered\n{self.log[-4000:]}"
             time.sleep(0.01)
         return {tuple(map(int, path.stem.split(".")[1:])): json.loads(path.read_text()) for path in answers}
+
+    def wait_until_ended(self) -> None:
+        """Wait until the server ends by itself."""
+        deadline_s = time.monotonic() + 120
+        while self._process.poll() is None:
+            assert time.monotonic() < deadline_s, self.log[-4000:]
+            time.sleep(0.05)
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class ForkedServer:
+    """The process of a server that is not a child of the tests."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """Return None while the process is alive."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return 1
+        return None
+
+    def wait(self) -> None:
+        deadline_s = time.monotonic() + 60
+        while self.poll() is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
+class SglangForks:
+    """A process that has imported SGLang and forks a server in 3 s, instead of the 15 to 100 s of a start.
+
+    Args:
+        env: read when SGLang is imported, so it applies to all servers.
+    """
+
+    def __init__(self, env: dict[str, str], **process: Any) -> None:
+        path = os.pathsep.join([*map(str, sys.path[:1]), str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]])
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROBES / "sglang_fork.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **({"env": os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"} | env} | process),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin, self._process.stdout
+        while (line := self._answers.readline()) != "ready\n":
+            assert line, "the process that imports SGLang has ended"
+
+    def start(self, args: list[str], env: dict[str, str], path: list[str], log: Path) -> ForkedServer:
+        order = {"args": args, "env": env, "path": path, "log": str(log)}
+        print(json.dumps(order), file=self._orders, flush=True)
+        return ForkedServer(int(self._answers.readline()))
+
+    def stop(self) -> None:
+        self._orders.close()
+        self._process.wait(60)
+        self._answers.close()
+
+
+@pytest.fixture(scope="module")
+def forked_sglang_servers(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, die_with_us: Callable[[], object] | None
+) -> Iterator[Callable[..., SglangServer]]:
+    """Return a function that starts a server in 3 s: ``start(*arguments, imported=, without=, **environment)``.
+
+    ``imported`` are the variables that SGLang reads when it is imported; each set of them costs one slow start.
+    ``without`` are options of ``SglangServer`` to leave away.
+    """
+    with contextlib.ExitStack() as stack:
+        forks: dict[tuple[tuple[str, str], ...], SglangForks] = {}
+
+        def start(
+            *args: str, imported: dict[str, str] | None = None, without: tuple[str, ...] = (), **env: str
+        ) -> SglangServer:
+            imported = imported or {}
+            key = tuple(sorted(imported.items()))
+            if key not in forks:
+                forks[key] = SglangForks(imported, preexec_fn=die_with_us)
+                stack.callback(forks[key].stop)
+            folder = tmp_path_factory.mktemp("sglang")
+            server = SglangServer(
+                tiny_llama, folder, _free_block(20), args=args, without=without, forks=forks[key], env=env
+            )
+            stack.callback(server.stop)
+            server.wait_until_up()
+            return server
+
+        yield start
 
 
 @pytest.fixture(scope="module")
