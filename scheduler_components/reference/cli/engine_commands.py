@@ -387,6 +387,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
             batch_mode=options.batch_mode,
             recv_interval=options.recv_interval,
             tokens=TokenSpec() if spec is None else spec.tokens,
+            grammar=model.grammar(spec),
         ),
         speed=options.speed,
         seed=options.seed,

@@ -14,15 +14,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from kit.structured_output import expect_structured_output
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_model import inspect_model
-from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
+from scheduler_components.reference.engine.config import EngineConfig, GrammarConfig, HiCacheConfig, SchedulerConfig
 from scheduler_components.reference.engine.engine import Engine, open_engine
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RankSilentError, RequestFailedError
 from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
+from scheduler_components.reference.engine.frontend.text_frontend import open_text_codec
 from scheduler_components.reference.engine.http_app import make_app
 from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
@@ -64,13 +66,18 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
         dp_size=1,
         attn_cp_size=1,
         attn_tp_size=2,
-        scheduler=SchedulerConfig(page_size=4, kv_tokens=420, chunk_tokens=32, tokens=spec.tokens),
+        scheduler=SchedulerConfig(
+            page_size=4, kv_tokens=420, chunk_tokens=32, tokens=spec.tokens, grammar=GrammarConfig()
+        ),
         hicache=HiCacheConfig(host_tokens=4096),
     )
 
+    codec = open_text_codec(config)
+
     async def scenario(engine: Engine) -> None:
         root = Path(os.path.commonpath([model_folder, larger_folder]))
-        app = httpx.ASGITransport(app=make_app(engine, CollectorRegistry(), weights_root=root))
+        application = make_app(engine, CollectorRegistry(), codec=codec, weights_root=root)
+        app = httpx.ASGITransport(app=application)
         async with httpx.AsyncClient(transport=app, base_url="http://localhost", timeout=60) as client:
 
             async def post(path: str, body: dict[str, Any]) -> httpx.Response:
@@ -82,6 +89,7 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
 
             for prompts in (PROMPTS[1:], OTHERS, PROMPTS[1:]):
                 await expect_tokens_of(judge, engine, prompts)
+            await expect_structured_output(application, engine)  # random weights, whose free text is no JSON
             name = "model.layers.0.mlp.down_proj.weight"
             refused = await post("/update_weights", update("v2", {name: parts[name], "lm_head.bias": b"1"}))
             assert refused.status_code == 400 and "is no tensor of this model" in refused.text
@@ -123,7 +131,7 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
             await engine.run(asyncio.Event().wait())
 
     async def whole() -> None:
-        async with open_engine(config, show=lambda _: None) as engine:
+        async with open_engine(config, tokenizer=codec.to_json(), show=lambda _: None) as engine:
             await scenario(engine)
 
     asyncio.run(asyncio.wait_for(whole(), timeout=180))

@@ -16,6 +16,7 @@ import zmq
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.dp_attn import DpBatchSync, dp_rank_groups
+from scheduler_components.grammar_queue import GrammarQueue
 from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
@@ -37,12 +38,14 @@ from scheduler_components.reference.engine.rank.frontend_sinks import (
     ZmqOutputSink,
     ZmqReportSender,
 )
+from scheduler_components.reference.engine.rank.grammar import open_grammar_queue
 from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender, StopPipe
 from scheduler_components.reference.engine.rank.loop import CommandDecoder, Follower, Leader, RankWorker
 from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_components.reference.engine.rank.rpc_handler import ProfiledDevice, RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub, open_zmq_groups, open_zmq_sync_hub
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.reference.engine.zmq_sockets import bind_pull, connect_push
 from scheduler_components.request_receiver import RequestReceiver
@@ -112,7 +115,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
         device = ProfiledDevice(device=compute.device, profiles=profiles)
-        state = QuiesceState()
+        state, grammars = QuiesceState(), _open_grammars(config, opened)
         scheduler = Scheduler.compose(
             config.engine.scheduler,
             parallel,
@@ -122,7 +125,10 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             quiesce=state,
             dp=_dp_sync(config, parallel, peers),
             groups=groups,
+            rooms=grammars,
         )
+        for each in grammars:
+            scheduler.metrics.sources["grammars"] = each
         opened.callback(scheduler.close)
         opened.callback(scheduler.kv_events.publish_all_cleared)
         quiesce = make_quiesce_stepper(scheduler, state, groups=groups, weights=compute.weights, memory=compute.memory)
@@ -142,6 +148,16 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         heartbeat.send_if_due()  # before `RankReady`, so that the frontend monitors the rank from the start
         reports.send(_ready(config.rank, events, load_publisher, sinks.forward_passes))
         loop.run()
+
+
+def _open_grammars(config: RankConfig, opened: ExitStack) -> tuple[GrammarQueue[Request], ...]:
+    """Open the queue of requests with a grammar; none if the configuration refuses them."""
+    scheduler = config.engine.scheduler
+    if scheduler.grammar is None:
+        return ()
+    queue = open_grammar_queue(scheduler.grammar, scheduler.tokens, config.paths.tokenizer)
+    opened.callback(queue.close)
+    return (queue,)
 
 
 def _profiler(config: RankConfig) -> Profiler:
