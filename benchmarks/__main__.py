@@ -25,6 +25,7 @@ _SECTIONS = (
     "idle",
     "load",
     "metrics",
+    "forward_pass",
     "step",
     "intake",
     "quiesce",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,8 +17,8 @@ from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from scheduler_components.events import Tier, ValidatedEvents
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
 from scheduler_components.kv_events.codec import DIALECTS
-from scheduler_components.kv_events.dialects import OPTIONS
-from scheduler_components.kv_events.snapshot import merge_batches
+from scheduler_components.kv_events.dialects import OPTIONS, BlockChanges
+from scheduler_components.kv_events.snapshot import PayloadReader, merge_batches
 from scheduler_components.testing import EventLedger
 
 Payloads = list[bytes]
@@ -202,6 +203,22 @@ def test_one_event_or_many_checked_or_trusted_the_bytes_are_the_same(
     for event in sound:
         alone = encoder.encode(KVEventBatch(1.0, (event,)), 0)
         assert alone == encoder.encode(KVEventBatch(1.0, ValidatedEvents((event,))), 0)
+
+
+@pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
+@settings(deadline=None, max_examples=num_examples(10))
+@example(events=(SEVEN_TIMES, AllBlocksCleared(), SEVEN_TIMES))
+@example(events=(BlockRemoved((5,)), AllBlocksCleared(), BlockRemoved((6,), "CPU"), BlockRemoved((7,), "CPU")))
+@given(events=ODD_HISTORIES.map(lambda history: sum(history, ())))
+def test_the_changes_of_a_batch_equal_those_of_its_payload(
+    joined: Callable[[BlockChanges], object], events: tuple[KVCacheEvent, ...], dialect: str
+) -> None:
+    encoder = BatchEncoder(dialect)
+    _, sound, _ = encoder.encode_valid(KVEventBatch(1.0, events), 0)
+    for each in (tuple(sound), ValidatedEvents(sound)):
+        payload, changes = encoder.encode_with_changes(KVEventBatch(1.0, each), 0)
+        assert changes is not None
+        assert joined(changes) == joined(PayloadReader().changes(payload))
 
 
 OPTION_VALUES: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -63,3 +64,37 @@ def test_dynamos_relay_and_subscriber_read_the_bytes_and_its_publisher_writes_th
     counter_id = decode_forward_pass(theirs).counter_id
     scheduled, queued = ScheduledRequestMetrics(2, 72, 0.0, 32, 2, 30), QueuedRequestMetrics(2, 80, 0.0, 1, 70_000)
     assert theirs == encode_forward_pass(ForwardPassMetrics(1, "direct", 0, counter_id, 0.25, scheduled, queued))
+
+
+def test_dynamos_tracker_keeps_the_newest_message_of_each_replica_of_a_known_worker() -> None:
+    """The mode that Dynamo's planner uses: messages of a worker without a registered model are left out."""
+    sink = open_zmq_forward_pass_sink("tcp://127.0.0.1:0", ParallelState())
+    command = [sys.executable, str(READER), sink.endpoint, "track"]  # type: ignore[attr-defined]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracker:
+        assert tracker.stdin is not None
+        assert tracker.stdout is not None
+        questions, answers = tracker.stdin, tracker.stdout
+
+        def tracked() -> dict[tuple[str, int], bytes]:
+            questions.write("stats\n")
+            questions.flush()
+            return {(name, rank): bytes.fromhex(payload) for name, rank, payload in json.loads(answers.readline())}
+
+        try:
+            worker = answers.readline().strip()
+            sent: dict[tuple[str, int], bytes] = {}
+
+            def send() -> None:  # until the relay has connected; each message replaces the last one of its replica
+                for counter_id in (1, 2):
+                    for name, rank in (("unknown", 0), (worker, 0), (worker, 1)):
+                        scheduled = ScheduledRequestMetrics(1, 8 * (rank + 1))
+                        metrics = ForwardPassMetrics(1, name, rank, counter_id, 0.25, scheduled)
+                        sent[name, rank] = encode_forward_pass(metrics)
+                        sink.send(metrics)
+
+            send()
+            known = {key: payload for key, payload in sent.items() if key[0] == worker}
+            wait_until(lambda: tracked() == known, poll=send)
+        finally:
+            tracker.kill()
+            sink.close()
