@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler_components._lazy import lazy_exports
+from scheduler_components.testing.agreement_checks import AGREEMENT_CHECKS
 from scheduler_components.testing.batcher_checks import BATCHER_CHECKS
 from scheduler_components.testing.check_trace import CheckTrace, ConformanceError
 from scheduler_components.testing.control_checks import PROFILER_CHECKS, STATE_HOLDER_CHECKS
@@ -47,13 +48,15 @@ if TYPE_CHECKING:
         RecorderMachine,
     )
     from scheduler_components.testing.subscriber_checks import SUBSCRIBER_CHECKS
-    from scheduler_components.testing.thread_ranks import run_ranks
+    from scheduler_components.testing.thread_ranks import ThreadRanks, run_ranks
     from scheduler_components.testing.thread_request_receiver_checks import RECEIVER_CHECKS
+    from scheduler_components.testing.torch_ranks import TorchRanks
     from scheduler_components.testing.zmq_publisher_checks import PUBLISHER_CHECKS
     from scheduler_components.testing.zmq_scripted_publisher import ScriptedPublisher
 
 __all__ = [
     # checks
+    "AGREEMENT_CHECKS",
     "BATCHER_CHECKS",
     "BLOCK_TABLE_CACHE_CHECKS",
     "ENDPOINT_CHECKS",
@@ -96,6 +99,8 @@ __all__ = [
     "ListOutputSink",
     "PagedModel",
     "ScriptedPublisher",
+    "ThreadRanks",
+    "TorchRanks",
     "next_token",
     "run_ranks",
     # verification
@@ -111,7 +116,8 @@ __getattr__ = lazy_exports(
         ),
         "scheduler_components.testing.subscriber_checks": "SUBSCRIBER_CHECKS",
         "scheduler_components.testing.thread_request_receiver_checks": "RECEIVER_CHECKS",
-        "scheduler_components.testing.thread_ranks": "run_ranks",
+        "scheduler_components.testing.thread_ranks": "ThreadRanks run_ranks",
+        "scheduler_components.testing.torch_ranks": "TorchRanks",
         "scheduler_components.testing.zmq_publisher_checks": "PUBLISHER_CHECKS",
         "scheduler_components.testing.zmq_scripted_publisher": "ScriptedPublisher",
     },

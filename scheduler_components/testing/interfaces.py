@@ -23,6 +23,7 @@ with the steps, the expectation and the finding.
 | ``RECEIVER_CHECKS`` | ``open_receivers(source)`` | one ``ReceivingRank`` per rank, the leading one first |
 | ``TOPOLOGY_CHECKS`` | ``gate`` | a ``RankGate``, asked about every rank of every topology |
 | ``ENDPOINT_CHECKS`` | ``planner, promises`` | a ``PortPlanner`` of the streams of an engine |
+| ``AGREEMENT_CHECKS`` | ``open_rank(groups, clock, leads), ranks`` | a ``WaitingRank``; a ``RankRunner`` runs them |
 
 ``FollowerMachine`` drives a ``FollowerCore``. If your part has other names, wrap it. These interfaces have more members
 than a component's ports, because a check examines the whole part.
@@ -30,13 +31,14 @@ than a component's ports, because a check examines the whole part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from scheduler_components import EventBatch, KVCacheEvent
+from scheduler_components import EventBatch, KVCacheEvent, ParallelState
+from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import HeldBlocksSource
@@ -70,10 +72,16 @@ __all__ = [
     "Workload",
     # request receivers
     "ReceivingRank",
+    # waiting queues of ranks that agree
+    "OpenWaitingRank",
+    "RankRunner",
+    "WaitingRank",
     # topologies
     "PortPlanner",
     "RankGate",
 ]
+
+T = TypeVar("T")
 
 # Prefix caches.
 
@@ -380,4 +388,61 @@ class PortPlanner(Protocol):
 
     def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> Mapping[str, str]:
         """Return the address of each kind to which a reader connects, for a stream whose process runs on ``host``."""
+        ...
+
+
+# Waiting queues of ranks that agree.
+
+
+class WaitingRank(Protocol):
+    """One rank's queue of requests that wait for something local, with the contract of ``AgreedQueue``.
+
+    All ranks make the same calls between the same two steps, except ``report``.
+    """
+
+    def add(self, rid: str, timeout_s: float) -> bool:
+        """Let a request wait; it expires after ``timeout_s`` on the leading rank's clock. Return False to refuse it."""
+        ...
+
+    def report(self, rid: str, is_ready: bool) -> None:
+        """Record what only this rank knows: it is ready for the request, or it has failed. Unknown ids are ignored."""
+        ...
+
+    def cancel(self, rid: str) -> object:
+        """Remove a request, whether it waits or not."""
+        ...
+
+    def step(self, step: int) -> Iterable[tuple[str, str]]:
+        """Agree with the other ranks. Return (id, reason) of each request that leaves, in order.
+
+        A reason is ``ready``, ``failed`` or ``expired``.
+        """
+        ...
+
+
+OpenWaitingRank: TypeAlias = Callable[[ParallelGroups, Callable[[], float], bool], WaitingRank]
+"""Opens the queue of one rank: ``open_rank(groups, clock, leads)``. The clocks of the ranks differ; one rank leads."""
+
+
+class RankRunner(Protocol):
+    """Runs all ranks of a replica: ``ThreadRanks`` or ``TorchRanks``."""
+
+    @property
+    def worlds(self) -> Sequence[ParallelState]:
+        """The replicas to run, each by the state of its rank 0."""
+        ...
+
+    @property
+    def short_timeout_s(self) -> float:
+        """Longest wait for the others in a collective, in a check that waits for it."""
+        ...
+
+    def run(
+        self, world: ParallelState, work: Callable[[ParallelGroups], T], *, timeout_s: float | None = None
+    ) -> Mapping[int, T]:
+        """Run ``work`` on each rank; return the results by rank, without those of ranks that did not end in time.
+
+        Raises:
+            Exception: ``work`` raised it on some rank.
+        """
         ...
