@@ -122,8 +122,10 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "late_readers: slowest reader until LIVE, 10,000",
-        "The loop, the reader and all else share two cores. On a busy machine (load 2 to 4), the slowest of four "
-        "readers took 0.4 to 0.6 s in six loops, and 1.1 and 1.6 s in two others.",
+        "The loop, the reader and all else share two cores. A reader takes 15 us of processor time per replayed batch, "
+        "so 0.15 s for a full buffer, and the loop takes most of a core. On a busy machine (load 2 to 4), the slowest "
+        "of four readers took 0.4 to 0.6 s in six loops, and 1.1 and 1.6 s in two others; with load 8 on these two "
+        "cores 0.7 to 0.9 s inline, and 0.8 to 5.4 s in the background.",
     ),
 )
 """A pattern for ``section: what`` and the reason. Exactly one pattern matches each missed row."""

@@ -192,6 +192,8 @@ class StreamCursor:
     def handle(self, event: CursorEvent) -> tuple[Instruction, ...]:
         """Process one event and return the instructions to carry out, in order, before the next event."""
         match event:
+            case ReplayBatchReceived():  # the most frequent event: an answer has thousands
+                pass
             case ReplayMetaReceived(request_id) if self._is_extension_probe(request_id):
                 self._rules = self._new_digest_cursor()
                 self._had_extension = True

@@ -21,6 +21,7 @@ from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components.kv_events import CurveClientKeys, Endpoint, StreamAddress
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
+from scheduler_components.kv_events.zmq_sockets import receive_message
 
 __all__ = ["Socket", "SocketFactory", "ZmqReplayChannel", "ZmqStream"]
 
@@ -106,7 +107,7 @@ class ZmqReplayChannel:
         if self.socket is None:
             return None
         try:
-            return self._request_id, self.socket.recv_multipart(zmq.NOBLOCK)
+            return self._request_id, receive_message(self.socket)
         except zmq.Again:
             return None
 
@@ -266,7 +267,7 @@ class ZmqStream:
                 return
             self._lock.yield_to_waiters()
             try:
-                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                frames = receive_message(self._sub)
             except zmq.Again:
                 return
             frame = self.frames.parse_live(frames)

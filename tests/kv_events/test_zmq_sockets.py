@@ -19,7 +19,7 @@ from kit.contention import count_most_holders
 from kit.sockets import OpenSocket, Socket
 
 from scheduler_components import StartError
-from scheduler_components.kv_events.zmq_sockets import MessageSender, lock_ipc_path
+from scheduler_components.kv_events.zmq_sockets import MessageSender, lock_ipc_path, receive_message, receive_queued
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
@@ -147,6 +147,16 @@ def test_frames_of_all_lengths_arrive_as_they_are(pair: tuple[Socket, Socket]) -
     ):
         sender.send((b"reader", *body))
         assert pair[1].recv_multipart() == list(body)
+
+
+def test_messages_are_received_one_by_one_with_all_their_frames(pair: tuple[Socket, Socket]) -> None:
+    bodies = [[b""], [b"", b"ab" * 50_000, b"\0"], [b"a"], [b"", b"", b""]]
+    for body in bodies:
+        pair[0].send_multipart([b"reader", *body])
+    assert [receive_message(pair[1]), *receive_queued(pair[1], 2)] == bodies[:3]
+    assert list(receive_queued(pair[1], 5)) == bodies[3:]
+    with pytest.raises(zmq.Again):
+        receive_message(pair[1])
 
 
 def test_a_message_to_a_full_or_absent_peer_is_not_sent_at_all(pair: tuple[Socket, Socket]) -> None:
