@@ -43,7 +43,7 @@ FLOORS = (
     ("forward_pass_publisher", "request_tracer"),
     ("batch_result_processor",),
     ("dp_attn", "dynamic_chunk_sizer", "new_token_ratio_tracker"),
-    ("ordered_requests",),
+    ("ordered_requests", "request_deadlines"),
     ("request_queues",),
     ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache"),
     ("batcher", "lora_queue", "sessions"),

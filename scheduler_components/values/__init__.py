@@ -93,7 +93,7 @@ from scheduler_components.values.stats import (
 )
 from scheduler_components.values.sync import SyncCall
 from scheduler_components.values.tiers import CachedTokens, TierStats
-from scheduler_components.values.waiting import AgreedQueueStats, LoraStats
+from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats, LoraStats, RequestTimeouts
 
 __all__ = [
     "AdapterLoad",
@@ -115,6 +115,7 @@ __all__ = [
     "DecisionKind",
     "DecisionStats",
     "DecisionValue",
+    "DeadlineStats",
     "DecodeMoments",
     "DisaggregationLoad",
     "DivergencePolicy",
@@ -166,6 +167,7 @@ __all__ = [
     "RequestHints",
     "RequestRejection",
     "RequestState",
+    "RequestTimeouts",
     "ResumeMemory",
     "RollBackWeights",
     "ScheduledBatch",

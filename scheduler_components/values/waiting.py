@@ -4,7 +4,33 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["AgreedQueueStats", "LoraStats"]
+__all__ = ["AgreedQueueStats", "DeadlineStats", "LoraStats", "RequestTimeouts"]
+
+
+class RequestTimeouts(msgspec.Struct, frozen=True, gc=False):
+    """How long a request may take, in seconds; None for no limit. Compared with the agreed clock (``StepAgreement``).
+
+    Attributes:
+        queue_s: until it is first admitted.
+        total_s: until its end.
+    """
+
+    queue_s: float | None = None
+    total_s: float | None = None
+
+
+class DeadlineStats(msgspec.Struct, frozen=True, gc=False):
+    """Counters of ``RequestDeadlines``, equal on all ranks.
+
+    Attributes:
+        waiting: requests in flight that have a limit.
+        queue_timeouts: requests that were not admitted in time.
+        timeouts: requests that were not complete in time.
+    """
+
+    waiting: int = 0
+    queue_timeouts: int = 0
+    timeouts: int = 0
 
 
 class AgreedQueueStats(msgspec.Struct, gc=False):

@@ -144,6 +144,13 @@ class EngineOptions:
     batch_mode: Annotated[
         BatchMode, Parameter(help="Batches of decodes and prefills, or of one kind with prefills first.")
     ] = "mixed"
+    queue_timeout: Annotated[
+        float | None,
+        Parameter(help="Seconds in which a request must be admitted, unless its client sets queue_timeout."),
+    ] = None
+    request_timeout: Annotated[
+        float | None, Parameter(help="Seconds in which a request must be complete, unless its client sets timeout.")
+    ] = None
     recv_interval: Annotated[int, Parameter(help="Decode steps that share one receive of input.")] = 1
     kv_events_config: Annotated[
         str | None,
@@ -385,6 +392,8 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
             schedule_policy=options.schedule_policy,
             preemption_policy=options.preemption_policy,
             batch_mode=options.batch_mode,
+            queue_timeout_s=options.queue_timeout,
+            timeout_s=options.request_timeout,
             recv_interval=options.recv_interval,
             tokens=TokenSpec() if spec is None else spec.tokens,
             grammar=model.grammar(spec),

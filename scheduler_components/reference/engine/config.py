@@ -25,6 +25,7 @@ from scheduler_components.reference.engine.log_output import LogConfig
 from scheduler_components.request_tracer import check_otlp_endpoint
 from scheduler_components.scheduling_policy import check_policy_name
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
+from scheduler_components.values import RequestTimeouts
 
 __all__ = [
     "DEFAULT_HOST",
@@ -139,6 +140,8 @@ class SchedulerConfig:
         batch_mode: ``mixed`` or ``prefill_first`` (``BatchLimits``).
         tokens: vocabulary, context and end-of-sequence tokens of the model.
         kv_metrics_every_steps: steps between two ``KvMetrics``, for a scheduler with a ``KvMetricsSink``.
+        queue_timeout_s, timeout_s: limits until a request is admitted and until its end, if its client sets none; None
+            for no limit.
         recv_interval: weight of steps between two receives of input (``RecvSkipper``); 1 receives before every step.
         input_bounds: limits of size, rate and number of the requests that a replica admits.
         integrity: checks of the pools, and the watchdog.
@@ -160,6 +163,8 @@ class SchedulerConfig:
     batch_mode: BatchMode = attrs.field(default="mixed", validator=choice_validator(*BATCH_MODES))
     tokens: TokenSpec = attrs.field(factory=TokenSpec)
     kv_metrics_every_steps: int = attrs.field(default=8, validator=integer_validator())
+    queue_timeout_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(number_validator()))
+    timeout_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(number_validator()))
     recv_interval: int = attrs.field(default=1, validator=integer_validator("is not an interval"))
     input_bounds: InputLimits = attrs.field(factory=InputLimits)
     integrity: IntegrityConfig = attrs.field(factory=IntegrityConfig)
@@ -177,6 +182,11 @@ class SchedulerConfig:
                 f"is above new_token_ratio={self.new_token_ratio}",
                 f"give at most {self.new_token_ratio}",
             )
+
+    @property
+    def timeouts(self) -> RequestTimeouts:
+        """The limits of requests whose client sets none."""
+        return RequestTimeouts(self.queue_timeout_s, self.timeout_s)
 
     @property
     def kv_pages(self) -> int:

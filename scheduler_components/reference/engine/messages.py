@@ -28,6 +28,7 @@ from scheduler_components.values import (
     LoadSnapshot,
     OutputBatch,
     RequestHints,
+    RequestTimeouts,
     TierStats,
     TraceParent,
 )
@@ -95,6 +96,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     sampling: SamplingParams = SamplingParams()
     trace: TraceParent | None = None
     hints: RequestHints = RequestHints()
+    timeouts: RequestTimeouts = RequestTimeouts()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):

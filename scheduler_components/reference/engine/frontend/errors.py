@@ -9,6 +9,7 @@ __all__ = [
     "RankSilentError",
     "RequestFailedError",
     "RequestRefusedError",
+    "RequestTimeoutError",
     "TooBusyError",
 ]
 
@@ -27,6 +28,10 @@ class RequestRefusedError(ComponentError):
 
 class RequestFailedError(ComponentError):
     """This request has no answer or only a part of it. The engine goes on."""
+
+
+class RequestTimeoutError(ComponentError):
+    """This request has reached its time limit before its first token. The text names the limit."""
 
 
 class TooBusyError(ComponentError):

@@ -23,6 +23,7 @@ from scheduler_components.reference.engine.frontend.errors import (
     EngineFailedError,
     RequestFailedError,
     RequestRefusedError,
+    RequestTimeoutError,
     TooBusyError,
 )
 from scheduler_components.reference.engine.frontend.heartbeat_monitor import HeartbeatMonitor
@@ -42,7 +43,15 @@ from scheduler_components.reference.engine.messages import (
     SubmitRequest,
     encode,
 )
-from scheduler_components.values import ControlReply, FinishReason, OutputBatch, OutputDelta, RequestHints, TraceParent
+from scheduler_components.values import (
+    ControlReply,
+    FinishReason,
+    OutputBatch,
+    OutputDelta,
+    RequestHints,
+    RequestTimeouts,
+    TraceParent,
+)
 
 __all__ = ["REPLY_TIMEOUT_S", "CommandReplies", "Frontend", "GenerateReqInput", "RankReplies", "RequestStream"]
 
@@ -59,6 +68,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
         limits: when to stop.
         sampling: how tokens are chosen; the frontend draws a missing seed.
         hints: priority, tenant, deadline and adapter, for the scheduling policy.
+        timeouts: how long the request may wait and take.
         stream_interval: tokens between two deltas; 0 for one delta at the end.
         conversation: requests with the same value share a prefix; the dispatcher may send them to one replica.
         replica: the replica that must serve the request; None lets the dispatcher choose.
@@ -70,6 +80,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     limits: SamplingLimits
     sampling: SamplingParams = SamplingParams()
     hints: RequestHints = RequestHints()
+    timeouts: RequestTimeouts = RequestTimeouts()
     stream_interval: int = 1
     conversation: str | None = None
     replica: int | None = None
@@ -188,6 +199,7 @@ class Frontend:
             sampling,
             request.trace,
             request.hints,
+            request.timeouts,
         )
         self.send(replica, command)
         return stream
@@ -308,7 +320,8 @@ class RequestStream:
 
         Raises:
             RequestRefusedError: the scheduler cannot serve the request.
-            TooBusyError: the replica accepts no requests now.
+            TooBusyError: the replica accepts no requests now, or has not admitted this one in time.
+            RequestTimeoutError: the request has reached its time limit without a token.
             RequestFailedError: the replica could not compute the request, or tokens were dropped.
             EngineFailedError: the engine has failed.
             RankSilentError: a rank of the replica is stopped or hangs.
@@ -331,6 +344,8 @@ def _check_delta(delta: OutputDelta) -> OutputDelta | ComponentError:
         return RequestRefusedError(delta.output.problem)
     if delta.finish_reason == FinishReason.QUEUE_TIMEOUT:
         return TooBusyError(delta.output.problem)
+    if delta.finish_reason == FinishReason.TIMEOUT and not delta.num_output_tokens:
+        return RequestTimeoutError(delta.output.problem)
     num_lost = delta.num_output_tokens - delta.start - len(delta.output.token_ids)
     if num_lost:
         return RequestFailedError(f"{num_lost} tokens of request {delta.rid!r} were dropped: too many were waiting")

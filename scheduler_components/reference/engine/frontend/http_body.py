@@ -18,7 +18,12 @@ from starlette.types import Receive
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError
-from scheduler_components.reference.engine.frontend.errors import RequestFailedError, RequestRefusedError, TooBusyError
+from scheduler_components.reference.engine.frontend.errors import (
+    RequestFailedError,
+    RequestRefusedError,
+    RequestTimeoutError,
+    TooBusyError,
+)
 
 __all__ = [
     "BODY_TIMEOUT_S",
@@ -224,6 +229,8 @@ def component_error_response(error: ComponentError) -> Response:
         return error_response(400, str(error))
     if isinstance(error, RequestFailedError):
         return error_response(500, str(error))
+    if isinstance(error, RequestTimeoutError):
+        return error_response(504, str(error))
     if isinstance(error, BodyTooLargeError):
         return error_response(413, str(error))
     if isinstance(error, BodyTimeoutError):

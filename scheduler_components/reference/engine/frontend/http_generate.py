@@ -34,6 +34,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
     LogitBias,
     Name,
     Priority,
+    Seconds,
     Stops,
     TokenId,
     by_tier,
@@ -42,7 +43,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
     stop_strings,
 )
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta, TextFrontend
-from scheduler_components.values import FinishReason, RequestHints
+from scheduler_components.values import FinishReason, RequestHints, RequestTimeouts
 
 __all__ = ["GenerateBody", "GenerateEndpoint", "read_generate_body"]
 
@@ -93,6 +94,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs_num: int | None = None
     rid: Name | None = None
     priority: Priority | None = None
+    timeout: Seconds | None = None
+    queue_timeout: Seconds | None = None
     conversation: Name | None = None
     stream: bool = False
     data_parallel_rank: int | None = None
@@ -118,6 +121,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
                 regex=params.regex,
             ),
             hints=RequestHints(priority=self.priority or 0),
+            timeouts=RequestTimeouts(self.queue_timeout, self.timeout),
             stops=stop_strings(params.stop),
             include_stop_str=params.no_stop_trim,
             stream_interval=params.stream_interval if self.stream else 0,
@@ -235,4 +239,5 @@ def _finish_reason(update: TextDelta) -> dict[str, Any] | None:
         return {"type": "length", "length": update.delta.num_output_tokens}
     if update.finish_reason == FinishReason.STOP:
         return {"type": "stop", "matched": update.matched}
-    return {"type": "abort"}
+    problem = update.delta.output.problem
+    return {"type": "abort"} | ({"message": problem} if problem else {})

@@ -1,7 +1,8 @@
 """Bodies and response fields of ``/v1/completions`` and ``/v1/chat/completions``, without I/O.
 
 The bodies have OpenAI's fields and those that vLLM and SGLang add: ``top_k``, ``min_p``, ``stop_token_ids``,
-``ignore_eos``, ``json_schema``, ``regex``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``.
+``ignore_eos``, ``json_schema``, ``regex``, ``data_parallel_rank`` and its newer name ``routed_dp_rank``. ``timeout``
+and ``queue_timeout`` limit a request in seconds; both are this engine's own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
-from scheduler_components.values import CachedTokens, RequestHints
+from scheduler_components.values import CachedTokens, RequestHints, RequestTimeouts
 
 __all__ = [
     "MAX_CHOICES",
@@ -23,6 +24,7 @@ __all__ = [
     "ChatLogprobs",
     "CompletionBody",
     "CompletionLogprobs",
+    "Seconds",
     "TokenId",
     "LogitBias",
     "Usage",
@@ -47,6 +49,7 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """A larger one runs first, as in SGLang. vLLM's order is the opposite."""
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=10**9)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Stop: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Stops: TypeAlias = _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=_MAX_STOPS)] | None
@@ -121,6 +124,8 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: _StreamOptions | None = None
     user: str | None = None
     priority: Priority | None = None
+    timeout: Seconds | None = None
+    queue_timeout: Seconds | None = None
     rid: Name | None = None
     conversation: Name | None = None
     data_parallel_rank: int | None = None
@@ -175,6 +180,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
             ),
             grammar_field="" if self.response_format is None else "response_format",
             hints=RequestHints(priority=self.priority or 0, tenant=(self.user or "")[:_MAX_TENANT_CHARACTERS]),
+            timeouts=RequestTimeouts(self.queue_timeout, self.timeout),
             stops=stop_strings(self.stop),
             include_stop_str=bool(self.include_stop_str_in_output),
             stream_interval=1 if self.stream else 0,

@@ -20,7 +20,7 @@ from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import FinishReason, OutputDelta, RequestHints, TraceParent
+from scheduler_components.values import FinishReason, OutputDelta, RequestHints, RequestTimeouts, TraceParent
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -46,7 +46,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids, ignore_eos: see ``SamplingLimits``.
         sampling: how tokens are chosen.
         grammar_field: the client's field with the grammar of ``sampling``; empty if it has the name of its kind.
-        hints: see ``RequestHints``.
+        hints, timeouts: see ``RequestHints`` and ``RequestTimeouts``.
         stops: strings that end the text.
         include_stop_str: keep the stop string in the text.
         stream_interval: tokens between two deltas; 0 for one delta at the end.
@@ -59,6 +59,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     grammar_field: str = ""
     hints: RequestHints = RequestHints()
+    timeouts: RequestTimeouts = RequestTimeouts()
     stops: tuple[str, ...] = ()
     include_stop_str: bool = False
     stream_interval: int = 1
@@ -142,6 +143,7 @@ class TextFrontend:
             limits=self._limits(len(prompt), params),
             sampling=params.sampling,
             hints=params.hints,
+            timeouts=params.timeouts,
             # With stop strings each token is needed as soon as possible, because it may end the request.
             stream_interval=1 if params.stops else params.stream_interval,
             conversation=params.conversation,

@@ -159,6 +159,7 @@ class RankWorker:
                 command.limits,
                 sampling=command.sampling,
                 hints=command.hints,
+                timeouts=command.timeouts,
                 stream_interval=command.stream_interval,
                 trace=command.trace,
             )

@@ -17,6 +17,7 @@ from scheduler_components.values import (
     GrammarKey,
     RequestHints,
     RequestState,
+    RequestTimeouts,
     TokenOutput,
     TraceParent,
 )
@@ -28,6 +29,7 @@ __all__ = [
 
 _GREEDY = SamplingParams()
 _NO_HINTS = RequestHints()
+_NO_TIMEOUTS = RequestTimeouts()
 
 
 class Request:
@@ -48,6 +50,7 @@ class Request:
         logprobs: one entry per generated token if ``sampling`` requests them, else None.
         grammar: which tokens may follow; None if every token may, and until the grammar is compiled.
         hints: what the client says about the order.
+        timeouts: how long it may wait and take.
         session_id: the session that it is a turn of; None for none.
         lora_id: number of its adapter, which ``LoraQueue`` writes; None for the base model.
         stream_interval: tokens between two deltas to the client; 0 for one delta at the end.
@@ -80,6 +83,7 @@ class Request:
         "grammar",
         "logprobs",
         "hints",
+        "timeouts",
         "session_id",
         "lora_id",
         "stream_interval",
@@ -109,6 +113,7 @@ class Request:
         *,
         sampling: SamplingParams = _GREEDY,
         hints: RequestHints = _NO_HINTS,
+        timeouts: RequestTimeouts = _NO_TIMEOUTS,
         session_id: str | None = None,
         stream_interval: int = 1,
         trace: TraceParent | None = None,
@@ -122,6 +127,7 @@ class Request:
         self.grammar: RequestGrammar | None = None
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.hints = hints
+        self.timeouts = timeouts
         self.session_id = session_id
         self.lora_id: int | None = None
         self.stream_interval = stream_interval

@@ -4,6 +4,7 @@
 
     agreement.step()                agree with the other ranks on the time, finished page transfers and waiting requests
     rooms.pop_departures()          queue the requests that have what they need, end those that cannot get it
+    deadlines.pop_expired()         end the requests that have waited or run too long
     batcher.next_batch()            choose what to compute; allocate pages, retract the latest arrivals if necessary
     device.launch(batch)
     kv_events.idle()                send the events of the previous step while the device computes
@@ -19,7 +20,6 @@ on a clock or on the rank. ``state_digest`` lets the ranks verify that.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +80,7 @@ from scheduler_components.reference.engine.scheduler.request_limits import (
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
 from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
+from scheduler_components.request_deadlines import RequestDeadlines
 from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.request_tracer import RequestTracer
@@ -95,7 +96,7 @@ from scheduler_components.values import (
 from scheduler_components.waiting_rooms import WaitingRoom, WaitingRooms
 from scheduler_components.watchdog import IDLE_PHASE
 
-__all__ = ["ROOM_POLL_S", "Clocks", "RoomedRequests", "Scheduler", "SchedulerSinks", "StepResult"]
+__all__ = ["ROOM_POLL_S", "Clocks", "Scheduler", "SchedulerSinks", "StepResult", "TimedRequests"]
 
 ROOM_POLL_S = 0.02
 """Time between two steps of a replica that only waits for rooms: short compared with compiling a grammar."""
@@ -119,6 +120,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         queues: the waiting and running requests.
         agreement: agrees with the other ranks once per step.
         rooms: what requests wait for besides pages.
+        deadlines: ends requests that wait or take too long.
         tiers: the prefix cache with the tiers behind it.
         prefetcher: fetches the prefixes of waiting requests from these tiers.
         settings: the sizes, which can change while requests run.
@@ -137,6 +139,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     queues: RequestQueues[Request]
     agreement: StepAgreement
     rooms: WaitingRooms[Request]
+    deadlines: RequestDeadlines[Request]
     tiers: CacheTiers
     prefetcher: TierPrefetcher
     settings: BatcherSettings
@@ -227,6 +230,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         output = OutputStreamer(sink=sinks.outputs)
         # The path of a request: rooms, batcher, device, results.
         waiting_rooms, groups = WaitingRooms[Request](rooms=rooms), groups or ParallelGroups()
+        deadlines = RequestDeadlines[Request](defaults=config.timeouts)
         agreement = StepAgreement(
             groups=groups,
             parts=(*tiers.agreement_parts, *rooms),
@@ -272,7 +276,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         )
         results = BatchResultProcessor(
             kv=kv_cache,
-            requests=RoomedRequests(batcher=batcher, rooms=waiting_rooms),
+            requests=TimedRequests(batcher=batcher, rooms=waiting_rooms, deadlines=deadlines),
             output=output,
             observer=request_metrics,
             eos_token_ids=frozenset(config.tokens.eos_token_ids),
@@ -282,6 +286,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             queues=queues,
             agreement=agreement,
             rooms=waiting_rooms,
+            deadlines=deadlines,
             tiers=tiers,
             prefetcher=prefetcher,
             settings=BatcherSettings(config=config, batcher=batcher),
@@ -323,6 +328,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             self.batcher.hold(request)
         else:
             self.batcher.add(request)
+        self.deadlines.add(request)
         self.request_metrics.on_queued(request)
         self._digest.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
         self.integrity.progress.enter_phase(IDLE_PHASE)
@@ -357,6 +363,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         progress.begin_step(self.num_steps + 1, "agreement")
         self.agreement.step(self.num_steps + 1)
         self._apply_departures()
+        for expired in self.deadlines.pop_expired(self.agreement.now_s):
+            self._end(expired.request, expired.reason, expired.problem)
         self.prefetcher.update_prefetched_spans()
         progress.enter_phase("batch")
         batch = self.batcher.next_batch()
@@ -445,12 +453,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     def next_step_in_s(self) -> float:
         """Seconds until a step is due, by the clock of this rank, for the leading rank; infinite if none is.
 
-        Steps without a batch let requests in rooms go. What they wait for ends on threads of all ranks, so such steps
-        are taken every ``ROOM_POLL_S``.
+        Steps without a batch let requests in rooms go, and end those that have waited too long. What requests in rooms
+        wait for ends on threads of all ranks, so such steps are taken every ``ROOM_POLL_S``.
         """
         if self.has_work:
             return 0.0
-        return ROOM_POLL_S if len(self.rooms) else math.inf
+        due_in_s = self.deadlines.next_deadline_s - self.agreement.clock()
+        return min(ROOM_POLL_S, due_in_s) if len(self.rooms) else due_in_s
 
     @property
     def num_steps(self) -> int:
@@ -515,15 +524,17 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
 
 
 @dataclass(slots=True, kw_only=True)
-class RoomedRequests:
-    """The ``RequestFinisher`` of a scheduler with rooms."""
+class TimedRequests:
+    """The ``RequestFinisher`` of a scheduler with rooms and deadlines."""
 
     batcher: Batcher[Request]
     rooms: WaitingRooms[Request]
+    deadlines: RequestDeadlines[Request]
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         self.batcher.finish(request, reason)
         self.rooms.end(request)
+        self.deadlines.discard(request)
 
 
 @dataclass(slots=True, kw_only=True)

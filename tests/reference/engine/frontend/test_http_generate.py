@@ -30,7 +30,14 @@ from scheduler_components.reference.engine.messages import (
     unpack_tokens,
 )
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import FinishReason, OutputBatch, OutputDelta, TokenOutput, TraceParent
+from scheduler_components.values import (
+    FinishReason,
+    OutputBatch,
+    OutputDelta,
+    RequestTimeouts,
+    TokenOutput,
+    TraceParent,
+)
 
 
 class EchoingLeader(RecordingLeader):
@@ -241,6 +248,52 @@ def test_a_request_that_could_not_be_computed_is_500(stream: bool) -> None:
     response = post(frontend, {"input_ids": [1], "stream": stream})
     assert response.status_code == 500
     assert "could not be computed" in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(FinishReason.REFUSED, 400), (FinishReason.QUEUE_TIMEOUT, 503), (FinishReason.TIMEOUT, 504)],
+    ids=str,
+)
+def test_a_request_that_ends_before_its_first_token_says_why(reason: FinishReason, status: int, stream: bool) -> None:
+    frontend, leader = make_front()
+    output = TokenOutput(problem="the limit, in words")
+    leader.answer = lambda command: frontend.process_outputs(
+        OutputBatch(0, (OutputDelta(command.rid, 0, 0, reason, output),))
+    )
+    response = post(frontend, {"input_ids": [1], "stream": stream, "timeout": 2, "queue_timeout": 0.5})
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == "the limit, in words"
+    (command,) = leader.commands
+    assert isinstance(command, SubmitRequest)
+    assert command.timeouts == RequestTimeouts(0.5, 2.0)
+
+
+def test_a_request_keeps_the_tokens_that_it_has_when_its_time_is_over() -> None:
+    frontend, leader = make_front()
+
+    def answer(command: SubmitRequest) -> None:
+        for number, reason in enumerate((None, FinishReason.TIMEOUT)):
+            output = TokenOutput((5,)[number:], num_prompt_tokens=1, problem="timeout=2: too long" if reason else "")
+            delta = OutputDelta(command.rid, number, 1, reason, output)
+            frontend.process_outputs(OutputBatch(number, (delta,)))
+
+    leader.answer = answer
+    response = post(frontend, {"input_ids": [1], "timeout": 2.0})
+    assert response.status_code == 200
+    assert response.json()["output_ids"] == [5]
+    assert response.json()["meta_info"]["finish_reason"] == {"type": "abort", "message": "timeout=2: too long"}
+
+
+@pytest.mark.parametrize("field", ["timeout", "queue_timeout"])
+@pytest.mark.parametrize("value", [0, -1, "soon", 1e300])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(field: str, value: object) -> None:
+    frontend, leader = make_front()
+    response = post(frontend, {"input_ids": [1], field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert not leader.commands
 
 
 @pytest.mark.parametrize("stream", [False, True])

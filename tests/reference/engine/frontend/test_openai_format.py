@@ -20,7 +20,14 @@ from scheduler_components.reference.engine.frontend.openai_format import (
 from scheduler_components.reference.engine.frontend.text_frontend import TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import CachedTokens, GrammarKey, OutputDelta, RequestHints, TokenOutput
+from scheduler_components.values import (
+    CachedTokens,
+    GrammarKey,
+    OutputDelta,
+    RequestHints,
+    RequestTimeouts,
+    TokenOutput,
+)
 
 CODEC = WordTokenizer()
 UNCACHED = CachedTokens()
@@ -71,6 +78,8 @@ def test_the_newer_name_of_the_replica_takes_precedence(fields: dict[str, int], 
 def test_priority_and_user_are_hints_for_the_scheduling_policy() -> None:
     hints = completion(priority=3, user="ann").params().hints
     assert (hints.priority, hints.tenant) == (3, "ann")
+    assert completion(timeout=3, queue_timeout=0.5).params().timeouts == RequestTimeouts(0.5, 3.0)
+    assert completion().params().timeouts == RequestTimeouts()
     assert completion().params().hints == RequestHints()
     assert len(completion(user="u" * 1000).params().hints.tenant) == 128
     for wrong in (2**31, 1.5, "high"):

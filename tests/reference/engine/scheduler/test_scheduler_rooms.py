@@ -1,4 +1,4 @@
-"""Requests that wait in rooms before they are batched, in the reference scheduler."""
+"""Requests that wait in rooms before they are batched, and requests with time limits, in the reference scheduler."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from scheduler_components.values import (
     PauseGeneration,
     PauseMode,
     RequestState,
+    RequestTimeouts,
 )
 
 
@@ -61,8 +62,9 @@ class RoomedScheduler:
         )
         self.quiesce = make_quiesce_stepper(self.scheduler, state, groups=groups or ParallelGroups())
 
-    def submit(self, rid: str) -> Request:
-        request = Request(rid, range(10), SamplingLimits(max_new_tokens=3, ignore_eos=True))
+    def submit(self, rid: str, timeouts: RequestTimeouts | None = None, max_new: int = 3) -> Request:
+        limits = SamplingLimits(max_new_tokens=max_new, ignore_eos=True)
+        request = Request(rid, range(10), limits, timeouts=timeouts or RequestTimeouts())
         self.scheduler.submit(request)
         return request
 
@@ -249,3 +251,73 @@ def test_ranks_that_are_ready_at_different_moments_make_the_same_batches() -> No
     first, second = run_ranks(ParallelState.from_tp_rank(0, tp_size=2), serve)
     assert first == second
     assert [batch for _, batch in first] == ["a", "a", "", "", "w2", "w1,w2", "w1", "", "", "", "", ""]
+
+
+def test_a_queue_limit_ends_a_request_in_a_room_and_one_that_is_not_admitted() -> None:
+    it = RoomedScheduler()
+    it.submit("w", RequestTimeouts(queue_s=2.0))
+    it.execute(PauseGeneration(PauseMode.RETRACT))
+    it.submit("paused", RequestTimeouts(queue_s=3.0))
+    it.submit("patient")
+    it.scheduler.step()
+    assert not it.scheduler.has_work
+    assert it.scheduler.next_step_in_s < 0.1  # a room is polled
+    it.now_s = 2.0
+    it.scheduler.step()
+    assert it.scheduler.next_step_in_s == pytest.approx(1.0)  # then only the deadline is due, although nothing may run
+    it.now_s = 3.0
+    assert it.scheduler.next_step_in_s == 0.0
+    it.scheduler.step()
+    assert [(delta.rid, delta.finish_reason) for delta in it.outputs.deltas] == [
+        ("w", FinishReason.QUEUE_TIMEOUT),
+        ("paused", FinishReason.QUEUE_TIMEOUT),
+    ]
+    assert it.outputs.deltas[0].output.problem.startswith("queue_timeout=2: ")
+    assert it.scheduler.next_step_in_s == float("inf")
+    assert (len(it.scheduler.rooms), len(it.scheduler.queues)) == (0, 1)
+
+
+def test_a_total_limit_ends_a_running_request_with_its_tokens_and_frees_its_pages() -> None:
+    it = RoomedScheduler()
+    request = it.submit("a", RequestTimeouts(queue_s=0.5, total_s=2.0), max_new=50)
+    it.scheduler.step()
+    it.now_s = 1.0
+    it.scheduler.step()
+    it.now_s = 2.0
+    it.scheduler.step()
+    last = it.outputs.deltas[-1]
+    assert (last.finish_reason, last.num_output_tokens) == (FinishReason.TIMEOUT, 2)
+    assert last.output.problem.startswith("timeout=2: ")
+    assert request.state is RequestState.FINISHED
+    assert not it.scheduler.cache.used_tokens
+    assert len(it.scheduler.deadlines) == 0
+    it.now_s = 100.0
+    assert it.drain() == ["a"]
+
+
+def test_the_limits_of_the_configuration_are_those_of_requests_without_their_own() -> None:
+    config = SchedulerConfig(queue_timeout_s=1.5, timeout_s=30.0)
+    assert config.timeouts == RequestTimeouts(1.5, 30.0)
+    with pytest.raises(ConfigError, match="queue_timeout_s"):
+        SchedulerConfig(queue_timeout_s=-1.0)
+
+
+def test_ranks_whose_clocks_differ_end_a_request_in_the_same_step() -> None:
+    """The clock of rank 1 is hours ahead and ten times as fast. Only that of rank 0 counts."""
+
+    def serve(groups: ParallelGroups) -> list[tuple[int, int]]:
+        parallel = ParallelState.from_tp_rank(groups.rank, tp_size=2)
+        now_s = [10_000.0 * groups.rank]
+        it = RoomedScheduler(parallel, groups, clock=lambda: now_s[0])
+        it.submit("a", RequestTimeouts(total_s=4.0), max_new=30)
+        it.submit("w", RequestTimeouts(queue_s=3.0))
+        seen = []
+        for _ in range(8):
+            it.scheduler.step()
+            now_s[0] += 1.0 if not groups.rank else 10.0
+            seen.append((it.scheduler.state_digest, len(it.scheduler.queues)))
+        return seen
+
+    first, second = run_ranks(ParallelState.from_tp_rank(0, tp_size=2), serve)
+    assert first == second
+    assert [num_open for _, num_open in first] == [2, 2, 2, 1, 0, 0, 0, 0]
