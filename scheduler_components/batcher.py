@@ -289,7 +289,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         """Queue a new request."""
         self.queues.add(request)
         self._add_to_policy(request)
-        self.decisions.note("queue", request.arrival, request.num_input_tokens, request.num_cached_tokens)
+        self.decisions.note("queue", request.rid, request.arrival, request.num_input_tokens, request.num_cached_tokens)
 
     def hold(self, request: R) -> None:
         """Queue a new request that may not be admitted before ``release``."""

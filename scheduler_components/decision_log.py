@@ -62,12 +62,15 @@ logger = logging.getLogger(__name__)
 
 DECISION_KINDS: Mapping[str, DecisionKind] = {
     "input": DecisionKind(("step", "messages", "digest")),
-    "queue": DecisionKind(("arrival", "tokens", "cached tokens")),
+    "queue": DecisionKind(("rid", "arrival", "tokens", "cached tokens")),
     "match": DecisionKind(("rid", "tokens")),
     "admit": DecisionKind(("arrival", "cached tokens", "chunk tokens")),
     "preempt": DecisionKind(("arrival", "computed tokens")),
     "batch": DecisionKind(("retracted",), ("arrival", "end")),
+    "replicas": DecisionKind(each=("tokens",)),
+    "result": DecisionKind(("updated requests",), ("token", "page")),
     "finish": DecisionKind(("arrival", "reason")),
+    "state": DecisionKind(("used tokens", "free tokens", "evictable tokens", "operations", "tiers")),
     "evict": DecisionKind(("first page", "pages")),
     "clear": DecisionKind(("free pages", "weight version")),
     "tiers": DecisionKind(("digest",)),
@@ -103,12 +106,14 @@ class _Records:
         step: the agreement before them.
         body: msgpack of the first ``num_kept`` decisions, one after the other.
         num_records: decisions in total. More than are kept if the ring is too short.
+        tip: the digest after them; set when they are proposed, and replaced after a divergence.
     """
 
     step: int = 0
     body: bytearray = field(default_factory=bytearray)
     num_kept: int = 0
     num_records: int = 0
+    tip: int = 0
 
     def add(self, notes: Sequence[_Note], encoded: bytes, most: int) -> None:
         """Append notes up to ``most`` bytes: all of them, or the first ones."""
@@ -170,6 +175,7 @@ class _Chain:
 
     def restart(self, step: int) -> None:
         """Begin a new digest, the same on all ranks, with the decisions since the last `DecisionLog.fill`."""
+        self.proposed.tip = step
         self.digest = blake2b(step.to_bytes(8, "big", signed=True), digest_size=8)
         self.digest.update(self.open.body)
 
@@ -215,6 +221,11 @@ class DecisionLog:
         return int.from_bytes(self._chain.digest.digest(), "big", signed=True)
 
     @property
+    def agreed_tip(self) -> int:
+        """The tip at the last agreement. It is equal on all ranks, or the last agreement raised an error."""
+        return self._chain.proposed.tip
+
+    @property
     def num_divergences(self) -> int:
         """Agreements that found a difference; equal on all ranks."""
         return self._chain.counts["num_divergences"]
@@ -234,6 +245,7 @@ class DecisionLog:
     def fill(self, proposal: Proposal) -> None:
         """Add the tip to the step's proposal."""
         tip, chain = self.tip, self._chain
+        chain.open.tip = tip
         chain.proposed = chain.open
         chain.open = _Records(step=proposal.step)
         proposal.fill(_SLOTS, (tip, len(chain.proposed.body)))

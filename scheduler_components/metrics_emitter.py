@@ -16,6 +16,7 @@ from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
 from scheduler_components.validators import check_integer
 from scheduler_components.values import (
     BatchingStats,
+    DecisionStats,
     ForwardPassStats,
     GrammarStats,
     IntegrityStats,
@@ -55,6 +56,7 @@ class StatsSources(TypedDict, total=False):
     forward_passes: StatsSource[ForwardPassStats]
     spans: StatsSource[SpanStats]
     grammars: StatsSource[GrammarStats]
+    decisions: StatsSource[DecisionStats]
 
 
 @dataclass(slots=True, frozen=True)

@@ -378,7 +378,8 @@ class QuiesceController:
         reply = self._decide(pending, agreed)
         outcome = "pending" if reply is None else "refused" if reply.problem else "done"
         state = self.state.digest(pending.is_acting, pending.is_carried_out)
-        self.decisions.note("apply", "quiesce", outcome, pending.request_id, state)
+        checksum = reply.checksum if reply is not None and not reply.problem else 0
+        self.decisions.note("apply", "quiesce", outcome, pending.request_id, state, checksum)
         if reply is not None:
             self._pending.popleft()
             if reply.problem:

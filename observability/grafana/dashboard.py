@@ -122,6 +122,14 @@ ROWS = (
                 ("integrity_checks_total", "integrity_censuses_total", "integrity_checks_failed_total"),
             ),
             Panel("Stalls per second", ("integrity_stalls_total",)),
+            Panel(
+                "Decisions per second",
+                ("decisions_total", "decisions_unregistered_total", "decision_values_replaced_total"),
+            ),
+            Panel(
+                "Divergences of ranks per second",
+                ("decision_divergences_total", "decision_divergences_unknown_total"),
+            ),
         ),
     ),
     Row(

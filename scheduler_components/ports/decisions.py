@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from scheduler_components.values import DecisionDump
+from scheduler_components.values import DecisionDump, DecisionStats
 
 __all__ = ["DecisionSink", "DivergenceSink", "NullDecisionLog", "NullDivergenceSink"]
 
@@ -28,12 +28,23 @@ class DecisionSink(Protocol):
 
 
 class NullDecisionLog:
-    """The sink of a component whose decisions nothing compares."""
+    """The log of a component or a scheduler whose decisions nothing compares."""
 
     wants_decisions: ClassVar[bool] = False
+    tip: ClassVar[int] = 0
+    agreed_tip: ClassVar[int] = 0
 
     def note(self, kind: str, *values: int | str) -> None:
         pass
+
+    def fill(self, proposal: object) -> None:
+        pass
+
+    def apply(self, step: int, agreed: object) -> None:
+        pass
+
+    def stats(self) -> DecisionStats:
+        return DecisionStats()
 
 
 class DivergenceSink(Protocol):

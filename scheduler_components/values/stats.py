@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from scheduler_components.values.decisions import DecisionStats
 from scheduler_components.values.forward_pass import ForwardPassStats
 from scheduler_components.values.grammar import GrammarStats
 from scheduler_components.values.load import LoadSnapshot
@@ -255,6 +256,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
         forward_passes: counters of the forward-pass metrics.
         spans: counters of the request spans.
         grammars: requests with a grammar, and compilations.
+        decisions: counters of the decision log.
 
     ``load`` is from this step. ``MetricsEmitter`` reads the other parts every few steps. A part that the engine does
     not have is None.
@@ -275,3 +277,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     forward_passes: ForwardPassStats | None = None
     spans: SpanStats | None = None
     grammars: GrammarStats | None = None
+    decisions: DecisionStats | None = None

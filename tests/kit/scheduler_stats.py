@@ -10,6 +10,7 @@ from scheduler_components import ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
     BatchingStats,
+    DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
@@ -63,4 +64,5 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         forward_passes=ForwardPassStats(),
         spans=SpanStats(),
         grammars=GrammarStats(),
+        decisions=DecisionStats(),
     )

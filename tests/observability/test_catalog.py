@@ -20,6 +20,7 @@ from observability.catalog import (
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
     BatchingStats,
+    DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
@@ -79,6 +80,7 @@ PARTS = {
     "forward_passes.": ForwardPassStats,
     "spans.": SpanStats,
     "grammars.": GrammarStats,
+    "decisions.": DecisionStats,
 }
 WHOLE = make_full_stats()
 

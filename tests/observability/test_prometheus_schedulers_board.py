@@ -22,6 +22,7 @@ from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metric
 from scheduler_components.ports import MetricsSink
 from scheduler_components.values import (
     BatchingStats,
+    DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
@@ -70,6 +71,7 @@ PARTS = {
     "forward_passes": ForwardPassStats,
     "spans": SpanStats,
     "grammars": GrammarStats,
+    "decisions": DecisionStats,
     "batching": BatchingStats,
     "quiesce": QuiesceStats,
     "integrity": IntegrityStats,

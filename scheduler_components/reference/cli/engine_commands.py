@@ -30,10 +30,12 @@ from scheduler_components.reference.engine.config import (
     DEFAULT_HOST,
     MOONCAKE_MASTER,
     MOONCAKE_METADATA,
+    DecisionLogMode,
     DpAttentionConfig,
     EngineConfig,
     GrammarConfig,
     HiCacheConfig,
+    IntegrityConfig,
     SchedulerConfig,
     StorageChecksum,
     StorageKind,
@@ -171,6 +173,14 @@ class EngineOptions:
     profile_directory: Annotated[
         str,
         Parameter(show_default=False, help="Directory of profiles. Without it /start_profile is refused."),
+    ] = ""
+    decision_log: Annotated[
+        DecisionLogMode,
+        Parameter(help="What to do when the ranks of a replica decide differently. dump and stop also write files."),
+    ] = "stop"
+    decision_dump_directory: Annotated[
+        str,
+        Parameter(show_default=False, help="Where each rank writes its recent decisions when the ranks have diverged."),
     ] = ""
     forward_pass_endpoint: Annotated[
         str,
@@ -394,6 +404,9 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
             batch_mode=options.batch_mode,
             queue_timeout_s=options.queue_timeout,
             timeout_s=options.request_timeout,
+            integrity=IntegrityConfig(
+                decision_log=options.decision_log, decision_dump_directory=options.decision_dump_directory
+            ),
             recv_interval=options.recv_interval,
             tokens=TokenSpec() if spec is None else spec.tokens,
             grammar=model.grammar(spec),

@@ -31,6 +31,7 @@ __all__ = [
     "DEFAULT_HOST",
     "MOONCAKE_MASTER",
     "MOONCAKE_METADATA",
+    "DecisionLogMode",
     "DpAttentionConfig",
     "EngineConfig",
     "HiCacheConfig",
@@ -61,6 +62,7 @@ _MODEL_SPEED = 1 / 8  # on two busy cores, 135 million parameters need up to 8 s
 
 StorageKind: TypeAlias = Literal["none", "file", "mooncake"]
 _STORAGE_KINDS = ("none", "file", "mooncake")
+DecisionLogMode: TypeAlias = Literal["off", "count", "log", "dump", "stop"]
 StorageChecksum: TypeAlias = Literal["frame", "sidecar", "none"]
 _STORAGE_CHECKSUMS = ("frame", "sidecar", "none")
 
@@ -83,6 +85,9 @@ class IntegrityConfig:
         owners_one_in: the allocation log records one in this many requests; 0 disables the log. One in four costs less
             than a microsecond per step, and a leak that repeats soon affects a recorded request.
         follows_events: also compare the cache with the sum of its events. Costs 60 bytes per cached block.
+        decision_log: what to do when the ranks of a replica decide differently; ``off`` compares nothing.
+        decision_dump_directory: where each rank then writes its recent decisions, with ``dump`` and ``stop``; empty for
+            nowhere.
         stall_after_s: a step that spends this long in one phase is reported as stuck; 0 disables the watchdog. None
             means 8 s, which is less than the frontend's heartbeat timeout, and longer for a slow device.
 
@@ -93,9 +98,16 @@ class IntegrityConfig:
     checks: CheckPolicy = attrs.field(factory=CheckPolicy)
     owners_one_in: int = attrs.field(default=4, validator=integer_validator("is not a sampling interval", at_least=0))
     follows_events: bool = False
+    decision_log: DecisionLogMode = "stop"
+    decision_dump_directory: str = ""
     stall_after_s: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(number_validator(or_zero=True))
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.decision_log == "dump" and not self.decision_dump_directory:
+            hint = "give a directory with decision_dump_directory"
+            raise ConfigError("decision_log", "dump", "has no place for its files", hint)
 
     def stall_timeout_s(self, speed: float) -> float:
         """Return ``stall_after_s`` for a device of this speed."""

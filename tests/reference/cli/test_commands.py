@@ -28,6 +28,7 @@ MISTAKES = [
     (["serve", "--moe-dp-size", "3"], "give a divisor of 8"),
     (["serve", "--kv-tokens", "1000"], "give 992"),
     (["serve", "--speed", "nan"], "speed=nan"),
+    (["serve", "--decision-log", "dump"], "decision_log='dump'"),
     (["serve", "--port", "70000"], "--port"),
     (["serve", "--limit", "0"], "--limit"),
     (["serve", "--trace", "/no/such/file"], "/no/such/file"),
@@ -66,13 +67,13 @@ MISTAKES = [
 
 ENGINE = """
     admin-api-key admin-api-key-file affinity-tokens allowed-host api-key api-key-file attn-cp-size attn-tp-size
-    batch-mode chunk-tokens dp-attention dp-size drain-timeout forward-pass-endpoint forward-pass-worker-id hicache
-    hicache-host-layout hicache-host-tokens hicache-load hicache-load-pages hicache-mooncake-master
-    hicache-mooncake-metadata hicache-prefetch hicache-prefetch-pages hicache-retry-steps hicache-storage
-    hicache-storage-checksum hicache-storage-path hicache-write hicache-write-hits host kv-events-config kv-pool
-    kv-tokens max-running-requests moe-dp-size otlp-traces-endpoint page-size port pp-size preemption-policy
-    prefill-delay-low-usage prefill-delay-steps profile-directory recv-interval schedule-policy seed speed
-    weights-root
+    batch-mode chunk-tokens decision-dump-directory decision-log dp-attention dp-size drain-timeout
+    forward-pass-endpoint forward-pass-worker-id grammar-backend hicache hicache-host-layout hicache-host-tokens
+    hicache-load hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch
+    hicache-prefetch-pages hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path
+    hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests moe-dp-size
+    otlp-traces-endpoint page-size port pp-size preemption-policy prefill-delay-low-usage prefill-delay-steps
+    profile-directory recv-interval schedule-policy seed speed weights-root
 """
 API_KEY, STREAM_KEYS = "api-key api-key-file", "publisher-key-file secret-key-file"
 OPTIONS = {

@@ -2,8 +2,8 @@
 
 All ranks of a replica run in lockstep. The sequence of steps and commands determines every decision of a scheduler, so
 all ranks must take the same steps with the same commands. The leader receives commands from the frontend. Before each
-step its ``RequestReceiver`` relays them to the followers, with the digest of the leader's state. A follower whose
-digest differs stops the engine, because its KV cache would differ from then on.
+step its ``RequestReceiver`` relays them to the followers. In each step the ranks compare what they have decided, and
+stop at a difference, because their KV caches would differ from then on (``DecisionLog``).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Leader:
                 continue
             step += 1
             try:
-                commands = self.receiver.receive(step, scheduler.state_digest, self.worker.mode)
+                commands = self.receiver.receive(step, scheduler.agreed_digest, self.worker.mode)
             except StopRequestedError:
                 return
             self.worker.execute(step, commands)
@@ -287,14 +287,14 @@ class Follower:
         """Step until the rank must stop.
 
         Raises:
-            LockstepError: the state of this rank differs from its leader's.
+            LockstepError: the input of this rank differs from its leader's, or the ranks have decided differently.
         """
         step = 0
         while True:
             self.heartbeat.send_if_due()
             step += 1
             try:
-                commands = self.receiver.receive(step, self.worker.scheduler.state_digest, self.worker.mode)
+                commands = self.receiver.receive(step, self.worker.scheduler.agreed_digest, self.worker.mode)
             except StopRequestedError:
                 return
             self.worker.execute(step, commands)

@@ -15,14 +15,16 @@ import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.dp_attn import DpBatchSync, dp_rank_groups
+from scheduler_components.file_divergence_sink import FileDivergenceSink
 from scheduler_components.grammar_queue import GrammarQueue
 from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import ZmqForwardPassSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
-from scheduler_components.ports import ForwardPassSink
+from scheduler_components.ports import DivergenceSink, ForwardPassSink, NullDivergenceSink
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.rank_groups import world_rank_groups
@@ -83,7 +85,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
 
     Raises:
         ConfigError, StartError: the rank cannot start.
-        LockstepError: the state of the rank differs from its leader's.
+        LockstepError: the input of the rank differs from its leader's, or the ranks have decided differently.
     """
     parallel = config.engine.parallel(config.rank)
     with ExitStack() as opened:
@@ -126,6 +128,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             dp=_dp_sync(config, parallel, peers),
             groups=groups,
             rooms=grammars,
+            decisions=_decision_log(config, groups),
         )
         for each in grammars:
             scheduler.metrics.sources["grammars"] = each
@@ -158,6 +161,17 @@ def _open_grammars(config: RankConfig, opened: ExitStack) -> tuple[GrammarQueue[
     queue = open_grammar_queue(scheduler.grammar, scheduler.tokens, config.paths.tokenizer)
     opened.callback(queue.close)
     return (queue,)
+
+
+def _decision_log(config: RankConfig, groups: ParallelGroups) -> DecisionLog | NullDecisionLog:
+    """Make the log that compares the decisions of this rank with those of the other ranks of its replica."""
+    integrity = config.engine.scheduler.integrity
+    if integrity.decision_log == "off":
+        return NullDecisionLog()
+    sink: DivergenceSink = NullDivergenceSink()
+    if integrity.decision_dump_directory:
+        sink = FileDivergenceSink(directory=Path(integrity.decision_dump_directory))
+    return DecisionLog(groups=groups, policy=integrity.decision_log, sink=sink)
 
 
 def _profiler(config: RankConfig) -> Profiler:
@@ -285,7 +299,12 @@ def _open_loop(
         steps = bind_pull(context, paths.steps(parallel.world_rank), high_water_mark=_MAX_STEPS_AHEAD)
         relay = ZmqFollowerRelay(steps=steps, wait_for=heartbeat.wait)
         receiver = RequestReceiver(
-            rank=str(parallel), reader=CommandDecoder(), relay=relay, recv_skipper=skipper, progress=progress
+            rank=str(parallel),
+            reader=CommandDecoder(),
+            relay=relay,
+            recv_skipper=skipper,
+            progress=progress,
+            decisions=scheduler.decisions,
         )
         return Follower(worker=worker, receiver=receiver, heartbeat=heartbeat)
     others = config.engine.follower_ranks(parallel.kv_stream_index)
@@ -307,6 +326,7 @@ def _open_loop(
             ),
             recv_skipper=skipper,
             progress=progress,
+            decisions=scheduler.decisions,
         ),
         sleeper=IdleSleeper([commands, peers.inbox], [heartbeat.stop.descriptor]),
         heartbeat=heartbeat,

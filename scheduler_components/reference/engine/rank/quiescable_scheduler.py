@@ -68,5 +68,7 @@ def make_quiesce_stepper(
         weights, memory: ports of the rank's device.
     """
     port = QuiescableScheduler(scheduler=scheduler)
-    quiesce = QuiesceController(work=port, cache=port, weights=weights, memory=memory, state=state)
+    quiesce = QuiesceController(
+        work=port, cache=port, weights=weights, memory=memory, state=state, decisions=scheduler.decisions
+    )
     return QuiesceStepper(quiesce=quiesce, groups=groups, progress=scheduler.integrity.progress)

@@ -2,7 +2,8 @@
 
 ``Scheduler.compose`` wires the parts. ``Scheduler.step`` runs them:
 
-    agreement.step()                agree with the other ranks on the time, finished page transfers and waiting requests
+    agreement.step()                agree with the other ranks on the time, finished page transfers and waiting
+                                    requests, and compare what all ranks have decided since the last agreement
     rooms.pop_departures()          queue the requests that have what they need, end those that cannot get it
     deadlines.pop_expired()         end the requests that have waited or run too long
     batcher.next_batch()            choose what to compute; allocate pages, retract the latest arrivals if necessary
@@ -23,7 +24,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import msgspec
 
@@ -133,6 +133,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         metrics: reports the statistics of each step.
         forward_passes: reports what each batch was, to planners.
         integrity: checks the pools between steps, and tracks the progress of a step for the watchdog.
+        digest: notes the results of each step in the decision log of this rank.
     """
 
     device: Device
@@ -152,7 +153,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     metrics: MetricsEmitter
     forward_passes: ForwardPassPublisher
     integrity: SchedulerIntegrity
-    _digest: StateDigest = field(default_factory=StateDigest, init=False)
+    digest: StateDigest
 
     @classmethod
     def compose(
@@ -181,12 +182,14 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             clocks: sources of time.
             quiesce: what control requests allow now. The default allows everything.
             dp: exchange with the other replicas under DP attention. The default has no other replicas.
-            decisions: the log of this rank's decisions. The default compares them with no other rank's.
+            decisions: the log of this rank's decisions, over the same groups. The default stops all ranks at the first
+                difference.
             rooms: what requests may wait for besides pages, in one order on all ranks.
             groups: the ranks of the replica, which agree once per step. The default is a replica of one rank.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
-        quiesce, dp, decisions = quiesce or QuiesceState(), dp or DpBatchSync(), decisions or DecisionLog()
+        quiesce, dp, groups = quiesce or QuiesceState(), dp or DpBatchSync(), groups or ParallelGroups()
+        decisions = decisions or DecisionLog(groups=groups, policy="stop")
         tiers = tiers or DeviceOnlyTiers(cache=_device_cache(config, parallel))
         cache = tiers.cache
         cache.record_decisions(decisions)
@@ -229,11 +232,13 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         )
         output = OutputStreamer(sink=sinks.outputs)
         # The path of a request: rooms, batcher, device, results.
-        waiting_rooms, groups = WaitingRooms[Request](rooms=rooms), groups or ParallelGroups()
+        waiting_rooms = WaitingRooms[Request](rooms=rooms)
+        for room in rooms:
+            room.queue.decisions = decisions
         deadlines = RequestDeadlines[Request](defaults=config.timeouts)
         agreement = StepAgreement(
             groups=groups,
-            parts=(*tiers.agreement_parts, *rooms),
+            parts=(decisions, *tiers.agreement_parts, *rooms),
             clock=clocks.monotonic,
             leads=parallel.leads_replica or not groups.groups,
         )
@@ -272,6 +277,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
                 "outputs": output,
                 "forward_passes": forward_passes,
                 "spans": tracer,
+                "decisions": decisions,
             },
         )
         results = BatchResultProcessor(
@@ -299,6 +305,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             metrics=metrics,
             forward_passes=forward_passes,
             integrity=integrity,
+            digest=StateDigest(decisions=decisions),
         )
 
     def submit(self, request: Request) -> None:
@@ -330,7 +337,6 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             self.batcher.add(request)
         self.deadlines.add(request)
         self.request_metrics.on_queued(request)
-        self._digest.add(crc32(request.rid.encode()), request.num_prompt_tokens, request.num_cached_tokens)
         self.integrity.progress.enter_phase(IDLE_PHASE)
 
     def abort(self, rid: str) -> bool:
@@ -347,7 +353,6 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         request.problem = problem
         self.tiers.prefetch_queue.cancel(request.rid)
         self.results.abort(request, reason)
-        self._digest.add(request.arrival, self.cache.used_tokens)
 
     def step(self) -> StepResult:
         """Compute one batch, apply its results, publish and report.
@@ -374,7 +379,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             self.tiers.wait()
             updated = self.results.process()
         self.queues.on_aborts_streamed()
-        self._digest.add_step(batch, len(updated), self.tiers)
+        self.digest.add_step(batch, len(updated), self.tiers)
         progress.enter_phase("report")
         self._report()
         is_idle = not self.queues.running and not self.tiers.num_operations
@@ -464,12 +469,22 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     @property
     def num_steps(self) -> int:
         """Number of completed steps."""
-        return self._digest.num_steps
+        return self.digest.num_steps
 
     @property
     def state_digest(self) -> int:
         """A 32-bit digest of all decisions and results, which is equal on all ranks after the same calls."""
-        return self._digest.value
+        return self.digest.value
+
+    @property
+    def agreed_digest(self) -> int:
+        """The 32-bit digest at the last agreement: equal on all ranks that take the same steps with the same input."""
+        return self.decisions.agreed_tip % 2**32
+
+    @property
+    def decisions(self) -> DecisionLog | NullDecisionLog:
+        """The log of the decisions of this rank."""
+        return self.digest.decisions
 
     @property
     def cache(self) -> PrefixCache:
@@ -484,7 +499,6 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     def retract_all(self) -> int:
         """Move every running request back to the waiting queue, with its output, and return their number."""
         num_retracted = self.batcher.retract_all()
-        self._digest.add(num_retracted, self.cache.used_tokens)
         self.kv_events.flush()
         return num_retracted
 
@@ -499,7 +513,6 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         """
         self.cache.clear(weight_version)
         self.prefetcher.restart(weight_namespace(weight_version))
-        self._digest.add(self.cache.free_tokens, crc32(weight_version.encode()))
         self.kv_events.flush()
 
     def clear_storage_index(self) -> None:

@@ -1,11 +1,10 @@
-"""StateDigest: a checksum of a scheduler's decisions, by which the ranks of a replica detect a divergence."""
+"""StateDigest: the results and the state of each step, noted in the decision log of a scheduler."""
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
-from zlib import crc32
+from dataclasses import dataclass, field
 
+from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.values import ScheduledBatch
@@ -15,29 +14,37 @@ __all__ = ["StateDigest"]
 
 @dataclass(slots=True, kw_only=True)
 class StateDigest:
-    """A 32-bit CRC of all decisions and results. Ranks that made the same calls have equal digests.
+    """Notes what the components of a scheduler cannot: which tokens a step returned, and the pages that it left.
 
     Attributes:
-        value: the digest.
-        num_steps: number of steps in it.
+        decisions: the log that the components of the scheduler note in, too.
+        num_steps: number of noted steps.
     """
 
-    value: int = 0
+    decisions: DecisionLog | NullDecisionLog = field(default_factory=DecisionLog)
     num_steps: int = 0
 
-    def add(self, *numbers: int) -> None:
-        """Add signed 64-bit numbers."""
-        self.value = crc32(array("q", numbers).tobytes(), self.value)
+    @property
+    def value(self) -> int:
+        """32 bits over all decisions, results and states. Ranks that made the same calls have equal digests."""
+        return self.decisions.tip % 2**32
 
     def add_step(self, batch: ScheduledBatch[Request], num_updated_requests: int, tiers: CacheTiers) -> None:
-        """Add a step: the chunk, last token and last page of each request of the batch, and the state of the cache."""
+        """Note a step: the last token and the last page of each request of the batch, and the state of the cache."""
         self.num_steps += 1
-        numbers = [self.num_steps, batch.num_admitted, batch.num_retracted]
-        for chunk in batch.chunks:
-            request = chunk.request
-            numbers += (request.arrival, chunk.start, chunk.end, request.token_ids[-1])
-            numbers.append(request.pages[-1] if request.pages else -1)
-        numbers += (shape.num_tokens for shape in batch.replicas)
+        if not self.decisions.wants_decisions:
+            return
+        requests = [chunk.request for chunk in batch.chunks]
+        results = [value for each in requests for value in (each.token_ids[-1], each.pages[-1] if each.pages else -1)]
+        self.decisions.note("result", num_updated_requests, *results)
+        if batch.replicas:
+            self.decisions.note("replicas", *(shape.num_tokens for shape in batch.replicas))
         cache = tiers.cache
-        numbers += (num_updated_requests, cache.used_tokens, cache.free_tokens, cache.evictable_tokens)
-        self.add(*numbers, tiers.state_digest - 2**63)
+        self.decisions.note(
+            "state",
+            cache.used_tokens,
+            cache.free_tokens,
+            cache.evictable_tokens,
+            tiers.num_operations,
+            tiers.state_digest,
+        )

@@ -169,16 +169,17 @@ def test_the_digest_shows_a_call_before_the_next_step() -> None:
 
 
 GOLDEN = [
-    (1952719771, 9),
-    (3239909659, 14),
-    (3323040882, 2),
-    (3866190213, 0),
-    (2940336076, 11),
-    (3986450931, 2),
-    (1455529800, 17),
-    (3252949137, 16),
+    (3843701422, 9),
+    (2545179854, 14),
+    (713658495, 2),
+    (1719328009, 0),
+    (2653970827, 11),
+    (1377312126, 2),
+    (3785086708, 17),
+    (2805740614, 16),
 ]
-"""Digest and retractions of ``digest_of(seed)`` before the batcher became a component (0.4.0)."""
+"""Digest and retractions of ``digest_of(seed)``. The digest is that of ``DecisionLog``. When it replaced the one of
+0.4.0, no decision changed: the sequences of decisions of forty workloads were equal before and after."""
 
 
 @pytest.mark.parametrize(("seed", "golden"), list(enumerate(GOLDEN)))
