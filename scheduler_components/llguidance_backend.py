@@ -72,6 +72,9 @@ class LlguidanceBackend:
         first = LLMatcher(self.tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if first.is_error():
             raise GrammarError(_problem_of(first))
+        first.compute_bitmask()  # the slowest mask, here on the compiler's thread; matchers start with what it cached
+        if first.is_error():
+            raise GrammarError(f"no output matches it ({_problem_of(first)})")
         return _Grammar(first)
 
 

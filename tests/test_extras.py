@@ -71,6 +71,7 @@ def test_no_module_raises_a_bare_import_error(without_extras: tuple[dict[str, st
         ("scheduler_components.metrics.otel_spans", "otel"),
         ("scheduler_components.hicache.memory", "hicache"),
         ("scheduler_components.torch_sync", "torch"),
+        ("scheduler_components.llguidance_backend", "grammar"),
         ("scheduler_components.testing.machines", "testing"),
     ],
 )

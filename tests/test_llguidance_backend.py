@@ -101,6 +101,7 @@ def test_a_token_that_the_grammar_forbids_is_an_error(backend: LlguidanceBackend
         ("json_schema", '{"if": {}, "type": "object"}', r'Unimplemented keys: \["if"\]'),
         ("json_schema", "{", "EOF while parsing"),
         ("regex", "(", "unclosed group"),
+        ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no output matches it"),
     ],
 )
 def test_a_source_that_is_no_grammar_is_refused_with_the_reason(
@@ -110,6 +111,22 @@ def test_a_source_that_is_no_grammar_is_refused_with_the_reason(
         backend.compile(GrammarKey(kind, source))
     assert "\n" not in str(raised.value)
     assert "verbose" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("num_properties", "is_too_complex"), [(450, False), (550, True)])
+def test_a_grammar_may_become_too_complex_while_the_output_is_written(
+    backend: LlguidanceBackend, num_properties: int, is_too_complex: bool
+) -> None:
+    """docs/how-to/structured-output.md names the number of optional properties."""
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(num_properties)}}
+    matcher = backend.compile(GrammarKey("json_schema", json.dumps(schema))).new_matcher()
+    brace = TOKENIZER.encode("{").ids[0]
+    if is_too_complex:
+        with pytest.raises(GrammarError, match=r"Current row has \d+ items"):
+            matcher.accept_token(brace)
+    else:
+        matcher.accept_token(brace)
+        assert tokens_of(matcher.next_bitmask())
 
 
 json_values = st.recursive(

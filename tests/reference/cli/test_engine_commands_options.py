@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
-from scheduler_components import ConfigError, StartError
+from scheduler_components import ConfigError, StartError, _extras
 from scheduler_components.errors import MissingExtraError
 from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.reference.cli import engine_commands
@@ -21,7 +22,14 @@ from scheduler_components.reference.cli.engine_commands import (
     ModelOptions,
     engine_config,
 )
-from scheduler_components.reference.engine.config import DEFAULT_HOST, HiCacheConfig, SchedulerConfig, TelemetryConfig
+from scheduler_components.reference.device.model_spec import KvShape, ModelSpec, TokenSpec
+from scheduler_components.reference.engine.config import (
+    DEFAULT_HOST,
+    GrammarConfig,
+    HiCacheConfig,
+    SchedulerConfig,
+    TelemetryConfig,
+)
 
 
 def parse(*arguments: str) -> tuple[Any, dict[str, Any]]:
@@ -57,7 +65,7 @@ def test_one_rank_serves_a_model_by_default() -> None:
     assert (asked.dp_size, asked.kv_tokens) == (2, 262_144)
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("device", "cuda")])
+@pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("device", "cuda"), ("grammar_backend", "none")])
 def test_the_options_of_a_model_are_refused_without_one(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}=.*add --model"):
         ModelOptions(**{field: value}).spec()
@@ -67,6 +75,29 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(StartError, match=r"transformers.*scheduler-components\[model\]"):
         ModelOptions(model=Path("anywhere")).spec()
+
+
+SPEC = ModelSpec(
+    path="/model",
+    kv=KvShape(num_layers=1, kv_heads=1, head_dim=1),
+    tokens=TokenSpec(vocab_size=8, eos_token_ids=(2,)),
+    weight_bytes=1,
+    identity="x",
+)
+
+
+def test_a_model_has_grammars_where_the_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an end-of-sequence token, without which no output could end."""
+    endless = attrs.evolve(SPEC, tokens=TokenSpec(vocab_size=8))
+    assert ModelOptions().grammar(SPEC) == GrammarConfig()
+    assert ModelOptions(grammar_backend="llguidance").grammar(SPEC) == GrammarConfig()
+    assert ModelOptions(grammar_backend="none").grammar(SPEC) is None
+    assert ModelOptions().grammar(None) is ModelOptions().grammar(endless) is None
+    monkeypatch.setattr(_extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine_commands, "find_spec", lambda name: None)
+    assert ModelOptions().grammar(SPEC) is None
+    with pytest.raises(StartError, match=r"llguidance.*scheduler-components\[grammar\]"):
+        ModelOptions(grammar_backend="llguidance").grammar(SPEC)
 
 
 def test_shared_and_own_options_are_listed_together() -> None:
