@@ -29,6 +29,7 @@ _SECTIONS = (
     "step",
     "intake",
     "quiesce",
+    "agreement",
     "codec",
     "cache",
     "trace",

@@ -15,7 +15,9 @@ from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
 from scheduler_components.validators import check_integer
 from scheduler_components.values import (
+    AgreedQueueStats,
     BatchingStats,
+    DeadlineStats,
     DecisionStats,
     ForwardPassStats,
     GrammarStats,
@@ -56,6 +58,8 @@ class StatsSources(TypedDict, total=False):
     forward_passes: StatsSource[ForwardPassStats]
     spans: StatsSource[SpanStats]
     grammars: StatsSource[GrammarStats]
+    rooms: StatsSource[AgreedQueueStats]
+    deadlines: StatsSource[DeadlineStats]
     decisions: StatsSource[DecisionStats]
 
 

@@ -13,6 +13,7 @@ from scheduler_components.values.pools import IntegrityStats, PoolStats
 from scheduler_components.values.receive import ReceiverStats
 from scheduler_components.values.request_span import SpanStats
 from scheduler_components.values.tiers import TierStats
+from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats
 
 __all__ = [
     "HistogramSnapshot",
@@ -256,6 +257,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
         forward_passes: counters of the forward-pass metrics.
         spans: counters of the request spans.
         grammars: requests with a grammar, and compilations.
+        rooms: requests that wait or waited for anything besides pages, a grammar included.
+        deadlines: requests with time limits.
         decisions: counters of the decision log.
 
     ``load`` is from this step. ``MetricsEmitter`` reads the other parts every few steps. A part that the engine does
@@ -278,3 +281,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     spans: SpanStats | None = None
     grammars: GrammarStats | None = None
     decisions: DecisionStats | None = None
+    rooms: AgreedQueueStats | None = None
+    deadlines: DeadlineStats | None = None

@@ -9,7 +9,9 @@ import msgspec
 from scheduler_components import ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
+    AgreedQueueStats,
     BatchingStats,
+    DeadlineStats,
     DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
@@ -64,5 +66,7 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         forward_passes=ForwardPassStats(),
         spans=SpanStats(),
         grammars=GrammarStats(),
+        rooms=AgreedQueueStats(),
+        deadlines=DeadlineStats(),
         decisions=DecisionStats(),
     )

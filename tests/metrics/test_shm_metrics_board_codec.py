@@ -15,7 +15,9 @@ from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.metrics.request_times import Histogram, LatencyHistograms
 from scheduler_components.metrics.shm_metrics_board import decode_report, encode_report
 from scheduler_components.values import (
+    AgreedQueueStats,
     BatchingStats,
+    DeadlineStats,
     DecodeMoments,
     DisaggregationLoad,
     ForwardPassStats,
@@ -72,6 +74,8 @@ def whole_report() -> SchedulerStats:
         ForwardPassStats(1, 2, 3),
         SpanStats(1, 2, 3, 4),
         GrammarStats(*range(1, 11), 0.25),
+        rooms=AgreedQueueStats(*range(1, 8)),
+        deadlines=DeadlineStats(1, 2, 3),
     )
 
 

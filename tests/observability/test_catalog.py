@@ -19,7 +19,9 @@ from observability.catalog import (
 )
 from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.values import (
+    AgreedQueueStats,
     BatchingStats,
+    DeadlineStats,
     DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
@@ -80,6 +82,8 @@ PARTS = {
     "forward_passes.": ForwardPassStats,
     "spans.": SpanStats,
     "grammars.": GrammarStats,
+    "rooms.": AgreedQueueStats,
+    "deadlines.": DeadlineStats,
     "decisions.": DecisionStats,
 }
 WHOLE = make_full_stats()

@@ -21,7 +21,9 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
 from scheduler_components.ports import MetricsSink
 from scheduler_components.values import (
+    AgreedQueueStats,
     BatchingStats,
+    DeadlineStats,
     DecisionStats,
     DecodeMoments,
     DisaggregationLoad,
@@ -71,6 +73,8 @@ PARTS = {
     "forward_passes": ForwardPassStats,
     "spans": SpanStats,
     "grammars": GrammarStats,
+    "rooms": AgreedQueueStats,
+    "deadlines": DeadlineStats,
     "decisions": DecisionStats,
     "batching": BatchingStats,
     "quiesce": QuiesceStats,

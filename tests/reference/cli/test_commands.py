@@ -73,7 +73,7 @@ ENGINE = """
     hicache-prefetch-pages hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path
     hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests moe-dp-size
     otlp-traces-endpoint page-size port pp-size preemption-policy prefill-delay-low-usage prefill-delay-steps
-    profile-directory recv-interval schedule-policy seed speed weights-root
+    profile-directory queue-timeout recv-interval request-timeout schedule-policy seed speed weights-root
 """
 API_KEY, STREAM_KEYS = "api-key api-key-file", "publisher-key-file secret-key-file"
 OPTIONS = {

@@ -277,6 +277,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
                 "outputs": output,
                 "forward_passes": forward_passes,
                 "spans": tracer,
+                "rooms": waiting_rooms,
+                "deadlines": deadlines,
                 "decisions": decisions,
             },
         )
