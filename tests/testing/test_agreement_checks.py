@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 
 import pytest
-from kit.waiting_ranks import AgreedRank, open_agreed_rank
+from kit.waiting_ranks import AgreedRank, GrammarRank, LoraRank, open_agreed_rank
 
 from scheduler_components import ParallelState
 from scheduler_components.testing import AGREEMENT_CHECKS, ConformanceError, ThreadRanks
@@ -20,6 +20,15 @@ Check = Callable[[OpenWaitingRank, RankRunner], None]
 @pytest.mark.parametrize("check", AGREEMENT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_the_agreed_queue_passes(check: Check) -> None:
     check(open_agreed_rank, ThreadRanks())
+
+
+CP2_PP2 = ParallelState.from_tp_rank(0, tp_size=2, attn_cp_size=2, pp_size=2)
+
+
+@pytest.mark.parametrize("check", AGREEMENT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("open_rank", [GrammarRank, LoraRank])
+def test_the_queues_of_grammars_and_adapters_pass(open_rank: OpenWaitingRank, check: Check) -> None:
+    check(open_rank, ThreadRanks(worlds=[CP2_PP2]))
 
 
 IN_MAKE_TEST = (checks.check_ranks_let_the_same_requests_go, checks.check_dead_rank_ends_in_an_error)

@@ -519,6 +519,21 @@ BROKEN: dict[type[Queue], str] = {
 }
 """Broken queues, and a check that finds each."""
 
+TRACED: dict[type[Queue], str] = {
+    Alone: "what leaves as number",
+    LeaderDecides: "ready on ranks [",
+    AnyIsEnough: "ready on ranks [",
+    FirstHopOnly: "what leaves as number",
+    OwnClock: "what leaves",
+    ForgetsTheCrowd: "requests that never leave",
+    HeadOfLine: "good leaves within 4 steps",
+    KeepsFactsOfAborted: "ready on ranks [",
+    AsksWhenItHasNews: "Error",
+    GoesOnAlone: "no error in step",
+    WaitsForEver: "ranks that still wait",
+}
+"""What docs/how-to/property-test-your-scheduler.md quotes from the traces."""
+
 PASSING: tuple[type[Queue], ...] = (OneRankKnows, ServesTheNewest)
 """Queues that the checks pass, although the first names the cause on one rank only, and the second is unfair."""
 
@@ -537,8 +552,9 @@ def test_the_queue_of_the_variants_passes(name: str) -> None:
 @pytest.mark.broken_variants
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_queue_is_found(broken: type[Queue]) -> None:
-    with pytest.raises(ConformanceError):
+    with pytest.raises(ConformanceError) as error:
         CHECKS[BROKEN[broken]](broken, RANKS)
+    assert TRACED.get(broken, "") in str(error.value)
 
 
 @pytest.mark.broken_variants
