@@ -18,7 +18,7 @@ not come to the reduction, the others end with an error that names it, whatever 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,7 @@ _TIMEOUT_S = 120.0
 """The ranks have just met in a broadcast, so what separates them is the work on the messages of one pass. Loading an
 adapter takes seconds."""
 
-_Values: TypeAlias = tuple[int | str, ...] | None
+_Values: TypeAlias = Sequence[int | str] | None
 
 SGLANG_DECISION_KINDS: dict[str, DecisionKind] = {
     "receive": DecisionKind(each=("message", "rid")),
@@ -195,7 +195,7 @@ def _received(_result: object, args: tuple[Any, ...]) -> _Values:
     for message in args[0]:
         rid = getattr(message, "rid", None)
         found += (type(message).__name__, rid if isinstance(rid, str) else "")
-    return tuple(found) or None
+    return found or None
 
 
 def _queued(_result: object, args: tuple[Any, ...]) -> _Values:
@@ -218,18 +218,22 @@ def _batched(result: Any, _args: tuple[Any, ...]) -> _Values:
         return None
     if batch.forward_mode.is_decode():
         return ("decode", *[request.rid for request in batch.reqs])
-    found = [batch.forward_mode.name.lower()]
+    found: list[int | str] = [batch.forward_mode.name.lower()]
     for request in batch.reqs:
         found += (request.rid, request.prefix_len, request.extend_len)
-    return tuple(found)
+    return found
 
 
 def _computed(_result: object, args: tuple[Any, ...]) -> _Values:
-    found: list[int | str] = []
-    for request in args[0].reqs:
-        tokens = request.output_ids
-        found += (request.rid, tokens[-1] if tokens else -1, int(request.finished()))
-    return tuple(found)
+    return [
+        value
+        for request in args[0].reqs
+        for value in (
+            request.rid,
+            request.output_ids[-1] if request.output_ids else -1,
+            0 if request.finished_reason is None else 1,
+        )
+    ]
 
 
 def _aborted(_result: object, args: tuple[Any, ...]) -> _Values:
@@ -241,7 +245,7 @@ def _ready(result: Any, _args: tuple[Any, ...]) -> _Values:
     found: list[int | str] = []
     for request in result:
         found += (request.rid, int(request.finished()))
-    return tuple(found) or None
+    return found or None
 
 
 def _schedulable(result: Any, args: tuple[Any, ...]) -> _Values:

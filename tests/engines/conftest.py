@@ -204,7 +204,8 @@ class SglangServer:
         (folder / "probe-1.dist-info").mkdir()
         (folder / "probe-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1\n")
         (folder / "probe-1.dist-info" / "entry_points.txt").write_text(
-            "[sglang.srt.plugins]\nprobe = sglang_probe:load_plugin\ndivergence = sglang_divergence:load_plugin\n"
+            "[sglang.srt.plugins]\nprobe = sglang_probe:load_plugin\n"
+            "divergence = sglang_divergence:load_plugin\ncost = sglang_step_cost:load_plugin\n"
         )
         path = os.pathsep.join([str(folder), str(PROBES), os.environ["PYTHONPATH"]])
         own = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "SGLANG_PROBE": str(folder), "SGLANG_PLUGINS": "probe"}

@@ -35,10 +35,10 @@ class Request:
     prefix_len: int = 0
     extend_len: int = 16
     output_ids: list[int] = field(default_factory=list)
-    is_done: bool = False
+    finished_reason: str | None = None
 
     def finished(self) -> bool:
-        return self.is_done
+        return self.finished_reason is not None
 
 
 class Batch(SimpleNamespace):
@@ -232,7 +232,7 @@ def test_another_batch_and_another_token_are_named_before_and_after_the_forward_
 
     def tokens(rank: int) -> Decide:
         def decide(step: int, scheduler: SglangScheduler) -> Batch | None:
-            return Batch("DECODE", Request("a", is_done=bool(rank and step == 4)))
+            return Batch("DECODE", Request("a", finished_reason="stop" if rank and step == 4 else None))
 
         return decide
 
@@ -266,7 +266,7 @@ def test_ready_grammars_are_noted_if_there_are_any() -> None:
 
     def work(groups: ParallelGroups) -> object:
         scheduler = SglangScheduler(decide_of(groups.rank))
-        ready = [[], [Request("json", is_done=False)] if groups.rank else [], []]
+        ready = [[], [Request("json")] if groups.rank else [], []]
         scheduler.grammar_manager.get_ready_grammar_requests = lambda: ready.pop(0)
         hooks[groups.rank].attach(scheduler, groups)
         for _ in range(3):
