@@ -125,6 +125,29 @@ def test_ranks_that_decide_alike_are_never_reported() -> None:
         assert hook.log.stats().num_decisions == 20
 
 
+def test_a_walk_without_a_node_is_no_decision_and_a_match_needs_no_request() -> None:
+    def decide(step: int, scheduler: SglangScheduler) -> None:
+        scheduler.tree_cache._evict_device_next_node(0, {"next": None})
+        if step == 2:
+            scheduler.tree_cache.match_prefix(SimpleNamespace(req=None, length=16))
+
+    for hook in run_two(lambda _rank: decide, steps=3):
+        assert hook.log is not None
+        noted = [decisions for _, decisions in hook.log.recent()]
+        assert noted == [(), (Decision("match", ("", 16)),), ()]
+
+
+def test_a_call_whose_values_cannot_be_read_is_counted_and_ends_no_step() -> None:
+    def decide(step: int, scheduler: SglangScheduler) -> None:
+        scheduler.tree_cache.match_prefix(SimpleNamespace(length=16))
+
+    for hook in run_two(lambda _rank: decide, steps=3):
+        answer = SimpleNamespace(internal_state={})
+        hook.add_to_internal_state(answer)
+        assert answer.internal_state["decision_log"]["num_failures"] == 3
+        assert answer.internal_state["decision_log"]["num_divergences"] == 0
+
+
 def expire(step: int, scheduler: SglangScheduler) -> None:
     scheduler.send_abort_output(SimpleNamespace(finished_reason={"message": "waiting timeout"}), Request("late"))
 

@@ -144,7 +144,7 @@ DIVERGENCES = {
     ),
     "eviction": Divergence(
         act=act_eviction, first=r"evict\(component=0, node=\d+\)", second=r"evict\(component=0, node=\d+\)",
-        is_theirs=True,
+        is_theirs=None,
     ),
     "retraction": Divergence(
         act=act_retraction, first=r"queue\(rid='\w+', output tokens=\d\)",
