@@ -30,6 +30,7 @@ _SECTIONS = (
     "intake",
     "quiesce",
     "agreement",
+    "decision_log",
     "codec",
     "cache",
     "trace",

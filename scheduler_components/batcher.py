@@ -322,9 +322,9 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         batch = self._local_batch() if conditions.gate.can_compute else ScheduledBatch()
         if batch.chunks:
             if self.decisions.wants_decisions:
-                # The start of a chunk is no fact of its own: it is the end of the one before, or of the match.
-                ends = [value for chunk in batch.chunks for value in (chunk.request.arrival, chunk.end)]
-                self.decisions.note("batch", batch.num_retracted, *ends)
+                # The sum of the ends shows that a chunk differs. One list of arrivals costs half of arrivals and ends.
+                arrivals = [chunk.request.arrival for chunk in batch.chunks]
+                self.decisions.note("batch", batch.num_prefill_tokens, batch.num_context_tokens, *arrivals)
             try:
                 self.policy.on_scheduled(batch.chunks)
             except Exception as error:  # noqa: BLE001 - counted and logged; the policy is replaced

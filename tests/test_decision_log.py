@@ -360,13 +360,12 @@ def test_the_ring_keeps_the_latest_agreed_decisions() -> None:
 
 def test_a_long_decision_is_shown_around_its_first_difference() -> None:
     decisions: dict[int, Decision | None] = {
-        rank: Decision("batch", (0, *(value for at in range(64) for value in (at, 100 + (at == 40) * rank))))
-        for rank in (0, 1)
+        rank: Decision("apply", ("queue", "x", *(100 + at + (at == 40) * rank for at in range(64)))) for rank in (0, 1)
     }
     text = describe_divergence(DivergenceReport(5, 6, 2, decisions))
-    assert "rank 1: batch(..., end[38]=100, arrival[39]=39, end[39]=100, arrival[40]=40, end[40]=101" not in text
-    assert "end[40]=100" in text
-    assert "end[40]=101" in text
+    assert "rank 0: apply(..., value[37]=137, value[38]=138, value[39]=139, value[40]=140, value[41]=141, " in text
+    assert "value[40]=141, value[41]=141, value[42]=142, ...)" in text
+    assert "value[36]" not in text
     assert len(text) < 400
 
 

@@ -30,13 +30,12 @@ class StateDigest:
         return self.decisions.tip % 2**32
 
     def add_step(self, batch: ScheduledBatch[Request], num_updated_requests: int, tiers: CacheTiers) -> None:
-        """Note a step: the last token and the last page of each request of the batch, and the state of the cache."""
+        """Note a step: the last token of each request of the batch, and the state of the cache."""
         self.num_steps += 1
         if not self.decisions.wants_decisions:
             return
-        requests = [chunk.request for chunk in batch.chunks]
-        results = [value for each in requests for value in (each.token_ids[-1], each.pages[-1] if each.pages else -1)]
-        self.decisions.note("result", num_updated_requests, *results)
+        tokens = [chunk.request.token_ids[-1] for chunk in batch.chunks]
+        self.decisions.note("result", num_updated_requests, *tokens)
         if batch.replicas:
             self.decisions.note("replicas", *(shape.num_tokens for shape in batch.replicas))
         cache = tiers.cache
