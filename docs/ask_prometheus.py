@@ -1,8 +1,8 @@
-"""Run all queries of dashboard and alerts on a real Prometheus: ``python docs/ask_prometheus.py URL``.
+"""Run all queries of dashboard and alerts on a real Prometheus: ``python docs/ask_prometheus.py URL [URL ...]``.
 
 The script starts ``prometheus`` (from the path, or ``--prometheus FILE``) on loopback, lets it scrape the worker at
-``URL``, and prints each query with its number of series and one value. The exit code is 1 when a metric of the worker
-is missing or has another type.
+``URL`` and its readers at the other addresses, and prints each query with its number of series and one value. The exit
+code is 1 when a metric of a page is missing or has another type.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ FILLED_IN = {"$instance": ".*", "$dp_rank": ".*", "$reader": ".*", "$__rate_inte
 def main() -> int:
     """Scrape, ask, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="of a running worker, as `scheduler-components serve` prints it")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="of a running worker or relay, as it prints it")
     parser.add_argument("--prometheus", default="prometheus", metavar="FILE", help="the server's program")
     options = parser.parse_args()
-    with running(options.prometheus, urlsplit(options.url).netloc) as prometheus:
-        await_scrapes(prometheus)
+    with running(options.prometheus, [urlsplit(url).netloc for url in options.urls]) as prometheus:
+        await_scrapes(prometheus, num_targets=len(options.urls))
         print("| query | series | one value |\n| --- | --- | --- |")
         for query in [*dashboard_queries(), *alert_queries()]:
             answers = ask(prometheus, "/api/v1/query", query=query)["result"]
             value = answers[0]["value"][1] if answers else ""
             print(f"| `{query.replace('|', chr(92) + '|')}` | {len(answers)} | {value} |")
-        lost = set(lost_families(prometheus, httpx.get(f"{options.url}/metrics").text))
+        lost = {name for url in options.urls for name in lost_families(prometheus, httpx.get(f"{url}/metrics").text)}
     print("\n".join(sorted(lost)) or "every exposed metric is stored under its name, with its type")
     return bool(lost)
 
 
 @contextmanager
-def running(program: str, target: str) -> Iterator[httpx.Client]:
-    """A Prometheus that scrapes ``target``, and a client of it; both end with the block."""
+def running(program: str, targets: list[str]) -> Iterator[httpx.Client]:
+    """A Prometheus that scrapes ``targets``, and a client of it; both end with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as directory:
-        scrape = {"job_name": "schedulers", "static_configs": [{"targets": [target]}]}
+        scrape = {"job_name": "schedulers", "static_configs": [{"targets": targets}]}
         config = {"global": {"scrape_interval": f"{INTERVAL_S}s"}, "scrape_configs": [scrape]}
         file = Path(directory, "prometheus.json")
         file.write_text(json.dumps(config))  # JSON is YAML
@@ -69,8 +69,8 @@ def running(program: str, target: str) -> Iterator[httpx.Client]:
                 process.terminate()
 
 
-def await_scrapes(prometheus: httpx.Client) -> None:
-    """Wait until the worker was scraped often enough for every rate."""
+def await_scrapes(prometheus: httpx.Client, num_targets: int) -> None:
+    """Wait until every target was scraped often enough for every rate."""
     deadline_s = time.monotonic() + SCRAPES * INTERVAL_S + 30
     while time.monotonic() < deadline_s:
         try:
@@ -79,10 +79,10 @@ def await_scrapes(prometheus: httpx.Client) -> None:
             ]
         except httpx.HTTPError:  # it answers 503 until it is ready
             result = []
-        if result and int(result[0]["value"][1]) >= SCRAPES:
+        if len(result) == num_targets and all(int(each["value"][1]) >= SCRAPES for each in result):
             return
         time.sleep(INTERVAL_S)
-    sys.exit("Prometheus did not scrape the worker")
+    sys.exit("Prometheus did not scrape every target")
 
 
 def ask(prometheus: httpx.Client, path: str, **parameters: str) -> Any:
