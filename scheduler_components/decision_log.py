@@ -85,6 +85,10 @@ _OPERATION = "decisions"
 _MAX_PENDING = 1024
 """Notes that wait for their encoding. It bounds the list where no agreement is made, as on a replica of one rank."""
 
+_EPISODE_STEPS = 100
+"""Agreements without a difference that end an episode. Ranks whose caches differ diverge again every few steps, and one
+line in the log per episode is enough."""
+
 _HEADER_INTS = 5
 _MAX_SHOWN_VALUES = 6
 _MAX_SHOWN_CHARACTERS = 80
@@ -162,7 +166,7 @@ class _Chain:
         ring: agreed decisions.
         counts: what `DecisionStats` reports.
         reported_kinds: unregistered kinds that are logged already.
-        is_diverging: the last agreement found a difference.
+        num_quiet_steps_left: agreements without a difference until the episode of divergences ends; 0 without one.
     """
 
     digest: blake2b = field(default_factory=lambda: blake2b(digest_size=8))
@@ -171,7 +175,7 @@ class _Chain:
     ring: _Ring = field(default_factory=_Ring)
     counts: Counter[str] = field(default_factory=Counter)
     reported_kinds: set[str] = field(default_factory=set)
-    is_diverging: bool = False
+    num_quiet_steps_left: int = 0
 
     def restart(self, step: int) -> None:
         """Begin a new digest, the same on all ranks, with the decisions since the last `DecisionLog.fill`."""
@@ -189,7 +193,8 @@ class DecisionLog:
     Attributes:
         groups: the ranks that agree: the groups of the agreement that this log is a part of. Used only after a
             difference.
-        policy: what to do about a divergence. With all but ``"stop"`` the ranks continue.
+        policy: what to do about a divergence. With all but ``"stop"`` the ranks continue; the first one of an episode
+            is logged and dumped, and an episode ends with a hundred agreements without a divergence.
         ring_bytes: memory for encoded decisions: those since the last agreement, and as many bytes before it.
         kinds: the registered kinds. A note of another kind is counted, logged once and compared like all others.
         sink: receives the recent decisions under the policies ``"dump"`` and ``"stop"``.
@@ -260,8 +265,8 @@ class DecisionLog:
         chain = self._chain
         if agreed.flags["decisions"]:
             chain.ring.append(chain.proposed, self.ring_bytes)
-            if chain.is_diverging:
-                self._end_episode(step)
+            if chain.num_quiet_steps_left:
+                self._count_quiet_step(step)
             return
         packed = self.pack_ring(agreed.numbers["decision bytes"])
         self.apply_rings(step, self.groups.all_gather(_OPERATION, packed, step=step))
@@ -338,8 +343,8 @@ class DecisionLog:
         return str(kind), kept
 
     def _follow_policy(self, report: DivergenceReport) -> None:
-        chain, is_first = self._chain, not self._chain.is_diverging
-        chain.is_diverging = True
+        chain, is_first = self._chain, not self._chain.num_quiet_steps_left
+        chain.num_quiet_steps_left = _EPISODE_STEPS
         if self.policy == "count":
             return
         sentence = describe_divergence(report, self.kinds)
@@ -352,9 +357,9 @@ class DecisionLog:
             decisions = _describe_decisions(report, self.kinds)
             raise DecisionDivergenceError(report.step, self.groups.rank, decisions, sentence)
 
-    def _end_episode(self, step: int) -> None:
-        self._chain.is_diverging = False
-        if self.policy != "count":
+    def _count_quiet_step(self, step: int) -> None:
+        self._chain.num_quiet_steps_left -= 1
+        if not self._chain.num_quiet_steps_left and self.policy != "count":
             logger.warning("step %d: the ranks decide alike again; %d divergences so far", step, self.num_divergences)
 
 

@@ -313,10 +313,16 @@ def test_a_policy_that_continues_reports_an_episode_once(
     assert log.first_divergence is not None
     assert log.last_divergence is not None
     assert (log.first_divergence.found_at_step, log.last_divergence.found_at_step) == (2, 4)
-    diverge(replica, 5, differ=False)
+    for step in range(5, 104):
+        diverge(replica, step, differ=False)
+    assert "decide alike again" not in caplog.text
+    diverge(replica, 104, differ=False)
     assert ("decide alike again; 3 divergences so far" in caplog.text) == (policy != "count")
+    caplog.clear()
+    diverge(replica, 105)
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2 * num_logged
     if sink.dumps:
-        [dump] = sink.dumps
+        dump, _ = sink.dumps
         assert dump.rank == 1
         assert dump.steps == ((0, (Decision("evict", (0, 4)),)), (1, (Decision("evict", (1, 4)),)))
         assert msgspec.json.decode(msgspec.json.encode(dump), type=DecisionDump) == dump

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,12 @@ def test_the_report_names_the_first_decision_that_differed_in_each_run(command_l
     ]
     assert all("apply(component='hicache', what='limits', value[0]=True, value[1]=" in line for line in named)
     assert "the run ended by TierDivergenceError: step 69: ranks hold different pages" in found.out
+
+
+def test_the_page_about_diverging_ranks_shows_what_the_command_prints(command_line: Callable) -> None:
+    page = Path(__file__).parents[3] / "docs" / "explanation" / "diverging-ranks.md"
+    [command] = re.findall(r"^scheduler-components (simulate .*)$", page.read_text(), re.MULTILINE)
+    assert command_line(*command.split()).out.strip() in page.read_text()
 
 
 def test_the_older_name_is_the_same_command(command_line: Callable) -> None:
