@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -169,7 +169,10 @@ class StatusSource(Protocol):
         ...
 
     def model_info(self) -> Mapping[str, Any]:
-        """Return ``model_path``, and ``served_model_name`` if the model is served under another name."""
+        """Return ``model_path``, and ``served_model_name`` if the model is served under another name.
+
+        ``adapters`` maps the names of LoRA adapters that requests may name as their model to their paths.
+        """
         ...
 
     def load_snapshots(self) -> Sequence[LoadSnapshot]:
@@ -243,16 +246,18 @@ def status_routes(
         return JSONResponse(dict(source.model_info()))
 
     async def models(_: Request) -> Response:
-        """List the served model."""
-        return JSONResponse({"object": "list", "data": [_model_card(source.model_info(), created_s)]})
+        """List the served model and its adapters."""
+        return JSONResponse({"object": "list", "data": list(_model_cards(source.model_info(), created_s))})
 
     async def model(request: Request) -> Response:
         """Describe one model."""
-        card, wanted = _model_card(source.model_info(), created_s), request.path_params["model"]
-        if wanted != card["id"]:
-            message = f"model: {wanted[:_MAX_SHOWN]!r} is not served here; {card['id']!r} is"
-            return error_response(404, message, param="model")
-        return JSONResponse(card)
+        served, *adapters = _model_cards(source.model_info(), created_s)
+        wanted = request.path_params["model"]
+        for card in (served, *adapters):
+            if wanted == card["id"]:
+                return JSONResponse(card)
+        message = f"model: {wanted[:_MAX_SHOWN]!r} is not served here; {served['id']!r} is"
+        return error_response(404, message, param="model")
 
     async def loads(request: Request) -> Response:
         """The newest load of each DP rank."""
@@ -298,14 +303,13 @@ def _guarded(endpoint: _Endpoint) -> _Endpoint:
     return answer
 
 
-def _model_card(info: Mapping[str, Any], created_s: int) -> dict[str, Any]:
-    return {
-        "id": info.get("served_model_name", info["model_path"]),
-        "object": "model",
-        "created": created_s,
-        "owned_by": "scheduler-components",
-        "root": info["model_path"],
-    }
+def _model_cards(info: Mapping[str, Any], created_s: int) -> Iterator[dict[str, Any]]:
+    """Yield the served model, then its adapters, as vLLM and SGLang list them."""
+    model = info.get("served_model_name", info["model_path"])
+    common = {"object": "model", "created": created_s, "owned_by": "scheduler-components"}
+    yield {"id": model, **common, "root": info["model_path"]}
+    for name, path in info.get("adapters", {}).items():
+        yield {"id": name, **common, "root": path, "parent": model}
 
 
 def _load_report(snapshots: Sequence[LoadSnapshot], request: Request, now: float) -> dict[str, Any]:

@@ -388,7 +388,7 @@ class LoraQueue(Generic[R]):
             utilization=resident / total,
             running_adapters=tuple(each.name for each in adapters if each.num_running_reqs),
             waiting_adapters=tuple(each.name for each in adapters if each.num_waiting_reqs),
-            adapters=adapters,
+            by_adapter=adapters,
         )
 
     def stats(self) -> LoraStats:

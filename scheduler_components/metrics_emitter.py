@@ -24,6 +24,7 @@ from scheduler_components.values import (
     IntegrityStats,
     LatencySnapshot,
     LoadSnapshot,
+    LoraStats,
     OutputStats,
     PoolStats,
     PublisherStats,
@@ -31,6 +32,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SessionStats,
     SpanStats,
     TierStats,
 )
@@ -61,6 +63,8 @@ class StatsSources(TypedDict, total=False):
     rooms: StatsSource[AgreedQueueStats]
     deadlines: StatsSource[DeadlineStats]
     decisions: StatsSource[DecisionStats]
+    sessions: StatsSource[SessionStats]
+    adapters: StatsSource[LoraStats]
 
 
 @dataclass(slots=True, frozen=True)

@@ -29,19 +29,21 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import attrs
 
 from scheduler_components.agreement import AgreedValues, Proposal
-from scheduler_components.cache import PrefixNamespace
 from scheduler_components.errors import ConfigError
 from scheduler_components.ports import DecisionSink, NullDecisionLog
-from scheduler_components.request_kv_cache import KvRequest, PrefixCache, RequestKvCache
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import FinishReason, HeldCount, PageHolding, SessionParams, SessionStats
 
-__all__ = ["SessionKvReleaser", "SessionLimits", "SessionRequest", "SessionTable"]
+if TYPE_CHECKING:  # the frontend process reads SessionLimits and must not load the cache
+    from scheduler_components.cache import PrefixNamespace
+    from scheduler_components.request_kv_cache import PrefixCache
+
+__all__ = ["SessionLimits", "SessionTable"]
 
 Node = TypeVar("Node")
 
@@ -452,51 +454,3 @@ class SessionTable(Generic[Node]):
     def _refusal(self, name: str, value: object, problem: str, hint: str) -> ConfigError:
         self._counts["refused"] += 1
         return ConfigError(name, value, problem, hint)
-
-
-class SessionRequest(KvRequest[Node], Protocol[Node]):
-    """A request, as ``SessionKvReleaser`` reads it: the scheduler's own class.
-
-    Attributes:
-        finish_reason: set before its pages are freed.
-    """
-
-    finish_reason: FinishReason | None
-
-    @property
-    def session_id(self) -> str | None:
-        """The session that it is a turn of; None for a request without one."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class SessionKvReleaser(Generic[Node]):
-    """The ``KvReleaser`` of a scheduler with sessions: it frees the pages of a request, then its session locks them.
-
-    Attributes:
-        kv: frees the pages.
-        sessions: locks those of a turn.
-    """
-
-    kv: RequestKvCache[Node]
-    sessions: SessionTable[Node]
-
-    def cache_unfinished(self, request: SessionRequest[Node]) -> None:
-        """Insert the request's full pages into the cache."""
-        self.kv.cache_unfinished(request)
-
-    def free(self, request: SessionRequest[Node]) -> None:
-        """Release the pages of a request that has ended. Those of a turn stay locked by its session."""
-        self.kv.free(request)
-        if request.session_id is not None and request.finish_reason is not None:
-            self.sessions.end_turn(
-                request.session_id,
-                request.rid,
-                request.token_ids,
-                num_input_tokens=request.num_prompt_tokens,
-                reason=request.finish_reason,
-                namespace=self.kv.namespace_of(request),
-            )

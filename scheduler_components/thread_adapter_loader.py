@@ -13,7 +13,7 @@ from scheduler_components.errors import first_line
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.lora_queue import Adapter, AdapterFact
 
-__all__ = ["AdapterStore", "ThreadAdapterLoader", "open_thread_adapter_loader"]
+__all__ = ["AdapterStore", "NullAdapterStore", "ThreadAdapterLoader", "open_thread_adapter_loader"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,16 @@ class AdapterStore(Protocol):
     def unload(self, adapter: Adapter) -> None:
         """Free the weights. No effect if they are not loaded."""
         ...
+
+
+class NullAdapterStore:
+    """The store of a device that keeps no adapters."""
+
+    def load(self, adapter: Adapter) -> None:
+        pass
+
+    def unload(self, adapter: Adapter) -> None:
+        pass
 
 
 class ThreadAdapterLoader:

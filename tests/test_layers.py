@@ -47,7 +47,7 @@ FLOORS = (
     ("request_queues",),
     ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache"),
     ("batcher", "lora_queue", "sessions"),
-    ("thread_adapter_loader",),
+    ("session_kv_releaser", "thread_adapter_loader"),
     ("profiler_manager", "torch_profiler", "thread_stack_sampler"),
     ("load_publisher", "server_info", "kv_pool_reader", "torch_weight_updater"),
     ("quiesce",),

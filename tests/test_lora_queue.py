@@ -185,7 +185,7 @@ class Rank:
 
     @property
     def loaded(self) -> set[str]:
-        return {each.name for each in self.queue.lora_load().adapters if each.is_loaded}
+        return {each.name for each in self.queue.lora_load().by_adapter if each.is_loaded}
 
 
 def a_rank(*names: str, **limits: float) -> Rank:
@@ -310,7 +310,7 @@ def test_the_load_report_counts_the_requests_of_each_adapter() -> None:
     rank.step(4)
     rank.enter("r1", "b")
     load = rank.queue.lora_load()
-    assert load.adapters == (AdapterLoad("a", 1, 0, True), AdapterLoad("b", 0, 1, False))
+    assert load.by_adapter == (AdapterLoad("a", 1, 0, True), AdapterLoad("b", 0, 1, False))
     assert (load.slots_used, load.slots_total, load.running_adapters, load.waiting_adapters) == (1, 1, ("a",), ("b",))
 
 

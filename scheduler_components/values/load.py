@@ -76,7 +76,7 @@ class LoraLoad(msgspec.Struct, frozen=True, gc=False):
     utilization: float
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
-    adapters: tuple[AdapterLoad, ...] = ()
+    by_adapter: tuple[AdapterLoad, ...] = ()
 
 
 class SpeculativeLoad(msgspec.Struct, frozen=True, gc=False):

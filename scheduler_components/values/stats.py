@@ -12,8 +12,9 @@ from scheduler_components.values.outputs import OutputStats
 from scheduler_components.values.pools import IntegrityStats, PoolStats
 from scheduler_components.values.receive import ReceiverStats
 from scheduler_components.values.request_span import SpanStats
+from scheduler_components.values.sessions import SessionStats
 from scheduler_components.values.tiers import TierStats
-from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats
+from scheduler_components.values.waiting import AgreedQueueStats, DeadlineStats, LoraStats
 
 __all__ = [
     "HistogramSnapshot",
@@ -260,6 +261,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
         rooms: requests that wait or waited for anything besides pages, a grammar included.
         deadlines: requests with time limits.
         decisions: counters of the decision log.
+        sessions: conversations that keep their pages between turns.
+        adapters: loads and evictions of LoRA adapters.
 
     ``load`` is from this step. ``MetricsEmitter`` reads the other parts every few steps. A part that the engine does
     not have is None.
@@ -283,3 +286,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
     decisions: DecisionStats | None = None
     rooms: AgreedQueueStats | None = None
     deadlines: DeadlineStats | None = None
+    sessions: SessionStats | None = None
+    adapters: LoraStats | None = None

@@ -26,6 +26,7 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     TorchDeviceMemory,
 )
+from scheduler_components.lora_queue import LoraQueue
 from scheduler_components.page_operations import (
     BackupDone,
     CancelPrefetch,
@@ -260,7 +261,15 @@ class ModelBench:
     Pages have ``PAGE_SIZE`` tokens, the pool 16 pages: five of these requests fill it.
     """
 
-    def __init__(self, model: Any, judge: GreedyTextVerifier, *, tiers: Tiers | None = None, **sizes: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        judge: GreedyTextVerifier,
+        *,
+        tiers: Tiers | None = None,
+        lora: LoraQueue[Request] | None = None,
+        **sizes: Any,
+    ) -> None:
         defaults: dict[str, Any] = {
             "page_size": PAGE_SIZE,
             "kv_tokens": 16 * PAGE_SIZE,
@@ -294,6 +303,7 @@ class ModelBench:
             TorchDevice(model=model, pool=self.pool, layer_counter=layer_counter),
             tiers=opened,
             sinks=SchedulerSinks(events=self.view),
+            lora=lora,
         )
 
     def submit(

@@ -20,6 +20,7 @@ from scheduler_components.values import (
     IntegrityStats,
     LoadSnapshot,
     LoraLoad,
+    LoraStats,
     MemoryLoad,
     OutputStats,
     PoolStats,
@@ -28,6 +29,7 @@ from scheduler_components.values import (
     QuiesceStats,
     ReceiverStats,
     SchedulerStats,
+    SessionStats,
     SpanStats,
     SpeculativeLoad,
     TierStats,
@@ -69,4 +71,6 @@ def make_full_stats(dp_rank: int = 0, **load: Any) -> SchedulerStats:
         rooms=AgreedQueueStats(),
         deadlines=DeadlineStats(),
         decisions=DecisionStats(),
+        sessions=SessionStats(),
+        adapters=LoraStats(),
     )

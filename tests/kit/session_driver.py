@@ -11,7 +11,8 @@ from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.invariant_checker import PublishedBlocks, find_event_violations, find_pool_violations
 from scheduler_components.pool_stats_observer import RadixCachePool
 from scheduler_components.request_kv_cache import RequestKvCache, pages_for
-from scheduler_components.sessions import SessionKvReleaser, SessionLimits, SessionTable
+from scheduler_components.session_kv_releaser import SessionKvReleaser
+from scheduler_components.sessions import SessionLimits, SessionTable
 from scheduler_components.values import FinishReason, HeldCount, PageHolding, SessionParams
 
 PAGE_SIZE = 2

@@ -15,6 +15,7 @@ from scheduler_components.metrics import RequestLatencyRecorder
 from scheduler_components.metrics.request_times import Histogram, LatencyHistograms
 from scheduler_components.metrics.shm_metrics_board import decode_report, encode_report
 from scheduler_components.values import (
+    AdapterLoad,
     AgreedQueueStats,
     BatchingStats,
     DeadlineStats,
@@ -26,6 +27,7 @@ from scheduler_components.values import (
     IntegrityStats,
     LoadSnapshot,
     LoraLoad,
+    LoraStats,
     MemoryLoad,
     OutputStats,
     PoolStats,
@@ -35,6 +37,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SessionStats,
     SpanStats,
     SpeculativeLoad,
     TierStats,
@@ -47,11 +50,15 @@ def report(load: LoadSnapshot | None = None, **parts: object) -> SchedulerStats:
     return SchedulerStats(labels=LABELS, load=load or LoadSnapshot(), **parts)
 
 
+ADAPTER = AdapterLoad("a", 1, 2, True)
+
+
 def whole_report() -> SchedulerStats:
     """Every part is there, and no two numbers of a struct are equal."""
     load = LoadSnapshot(
         *range(1, 13), 0.25, 0.5, 0.75, 1.0, QueueLoad(1, 2, 3, 4),
-        DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9), LoraLoad(1, 2, 0.5, ("a", "b"), ("c",)),
+        DisaggregationLoad("decode", 1, 2, 3, 4, 5, 6.5, 7.5, 8, 9),
+        LoraLoad(1, 2, 0.5, ("a", "b"), ("c",), (ADAPTER,)),
         SpeculativeLoad(2.5, 0.25), MemoryLoad(1.5, 2.5, 3.5, 4), 13, 14,
         DecodeMoments(1, 2, 3, 4, 5, 6),
     )  # fmt: skip
@@ -76,6 +83,8 @@ def whole_report() -> SchedulerStats:
         GrammarStats(*range(1, 11), 0.25),
         rooms=AgreedQueueStats(*range(1, 8)),
         deadlines=DeadlineStats(1, 2, 3),
+        sessions=SessionStats(*range(1, 9)),
+        adapters=LoraStats(*range(1, 8)),
     )
 
 

@@ -31,6 +31,7 @@ from scheduler_components.values import (
     LatencySnapshot,
     LoadSnapshot,
     LoraLoad,
+    LoraStats,
     MemoryLoad,
     OutputStats,
     PoolStats,
@@ -40,6 +41,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SessionStats,
     SpanStats,
     SpeculativeLoad,
     TierStats,
@@ -54,6 +56,7 @@ NOT_EXPORTED = {
     "load.memory.token_capacity": "max_total_num_tokens says it",
     "load.lora.running_adapters": "a label of lora_requests_info",
     "load.lora.waiting_adapters": "a label of lora_requests_info",
+    "load.lora.by_adapter": "one entry per adapter; /v1/loads says it",
     "quiesce.is_awake": "a sample of engine_sleep_state",
     "quiesce.has_weights_offloaded": "a sample of engine_sleep_state",
     "quiesce.has_discarded_all": "a sample of engine_sleep_state",
@@ -85,6 +88,8 @@ PARTS = {
     "rooms.": AgreedQueueStats,
     "deadlines.": DeadlineStats,
     "decisions.": DecisionStats,
+    "sessions.": SessionStats,
+    "adapters.": LoraStats,
 }
 WHOLE = make_full_stats()
 

@@ -21,6 +21,7 @@ from scheduler_components import ConfigError, ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
 from scheduler_components.ports import MetricsSink
 from scheduler_components.values import (
+    AdapterLoad,
     AgreedQueueStats,
     BatchingStats,
     DeadlineStats,
@@ -33,6 +34,7 @@ from scheduler_components.values import (
     LatencySnapshot,
     LoadSnapshot,
     LoraLoad,
+    LoraStats,
     MemoryLoad,
     OutputStats,
     PoolStats,
@@ -42,6 +44,7 @@ from scheduler_components.values import (
     ReceiverStats,
     SchedulerCounters,
     SchedulerStats,
+    SessionStats,
     SpanStats,
     SpeculativeLoad,
     TierStats,
@@ -59,6 +62,7 @@ VALUES = {
     str: st.text(max_size=5),
     tuple[tuple[str, int], ...]: st.just((("front", 3),)),
     tuple[str, ...]: st.lists(st.text(max_size=5), max_size=2).map(tuple),
+    tuple[AdapterLoad, ...]: st.just((AdapterLoad("a", 1, 2, True),)),
 }
 PARTS = {
     "queues": QueueLoad,
@@ -76,6 +80,8 @@ PARTS = {
     "rooms": AgreedQueueStats,
     "deadlines": DeadlineStats,
     "decisions": DecisionStats,
+    "sessions": SessionStats,
+    "adapters": LoraStats,
     "batching": BatchingStats,
     "quiesce": QuiesceStats,
     "integrity": IntegrityStats,

@@ -16,6 +16,7 @@ import msgspec
 
 from scheduler_components import ConfigError
 from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
+from scheduler_components.reference.device.adapters import SimulatedAdapters
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.request_grammar import RequestGrammar
 from scheduler_components.validators import check_number, number_validator
@@ -210,6 +211,7 @@ class SimulatedDevice:
         speed: divides the duration; 2.0 is a device twice as fast.
         clock, sleep: monotonic seconds, and a call that waits for some.
         layer_counter: the device waits on it before each of its ``NUM_SIMULATED_LAYERS`` layers.
+        adapters: the loaded ones. A chunk whose adapter is not among them fails.
 
     Raises:
         ConfigError: ``speed`` is not a finite number above 0.
@@ -221,6 +223,7 @@ class SimulatedDevice:
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
     layer_counter: LayerDoneCounter = field(default_factory=NullLayerDoneCounter)
+    adapters: SimulatedAdapters = field(default_factory=SimulatedAdapters)
     _batch: ScheduledBatch[DeviceRequest] = field(default_factory=ScheduledBatch, init=False)
     _deadline_s: float = field(default=0.0, init=False)
 
@@ -238,11 +241,22 @@ class SimulatedDevice:
         left_s = self._deadline_s - self.clock()
         if left_s > 0:
             self.sleep(left_s)
-        source, next_token, chunks = self.model.text_source, self.model.next_token, self._batch.chunks
-        token_ids = tuple(next_token(source(chunk.request), chunk.end) for chunk in chunks)
+        next_token, chunks, errors = self.model.next_token, self._batch.chunks, dict[int, str]()
+        sources = [self._text_source(chunk.request, place, errors) for place, chunk in enumerate(chunks)]
+        token_ids = tuple(next_token(source, chunk.end) for source, chunk in zip(sources, chunks, strict=True))
         logprobs = {
             place: TokenLogprobs(0.0, ((token_ids[place], 0.0),) if chunk.request.sampling.logprobs else ())
             for place, chunk in enumerate(chunks)
             if chunk.request.sampling.logprobs is not None
         }
-        return DeviceOutput(token_ids, logprobs=logprobs)
+        return DeviceOutput(token_ids, errors, logprobs)
+
+    def _text_source(self, request: DeviceRequest, place: int, errors: dict[int, str]) -> str | int:
+        """Return what the text of a request depends on. Add an error if its adapter is not loaded."""
+        source = self.model.text_source(request)
+        if request.lora_id is None:
+            return source
+        path = self.adapters.path_of(request.lora_id)
+        if path is None:
+            errors[place] = f"adapter {request.lora_id} is not loaded"
+        return f"{source}/{path}"

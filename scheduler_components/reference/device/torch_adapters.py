@@ -87,7 +87,7 @@ class TorchAdapters:
         self._loaded: dict[int, _Weights] = {}
         self._batch: list[tuple[_Weights, torch.Tensor]] = []
         # The output layer computes the last row of each chunk only, so its rows are not those of the batch.
-        output = model.get_output_embeddings()
+        output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._layers = {
             name: module
             for name, module in model.named_modules()

@@ -17,6 +17,7 @@ from scheduler_components.dp_attn import PrefillDelayer
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.lora_queue import LoraLimits, LoraQueue, LoraRequest
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout
 from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES
@@ -24,10 +25,12 @@ from scheduler_components.reference.device.model_spec import ModelSpec, TokenSpe
 from scheduler_components.reference.engine.log_output import LogConfig
 from scheduler_components.request_tracer import check_otlp_endpoint
 from scheduler_components.scheduling_policy import check_policy_name
+from scheduler_components.sessions import SessionLimits
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 from scheduler_components.values import RequestTimeouts
 
 __all__ = [
+    "AdapterSpec",
     "DEFAULT_HOST",
     "MOONCAKE_MASTER",
     "MOONCAKE_METADATA",
@@ -39,6 +42,7 @@ __all__ = [
     "RankConfig",
     "EnginePaths",
     "GrammarConfig",
+    "LoraConfig",
     "SchedulerConfig",
     "StorageChecksum",
     "StorageKind",
@@ -134,6 +138,50 @@ class GrammarConfig:
 
 
 @attrs.frozen(kw_only=True)
+class AdapterSpec:
+    """An adapter that is registered when the engine starts.
+
+    Attributes:
+        name: by which requests name it.
+        path: folder with its files. A simulated device reads none.
+        pinned: it is never evicted.
+
+    Raises:
+        ConfigError: the name or the path is empty.
+    """
+
+    name: str
+    path: str
+    pinned: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for field, value in (("lora_name", self.name), ("lora_path", self.path)):
+            if not value:
+                raise ConfigError(field, value, "is empty", "give NAME=PATH")
+
+
+@attrs.frozen(kw_only=True)
+class LoraConfig:
+    """LoRA adapters of an engine.
+
+    Attributes:
+        limits: of loaded and registered adapters, and of requests that wait for them.
+        adapters: registered when the engine starts; a request that names one loads it.
+
+    Raises:
+        ConfigError: two adapters have one name, or too many are given or pinned.
+    """
+
+    limits: LoraLimits = attrs.field(factory=LoraLimits)
+    adapters: tuple[AdapterSpec, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        queue = LoraQueue[LoraRequest](limits=self.limits)
+        for each in self.adapters:  # raises ConfigError before any process is started
+            queue.register(each.name, each.path, is_pinned=each.pinned)
+
+
+@attrs.frozen(kw_only=True)
 class SchedulerConfig:
     """Sizes of one scheduler.
 
@@ -158,6 +206,8 @@ class SchedulerConfig:
         input_bounds: limits of size, rate and number of the requests that a replica admits.
         integrity: checks of the pools, and the watchdog.
         grammar: limits of grammars; None refuses requests with one.
+        sessions: limits of sessions. Their pages are at most half of the pool, whatever ``max_pages`` says.
+        lora: adapters; None refuses requests with one.
 
     Raises:
         ConfigError: a value is invalid; the error names it.
@@ -181,6 +231,8 @@ class SchedulerConfig:
     input_bounds: InputLimits = attrs.field(factory=InputLimits)
     integrity: IntegrityConfig = attrs.field(factory=IntegrityConfig)
     grammar: GrammarConfig | None = None
+    sessions: SessionLimits = attrs.field(factory=SessionLimits)
+    lora: LoraConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         whole_tokens = self.kv_tokens // self.page_size * self.page_size
@@ -204,6 +256,11 @@ class SchedulerConfig:
     def kv_pages(self) -> int:
         """Number of pages of the KV pool."""
         return self.kv_tokens // self.page_size
+
+    @property
+    def session_limits(self) -> SessionLimits:
+        """The limits of sessions in this pool."""
+        return attrs.evolve(self.sessions, max_pages=min(self.sessions.max_pages, self.kv_pages // 2))
 
     @property
     def batch_limits(self) -> BatchLimits:
@@ -379,6 +436,9 @@ class EngineConfig:
         self.telemetry.check_ranks(self.dp_size)
         if self.model is not None:
             self._check_model_ranks(self.model)
+        if self.model is not None and self.scheduler.lora is not None and self.attn_tp_size > 1:
+            hint = "give 1, or leave adapters out"
+            raise ConfigError("attn_tp_size", self.attn_tp_size, "cannot shard the layers of adapters", hint)
         if self.tp_size % self.moe_dp_size:
             problem = f"does not divide the {self.tp_size} ranks of a stage"
             raise ConfigError("moe_dp_size", self.moe_dp_size, problem, f"give a divisor of {self.tp_size}")

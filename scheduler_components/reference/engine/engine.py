@@ -24,6 +24,7 @@ import zmq.asyncio
 from scheduler_components import ConfigError, StartError
 from scheduler_components.metrics import open_shm_metrics_board
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths, HiCacheConfig, RankConfig
+from scheduler_components.reference.engine.frontend.adapter_directory import AdapterDirectory
 from scheduler_components.reference.engine.frontend.control_queue import ControlFailedError, ControlQueue
 from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RequestRefusedError
@@ -73,6 +74,7 @@ class Engine:
         ranks: the scheduler processes.
         stats: the board of the ranks' newest statistics, in shared memory.
         control: executes control requests: pause, flush, weight update, release of memory.
+        adapters: loads and unloads adapters.
     """
 
     config: EngineConfig
@@ -80,11 +82,13 @@ class Engine:
     ranks: list[RankProcess]
     stats: ShmBoard[SchedulerStats]
     control: ControlQueue = field(init=False)
+    adapters: AdapterDirectory = field(init=False)
     _rpc_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _ids: count[int] = field(default_factory=lambda: count(1), init=False)
 
     def __post_init__(self) -> None:
         self.control = ControlQueue(frontend=self.frontend)
+        self.adapters = AdapterDirectory(control=self.control, config=self.config.scheduler.lora)
 
     async def run(self, work: Awaitable[T]) -> T:
         """Await ``work``, and cancel it if the engine fails.
@@ -188,8 +192,13 @@ class Engine:
         blocks = {(place.medium, place.group_idx): unpack_hash_array(place.hashes) for place in pool.places}
         return KvPoolSnapshot(blocks, pool.sequence, rank)
 
-    async def ask(self, method: RpcMethod, body: bytes = b"") -> dict[int, Any]:
-        """Call an RPC method of ``RpcHandler`` on every rank and return the results, by rank. Calls run one at a time.
+    async def ask(self, method: RpcMethod, body: bytes = b"", *, replica: int | None = None) -> dict[int, Any]:
+        """Call an RPC method of ``RpcHandler`` and return the results, by rank. Calls run one at a time.
+
+        Args:
+            method: the method.
+            body: its arguments as JSON.
+            replica: call it on the ranks of this replica; None for all ranks.
 
         Raises:
             ConfigError: the engine records no profiles.
@@ -200,15 +209,19 @@ class Engine:
             raise ConfigError("profile_directory", "", "is not set", "start the engine with --profile-directory")
         async with self._rpc_lock:
             rpc_id, replies = next(self._ids), self.frontend.replies.commands.rpcs
-            self.frontend.broadcast(RpcRequest(rpc_id, method, body))
+            replicas = range(self.config.dp_size) if replica is None else (replica,)
+            for each in replicas:
+                self.frontend.send(each, RpcRequest(rpc_id, method, body))
+            num_ranks = len(replicas) * (1 + len(self.config.follower_ranks(0)))
             await self._wait_until(
-                lambda: sum(reply.rpc_id == rpc_id for reply in replies.values()) == self.config.world_size,
+                lambda: sum(reply.rpc_id == rpc_id for reply in replies.values()) == num_ranks,
                 f"not all ranks replied to {method}",
             )
-            for reply in replies.values():
+            answers = {rank: reply for rank, reply in sorted(replies.items()) if reply.rpc_id == rpc_id}
+            for reply in answers.values():
                 if reply.problem is not None:
                     raise RpcError(reply.problem)
-            return {rank: msgspec.json.decode(replies[rank].body) for rank in sorted(replies)}
+            return {rank: msgspec.json.decode(reply.body) for rank, reply in answers.items()}
 
     async def _wait_until(self, condition: Callable[[], bool], problem: str) -> None:
         try:

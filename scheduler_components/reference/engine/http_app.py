@@ -24,6 +24,7 @@ from scheduler_components.profiler_manager import ProfileRequest
 from scheduler_components.reference.engine.engine import Engine
 from scheduler_components.reference.engine.frontend.access import AccessPolicy, RouteAccess
 from scheduler_components.reference.engine.frontend.http_access import AccessGuard, ApiRoute
+from scheduler_components.reference.engine.frontend.http_adapters import adapter_routes
 from scheduler_components.reference.engine.frontend.http_body import BodyReceiver, decode_body, respond_with_errors
 from scheduler_components.reference.engine.frontend.http_control import JSON, MAX_CONTROL_BYTES, TEXT, control_routes
 from scheduler_components.reference.engine.frontend.http_generate import GenerateBody, GenerateEndpoint
@@ -32,6 +33,7 @@ from scheduler_components.reference.engine.frontend.openai_format import ChatBod
 from scheduler_components.reference.engine.frontend.openapi import openapi_route
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend, open_text_codec
 from scheduler_components.reference.engine.frontend.weights_root import default_weights_root
+from scheduler_components.reference.engine.http_sessions import session_routes
 from scheduler_components.reference.text.text_tokenizer import TextTokenizer
 from scheduler_components.values import FORWARD_PASS_VERSION, LoadSnapshot, QuiesceStats
 
@@ -142,6 +144,7 @@ class EngineStatus:
         return {
             "model_path": name,
             "served_model_name": name,
+            "adapters": {each.name: each.path for each in self.engine.adapters.adapters.values()},
             "is_generation": True,
             "skip_tokenizer_init": False,
             "weight_version": self.engine.control.weight_version,
@@ -184,7 +187,8 @@ def make_app(
         kv_pool: also serve ``/kv_pool``.
         codec: tokenizer of the model; None opens it.
         access: who may call the routes; None accepts all requests that name this machine or an IP address.
-        weights_root: directory of models for ``/update_weights_from_disk``; None means the served model's own folder.
+        weights_root: directory of models for ``/update_weights_from_disk`` and of adapters for ``/load_lora_adapter``;
+            None means the served model's own folder.
     """
     status, bodies, model = EngineStatus(engine=engine), BodyReceiver(), engine.config.model
     codec = open_text_codec(engine.config) if codec is None else codec
@@ -193,12 +197,15 @@ def make_app(
         codec=codec,
         has_logits=model is not None,
         has_grammars=engine.config.scheduler.grammar is not None,
+        adapters=None if engine.config.scheduler.lora is None else engine.adapters.adapters,
     )
     if weights_root is None and model is not None:
         weights_root = default_weights_root(model.path)
     routes: list[Route] = [
         *text_routes(text, engine.config.model_name, bodies),
         *control_routes(engine.control, model, bodies, weights_root=weights_root),
+        *session_routes(engine, bodies),
+        *adapter_routes(engine.adapters, bodies, has_files=model is not None, adapters_root=weights_root),
         *_rpc_routes(engine, bodies),
         *status_routes(status, registry=registry, readiness=status.readiness_problem),
     ]

@@ -29,6 +29,7 @@ from scheduler_components.values import (
     OutputBatch,
     RequestHints,
     RequestTimeouts,
+    SessionParams,
     TierStats,
     TraceParent,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "AbortRequest",
     "BlockInput",
     "CacheDump",
+    "CloseSession",
     "RankCommand",
     "DrainInput",
     "RpcReply",
@@ -46,6 +48,7 @@ __all__ = [
     "DumpCache",
     "SubmitControl",
     "ControlCompleted",
+    "OpenSession",
     "PoolMediumGroup",
     "PoolSnapshot",
     "RankHeartbeat",
@@ -54,9 +57,11 @@ __all__ = [
     "ReadPool",
     "RankReport",
     "RequestRefused",
+    "LoadAdapter",
     "LoadReport",
     "SubmitRequest",
     "UnblockInput",
+    "UnloadAdapter",
     "decode_command",
     "decode_report",
     "encode",
@@ -79,7 +84,9 @@ HEARTBEAT_INTERVAL_S = 0.5
 """Seconds between two ``RankHeartbeat`` of a rank, and between two ticks of the frontend's monitor."""
 
 
-RpcMethod: TypeAlias = Literal["get_internal_state", "set_internal_state", "start_profile", "stop_profile"]
+RpcMethod: TypeAlias = Literal[
+    "get_internal_state", "set_internal_state", "start_profile", "stop_profile", "open_session", "close_session"
+]
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -97,6 +104,26 @@ class SubmitRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
     trace: TraceParent | None = None
     hints: RequestHints = RequestHints()
     timeouts: RequestTimeouts = RequestTimeouts()
+    session: SessionParams | None = None
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Register an adapter and load it. The leader replies with ``ControlCompleted`` when all ranks have loaded it."""
+
+    request_id: int
+    name: str
+    path: str
+    pinned: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Refuse new requests for an adapter, and unload it when no request uses it.
+
+    The leader replies with ``ControlCompleted`` before the step.
+    """
+
+    request_id: int
+    name: str
 
 
 class AbortRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -132,7 +159,7 @@ class BlockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
 
 
 class RpcRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Read or change internal state, or start or stop a profile (``RpcHandler.answer``).
+    """Read or change internal state, open or close a session, start or stop a profile (``RpcHandler.answer``).
 
     Every rank of the replica replies before the step. ``body`` is JSON.
     """
@@ -140,6 +167,21 @@ class RpcRequest(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
     rpc_id: int
     method: RpcMethod
     body: bytes
+
+
+class OpenSession(msgspec.Struct, frozen=True, gc=False):
+    """The body of an ``RpcRequest`` that opens a session: arguments of ``SessionTable.open``."""
+
+    session_id: str
+    capacity_tokens: int
+    timeout_s: float | None = None
+    is_streaming: bool = False
+
+
+class CloseSession(msgspec.Struct, frozen=True, gc=False):
+    """The body of an ``RpcRequest`` that closes a session."""
+
+    session_id: str
 
 
 class UnblockInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -152,6 +194,8 @@ class DrainInput(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=Tru
 
 RankCommand = (
     SubmitRequest
+    | LoadAdapter
+    | UnloadAdapter
     | AbortRequest
     | DumpCache
     | ReadPool

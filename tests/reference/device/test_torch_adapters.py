@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.immediate_loader import ImmediateLoader
 from kit.lora_folders import merge_adapter, write_adapter
 from kit.model_bench import PROMPTS, ModelBench
 from safetensors.torch import load_file, save_file
 
 from scheduler_components import ConfigError
-from scheduler_components.lora_queue import Adapter
+from scheduler_components.lora_queue import Adapter, LoraQueue
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.device.torch_adapters import AdaptedRows, TorchAdapters
 from scheduler_components.reference.device.torch_device import TorchDevice
@@ -61,10 +62,8 @@ def loaded(model: Any, folders: list[Path]) -> TorchAdapters:
     return adapters
 
 
-def submit(bench: ModelBench, rid: str, prompt: tuple[int, ...], lora_id: int | None) -> Request:
-    hints = RequestHints(lora=None if lora_id is None else "ab"[lora_id - 1])
-    request = Request(rid, prompt, SamplingLimits(max_new_tokens=6), hints=hints)
-    request.lora_id = lora_id
+def submit(bench: ModelBench, rid: str, prompt: tuple[int, ...], lora: str | None) -> Request:
+    request = Request(rid, prompt, SamplingLimits(max_new_tokens=6), hints=RequestHints(lora=lora))
     bench.scheduler.submit(request)
     return request
 
@@ -73,16 +72,20 @@ def test_a_batch_of_two_adapters_and_the_base_model_has_the_texts_of_merged_weig
     adapted_model: Any, folders: list[Path], judges: list[GreedyTextVerifier]
 ) -> None:
     """Prompts are equal across adapters, come in chunks, and find their own cached pages at the second time."""
-    bench = ModelBench(adapted_model, judges[0], kv_tokens=512, max_running_requests=9)
+    adapters = TorchAdapters(adapted_model)
+    lora = LoraQueue[Request](loader=ImmediateLoader(adapters))
+    for folder in folders:
+        lora.register(folder.name, str(folder))
+    bench = ModelBench(adapted_model, judges[0], lora=lora, kv_tokens=512, max_running_requests=9)
     device = bench.scheduler.device
     assert isinstance(device, TorchDevice)
-    device.adapters = loaded(adapted_model, folders)
+    device.adapters = adapters
     texts = set()
     for turn in range(2):
         served = [
-            (submit(bench, f"{turn}/{place}/{lora_id}", prompt, lora_id), judges[lora_id or 0])
+            (submit(bench, f"{turn}/{place}/{name}", prompt, name), judge)
             for place, prompt in enumerate(PROMPTS[:3])
-            for lora_id in (None, 1, 2)
+            for name, judge in zip((None, "a", "b"), judges, strict=True)
         ]
         for _ in bench.scheduler.drain():
             pass

@@ -7,14 +7,14 @@ profiles are read by ``Engine.ask`` instead.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
 from scheduler_components import ComponentError
 from scheduler_components.reference.engine.frontend.errors import EngineFailedError
 from scheduler_components.reference.engine.frontend.frontend import REPLY_TIMEOUT_S, Frontend
-from scheduler_components.reference.engine.messages import SubmitControl
+from scheduler_components.reference.engine.messages import LoadAdapter, RankCommand, SubmitControl, UnloadAdapter
 from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
     BeginWeightUpdate,
@@ -130,12 +130,50 @@ class ControlQueue:
                 self.frontend.fail(EngineFailedError(f"replicas have different weights: {error}"))
             raise
 
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False, deadline_s: float) -> None:
+        """Register an adapter on all replicas or on none, and load it on all ranks.
+
+        Raises:
+            ControlFailedError: a replica could not register or load it within ``deadline_s``.
+        """
+        operation = f"load adapter {name!r}"
+        replies = await self._send_command(
+            operation, lambda request_id: LoadAdapter(request_id, name, path, pinned), deadline_s
+        )
+        problems = {replica: reply.problem for replica, reply in enumerate(replies) if reply.problem}
+        if not problems:
+            return
+        if len(problems) < len(replies):
+            for replica in set(range(len(replies))) - problems.keys():
+                self.frontend.send(replica, UnloadAdapter(next(self._ids), name))
+        raise ControlFailedError(operation, problems)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter on all replicas. Each unloads it when no request uses it.
+
+        Raises:
+            ControlFailedError: a replica does not have it.
+        """
+        operation = f"unload adapter {name!r}"
+        replies = await self._send_command(operation, lambda request_id: UnloadAdapter(request_id, name), 0.0)
+        problems = {replica: reply.problem for replica, reply in enumerate(replies) if reply.problem}
+        if problems:
+            raise ControlFailedError(operation, problems)
+
     async def _exchange(self, request: ControlRequest) -> tuple[ControlReply, ...]:
+        deadline_s = request.deadline_s if isinstance(request, PauseGeneration | IdleControlRequest) else 0.0
+        name = control_request_name(request)
+        return await self._send_command(name, lambda request_id: SubmitControl(request_id, request), deadline_s)
+
+    async def _send_command(
+        self, name: str, command: Callable[[int], RankCommand], deadline_s: float
+    ) -> tuple[ControlReply, ...]:
+        """Send a command with its own number to every replica and return their replies, by replica."""
         frontend, replies = self.frontend, self.frontend.replies
         received = replies.commands.controls
         request_id = next(self._ids)
         keys = [(request_id, replica) for replica in range(len(frontend.leaders))]
-        frontend.broadcast(SubmitControl(request_id, request))
+        frontend.broadcast(command(request_id))
 
         def is_done() -> bool:
             return (
@@ -144,8 +182,6 @@ class ControlQueue:
                 or all(key in received for key in keys)
             )
 
-        deadline_s = request.deadline_s if isinstance(request, PauseGeneration | IdleControlRequest) else 0.0
-        name = control_request_name(request)
         try:
             async with asyncio.timeout(deadline_s + REPLY_TIMEOUT_S):
                 await replies.wait_until(is_done)

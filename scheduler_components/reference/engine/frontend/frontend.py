@@ -50,6 +50,7 @@ from scheduler_components.values import (
     OutputDelta,
     RequestHints,
     RequestTimeouts,
+    SessionParams,
     TraceParent,
 )
 
@@ -73,6 +74,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
         conversation: requests with the same value share a prefix; the dispatcher may send them to one replica.
         replica: the replica that must serve the request; None lets the dispatcher choose.
         trace: the trace of the client, or None.
+        session: the session and the turn that it continues; None for a request without one.
     """
 
     rid: str | None = None
@@ -85,6 +87,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     conversation: str | None = None
     replica: int | None = None
     trace: TraceParent | None = None
+    session: SessionParams | None = None
 
     @property
     def num_input_tokens(self) -> int:
@@ -200,6 +203,7 @@ class Frontend:
             request.trace,
             request.hints,
             request.timeouts,
+            request.session,
         )
         self.send(replica, command)
         return stream

@@ -35,6 +35,7 @@ from scheduler_components.reference.engine.frontend.openai_format import (
     Name,
     Priority,
     Seconds,
+    SessionFields,
     Stops,
     TokenId,
     by_tier,
@@ -97,6 +98,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Seconds | None = None
     queue_timeout: Seconds | None = None
     conversation: Name | None = None
+    lora_path: Name | None = None
+    session_params: SessionFields | None = None
     stream: bool = False
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
@@ -120,13 +123,14 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
                 json_schema=params.json_schema,
                 regex=params.regex,
             ),
-            hints=RequestHints(priority=self.priority or 0),
+            hints=RequestHints(priority=self.priority or 0, lora=self.lora_path),
             timeouts=RequestTimeouts(self.queue_timeout, self.timeout),
             stops=stop_strings(params.stop),
             include_stop_str=params.no_stop_trim,
             stream_interval=params.stream_interval if self.stream else 0,
             conversation=self.conversation,
             replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
+            session=None if self.session_params is None else self.session_params.params(),
         )
 
 

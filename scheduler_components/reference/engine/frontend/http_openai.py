@@ -55,6 +55,8 @@ __all__ = [
     "with_headers",
 ]
 
+_MAX_SHOWN = 128
+
 RANK_HEADER = "x-data-parallel-rank"
 """SGLang's header. In a request it names the rank that must serve it, in a response the rank or ranks that did."""
 
@@ -231,7 +233,7 @@ async def _serve(text: TextFrontend, model: str, job: _Job, exchange: tuple[Scop
     scope, receive, send = exchange
 
     async def respond(streams: Sequence[RequestStream]) -> None:
-        answer = _JobStreams(text=text, job=job, model=model, streams=streams)
+        answer = _JobStreams(text=text, job=job, model=job.params.hints.lora or model, streams=streams)
         response = await (stream_response(answer.events()) if job.stream else answer.response())
         ranks = dict.fromkeys(str(stream.replica) for stream in streams)
         response.headers[RANK_HEADER] = ",".join(ranks)
@@ -267,10 +269,35 @@ async def _open_streams(text: TextFrontend, job: _Job, stack: AsyncExitStack) ->
     return streams
 
 
+def _with_adapter(
+    endpoint: CompletionEndpoint | ChatEndpoint, body: CompletionBody | ChatBody, params: GenerationParams
+) -> GenerationParams:
+    """Return the parameters with the adapter that ``model`` names, as in vLLM. Without adapters any name is accepted.
+
+    Raises:
+        ConfigError: ``model`` names neither the model nor an adapter, or ``lora_path`` names another adapter.
+    """
+    hints, adapters = params.hints, endpoint.text.adapters
+    if adapters is None or body.model in (None, endpoint.model, hints.lora):
+        return params
+    if body.model not in adapters:
+        # The text of the base model would be a wrong answer to a client of an adapter that was unloaded.
+        raise ConfigError("model", body.model[:_MAX_SHOWN], "is neither the model nor an adapter", "see /v1/models")
+    if hints.lora is not None:
+        problem = f"is another adapter than model={body.model!r}"
+        raise ConfigError("lora_path", hints.lora, problem, "leave one of the two out")
+    return msgspec.structs.replace(params, hints=msgspec.structs.replace(hints, lora=body.model))
+
+
 def _check_number(num_prompts: int, num_choices: int) -> None:
     if num_prompts * num_choices > MAX_CHOICES:
         hint = f"request at most {MAX_CHOICES}"
         raise ConfigError("n", num_choices, f"times {num_prompts} prompts are too many outputs", hint)
+
+
+def _check_session(params: GenerationParams, num_outputs: int) -> None:
+    if params.session is not None and num_outputs > 1:
+        raise ConfigError("n", num_outputs, "outputs cannot be one turn of a session", "request one output")
 
 
 async def _respond(endpoint: CompletionEndpoint | ChatEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
@@ -308,6 +335,8 @@ class CompletionEndpoint:
     async def job(self, body: bytes | bytearray, headers: Headers) -> _Job:
         decoded = self._reader.read(body)
         params, given, num_choices = decoded.params(), decoded.prompts(), decoded.num_choices
+        params = _with_adapter(self, decoded, params)
+        _check_session(params, len(given) * num_choices)
         _check_number(len(given), num_choices)
         codec = self.text.codec
         prompts = [await self.text.encode(each) if isinstance(each, str) else each for each in given]
@@ -336,7 +365,8 @@ class ChatEndpoint:
 
     async def job(self, body: bytes | bytearray, headers: Headers) -> _Job:
         decoded = self._reader.read(body)
-        params = decoded.params()
+        params = _with_adapter(self, decoded, decoded.params())
+        _check_session(params, decoded.num_choices)
         prompt = await self.text.encode_chat(decoded.chat_messages())
         writer = _ChatWriter(self.text.codec, with_logprobs=params.sampling.logprobs is not None)
         return _Job.of(decoded, params, headers, [prompt], writer)

@@ -16,7 +16,7 @@ from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingParams
 from scheduler_components.reference.engine.frontend.text_frontend import GenerationParams, TextDelta
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
-from scheduler_components.values import CachedTokens, RequestHints, RequestTimeouts
+from scheduler_components.values import CachedTokens, RequestHints, RequestTimeouts, SessionParams
 
 __all__ = [
     "MAX_CHOICES",
@@ -27,6 +27,7 @@ __all__ = [
     "Seconds",
     "TokenId",
     "LogitBias",
+    "SessionFields",
     "Usage",
     "UsageOptions",
     "by_tier",
@@ -57,6 +58,20 @@ Stops: TypeAlias = _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=_MAX_S
 
 LogitBias: TypeAlias = Annotated[dict[TokenId, float], msgspec.Meta(max_length=1024)]
 """Bias per token id. JSON has texts as names, so each id is a text of digits there."""
+
+
+class SessionFields(msgspec.Struct, frozen=True):
+    """SGLang's ``session_params``: see ``SessionParams``."""
+
+    id: Name
+    rid: Name | None = None
+    offset: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+    def params(self) -> SessionParams:
+        """Return the fields as a value."""
+        return SessionParams(self.id, self.rid, self.offset, self.replace, self.drop_previous_output)
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):
@@ -108,7 +123,9 @@ class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of both routes."""
 
-    model: str | None = None  # ignored: the engine serves one model
+    model: str | None = None  # names an adapter, as in vLLM; any other name means the served model
+    lora_path: Name | None = None
+    session_params: SessionFields | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -179,13 +196,16 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
                 regex=self.regex,
             ),
             grammar_field="" if self.response_format is None else "response_format",
-            hints=RequestHints(priority=self.priority or 0, tenant=(self.user or "")[:_MAX_TENANT_CHARACTERS]),
+            hints=RequestHints(
+                priority=self.priority or 0, tenant=(self.user or "")[:_MAX_TENANT_CHARACTERS], lora=self.lora_path
+            ),
             timeouts=RequestTimeouts(self.queue_timeout, self.timeout),
             stops=stop_strings(self.stop),
             include_stop_str=bool(self.include_stop_str_in_output),
             stream_interval=1 if self.stream else 0,
             conversation=self.conversation,
             replica=self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
+            session=None if self.session_params is None else self.session_params.params(),
         )
 
     def _schema(self) -> str | None:

@@ -6,9 +6,10 @@ Tokenizing a long prompt may take long, so it runs in a thread and does not dela
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -20,7 +21,14 @@ from scheduler_components.reference.engine.messages import pack_tokens
 from scheduler_components.reference.text.incremental_detokenizer import IncrementalDetokenizer
 from scheduler_components.reference.text.text_tokenizer import ChatMessage, TextTokenizer
 from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import FinishReason, OutputDelta, RequestHints, RequestTimeouts, TraceParent
+from scheduler_components.values import (
+    FinishReason,
+    OutputDelta,
+    RequestHints,
+    RequestTimeouts,
+    SessionParams,
+    TraceParent,
+)
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -28,11 +36,14 @@ __all__ = [
     "TextDelta",
     "GenerationParams",
     "open_text_codec",
+    "session_replica",
     "merge_streams",
 ]
 
 DEFAULT_NEW_TOKENS = 1024
 """Limit of new tokens if neither the client nor the API sets one: one or two pages, not the whole context."""
+
+_MAX_SHOWN = 8
 
 _INLINE_CHARACTERS = 2048
 """Longest text to tokenize without a thread. It takes one or two milliseconds."""
@@ -50,7 +61,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
         stops: strings that end the text.
         include_stop_str: keep the stop string in the text.
         stream_interval: tokens between two deltas; 0 for one delta at the end.
-        conversation, replica, trace: see ``GenerateReqInput``.
+        conversation, replica, trace, session: see ``GenerateReqInput``.
     """
 
     max_new_tokens: int | None = None
@@ -66,6 +77,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     conversation: str | None = None
     replica: int | None = None
     trace: TraceParent | None = None
+    session: SessionParams | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -112,12 +124,14 @@ class TextFrontend:
         codec: tokenizer of the model.
         has_logits: the device computes logits; a simulated one does not, so a bias would have no effect.
         has_grammars: the ranks compile grammars.
+        adapters: names of the adapters that requests may name; None if the engine has no adapters.
     """
 
     frontend: Frontend
     codec: TextTokenizer
     has_logits: bool = False
     has_grammars: bool = False
+    adapters: Collection[str] | None = None
 
     async def encode(self, text: str) -> list[int]:
         """Tokenize a prompt."""
@@ -133,10 +147,11 @@ class TextFrontend:
 
         Raises:
             ConfigError: the prompt is empty, has a token that the model does not know, or does not fit the context; or
-                a bias or a grammar cannot have an effect.
+                a bias or a grammar cannot have an effect; or the adapter is unknown, or the session on another replica.
         """
         self._check_bias(params.sampling.logit_bias)
         self._check_grammar(params)
+        self._check_adapter(params.hints.lora)
         return GenerateReqInput(
             rid=rid,
             input_ids=pack_tokens(self._check_prompt(prompt)),
@@ -147,8 +162,9 @@ class TextFrontend:
             # With stop strings each token is needed as soon as possible, because it may end the request.
             stream_interval=1 if params.stops else params.stream_interval,
             conversation=params.conversation,
-            replica=params.replica,
+            replica=self._replica(params),
             trace=params.trace,
+            session=params.session,
         )
 
     async def text_deltas(self, stream: RequestStream, params: GenerationParams) -> AsyncGenerator[TextDelta, None]:
@@ -185,6 +201,20 @@ class TextFrontend:
             hint = f"give ids below {self.codec.vocab_size}"
             raise ConfigError("logit_bias", largest, "is not a token of this model", hint)
 
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and name not in (self.adapters or ()):
+            known = ", ".join(sorted(self.adapters or ())[:_MAX_SHOWN]) or "none"
+            raise ConfigError("lora_path", name, "is no loaded adapter", f"give one of: {known}")
+
+    def _replica(self, params: GenerationParams) -> int | None:
+        if params.session is None:
+            return params.replica
+        replica = session_replica(params.session.id, len(self.frontend.leaders))
+        if params.replica not in (None, replica):
+            problem = f"does not have session {params.session.id!r}, which is on rank {replica}"
+            raise ConfigError("data_parallel_rank", params.replica, problem, "leave the rank out")
+        return replica
+
     def _check_grammar(self, params: GenerationParams) -> None:
         key = params.sampling.grammar_key
         if key is None:
@@ -211,6 +241,11 @@ class TextFrontend:
             problem = f"with a prompt of {num_prompt_tokens} is more than the model's context of {context} tokens"
             raise ConfigError("max_tokens", max_new_tokens, problem, f"ask for at most {room}")
         return SamplingLimits(max_new_tokens, params.stop_token_ids, params.ignore_eos)
+
+
+def session_replica(session_id: str, num_replicas: int) -> int:
+    """Return the replica that has a session. It depends on the id only, so every frontend of an engine agrees."""
+    return crc32(session_id.encode()) % num_replicas
 
 
 async def _in_thread(num_characters: int, work: Callable[[], T]) -> T:

@@ -17,12 +17,13 @@ def default_weights_root(model_path: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def resolve_below(root: Path | None, text: str) -> Path:
+def resolve_below(root: Path | None, text: str, *, field: str = "model_path") -> Path:
     """Return the existing file or folder that a client names, with all symbolic links resolved.
 
     Args:
         root: the allowed directory, or None for none.
         text: a path, absolute or relative to ``root``.
+        field: the client's field, for the error.
 
     Raises:
         ConfigError: there is no such path below ``root``. The text is the same for a path that does not exist and for
@@ -36,5 +37,5 @@ def resolve_below(root: Path | None, text: str) -> Path:
             path = None
         if path is not None and path.is_relative_to(allowed):
             return path
-    hint = "name a model below the directory of --weights-root"
-    raise ConfigError("model_path", text[:_MAX_SHOWN], "is not in the allowed directory", hint)
+    hint = "name one below the directory of --weights-root"
+    raise ConfigError(field, text[:_MAX_SHOWN], "is not in the allowed directory", hint)

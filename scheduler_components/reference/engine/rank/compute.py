@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_components import ParallelState
@@ -11,6 +11,7 @@ from scheduler_components.quiesce import MemoryOccupation, NullMemoryOccupation
 from scheduler_components.reference.device.device import LayerwiseDevice, SimulatedDevice, SimulatedModel
 from scheduler_components.reference.device.weights import SimulatedMemory, SimulatedWeights
 from scheduler_components.reference.engine.config import EngineConfig, EnginePaths
+from scheduler_components.thread_adapter_loader import AdapterStore, NullAdapterStore
 from scheduler_components.weight_updater import WeightStore
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class RankCompute:
         memory: releases and resumes device memory.
         pool: KV pages that the device computes into; None for a simulated device.
         groups: the ranks that compute the model together with this one; empty for a simulated device.
+        adapters: the adapters of the device.
     """
 
     device: LayerwiseDevice
@@ -37,6 +39,7 @@ class RankCompute:
     memory: MemoryOccupation
     pool: TorchDeviceMemory | None = None
     groups: tuple[ModelParallelGroup, ...] = ()
+    adapters: AdapterStore = field(default_factory=NullAdapterStore)
 
     def close(self) -> None:
         """Leave the groups of ranks. Safe to call twice."""
@@ -76,9 +79,17 @@ def open_rank_device(
             on_wait=on_wait,
         )
         return RankCompute(
-            device=rank.device, weights=rank.weights, memory=NullMemoryOccupation(), pool=rank.pool, groups=rank.groups
+            device=rank.device,
+            weights=rank.weights,
+            memory=NullMemoryOccupation(),
+            pool=rank.pool,
+            groups=rank.groups,
+            adapters=rank.adapters,
         )
     simulated = SimulatedDevice(model=SimulatedModel(seed=config.seed), speed=config.speed)
     return RankCompute(
-        device=simulated, weights=SimulatedWeights(device=simulated), memory=SimulatedMemory(device=simulated)
+        device=simulated,
+        weights=SimulatedWeights(device=simulated),
+        memory=SimulatedMemory(device=simulated),
+        adapters=simulated.adapters,
     )

@@ -32,6 +32,7 @@ from scheduler_components.reference.engine.messages import (
     ControlCompleted,
     DrainInput,
     DumpCache,
+    LoadAdapter,
     PoolMediumGroup,
     PoolSnapshot,
     RankCommand,
@@ -42,6 +43,7 @@ from scheduler_components.reference.engine.messages import (
     SubmitControl,
     SubmitRequest,
     UnblockInput,
+    UnloadAdapter,
     decode_command,
     pack_hashes,
     unpack_tokens,
@@ -54,6 +56,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import (
+    ControlReply,
     ForwardMode,
     InputKind,
     InputMessage,
@@ -113,14 +116,32 @@ class RankWorker:
         if reply is not None:
             self.scheduler.metrics.refresh_counters()
         self._last_mode = self.scheduler.step().mode
-        if reply is not None and self.parallel.leads_replica:
-            self.reports.send(ControlCompleted(self.parallel.kv_stream_index, reply))
+        if reply is not None:
+            self._reply_to_control(reply)
+        for loaded in self.scheduler.lora.pop_replies():
+            self._reply_to_control(ControlReply(loaded.request_id, loaded.problem))
         for command in commands:
             if isinstance(command, DumpCache):
                 self._dumps_due[command.dump_id] = step + _MAX_DUMP_DELAY_STEPS
             elif isinstance(command, ReadPool) and self.parallel.leads_replica:
                 self.reports.send(self._read_pool(command.read_id))
         self._send_dumps(step)
+
+    def _reply_to_control(self, reply: ControlReply) -> None:
+        if self.parallel.leads_replica:
+            self.reports.send(ControlCompleted(self.parallel.kv_stream_index, reply))
+
+    def _change_adapters(self, command: LoadAdapter | UnloadAdapter) -> None:
+        """Register or unregister an adapter. The reply to a load comes when all ranks have loaded it."""
+        lora, problem = self.scheduler.lora, ""
+        try:
+            if isinstance(command, LoadAdapter):
+                lora.register(command.name, command.path, is_pinned=command.pinned, request_id=command.request_id)
+                return
+            lora.unregister(command.name)
+        except ConfigError as error:  # which every rank refuses alike
+            problem = str(error)
+        self._reply_to_control(ControlReply(command.request_id, problem))
 
     def _send_dumps(self, step: int) -> None:
         """Send requested dumps after a step without transfers in flight, so that the tiers do not change any more."""
@@ -134,6 +155,8 @@ class RankWorker:
             self._submit(command)
         elif isinstance(command, AbortRequest):
             self.scheduler.abort(command.rid)
+        elif isinstance(command, LoadAdapter | UnloadAdapter):
+            self._change_adapters(command)
         elif isinstance(command, SubmitControl):
             self.quiesce.enqueue(command.request_id, command.request)
         elif isinstance(command, RpcRequest):
@@ -151,8 +174,11 @@ class RankWorker:
 
     def _submit(self, command: SubmitRequest) -> None:
         self.scheduler.request_metrics.work.on_request_received(FRONTEND_DISPATCHER, command.ticket)
-        tokens = unpack_tokens(command.input_ids)
+        tokens: Sequence[int] = unpack_tokens(command.input_ids)
+        session = command.session
         try:
+            if session is not None:
+                tokens = self.scheduler.sessions.extend(session, tokens)
             request = Request(
                 command.rid,
                 tokens,
@@ -163,7 +189,7 @@ class RankWorker:
                 stream_interval=command.stream_interval,
                 trace=command.trace,
             )
-            self.scheduler.submit(request)
+            self.scheduler.submit(request, session)
         except (ConfigError, QueueFullError) as error:  # which every rank refuses alike
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error), isinstance(error, QueueFullError)))
@@ -264,7 +290,7 @@ class Leader:
     def _is_step_due(self) -> bool:
         """Return True if a step without a batch is due. While requests wait in rooms that is after each sleep."""
         scheduler = self.worker.scheduler
-        return bool(len(scheduler.rooms)) or scheduler.next_step_in_s <= 0
+        return scheduler.polls_rooms or scheduler.next_step_in_s <= 0
 
     def _must_stop(self, is_idle: bool) -> bool:
         """Poll the signal to stop. An idle leader sleeps here until the signal, a command or the next heartbeat."""

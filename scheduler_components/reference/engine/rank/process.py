@@ -23,6 +23,7 @@ from scheduler_components.input_blocker import InputBlocker
 from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
+from scheduler_components.lora_queue import LoraQueue
 from scheduler_components.metrics import ZmqForwardPassSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
 from scheduler_components.ports import DivergenceSink, ForwardPassSink, NullDivergenceSink
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
@@ -51,6 +52,7 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.reference.engine.zmq_sockets import bind_pull, connect_push
 from scheduler_components.request_receiver import RequestReceiver
+from scheduler_components.thread_adapter_loader import open_thread_adapter_loader
 from scheduler_components.thread_stack_sampler import StackSampler
 from scheduler_components.thread_watchdog import open_thread_watchdog
 from scheduler_components.zmq_idle_sleeper import IdleSleeper
@@ -126,6 +128,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
             sinks=sinks,
             quiesce=state,
             dp=_dp_sync(config, parallel, peers),
+            lora=_open_lora(config, compute, opened),
             groups=groups,
             rooms=grammars,
             decisions=_decision_log(config, groups),
@@ -136,7 +139,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         opened.callback(scheduler.kv_events.publish_all_cleared)
         quiesce = make_quiesce_stepper(scheduler, state, groups=groups, weights=compute.weights, memory=compute.memory)
         internal = InternalState(providers=(scheduler.settings, scheduler.batcher.conditions.chunk_sizer, profiles))
-        rpc = RpcHandler(state=internal, profiles=profiles)
+        rpc = RpcHandler(state=internal, profiles=profiles, sessions=scheduler.sessions)
         worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         _open_watchdog(config, context, alive, scheduler, opened)
         load_publisher = open_load_publisher(
@@ -172,6 +175,19 @@ def _decision_log(config: RankConfig, groups: ParallelGroups) -> DecisionLog | N
     if integrity.decision_dump_directory:
         sink = FileDivergenceSink(directory=Path(integrity.decision_dump_directory))
     return DecisionLog(groups=groups, policy=integrity.decision_log, sink=sink)
+
+
+def _open_lora(config: RankConfig, compute: RankCompute, opened: ExitStack) -> LoraQueue[Request] | None:
+    """Open the adapters of the configuration. Return None without any: the scheduler then refuses them."""
+    lora = config.engine.scheduler.lora
+    if lora is None:
+        return None
+    loader = open_thread_adapter_loader(compute.adapters)
+    opened.callback(loader.close)
+    queue = LoraQueue[Request](loader=loader, limits=lora.limits)
+    for each in lora.adapters:
+        queue.register(each.name, each.path, is_pinned=each.pinned)
+    return queue
 
 
 def _profiler(config: RankConfig) -> Profiler:

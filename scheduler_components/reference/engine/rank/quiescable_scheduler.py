@@ -37,11 +37,13 @@ class QuiescableScheduler:
         return self.scheduler.tiers.num_operations
 
     def abort_all(self) -> int:
+        self.scheduler.sessions.release_all()
         num_aborted = sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])
         self.scheduler.kv_events.flush()  # their computed pages stay in the cache, so events are pending
         return num_aborted
 
     def retract_all(self) -> int:
+        self.scheduler.sessions.release_all()
         return self.scheduler.retract_all()
 
     def clear(self, weight_version: str) -> None:

@@ -1,4 +1,4 @@
-"""RpcHandler: read and change the internal state of a running rank, and record profiles.
+"""RpcHandler: read and change the internal state of a running rank, open and close sessions, and record profiles.
 
 Each call reaches every rank with the commands of one step, and every rank replies. A change therefore takes effect on
 all ranks of a replica from the same step on, and a profile has one trace per rank.
@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from scheduler_components import ConfigError
+from scheduler_components.cache import RadixNode
 from scheduler_components.internal_state import InternalState, StateValue
 from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager
 from scheduler_components.reference.device.device import Device, DeviceOutput, DeviceRequest
-from scheduler_components.reference.engine.messages import RpcMethod
+from scheduler_components.reference.engine.messages import CloseSession, OpenSession, RpcMethod
+from scheduler_components.sessions import SessionTable
 from scheduler_components.values import ScheduledBatch
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
 StateChanges: TypeAlias = dict[str, StateValue]
 
 _decode_changes = msgspec.json.Decoder(StateChanges).decode
+_decode_open = msgspec.json.Decoder(OpenSession).decode
+_decode_close = msgspec.json.Decoder(CloseSession).decode
 _decode_plan = msgspec.json.Decoder(ProfileRequest).decode
 
 
@@ -76,10 +80,12 @@ class RpcHandler:
     Attributes:
         state: the state that can be read and set.
         profiles: records steps.
+        sessions: the sessions of the replica.
     """
 
     state: InternalState
     profiles: ProfilerManager
+    sessions: SessionTable[RadixNode]
 
     def answer(self, method: RpcMethod, body: bytes) -> object:
         """Execute a method and return a result that JSON can represent.
@@ -91,6 +97,19 @@ class RpcHandler:
             return self.state.get()
         if method == "set_internal_state":
             return self.state.set(parse_state_changes(body))
+        if method == "open_session":
+            session: OpenSession = _decode(_decode_open, body)
+            self.sessions.open(
+                session.session_id,
+                capacity_tokens=session.capacity_tokens,
+                timeout_s=session.timeout_s,
+                is_streaming=session.is_streaming,
+            )
+            return session.session_id
+        if method == "close_session":
+            closing: CloseSession = _decode(_decode_close, body)
+            self.sessions.close(closing.session_id)
+            return True
         if method == "start_profile":
             self.profiles.start(parse_profile_plan(body))
             return True

@@ -13,6 +13,7 @@ from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
 from scheduler_components.rank_groups import world_rank_groups
 from scheduler_components.reference.device.model_spec import ModelSpec
+from scheduler_components.reference.device.torch_adapters import TorchAdapters
 from scheduler_components.reference.device.torch_device import TorchDevice
 from scheduler_components.reference.device.torch_model import load_model
 from scheduler_components.reference.device.torch_model_parallel import (
@@ -23,6 +24,7 @@ from scheduler_components.reference.device.torch_model_parallel import (
 )
 from scheduler_components.reference.device.torch_tensor_parallel import shard_model
 from scheduler_components.reference.engine.config import EnginePaths, SchedulerConfig
+from scheduler_components.thread_adapter_loader import AdapterStore, NullAdapterStore
 from scheduler_components.torch_weight_updater import TorchWeightStore
 
 __all__ = ["TorchRank", "open_torch_rank", "rank_torch_device"]
@@ -37,12 +39,14 @@ class TorchRank:
         weights: this rank's shard of the weights.
         pool: this rank's slice of each KV page.
         groups: the ranks that hold the other shards, and those that compute other rows of a prefill.
+        adapters: the adapters of the model; without any if the configuration has none.
     """
 
     device: TorchDevice
     weights: TorchWeightStore
     pool: TorchDeviceMemory
     groups: tuple[ModelParallelGroup, ModelParallelGroup]
+    adapters: AdapterStore
 
 
 def rank_torch_device(first: str, parallel: ParallelState) -> str:
@@ -97,11 +101,16 @@ def open_torch_rank(
         dtype=loaded.dtype,
         device=loaded.device,
     )
+    device = TorchDevice(model=loaded, pool=pool, context=context)
+    adapters: AdapterStore = NullAdapterStore()
+    if scheduler.lora is not None:
+        adapters = device.adapters = TorchAdapters(loaded)
     return TorchRank(
-        device=TorchDevice(model=loaded, pool=pool, context=context),
+        device=device,
         weights=TorchWeightStore(model=loaded, parts=parts),
         pool=pool,
         groups=(shards, context),
+        adapters=adapters,
     )
 
 

@@ -10,13 +10,13 @@ from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.cache import RadixNode
 from scheduler_components.invariant_checker import PoolInvariantChecker, PublishedBlocks
 from scheduler_components.pool_stats_observer import AuditedPool, PoolStatsObserver, RadixCachePool
-from scheduler_components.ports import AllocationSink, KvEventSource, NullAllocationSink
+from scheduler_components.ports import AllocationSink, KvEventSource, NullAllocationSink, PageHolders
 from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.request_kv_cache import RequestPageHolders
 from scheduler_components.request_queues import RequestQueues
-from scheduler_components.values import PageHolding, PoolCount, RequestState
+from scheduler_components.values import HeldCount, PageHolding, PoolCount, RequestState
 from scheduler_components.watchdog import StepProgress
 
 __all__ = ["SchedulerIntegrity", "RequestSlotPool"]
@@ -54,6 +54,21 @@ class RequestSlotPool:
 
 
 @dataclass(slots=True, kw_only=True)
+class RequestsAndSessions:
+    """The ``PageHolders`` of a scheduler. Its sessions lock pages of the cache and own none."""
+
+    requests: PageHolders
+    sessions: PageHolders
+
+    def count_held(self) -> HeldCount:
+        return self.requests.count_held()
+
+    def holdings(self) -> Iterator[PageHolding]:
+        yield from self.requests.holdings()
+        yield from self.sessions.holdings()
+
+
+@dataclass(slots=True, kw_only=True)
 class SchedulerIntegrity:
     """The checks of one scheduler. Made by ``SchedulerIntegrity.compose``.
 
@@ -73,11 +88,17 @@ class SchedulerIntegrity:
 
     @classmethod
     def compose(
-        cls, config: IntegrityConfig, parallel: ParallelState, tiers: CacheTiers, queues: RequestQueues[Request]
+        cls,
+        config: IntegrityConfig,
+        parallel: ParallelState,
+        tiers: CacheTiers,
+        queues: RequestQueues[Request],
+        sessions: PageHolders,
     ) -> SchedulerIntegrity:
-        """Wire the checks of a scheduler's tiers and queues. A rank without an event stream compares no events."""
+        """Wire the checks of a scheduler's tiers, queues and sessions. A rank without a stream compares no events."""
         cache = tiers.cache
-        progress, requests = StepProgress(), RequestPageHolders(queues=queues)
+        progress = StepProgress()
+        requests = RequestsAndSessions(requests=RequestPageHolders(queues=queues), sessions=sessions)
         if isinstance(cache, RadixCache):
             pool = RadixCachePool(cache=cache, requests=requests)
         else:

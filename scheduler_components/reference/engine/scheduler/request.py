@@ -51,7 +51,7 @@ class Request:
         grammar: which tokens may follow; None if every token may, and until the grammar is compiled.
         hints: what the client says about the order.
         timeouts: how long it may wait and take.
-        session_id: the session that it is a turn of; None for none.
+        session_id: the session that it is a turn of, which ``Scheduler.submit`` writes; None for none.
         lora_id: number of its adapter, which ``LoraQueue`` writes; None for the base model.
         stream_interval: tokens between two deltas to the client; 0 for one delta at the end.
         arrival: number assigned at submission, which defines the order of requests.
@@ -114,7 +114,6 @@ class Request:
         sampling: SamplingParams = _GREEDY,
         hints: RequestHints = _NO_HINTS,
         timeouts: RequestTimeouts = _NO_TIMEOUTS,
-        session_id: str | None = None,
         stream_interval: int = 1,
         trace: TraceParent | None = None,
     ) -> None:
@@ -128,7 +127,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.hints = hints
         self.timeouts = timeouts
-        self.session_id = session_id
+        self.session_id: str | None = None
         self.lora_id: int | None = None
         self.stream_interval = stream_interval
         self.arrival = -1

@@ -42,11 +42,13 @@ from scheduler_components import (
 from scheduler_components.agreed_queue import DepartureReason
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.batcher import BatchConditions, Batcher
+from scheduler_components.cache import RadixNode
 from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.dp_attn import DpBatchSync
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.forward_pass_publisher import ForwardPassPublisher
 from scheduler_components.kv_events import NullEventPublisher
+from scheduler_components.lora_queue import LoraLimits, LoraQueue
 from scheduler_components.ports import (
     ForwardPassSink,
     KvEventSink,
@@ -78,6 +80,7 @@ from scheduler_components.reference.engine.scheduler.request_limits import (
     check_tokens_known,
 )
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
+from scheduler_components.reference.engine.scheduler.scheduler_sections import SchedulerSections
 from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
 from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
 from scheduler_components.request_deadlines import RequestDeadlines
@@ -85,6 +88,8 @@ from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.request_tracer import RequestTracer
 from scheduler_components.scheduling_policy import make_policy
+from scheduler_components.session_kv_releaser import SessionKvReleaser
+from scheduler_components.sessions import SessionTable
 from scheduler_components.step_agreement import StepAgreement
 from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
@@ -92,6 +97,7 @@ from scheduler_components.values import (
     ForwardMode,
     RequestState,
     ScheduledBatch,
+    SessionParams,
 )
 from scheduler_components.waiting_rooms import WaitingRoom, WaitingRooms
 from scheduler_components.watchdog import IDLE_PHASE
@@ -121,6 +127,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         agreement: agrees with the other ranks once per step.
         rooms: what requests wait for besides pages.
         deadlines: ends requests that wait or take too long.
+        lora: the adapters; one of the rooms if the engine has any.
+        sessions: conversations that keep their pages between turns.
         tiers: the prefix cache with the tiers behind it.
         prefetcher: fetches the prefixes of waiting requests from these tiers.
         settings: the sizes, which can change while requests run.
@@ -141,6 +149,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     agreement: StepAgreement
     rooms: WaitingRooms[Request]
     deadlines: RequestDeadlines[Request]
+    lora: LoraQueue[Request]
+    sessions: SessionTable[RadixNode]
     tiers: CacheTiers
     prefetcher: TierPrefetcher
     settings: BatcherSettings
@@ -169,6 +179,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         dp: DpBatchSync | None = None,
         decisions: DecisionLog | NullDecisionLog | None = None,
         rooms: Sequence[WaitingRoom[Request]] = (),
+        lora: LoraQueue[Request] | None = None,
         groups: ParallelGroups | None = None,
     ) -> Scheduler:
         """Wire a scheduler.
@@ -185,6 +196,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             decisions: the log of this rank's decisions, over the same groups. The default stops all ranks at the first
                 difference.
             rooms: what requests may wait for besides pages, in one order on all ranks.
+            lora: the adapters of the rank. The default has none, and refuses requests that name one.
             groups: the ranks of the replica, which agree once per step. The default is a replica of one rank.
         """
         sinks, clocks = sinks or SchedulerSinks(), clocks or Clocks()
@@ -194,11 +206,17 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         cache = tiers.cache
         cache.record_decisions(decisions)
         queues = RequestQueues[Request](max_running_requests=config.num_request_slots)
+        sessions = SessionTable[RadixNode](cache=cache, limits=config.session_limits, decisions=decisions)
+        if lora is None:
+            lora = LoraQueue(limits=LoraLimits(max_loaded=1, max_registered=1))
+        else:
+            lora.decisions, rooms = decisions, (*rooms, lora)
         conditions = BatchConditions[Request](
             gate=quiesce,
             dp=dp,
             new_token_ratio=make_ratio_tracker(config),
             chunk_sizer=DynamicChunkSizer(page_size=config.page_size),
+            idle_pages=sessions,
         )
 
         # Observers: they read the parts above and decide nothing.
@@ -206,13 +224,14 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         forecast = PrefillForecast(conditions=conditions)
         forecast.predictor.clock = clocks.monotonic
         request_metrics = RequestMetrics(clock=clocks.monotonic, forecast=forecast, tracer=tracer)
-        integrity = SchedulerIntegrity.compose(config.integrity, parallel, tiers, queues)
+        integrity = SchedulerIntegrity.compose(config.integrity, parallel, tiers, queues, sessions)
         load = LoadInquirer(
             parallel=parallel,
             queues=queues,
             pool=cache,
             rates=request_metrics.rates,
             work=request_metrics.work,
+            sections=SchedulerSections(lora=lora),
             clock=clocks.wall,
         )
         kv_events = SchedulerKvEventsPublisher(
@@ -238,7 +257,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         deadlines = RequestDeadlines[Request](defaults=config.timeouts)
         agreement = StepAgreement(
             groups=groups,
-            parts=(decisions, *tiers.agreement_parts, *rooms),
+            parts=(decisions, *tiers.agreement_parts, *rooms, sessions),
             clock=clocks.monotonic,
             leads=parallel.leads_replica or not groups.groups,
         )
@@ -280,10 +299,12 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
                 "rooms": waiting_rooms,
                 "deadlines": deadlines,
                 "decisions": decisions,
+                "sessions": sessions,
+                "adapters": lora,
             },
         )
         results = BatchResultProcessor(
-            kv=kv_cache,
+            kv=SessionKvReleaser(kv=kv_cache, sessions=sessions),
             requests=TimedRequests(batcher=batcher, rooms=waiting_rooms, deadlines=deadlines),
             output=output,
             observer=request_metrics,
@@ -295,6 +316,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             agreement=agreement,
             rooms=waiting_rooms,
             deadlines=deadlines,
+            lora=lora,
+            sessions=sessions,
             tiers=tiers,
             prefetcher=prefetcher,
             settings=BatcherSettings(config=config, batcher=batcher),
@@ -310,8 +333,12 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             digest=StateDigest(decisions=decisions),
         )
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, session: SessionParams | None = None) -> None:
         """Queue a request. A refused request changes nothing.
+
+        Args:
+            request: its tokens are those that ``sessions.extend`` returned, if it is a turn of a session.
+            session: what the turn continues. Turns in flight that it replaces are aborted.
 
         Raises:
             ConfigError: the pool or the model's context cannot hold the request, the model does not know a token, the
@@ -327,7 +354,10 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             raise ConfigError("rid", request.rid, "is already in flight", "give each request an id of its own")
         if request.state is not RequestState.WAITING or request.num_output_tokens:
             raise ConfigError("rid", request.rid, "has been served before", "make a new Request")
+        self.lora.check(request.hints.lora)
         self.integrity.progress.enter_phase("submit", request.rid)
+        if session is not None:
+            request.session_id = session.id
         must_wait = self.rooms.enter(request)
         self.prefetcher.start(request)
         request.num_cached_tokens = self.prefetcher.kv_cache.match_length(request)
@@ -339,6 +369,9 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             self.batcher.add(request)
         self.deadlines.add(request)
         self.request_metrics.on_queued(request)
+        if session is not None:
+            for rid in self.sessions.begin_turn(session, request.rid):
+                self.abort(rid)
         self.integrity.progress.enter_phase(IDLE_PHASE)
 
     def abort(self, rid: str) -> bool:
@@ -460,13 +493,20 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     def next_step_in_s(self) -> float:
         """Seconds until a step is due, by the clock of this rank, for the leading rank; infinite if none is.
 
-        Steps without a batch let requests in rooms go, and end those that have waited too long. What requests in rooms
-        wait for ends on threads of all ranks, so such steps are taken every ``ROOM_POLL_S``.
+        Steps without a batch let requests in rooms go, load adapters, end requests that have waited too long, and close
+        idle sessions. What requests in rooms wait for ends on threads of all ranks, so such steps are taken every
+        ``ROOM_POLL_S``.
         """
         if self.has_work:
             return 0.0
-        due_in_s = self.deadlines.next_deadline_s - self.agreement.clock()
-        return min(ROOM_POLL_S, due_in_s) if len(self.rooms) else due_in_s
+        deadline_s = min(self.deadlines.next_deadline_s, self.sessions.next_deadline_s)
+        due_in_s = deadline_s - self.agreement.clock()
+        return min(ROOM_POLL_S, due_in_s) if self.polls_rooms else due_in_s
+
+    @property
+    def polls_rooms(self) -> bool:
+        """True while requests wait in rooms or adapters are loaded, so that steps are taken without a batch."""
+        return bool(len(self.rooms)) or self.lora.has_pending_loads
 
     @property
     def num_steps(self) -> int:
@@ -494,8 +534,8 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         return self.tiers.cache
 
     def drain(self) -> Iterator[StepResult]:
-        """Step until there is no more work and no request waits in a room."""
-        while self.has_work or len(self.rooms):
+        """Step until there is no more work, no request waits in a room, and no adapter is loaded."""
+        while self.has_work or self.polls_rooms:
             yield self.step()
 
     def retract_all(self) -> int:
@@ -507,12 +547,15 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     def clear_cache(self, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
         """Remove every cached prefix from device and host, and send the events immediately.
 
+        Sessions lose their pages and stay open.
+
         Args:
             weight_version: version of the weights that compute all later KV.
 
         Raises:
-            CacheIntegrityError: a request runs or a page transfer is in flight; nothing has changed.
+            CacheIntegrityError: a request runs or a page transfer is in flight; the cache has not changed.
         """
+        self.sessions.release_all()
         self.cache.clear(weight_version)
         self.prefetcher.restart(weight_namespace(weight_version))
         self.kv_events.flush()

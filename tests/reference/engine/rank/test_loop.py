@@ -164,7 +164,7 @@ class ExecutorRank:
         quiesce = make_quiesce_stepper(scheduler, state, groups=ParallelGroups(rank=tp_rank))
         profiles = ProfilerManager()
         internal = InternalState(providers=(scheduler.settings, profiles))
-        rpc = RpcHandler(state=internal, profiles=profiles)
+        rpc = RpcHandler(state=internal, profiles=profiles, sessions=scheduler.sessions)
         self.worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         alive = RankHeartbeat(str(parallel), parallel.kv_stream_index)
         self.heartbeat = HeartbeatSender(alive=alive, reports=reports, stop=StopPipe(self.stop_signal.reader))

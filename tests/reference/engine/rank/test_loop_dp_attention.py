@@ -209,7 +209,7 @@ class LeaderThread:
                 parallel=parallel,
                 scheduler=self.scheduler,
                 reports=reports,
-                rpc=RpcHandler(state=internal, profiles=profiles),
+                rpc=RpcHandler(state=internal, profiles=profiles, sessions=self.scheduler.sessions),
                 quiesce=make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(rank=rank)),
             ),
             receiver=RequestReceiver(rank=str(parallel), reader=CommandDecoder(), source=ZmqInputSource(socket=pull)),

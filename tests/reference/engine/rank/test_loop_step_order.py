@@ -107,7 +107,9 @@ class OneRank:
         self.weights = HangingWeights(self.detector)
         quiesce = make_quiesce_stepper(self.scheduler, state, groups=ParallelGroups(), weights=self.weights)
         profiles = ProfilerManager()
-        rpc = RpcHandler(state=InternalState(providers=(profiles,)), profiles=profiles)
+        rpc = RpcHandler(
+            state=InternalState(providers=(profiles,)), profiles=profiles, sessions=self.scheduler.sessions
+        )
         self.reports = ListedReports()
         self.worker = RankWorker(
             parallel=ParallelState.trivial(),

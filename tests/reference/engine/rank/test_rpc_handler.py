@@ -38,7 +38,9 @@ def scheduler() -> Scheduler:
 @pytest.fixture
 def control(scheduler: Scheduler) -> RpcHandler:
     profiles = ProfilerManager()
-    return RpcHandler(state=InternalState(providers=(scheduler.settings, profiles)), profiles=profiles)
+    return RpcHandler(
+        state=InternalState(providers=(scheduler.settings, profiles)), profiles=profiles, sessions=scheduler.sessions
+    )
 
 
 def test_sizes_can_be_changed_while_requests_run(scheduler: Scheduler, control: RpcHandler) -> None:

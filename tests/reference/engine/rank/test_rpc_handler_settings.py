@@ -83,7 +83,7 @@ def settable_rank(config: SchedulerConfig = CONFIG) -> SettableRank:
     scheduler = Scheduler.compose(config, ParallelState.trivial(), device, sinks=sinks)
     profiles = ProfilerManager()
     state = InternalState(providers=(scheduler.settings, scheduler.batcher.conditions.chunk_sizer, profiles))
-    return SettableRank(scheduler, RpcHandler(state=state, profiles=profiles))
+    return SettableRank(scheduler, RpcHandler(state=state, profiles=profiles, sessions=scheduler.sessions))
 
 
 SETTABLE = settable_rank().rpc.state.settable

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from kit.immediate_loader import ImmediateLoader
+
 from scheduler_components import ParallelState
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.events import BlockStored
+from scheduler_components.lora_queue import LoraQueue
 from scheduler_components.reference.device.device import CostModel, SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -20,8 +23,8 @@ PROMPT = range(1, 10)
 
 def a_request(rid: str, lora_id: int | None = None, session_id: str | None = None) -> Request:
     hints = RequestHints(lora=None if lora_id is None else f"adapter-{lora_id}")
-    request = Request(rid, PROMPT, SamplingLimits(max_new_tokens=2), hints=hints, session_id=session_id)
-    request.lora_id = lora_id
+    request = Request(rid, PROMPT, SamplingLimits(max_new_tokens=2), hints=hints)
+    request.lora_id, request.session_id = lora_id, session_id
     return request
 
 
@@ -41,11 +44,16 @@ def test_an_adapter_changes_the_identity_and_a_session_does_not() -> None:
 def test_adapters_share_no_page_and_events_carry_adapter_and_session() -> None:
     events = ListEventSink()
     free = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0)
+    device = SimulatedDevice(cost=free)
+    lora = LoraQueue[Request](loader=ImmediateLoader(device.adapters))
+    for name in ("adapter-1", "adapter-2"):
+        lora.register(name, f"/{name}")
     scheduler = Scheduler.compose(
         SchedulerConfig(page_size=4, kv_tokens=128),
         ParallelState.trivial(),
-        SimulatedDevice(cost=free),
+        device,
         sinks=SchedulerSinks(events=events),
+        lora=lora,
     )
     served = [a_request("a"), a_request("b", 1), a_request("c", 2), a_request("d", 1, "s"), a_request("e", None, "s")]
     for request in served:
@@ -56,4 +64,5 @@ def test_adapters_share_no_page_and_events_carry_adapter_and_session() -> None:
     stored = [event for batch in events.batches for event in batch.events if isinstance(event, BlockStored)]
     names = {(event.lora_id, event.lora_name) for event in stored}
     assert names == {(None, None), (1, "adapter-1"), (2, "adapter-2")}
+    assert len({request.output_ids for request in served}) == 3, "the text does not depend on the adapter"
     scheduler.cache.check_integrity()
