@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import httpx
 import pytest
+from kit.imported_later import ImportedLater
 from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import Tier, open_async_subscriber, parse_addresses, parse_worker_url
@@ -48,6 +49,9 @@ from scheduler_components.reference.engine.messages import (
     unpack_hashes,
 )
 from scheduler_components.values import ReceiverStats
+
+openai = ImportedLater("openai", reason="needs openai: pip install scheduler-components[dev]")
+httpx2 = ImportedLater("httpx2", reason="openai 3 brings it")
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
@@ -143,6 +147,38 @@ def test_it_serves_and_all_ranks_of_a_replica_agree(run_on_shared_engine: RunSce
             assert dumps[leader].digest == dumps[leader + 1].digest
             assert dumps[leader].step == dumps[leader + 1].step
         assert all(stats.load.num_running_reqs == 0 for stats in engine.stats.read().values())
+
+    run_on_shared_engine(scenario)
+
+
+def test_all_ranks_end_a_request_at_the_limit_that_its_client_has_set(run_on_shared_engine: RunScenario) -> None:
+    """While it runs, and while the engine is paused, so that its ranks take no steps of their own."""
+
+    async def scenario(engine: Engine) -> None:
+        app = httpx2.ASGITransport(app=make_app(engine, CollectorRegistry()))
+        async with httpx2.AsyncClient(transport=app, base_url="http://localhost") as http:
+            client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
+
+            async def complete(**limits: float) -> Any:
+                return await client.completions.create(
+                    model="any", prompt=list(range(40)), max_tokens=900, extra_body={**limits, "ignore_eos": True}
+                )
+
+            late = await complete(timeout=0.4)
+            assert late.choices[0].finish_reason == "timeout"
+            assert 0 < late.usage.completion_tokens < 900
+            assert (await http.post("/pause_generation", json={"mode": "retract"})).status_code == 200
+            try:
+                with pytest.raises(
+                    openai.InternalServerError, match=r"queue_timeout=0\.2: .* try again later"
+                ) as raised:
+                    await complete(queue_timeout=0.2)
+                assert raised.value.status_code == 503
+            finally:
+                assert (await http.post("/continue_generation", json={})).status_code == 200
+        await engine.wait_until_idle()
+        dumps = await engine.dump_caches()
+        assert all(dumps[leader].digest == dumps[leader + 1].digest for leader in (0, 2))
 
     run_on_shared_engine(scenario)
 

@@ -20,8 +20,11 @@ from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Sc
 from scheduler_components.testing import ListOutputSink
 from scheduler_components.testing.thread_ranks import run_ranks
 from scheduler_components.values import (
+    BeginWeightUpdate,
+    ContinueGeneration,
     ControlReply,
     ControlRequest,
+    EndWeightUpdate,
     FinishReason,
     FlushCache,
     PauseGeneration,
@@ -203,6 +206,21 @@ def test_a_flush_waits_for_requests_in_rooms_as_for_all_that_wait() -> None:
             break
         it.scheduler.step()
     assert reply is not None and not reply.problem
+
+
+def test_a_request_in_a_room_survives_a_weight_update() -> None:
+    it = RoomedScheduler()
+    request = it.submit("w")
+    assert it.execute(PauseGeneration(PauseMode.RETRACT)) is not None
+    for change in (BeginWeightUpdate("v2", 1000.0), EndWeightUpdate(0, 1000.0)):
+        reply = it.execute(change)
+        assert reply is not None and not reply.problem
+    assert len(it.scheduler.rooms) == 1
+    it.execute(ContinueGeneration())
+    it.room.report_ready(["w"])
+    it.scheduler.step()
+    assert it.drain() == ["w"]
+    assert request.num_output_tokens == 3
 
 
 def test_a_retracted_request_does_not_enter_its_room_again() -> None:
