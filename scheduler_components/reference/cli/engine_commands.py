@@ -18,6 +18,7 @@ from scheduler_components.admission_budget import BatchMode
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
 from scheduler_components.load.zmq_load import check_load_endpoint
+from scheduler_components.lora_queue import LoraLimits
 from scheduler_components.page_shape import HostLayout
 from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.reference.cli.run_reporter import ConsoleReporter, JsonReporter, RunReporter
@@ -30,12 +31,14 @@ from scheduler_components.reference.engine.config import (
     DEFAULT_HOST,
     MOONCAKE_MASTER,
     MOONCAKE_METADATA,
+    AdapterSpec,
     DecisionLogMode,
     DpAttentionConfig,
     EngineConfig,
     GrammarConfig,
     HiCacheConfig,
     IntegrityConfig,
+    LoraConfig,
     SchedulerConfig,
     StorageChecksum,
     StorageKind,
@@ -247,6 +250,17 @@ class ModelOptions:
         ),
     ] = None
 
+    enable_lora: Annotated[
+        bool, Parameter(show_default=False, help="Serve LoRA adapters, also without --lora-paths.")
+    ] = False
+    lora_paths: Annotated[
+        tuple[str, ...],
+        Parameter(show_default=False, negative="", help="An adapter as NAME=PATH; give the option once per adapter."),
+    ] = ()
+    max_loaded_loras: Annotated[int, Parameter(help="LoRA adapters that are loaded at the same time.")] = (
+        LoraLimits().max_loaded
+    )
+
     def spec(self) -> ModelSpec | None:
         """Inspect the model; None without ``--model``.
 
@@ -271,6 +285,18 @@ class ModelOptions:
             digests=DigestMemory(_cache_directory() / "model-digests.json"),
             allow_untested=self.allow_untested_model,
         )
+
+    def lora(self) -> LoraConfig | None:
+        """Return the adapters; None if the engine serves none.
+
+        Raises:
+            ConfigError: an adapter has no name or no path, or two have one name.
+        """
+        if not self.enable_lora and not self.lora_paths:
+            return None
+        pairs = [text.partition("=") for text in self.lora_paths]
+        adapters = tuple(AdapterSpec(name=name, path=path) for name, _, path in pairs)
+        return LoraConfig(limits=LoraLimits(max_loaded=self.max_loaded_loras), adapters=adapters)
 
     def grammar(self, spec: ModelSpec | None) -> GrammarConfig | None:
         """Return the limits of grammars; None if this engine compiles none.
@@ -410,6 +436,7 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
             recv_interval=options.recv_interval,
             tokens=TokenSpec() if spec is None else spec.tokens,
             grammar=model.grammar(spec),
+            lora=model.lora(),
         ),
         speed=options.speed,
         seed=options.seed,

@@ -67,13 +67,14 @@ MISTAKES = [
 
 ENGINE = """
     admin-api-key admin-api-key-file affinity-tokens allowed-host api-key api-key-file attn-cp-size attn-tp-size
-    batch-mode chunk-tokens decision-dump-directory decision-log dp-attention dp-size drain-timeout
+    batch-mode chunk-tokens decision-dump-directory decision-log dp-attention dp-size drain-timeout enable-lora
     forward-pass-endpoint forward-pass-worker-id grammar-backend hicache hicache-host-layout hicache-host-tokens
     hicache-load hicache-load-pages hicache-mooncake-master hicache-mooncake-metadata hicache-prefetch
     hicache-prefetch-pages hicache-retry-steps hicache-storage hicache-storage-checksum hicache-storage-path
-    hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens max-running-requests moe-dp-size
-    otlp-traces-endpoint page-size port pp-size preemption-policy prefill-delay-low-usage prefill-delay-steps
-    profile-directory queue-timeout recv-interval request-timeout schedule-policy seed speed weights-root
+    hicache-write hicache-write-hits host kv-events-config kv-pool kv-tokens lora-paths max-loaded-loras
+    max-running-requests moe-dp-size otlp-traces-endpoint page-size port pp-size preemption-policy
+    prefill-delay-low-usage prefill-delay-steps profile-directory queue-timeout recv-interval request-timeout
+    schedule-policy seed speed weights-root
 """
 API_KEY, STREAM_KEYS = "api-key api-key-file", "publisher-key-file secret-key-file"
 OPTIONS = {

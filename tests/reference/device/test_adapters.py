@@ -1,4 +1,4 @@
-"""A simulated device tells adapters apart, and computes none that it has not loaded."""
+"""A simulated device distinguishes adapters, and computes none that it has not loaded."""
 
 from __future__ import annotations
 
