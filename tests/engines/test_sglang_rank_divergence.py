@@ -140,7 +140,7 @@ DIVERGENCES = {
     ),
     "expiry": Divergence(act=act_expiry, first=r"(?!abort)\w.*", second=r"abort\(rid='victim.*", is_theirs=True),
     "admission": Divergence(
-        act=act_admission, first=r"batch\(mode='extend', 'victim.*", second=r"batch\(mode='decode', .*", is_theirs=None
+        act=act_admission, first=r"batch\(mode='extend', 'victim.*", second=r"batch\(mode='decode', .*", is_theirs=False
     ),
     "eviction": Divergence(
         act=act_eviction, first=r"evict\(component=0, node=\d+\)", second=r"evict\(component=0, node=\d+\)",
@@ -272,3 +272,14 @@ def test_the_policy_stop_ends_the_server_with_the_report(forked_sglang_servers: 
     assert "DecisionDivergenceError: " in server.log
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [name.partition("-step")[0] for name in names] == ["decisions-rank0", "decisions-rank1"]
+
+
+def test_a_server_that_is_started_as_usual_compares_its_ranks(sglang_servers: Callable) -> None:
+    """The other tests fork their servers."""
+    server = sglang_servers(*TWO_RANKS, **OURS | CORES)
+    server.generate([prompt(seed) for seed in range(6)])
+    (state,) = json.loads(server.get("/server_info"))["internal_states"]
+    assert "compares the decisions of 2 ranks, policy log" in server.log
+    assert state["decision_log"]["num_steps"] > 8
+    assert state["decision_log"]["num_divergences"] == 0
+    server.stop()
