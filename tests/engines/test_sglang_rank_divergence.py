@@ -6,7 +6,9 @@ Each divergence runs once with the log, and once with SGLang's own checker (``SG
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import random
 import re
 import sys
@@ -211,7 +213,7 @@ def test_sglangs_own_checker_names_what_reaches_its_cache_in_time(forked_sglang_
         assert bool(found) == expected.is_theirs, log[-4000:]
 
 
-def act_mixed(client: Client, server, seed: int) -> None:
+def act_mixed(client: Client, seed: int) -> None:
     """Serve shared prefixes, evictions, retractions, aborts, sessions, a grammar and a flush at the same time."""
     rng = random.Random(seed)
     heads = [prompt(at, 96) for at in range(4)]
@@ -241,7 +243,7 @@ def act_mixed(client: Client, server, seed: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal loop", "overlap loop"])
 def test_ranks_that_agree_are_never_reported(forked_sglang_servers: Callable, overlap: bool) -> None:
-    """With the policy that stops, next to SGLang's checker, which stops too."""
+    """With the policy that stops, next to SGLang's checker, which stops too. ``SOAK_SECONDS`` makes it longer."""
     server = forked_sglang_servers(
         *TWO_RANKS,
         *("--grammar-backend", "xgrammar", "--schedule-policy", "lpm"),
@@ -249,9 +251,11 @@ def test_ranks_that_agree_are_never_reported(forked_sglang_servers: Callable, ov
         imported=THEIRS | {"SGLANG_TEST_RETRACT": "1"},
         **OURS | {"SCHEDULER_COMPONENTS_DECISION_LOG": "stop"} | CORES,
     )
-    client = Client(server)
-    for seed in range(8):
-        act_mixed(client, server, seed)
+    client, end_s = Client(server), time.monotonic() + float(os.environ.get("SOAK_SECONDS", "0"))
+    for seed in itertools.count():
+        if seed >= 8 and time.monotonic() >= end_s:
+            break
+        act_mixed(client, seed)
     info = json.loads(server.get("/server_info"))
     (found,) = [each["decision_log"] for each in info["internal_states"]]
     sys.stdout.write(f"\n{found}\n")
