@@ -11,7 +11,9 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["ForkAware", "register_for_fork"]
+from scheduler_components.errors import ForkedPublisherError
+
+__all__ = ["ForkAware", "ForkGuard", "register_for_fork"]
 
 
 class ForkAware(Protocol):
@@ -28,6 +30,30 @@ _registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 def register_for_fork(owner: ForkAware) -> None:
     """Call ``owner.after_fork_in_child`` in every child that this process forks. Keep only a weak reference to it."""
     _registered.add(owner)
+
+
+class ForkGuard:
+    """Refuse a sender's calls in a forked child. The sender keeps the guard, and asks it before it uses its socket.
+
+    Attributes:
+        is_forked: True in a child of the process that made the guard.
+    """
+
+    __slots__ = ("__weakref__", "_owner_pid", "is_forked")
+
+    def __init__(self) -> None:
+        self._owner_pid = os.getpid()
+        self.is_forked = False
+        register_for_fork(self)
+
+    def check(self) -> None:
+        """Raise ForkedPublisherError in a forked child. No system call."""
+        if self.is_forked:
+            raise ForkedPublisherError(self._owner_pid)
+
+    def after_fork_in_child(self) -> None:
+        """Let every ``check`` raise from now on."""
+        self.is_forked = True
 
 
 def _notify_all() -> None:

@@ -21,8 +21,8 @@ KIT = "scheduler_components"
 SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observability/**/*.py")])
 
 FLOORS = (
-    ("_version", "_lazy", "errors", "events", "failure_log", "fork_hook"),
-    ("_extras",),
+    ("_version", "_lazy", "errors", "events", "failure_log"),
+    ("_extras", "fork_hook"),
     ("file_lock", "file_unused_path", "validators"),
     ("values", "page_operations", "page_shape"),
     ("parallel_state",),

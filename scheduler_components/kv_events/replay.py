@@ -80,6 +80,7 @@ class _Session:
             self.num_taken += 1 + len(self.message[1]) // _BYTES_PER_PROGRESS
             if self.num_taken >= _PROGRESS:
                 self.full_since_s = None
+        self.message = None
         self.message = next(self.messages)
 
     def full(self, now_s: float) -> None:
@@ -98,9 +99,10 @@ class _SnapshotPlan:
     ``num_clients`` of them have not begun to receive their chunks. As long as there are any, the snapshot is pinned.
     """
 
-    __slots__ = ("_steps", "chunks", "num_clients", "start")
+    __slots__ = ("_steps", "_stream", "chunks", "num_clients", "start")
 
     def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
         self.start = stream.first
         self.chunks: list[SnapshotChunk] | None = None
         self.num_clients = 0
@@ -109,7 +111,10 @@ class _SnapshotPlan:
     def step(self) -> None:
         """Plan a bounded part, unless another client's steps have completed the plan."""
         if self.chunks is None:
-            self.chunks = next(self._steps)
+            try:
+                self.chunks = next(self._steps)
+            except StopIteration:  # a signal handler's exception ended the plan
+                self._steps = self._stream.plan_snapshot()
 
 
 class ReplaySessions:
@@ -404,13 +409,17 @@ class ReplaySessions:
         return (client, *(self._end_prefix if message[0] == END_SEQ else self._prefix), *message)
 
     def on_sent(self, client: bytes) -> bool:
-        """Advance after the message was sent, or prepare it further. Return True when the answer is complete."""
+        """Advance after the message was sent, or prepare it further. Return True when the answer has ended."""
         cursor = self._sessions[client]
-        if cursor.message is not None and cursor.message[0] != END_SEQ:
+        taken = cursor.message
+        if taken is not None and taken[0] != END_SEQ:
             self.num_batches += 1
         try:
             cursor.take()
         except StopIteration:
+            if taken is None:  # a signal handler's exception ended the answer before its end marker
+                self._end_early(client)
+                return client not in self._sessions
             del self._sessions[client]
             self.num_served += 1
             self._admit()
@@ -434,9 +443,8 @@ class ReplaySessions:
     def cancel_pinned(self) -> None:
         """Cut the answers that are too slow (``EventStream.is_too_slow``): their clients must request again.
 
-        An extended client gets a bare end marker. A plain client gets none, because it would read it as the complete
-        answer. A client that has received the snapshot only loses its hold: it is cut, or gets the snapshot again, when
-        it takes its next message and the batch is gone.
+        A client that has received the snapshot only loses its hold: it is cut, or gets the snapshot again, when it
+        takes its next message and the batch is gone.
         """
         stream = self._stream
         for client, sequence in tuple(stream.holds.items()):
@@ -444,11 +452,16 @@ class ReplaySessions:
                 continue
             if client not in self._receiving:
                 del stream.holds[client]
-            elif self._sessions[client].is_plain:
-                self.num_truncated += 1
-                self.drop(client)
             else:
-                self._cut(client)
+                self._end_early(client)
+
+    def _end_early(self, client: bytes) -> None:
+        """Cut an answer. A plain client gets no end marker, because it would read it as the complete answer."""
+        if self._sessions[client].is_plain:
+            self.num_truncated += 1
+            self.drop(client)
+        else:
+            self._cut(client)
 
     def _cut(self, client: bytes) -> None:
         self._forget(client)

@@ -273,9 +273,9 @@ class CachedBlocks(Generic[T]):
     def complete(self, ref: PayloadRef, content: bytes) -> None:
         """Set the content of ``ref``, which stores no further blocks."""
         if ref.num_cached:
-            self._refs[ref.serial] = ref
-            ref.content = content
             ref.num_bytes = len(content)
+            ref.content = content
+            self._refs[ref.serial] = ref
             self.num_bytes += ref.num_bytes
             self.num_stored += ref.num_stored
             ref.half_gone_at = ref.num_stored // 2
@@ -295,6 +295,18 @@ class CachedBlocks(Generic[T]):
         self._refs.clear()
         self.half_gone.clear()
         self.num_bytes = self.num_stored = 0
+
+    def recount(self) -> None:
+        """Count what each reference has cached, after an exception interrupted a change. The tables are always true."""
+        owners = [ref for tables in self._locations.values() for table in tables for ref in table.values()]
+        for ref in (*self._refs.values(), *owners):
+            ref.num_cached = 0
+        for ref in owners:
+            ref.num_cached += 1
+        complete = {ref.serial: ref for ref in owners if ref.content is not None}
+        self._refs = dict(sorted(complete.items()))
+        self.num_bytes = sum(ref.num_bytes for ref in complete.values())
+        self.num_stored = sum(ref.num_stored for ref in complete.values())
 
     def owner(self, location: BlockLocation, block_hash: int) -> PayloadRef | None:
         """Return the reference that a cached block belongs to; None for a block that is not cached."""
@@ -632,6 +644,9 @@ class StreamSnapshot:
     Args:
         shared_bytes: payloads up to this total size share one reference.
         max_gone_blocks: gone blocks that may be kept in addition to as many as are cached.
+
+    Attributes:
+        is_torn: True if an exception, such as that of a signal handler, interrupted ``fold``. Fold the same batch again.
     """
 
     __slots__ = (
@@ -642,6 +657,7 @@ class StreamSnapshot:
         "_reader",
         "_shared_bytes",
         "_state",
+        "is_torn",
     )
 
     def __init__(self, *, shared_bytes: int = _SHARED_BYTES, max_gone_blocks: int = _MAX_GONE_BLOCKS) -> None:
@@ -652,6 +668,7 @@ class StreamSnapshot:
         self._filling: PayloadRef | None = None  # gathers payloads until they are large enough
         self._gathered: list[bytes] = []
         self._num_gathered_bytes = 0
+        self.is_torn = False
 
     def __len__(self) -> int:
         """Cached blocks at all locations."""
@@ -665,6 +682,9 @@ class StreamSnapshot:
     def fold(self, payload: bytes, changes: BlockChanges | None = None) -> None:
         """Fold one batch. ``changes`` comes from its encoder; None decodes the payload."""
         state, ref = self._state, None
+        if self.is_torn:
+            self._mend()
+        self.is_torn = True
         for change in self._reader.changes(payload) if changes is None else changes:
             if change.kind is BlockStored:
                 if ref is None:
@@ -683,6 +703,13 @@ class StreamSnapshot:
                 self._fill_up()
         if state.half_gone:
             self._rewrite_some()
+        self.is_torn = False
+
+    def _mend(self) -> None:
+        """Restore the counts after an interrupted fold."""
+        self._state.recount()
+        if self._filling is not None and self._filling.content is not None:  # complete, and still noted as filling
+            self._filling, self._gathered, self._num_gathered_bytes = None, [], 0
 
     def _ref_for(self, num_bytes: int) -> PayloadRef:
         if self._filling is not None and num_bytes >= self._shared_bytes:

@@ -56,6 +56,10 @@ __all__ = ["EventStream", "SnapshotChunk"]
 # answer holds the number of the batch that it sends next. The stream keeps folded batches behind the buffer (the trail)
 # from the lowest held number on. The bound: buffer and trail together have at most twice the bounds of the buffer. An
 # answer that needs more is too slow: it is cut, and its reader requests again.
+#
+# Interruption. A signal handler may raise in the middle of any method. So each change takes effect in one place: a batch
+# is appended to the queue, ``_folded`` moves past a batch, or a batch leaves the trail. All other values follow
+# from these. A fold that was interrupted is repeated, which has the same effect as folding once.
 
 _FOLDS_PER_DRAIN = 8
 """Batches folded in one drain in addition to those that it added. More would show in the scheduler's step."""
@@ -78,6 +82,22 @@ SnapshotChunk: TypeAlias = list[msgspec.Raw | RunSegment[msgspec.Raw]]
 """Events of the snapshot for one message: whole ones, and segments that remain to be cut."""
 
 
+class _Batch(msgspec.Struct, frozen=True, gc=False):
+    """A batch as the stream keeps it.
+
+    Attributes:
+        digest: the digest before it.
+        changes: from its encoder, None if the payload must be decoded.
+        num_bytes: payload bytes of all batches up to this one.
+    """
+
+    sequence: int
+    payload: bytes
+    digest: bytes
+    changes: BlockChanges | None
+    num_bytes: int
+
+
 class EventStream:
     """One publisher's stream in one epoch.
 
@@ -88,32 +108,23 @@ class EventStream:
         first_sequence: number of the first batch.
 
     Attributes:
-        first: the oldest number in the replay buffer.
-        next_sequence: the number that the next batch will get.
-        digest: the digest after the last batch.
-        buffered_bytes: payload bytes in the replay buffer.
         has_folded: True once a batch has left the replay buffer; before that, the snapshot is empty.
         pins: replays that cut the snapshot into chunks; while there are any, nothing is folded and the buffer grows.
         holds: the number of the batch that each open answer sends next, by client. The answers keep it current.
     """
 
     __slots__ = (
-        "_snapshot",
+        "_batches",
+        "_folded",
+        "_initial_digest",
         "_max_bytes",
         "_max_steps",
+        "_newest_digest",
         "_num_unfolded",
-        "_replay_buffer",
-        "_replay_digests",
-        "_replay_changes",
-        "_trail",
-        "_trail_bytes",
-        "digest",
+        "_snapshot",
         "epoch",
-        "first",
         "has_folded",
         "holds",
-        "buffered_bytes",
-        "next_sequence",
         "pins",
     )
 
@@ -121,23 +132,51 @@ class EventStream:
         self.epoch = epoch
         self._max_steps = max_steps
         self._max_bytes = max_bytes
-        # Queues of plain bytes: neither the garbage collector nor a growing table ever walks the buffer.
-        self._replay_buffer: deque[bytes] = deque()
-        self._replay_digests: deque[bytes] = deque()
-        self._replay_changes: deque[BlockChanges | None] = deque()
+        # The trail and the replay buffer. The garbage collector never walks it.
+        self._batches: deque[_Batch] = deque()
         self._snapshot = StreamSnapshot()
-        self.first = self.next_sequence = first_sequence
-        self.digest = initial_digest(epoch)
-        self.buffered_bytes = self._num_unfolded = 0
+        # The oldest number in the replay buffer, and the payload bytes of all batches before it.
+        self._folded = (first_sequence, 0)
+        self._initial_digest = initial_digest(epoch)
+        self._newest_digest: tuple[_Batch | None, bytes] = (None, self._initial_digest)
+        self._num_unfolded = 0
         self.has_folded = False
         self.pins = 0
         self.holds: dict[bytes, int] = {}
-        self._trail: deque[bytes] = deque()
-        self._trail_bytes = 0
 
     def __len__(self) -> int:
         """Batches in the replay buffer."""
-        return len(self._replay_buffer)
+        return self.next_sequence - self.first
+
+    @property
+    def first(self) -> int:
+        """The oldest number in the replay buffer."""
+        return self._folded[0]
+
+    @property
+    def next_sequence(self) -> int:
+        """The number that the next batch will get."""
+        return self._batches[-1].sequence + 1 if self._batches else self.first
+
+    @property
+    def oldest(self) -> int:
+        """The oldest number that the stream still has, in the trail or in the replay buffer."""
+        return self._batches[0].sequence if self._batches else self.first
+
+    @property
+    def digest(self) -> bytes:
+        """The digest after the last batch."""
+        if not self._batches:
+            return self._initial_digest
+        newest = self._batches[-1]
+        if self._newest_digest[0] is not newest:
+            self._newest_digest = (newest, digest_after(newest.digest, newest.sequence, newest.payload))
+        return self._newest_digest[1]
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Payload bytes in the replay buffer."""
+        return self._batches[-1].num_bytes - self._folded[1] if self._batches else 0
 
     @property
     def num_snapshot_blocks(self) -> int:
@@ -154,15 +193,11 @@ class EventStream:
         ``changes`` comes from its encoder. Without it, the payload is decoded when it leaves the replay buffer.
         """
         sequence = self.next_sequence
-        self.next_sequence = sequence + 1
         if not self._max_steps:
-            self.first = self.next_sequence
+            self._folded = (sequence + 1, 0)
             return sequence
-        self._replay_buffer.append(payload)
-        self._replay_digests.append(self.digest)
-        self._replay_changes.append(changes)
-        self.digest = digest_after(self.digest, sequence, payload)
-        self.buffered_bytes += len(payload)
+        num_bytes = self._batches[-1].num_bytes if self._batches else 0
+        self._batches.append(_Batch(sequence, payload, self.digest, changes, num_bytes + len(payload)))
         self._num_unfolded += 1
         return sequence
 
@@ -171,43 +206,42 @@ class EventStream:
         most = self._num_unfolded + _FOLDS_PER_DRAIN
         self._num_unfolded = 0
         while most and self.is_over_limit and not self.pins:
-            payload = self._replay_buffer.popleft()
-            self._replay_digests.popleft()
-            self.first += 1
-            self.has_folded = True
-            self.buffered_bytes -= len(payload)
-            if self.holds or self._trail:
-                self._trail.append(payload)
-                self._trail_bytes += len(payload)
-            self._snapshot.fold(payload, self._replay_changes.popleft())
+            self._fold_first()
             most -= 1
-        if self._trail:
+        if self.oldest < self.first:
             self._trim_trail()
+
+    def _fold_first(self) -> None:
+        batch = self._batch(self.first)
+        self.has_folded = True
+        self._snapshot.fold(batch.payload, batch.changes)
+        self._folded = (batch.sequence + 1, batch.num_bytes)
 
     def _trim_trail(self) -> None:
         """Drop a bounded number of batches that no answer needs, and all beyond the bound."""
         needed = min(self.holds.values(), default=self.first)
         most = _TRIMS_PER_DRAIN
-        while self._trail and (self._is_over_twice() or (most and self.oldest < needed)):
-            self._trail_bytes -= len(self._trail.popleft())
+        while self.oldest < self.first and ((most and self.oldest < needed) or self._is_over_twice()):
+            self._batches.popleft()
             most -= 1
-
-    @property
-    def oldest(self) -> int:
-        """The oldest number that the stream still has, in the trail or in the replay buffer."""
-        return self.first - len(self._trail)
 
     @property
     def is_over_limit(self) -> bool:
         """True while the replay buffer exceeds its bounds, because it was pinned or has not been folded yet."""
-        num = len(self._replay_buffer)
-        return num > self._max_steps or (self.buffered_bytes > self._max_bytes and num > 1)
+        if not self._batches:
+            return False
+        newest, (first, folded_bytes) = self._batches[-1], self._folded
+        num = newest.sequence + 1 - first
+        return num > self._max_steps or (num > 1 and newest.num_bytes - folded_bytes > self._max_bytes)
 
     def _is_over_twice(self) -> bool:
         """Return True if buffer and trail exceed twice the bounds of the buffer."""
-        num = len(self._replay_buffer) + len(self._trail)
-        num_bytes = self.buffered_bytes + self._trail_bytes
-        return num > 2 * self._max_steps or (num_bytes > 2 * self._max_bytes and num > 1)
+        num = len(self._batches)
+        if num <= 1:
+            return False
+        oldest = self._batches[0]
+        num_bytes = self._batches[-1].num_bytes - oldest.num_bytes + len(oldest.payload)
+        return num > 2 * self._max_steps or num_bytes > 2 * self._max_bytes
 
     def is_too_slow(self, sequence: int) -> bool:
         """Return True if an answer that is still at ``sequence`` needs too many batches to be completed."""
@@ -224,20 +258,18 @@ class EventStream:
         Raises:
             LookupError: the stream no longer has the batch, or does not have it yet.
         """
-        if self.oldest <= sequence < self.first:
-            return self._trail[sequence - self.oldest]
-        return self._replay_buffer[self._index(sequence)]
+        return self._batch(sequence).payload
 
     def digest_before(self, sequence: int) -> bytes:
-        """Return the digest of all batches below ``sequence``, from ``first`` to ``next_sequence``."""
-        return self.digest if sequence == self.next_sequence else self._replay_digests[self._index(sequence)]
+        """Return the digest of all batches below ``sequence``, from ``oldest`` to ``next_sequence``."""
+        return self.digest if sequence == self.next_sequence else self._batch(sequence).digest
 
-    def _index(self, sequence: int) -> int:
-        if not self.first <= sequence < self.next_sequence:
+    def _batch(self, sequence: int) -> _Batch:
+        if not self.oldest <= sequence < self.next_sequence:
             raise LookupError(
-                f"batch {sequence} is not in the replay buffer of {self.first} to {self.next_sequence - 1}"
+                f"batch {sequence} is not in the replay buffer of {self.oldest} to {self.next_sequence - 1}"
             )
-        return sequence - self.first
+        return self._batches[sequence - self.oldest]
 
     def plan_snapshot(self, *, max_chunks: int | None = None) -> Iterator[list[SnapshotChunk] | None]:
         """Cut the snapshot into chunks that can be sent. Yield None while planning continues, then yield the chunks.
@@ -246,6 +278,8 @@ class EventStream:
         There is at least one chunk, unless ``max_chunks`` are too few for messages that readers accept: then there is
         none.
         """
+        if self._snapshot.is_torn:
+            self._fold_first()
         chunks: list[SnapshotChunk] = [[]]
         sizes = [0]
         num_planned = num_read = 0

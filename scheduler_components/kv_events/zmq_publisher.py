@@ -81,6 +81,9 @@ _log = logging.getLogger(__name__)
 _LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
 """A larger batch is sent in several parts, so that no reader refuses it for its size."""
 
+_MAX_ATTEMPTS = 2
+"""A batch during which an exception was raised twice is dropped, because it may be the cause."""
+
 _MAX_REFUSALS_LOGGED = 100
 """Maximum log lines about refused events; further ones are only counted."""
 
@@ -102,12 +105,12 @@ class ZmqLiveSender:
     """
 
     __slots__ = (
+        "_attempted",
         "_encoder",
-        "_interrupted",
         "_is_failing",
-        "_is_sending",
         "_is_overflowing",
         "_max_pending",
+        "_num_attempts",
         "_rank",
         "_send",
         "_stream",
@@ -139,8 +142,9 @@ class ZmqLiveSender:
         self._stream = stream
         self._rank = rank
         self._max_pending = max_pending
-        self._is_overflowing = self._is_failing = self._is_sending = False
-        self._interrupted: EventBatch | None = None
+        self._is_overflowing = self._is_failing = False
+        self._attempted: EventBatch | None = None
+        self._num_attempts = 0
         self.pending: deque[EventBatch] = deque()
         self.batch_s = 0.0
         self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
@@ -153,11 +157,7 @@ class ZmqLiveSender:
         """
         began_s, num_sent = time.monotonic(), 0
         while self.pending:
-            if len(self.pending) > self._max_pending:
-                self._collapse_overflow()
-            else:
-                self._is_overflowing = False
-                self._send_oldest()
+            self._send_oldest()
             self._stream.fold_oldest()
             num_sent += 1
             now_s = time.monotonic()
@@ -166,31 +166,29 @@ class ZmqLiveSender:
                 return
 
     def _send_oldest(self) -> None:
-        """Send the oldest pending batch. Send it again if a signal handler raised before it took its number."""
-        self._is_sending = True
-        batch, before = self.pending.popleft(), self._stream.next_sequence
-        try:
-            self._send_batch(batch)
-        except BaseException:
-            if self._stream.next_sequence == before and self._interrupted is not batch:
-                self._interrupted = batch
-                self.pending.appendleft(batch)
-            else:
-                self.num_dropped += 1
-            raise
-        finally:
-            self._is_sending = False
+        """Send the oldest pending batch, or all together if they are too many.
 
-    @property
-    def num_unsent(self) -> int:
-        """Batches without a number, including one that another thread is encoding."""
-        return len(self.pending) + self._is_sending
+        They stay pending meanwhile. If a signal handler raises, they are sent again, which changes nothing for readers.
+        """
+        oldest, is_overflowing = self.pending[0], len(self.pending) > self._max_pending
+        self._num_attempts = self._num_attempts + 1 if oldest is self._attempted else 1
+        self._attempted = oldest
+        if is_overflowing and self._num_attempts == 1:
+            self._collapse_overflow()
+        elif self._num_attempts <= _MAX_ATTEMPTS:
+            self._send_batch(oldest)
+            self.pending.popleft()
+        else:
+            self.pending.popleft()
+            self.num_dropped += 1
+        self._is_overflowing = is_overflowing
+        self._attempted = None
 
     def send_until(self, deadline: float, *, at_least: int) -> None:
         """Send pending batches until ``deadline`` (``time.monotonic``), but no fewer than ``at_least``."""
         num_sent = 0
         while self.pending and (num_sent < at_least or time.monotonic() < deadline):
-            self._send_batch(self.pending.popleft())
+            self._send_oldest()
             num_sent += 1
 
     def drop_pending(self) -> None:
@@ -203,35 +201,31 @@ class ZmqLiveSender:
 
     def _collapse_overflow(self) -> None:
         """Replace too many pending batches by one with the same effect. No information is lost."""
-        count = len(self.pending)
+        batches = list(self.pending)
         if not self._is_overflowing:
             self._is_overflowing = True
-            _log.warning("%d KV-event batches were pending: collapsed into one", count)
-        self._is_sending, before = True, self._stream.next_sequence
-        batches = [self.pending.popleft() for _ in range(count)]
-        try:
-            self._send_merged(batches)
-        except BaseException:  # a signal handler raised
-            if self._stream.next_sequence == before and self._interrupted is not batches[0]:
-                self._interrupted = batches[0]
-                self.pending.extendleft(reversed(batches))
-            else:
-                self.num_dropped += count
-            raise
-        finally:
-            self._is_sending = False
-
-    def _send_merged(self, batches: list[EventBatch]) -> None:
-        try:
-            merged = merge_batches(batches)
-        except _INVALID_BATCH_ERRORS:
-            # An object among them is no batch: send one by one, so that it alone is refused.
-            for batch in batches:
-                self._send_batch(batch)
-            return
+            _log.warning("%d KV-event batches were pending: collapsed into one", len(batches))
+        merged = self._merge(batches)
         if merged is not None:
             self._send_batch(merged)
+        for _ in batches:
+            self.pending.popleft()
         self.num_collapsed += len(batches)
+
+    def _merge(self, batches: list[EventBatch]) -> EventBatch | None:
+        try:
+            return merge_batches(batches)
+        except _INVALID_BATCH_ERRORS:
+            return merge_batches([batch for batch in batches if self._is_batch(batch)])
+
+    def _is_batch(self, batch: EventBatch) -> bool:
+        """Return True for a batch, and refuse another object."""
+        try:
+            merge_batches((batch,))
+        except _INVALID_BATCH_ERRORS as error:
+            self._refuse_batch(batch, error)
+            return False
+        return True
 
     def _send_batch(self, batch: EventBatch) -> None:
         """Encode before taking a number, so that an invalid event takes none and costs no valid event."""
@@ -274,11 +268,14 @@ class ZmqLiveSender:
         try:
             payload, events, refused = self._encoder.encode_valid(batch, self._rank)
         except _INVALID_BATCH_ERRORS as error:
-            self._refuse(1, f"{type(batch).__name__}, which is not a batch of events: {error}")
+            self._refuse_batch(batch, error)
             return None, ()
         if refused:
             self._refuse(len(refused), ", ".join(f"{event.name} ({event.reason})" for event in refused))
         return payload, events
+
+    def _refuse_batch(self, batch: EventBatch, error: Exception) -> None:
+        self._refuse(1, f"{type(batch).__name__}, which is not a batch of events: {error}")
 
     def _refuse(self, count: int, what: str) -> None:
         """Count refused events, and log them until a scheduler's bug would fill its log with them."""
@@ -537,7 +534,7 @@ class ZmqStreamSockets:
             bytes_buffered=stream.buffered_bytes,
             blocks_in_base=stream.num_snapshot_blocks,
             bytes_in_base=stream.num_snapshot_bytes,
-            batches_pending=live.num_unsent,  # before last_sequence: never an old number without pending ones
+            batches_pending=len(live.pending),  # before last_sequence: never an old number without pending ones
             lag_s=lag_s if live.pending else 0.0,
             last_sequence=stream.next_sequence - 1,
             subscribers_seen=live_peers.num_connected if live_peers else 0,
@@ -868,12 +865,12 @@ class ZmqEventPublisher(EventPublisher):
         """
         until_s = time.monotonic() + deadline_s
         self.idle()
-        while self._closed is None and self._edge.live.num_unsent:
+        while self._closed is None and self._pending:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
             self._drain(math.inf, _IDLE_REPLAY_S, wait_s=left_s)
-        return not self._edge.live.num_unsent
+        return not self._pending
 
     def set_upstream_state(self, state: str | None) -> None:
         """Publish how completely a relay knows its own sources; see ``ReplayMeta.upstream``.

@@ -256,6 +256,7 @@ class MessageSender:
         for index, frame in enumerate(message):
             if frame is not frames[index]:  # most frames are those of the last message; setting one costs 0.4 us
                 entry = self._entries[index]
+                frames[index] = None  # unknown, if a signal handler raises before the entry is complete
                 entry.base, entry.length = frame, len(frame)
                 frames[index] = frame
         if _zmq_sendiov(self._handle, self._address, _COUNTS[len(message)], _FLAGS) < 0:

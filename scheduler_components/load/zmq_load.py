@@ -10,7 +10,6 @@ Source of the frames ``(topic, sequence, payload)``: SGLang 0.5.23.
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -19,8 +18,8 @@ from typing import NamedTuple
 
 import zmq
 
-from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
-from scheduler_components.fork_hook import register_for_fork
+from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.kv_events import CurveClientKeys, CurveServerKeys, Endpoint
 from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path, receive_queued
@@ -63,18 +62,16 @@ class ZmqLoadSink:
         sent: number of samples sent, which is the sequence of the next one.
     """
 
-    __slots__ = ("__weakref__", "_is_forked", "_epoch", "_pid", "_release", "_socket", "endpoint", "sent")
+    __slots__ = ("_epoch", "_fork_guard", "_release", "_socket", "endpoint", "sent")
     wants_load = True
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, epoch: int, release: Callable[[], None]) -> None:
         self._socket = socket
         self._epoch = epoch
-        self._pid = os.getpid()
         self._release = release
         self.endpoint = endpoint
         self.sent = 0
-        self._is_forked = False
-        register_for_fork(self)
+        self._fork_guard = ForkGuard()
 
     def send(self, load: LoadSnapshot) -> None:
         """Send one sample to every reader with room in its queue; PUB drops it for the others and never blocks.
@@ -83,8 +80,7 @@ class ZmqLoadSink:
             ZMQError: the sink is closed.
             ForkedPublisherError: this process is a child of the one that opened the sink.
         """
-        if self._is_forked:
-            raise ForkedPublisherError(self._pid)
+        self._fork_guard.check()
         payload = encode_load_stat(to_load_stat(load, sequence=self.sent, epoch=self._epoch))
         frames = [LOAD_TOPIC, self.sent.to_bytes(8, "big"), payload]
         self._socket.send_multipart(frames, zmq.DONTWAIT)
@@ -92,12 +88,8 @@ class ZmqLoadSink:
 
     def close(self) -> None:
         """Close the socket and release its address; does nothing in a forked child. Safe to call twice."""
-        if not self._is_forked:
+        if not self._fork_guard.is_forked:
             self._release()
-
-    def after_fork_in_child(self) -> None:
-        """Let every ``send`` in a forked child raise, because the parent owns the socket."""
-        self._is_forked = True
 
     def __repr__(self) -> str:
         return f"<ZmqLoadSink {self.endpoint}: {self.sent} sent>"

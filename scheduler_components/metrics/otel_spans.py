@@ -7,15 +7,13 @@ OpenTelemetry's own `BatchSpanProcessor` would make each span in the step, and d
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 
 from scheduler_components._extras import naming_extras
 from scheduler_components._version import __version__
-from scheduler_components.errors import ForkedPublisherError
 from scheduler_components.failure_log import FailureLog
-from scheduler_components.fork_hook import register_for_fork
+from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullSpanSink, SpanSink
 from scheduler_components.validators import check_integer
@@ -76,8 +74,8 @@ class OtelSpanSink:
     """
 
     __slots__ = (
-        "__weakref__", "failures", "_closing", "_dropped", "_ended", "_exported", "_exporter", "_lost", "_max_spans",
-        "_parents_refused", "_pid", "_is_forked", "_propagator", "_queue", "_thread", "_tracer", "_wake",
+        "failures", "_closing", "_dropped", "_ended", "_exported", "_exporter", "_fork_guard", "_lost", "_max_spans",
+        "_parents_refused", "_propagator", "_queue", "_thread", "_tracer", "_wake",
     )  # fmt: skip
     wants_spans = True
 
@@ -95,10 +93,9 @@ class OtelSpanSink:
         self._exported = self._lost = self._parents_refused = 0
         self._wake = threading.Event()
         self._closing = False
-        self._pid, self._is_forked = os.getpid(), False
+        self._fork_guard = ForkGuard()
         self.failures = FailureLog(logger)
         self._thread = threading.Thread(target=self._run, name="otel-spans", daemon=True)
-        register_for_fork(self)
 
     def start(self) -> None:
         """Start the thread. Call it once, before the first ``send``."""
@@ -110,8 +107,7 @@ class OtelSpanSink:
         Raises:
             ForkedPublisherError: this process is a child of the one that opened the sink.
         """
-        if self._is_forked:
-            raise ForkedPublisherError(self._pid)
+        self._fork_guard.check()
         if self._closing or len(self._queue) >= self._max_spans:
             self._dropped += 1
             return
@@ -179,17 +175,13 @@ class OtelSpanSink:
         Safe to call twice. Does nothing in a forked child. An exporter that hangs keeps its thread, which ends with
         the process.
         """
-        if self._is_forked or self._closing:
+        if self._fork_guard.is_forked or self._closing:
             return
         self._closing = True
         self._wake.set()
         self._thread.join(_CLOSE_S / 2)
         self._exporter.shutdown()  # ends the waits between the attempts of an export, and fails further ones
         self._thread.join(_CLOSE_S / 2)
-
-    def after_fork_in_child(self) -> None:
-        """Let every ``send`` in a forked child raise, because the thread runs in the parent only."""
-        self._is_forked = True
 
     def __repr__(self) -> str:
         return f"<OtelSpanSink: {self.stats()}>"

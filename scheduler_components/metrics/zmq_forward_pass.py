@@ -5,14 +5,13 @@ Source of the frames ``("", counter_id, payload)``: SGLang 0.5.23, and Dynamo's 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 import zmq
 
-from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
-from scheduler_components.fork_hook import register_for_fork
+from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path, receive_queued
 from scheduler_components.metrics.forward_pass_metrics import (
@@ -51,16 +50,14 @@ class ZmqForwardPassSink:
         endpoint: the bound address, with port 0 resolved.
     """
 
-    __slots__ = ("__weakref__", "_is_forked", "_pid", "_release", "_socket", "endpoint")
+    __slots__ = ("_fork_guard", "_release", "_socket", "endpoint")
     wants_forward_passes = True
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, release: Callable[[], None]) -> None:
         self._socket = socket
-        self._pid = os.getpid()
         self._release = release
         self.endpoint = endpoint
-        self._is_forked = False
-        register_for_fork(self)
+        self._fork_guard = ForkGuard()
 
     def send(self, metrics: ForwardPassMetrics) -> None:
         """Send one message to every reader with room in its queue; PUB drops it for the others and never blocks.
@@ -69,20 +66,15 @@ class ZmqForwardPassSink:
             ZMQError: the sink is closed.
             ForkedPublisherError: this process is a child of the one that opened the sink.
         """
-        if self._is_forked:
-            raise ForkedPublisherError(self._pid)
+        self._fork_guard.check()
         number, payload = metrics.counter_id.to_bytes(8, "big"), encode_forward_pass(metrics)
         # Both may raise, which between two frames would join this message with the next one.
         self._socket.send_multipart((_TOPIC, number, payload), zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the socket and release its address; does nothing in a forked child. Safe to call twice."""
-        if not self._is_forked:
+        if not self._fork_guard.is_forked:
             self._release()
-
-    def after_fork_in_child(self) -> None:
-        """Let every ``send`` in a forked child raise, because the parent owns the socket."""
-        self._is_forked = True
 
     def __repr__(self) -> str:
         return f"<ZmqForwardPassSink {self.endpoint}>"

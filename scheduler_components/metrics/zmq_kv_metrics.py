@@ -7,13 +7,12 @@ payload is msgpack and not pickle, and queues on both sides are bounded.
 from __future__ import annotations
 
 import math
-import os
 
 import msgspec
 import zmq
 
-from scheduler_components.errors import ConfigError, DecodeError, ForkedPublisherError, StartError
-from scheduler_components.fork_hook import register_for_fork
+from scheduler_components.errors import ConfigError, DecodeError, StartError
+from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.zmq_sockets import receive_queued
 from scheduler_components.values import KvMetrics
@@ -85,17 +84,15 @@ class ZmqKvMetricsSink:
         dropped: reports dropped: no receiver, a full queue, or a closed sink.
     """
 
-    __slots__ = ("__weakref__", "_context", "_is_forked", "_pid", "_socket", "dropped", "sent")
+    __slots__ = ("_context", "_fork_guard", "_socket", "dropped", "sent")
     wants_metrics = True
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         self._context = context
         self._socket = socket
-        self._pid = os.getpid()
         self.sent = 0
         self.dropped = 0
-        self._is_forked = False
-        register_for_fork(self)
+        self._fork_guard = ForkGuard()
 
     def send(self, metrics: KvMetrics) -> None:
         """Send one report; never blocks.
@@ -103,8 +100,7 @@ class ZmqKvMetricsSink:
         Raises:
             ForkedPublisherError: this process is a child of the one that opened the sink.
         """
-        if self._is_forked:
-            raise ForkedPublisherError(self._pid)
+        self._fork_guard.check()
         try:
             self._socket.send(encode_kv_metrics(metrics), zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -117,12 +113,8 @@ class ZmqKvMetricsSink:
 
         Does nothing in a forked child, which does not own the socket.
         """
-        if not self._is_forked:
+        if not self._fork_guard.is_forked:
             self._context.destroy(linger=0)
-
-    def after_fork_in_child(self) -> None:
-        """Let every ``send`` in a forked child raise, because the parent owns the socket."""
-        self._is_forked = True
 
     def __repr__(self) -> str:
         return f"<ZmqKvMetricsSink: {self.sent} sent, {self.dropped} dropped>"
