@@ -85,7 +85,7 @@ class KVEventsConfig(BaseModel):
         buffer_bytes: maximum bytes of the batches kept for replay: 256 MiB holds 10,000 batches of some 5,000 tokens
             each, which is small compared with a scheduler process.
         send_mode: who sends if ``idle()`` is not called, as in vLLM and SGLang. ``background``: the publisher's thread,
-            and ``publish()`` when eight batches wait or one has waited for 4 ms. It costs some 2 us in the step if the
+            and ``publish()`` when twelve batches wait or one has waited for 4 ms. It costs some 2 us in the step if the
             thread gets the GIL, and delivery takes 1 to 4 ms. ``inline``: ``publish()`` before it returns. It costs 40
             to 300 us in the step, and delivery takes 0.15 ms. The default favours the step, because an engine's users
             wait for it while routers can wait some milliseconds.

@@ -646,7 +646,7 @@ class StreamSnapshot:
         max_gone_blocks: gone blocks that may be kept in addition to as many as are cached.
 
     Attributes:
-        is_torn: True if an exception, such as that of a signal handler, interrupted ``fold``. Fold the same batch again.
+        is_torn: True if an exception, such as a signal handler's, interrupted ``fold``. Fold the same batch again.
     """
 
     __slots__ = (

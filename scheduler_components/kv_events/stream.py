@@ -57,9 +57,9 @@ __all__ = ["EventStream", "SnapshotChunk"]
 # from the lowest held number on. The bound: buffer and trail together have at most twice the bounds of the buffer. An
 # answer that needs more is too slow: it is cut, and its reader requests again.
 #
-# Interruption. A signal handler may raise in the middle of any method. So each change takes effect in one place: a batch
-# is appended to the queue, ``_folded`` moves past a batch, or a batch leaves the trail. All other values follow
-# from these. A fold that was interrupted is repeated, which has the same effect as folding once.
+# Interruption. A signal handler may raise in the middle of any method. So each change takes effect with one assignment,
+# its last one: ``_end`` moves past a batch that was appended, ``_folded`` past one that was folded. What an interrupted
+# call has left beyond ``_end`` is replaced, and a fold is repeated, which has the same effect as folding once.
 
 _FOLDS_PER_DRAIN = 8
 """Batches folded in one drain in addition to those that it added. More would show in the scheduler's step."""
@@ -115,11 +115,10 @@ class EventStream:
 
     __slots__ = (
         "_batches",
+        "_end",
         "_folded",
-        "_initial_digest",
         "_max_bytes",
         "_max_steps",
-        "_newest_digest",
         "_num_unfolded",
         "_snapshot",
         "epoch",
@@ -132,13 +131,13 @@ class EventStream:
         self.epoch = epoch
         self._max_steps = max_steps
         self._max_bytes = max_bytes
-        # The trail and the replay buffer. The garbage collector never walks it.
+        # The trail and the replay buffer, in a form that the garbage collector never walks.
         self._batches: deque[_Batch] = deque()
         self._snapshot = StreamSnapshot()
-        # The oldest number in the replay buffer, and the payload bytes of all batches before it.
+        # The next number, the digest before it, and the payload bytes before it.
+        self._end = (first_sequence, initial_digest(epoch), 0)
+        # The oldest number in the replay buffer, and the payload bytes before it.
         self._folded = (first_sequence, 0)
-        self._initial_digest = initial_digest(epoch)
-        self._newest_digest: tuple[_Batch | None, bytes] = (None, self._initial_digest)
         self._num_unfolded = 0
         self.has_folded = False
         self.pins = 0
@@ -146,7 +145,17 @@ class EventStream:
 
     def __len__(self) -> int:
         """Batches in the replay buffer."""
-        return self.next_sequence - self.first
+        return self._end[0] - self._folded[0]
+
+    @property
+    def next_sequence(self) -> int:
+        """The number that the next batch will get."""
+        return self._end[0]
+
+    @property
+    def digest(self) -> bytes:
+        """The digest after the last batch."""
+        return self._end[1]
 
     @property
     def first(self) -> int:
@@ -154,29 +163,14 @@ class EventStream:
         return self._folded[0]
 
     @property
-    def next_sequence(self) -> int:
-        """The number that the next batch will get."""
-        return self._batches[-1].sequence + 1 if self._batches else self.first
-
-    @property
     def oldest(self) -> int:
         """The oldest number that the stream still has, in the trail or in the replay buffer."""
-        return self._batches[0].sequence if self._batches else self.first
-
-    @property
-    def digest(self) -> bytes:
-        """The digest after the last batch."""
-        if not self._batches:
-            return self._initial_digest
-        newest = self._batches[-1]
-        if self._newest_digest[0] is not newest:
-            self._newest_digest = (newest, digest_after(newest.digest, newest.sequence, newest.payload))
-        return self._newest_digest[1]
+        return self._batches[0].sequence if self._batches else self._folded[0]
 
     @property
     def buffered_bytes(self) -> int:
         """Payload bytes in the replay buffer."""
-        return self._batches[-1].num_bytes - self._folded[1] if self._batches else 0
+        return self._end[2] - self._folded[1]
 
     @property
     def num_snapshot_blocks(self) -> int:
@@ -192,13 +186,18 @@ class EventStream:
 
         ``changes`` comes from its encoder. Without it, the payload is decoded when it leaves the replay buffer.
         """
-        sequence = self.next_sequence
-        if not self._max_steps:
+        sequence, digest, num_bytes = self._end
+        if self._max_steps:
+            batches = self._batches
+            if batches and batches[-1].sequence == sequence:
+                batches.pop()
+            num_bytes += len(payload)
+            batches.append(_Batch(sequence, payload, digest, changes, num_bytes))
+            digest = digest_after(digest, sequence, payload)
+            self._num_unfolded += 1
+        else:
             self._folded = (sequence + 1, 0)
-            return sequence
-        num_bytes = self._batches[-1].num_bytes if self._batches else 0
-        self._batches.append(_Batch(sequence, payload, self.digest, changes, num_bytes + len(payload)))
-        self._num_unfolded += 1
+        self._end = (sequence + 1, digest, num_bytes)
         return sequence
 
     def fold_oldest(self) -> None:
@@ -208,39 +207,38 @@ class EventStream:
         while most and self.is_over_limit and not self.pins:
             self._fold_first()
             most -= 1
-        if self.oldest < self.first:
+        if self._batches and self._batches[0].sequence < self._folded[0]:
             self._trim_trail()
 
     def _fold_first(self) -> None:
-        batch = self._batch(self.first)
+        batches = self._batches
+        batch = batches[self._folded[0] - batches[0].sequence]
         self.has_folded = True
         self._snapshot.fold(batch.payload, batch.changes)
         self._folded = (batch.sequence + 1, batch.num_bytes)
 
     def _trim_trail(self) -> None:
         """Drop a bounded number of batches that no answer needs, and all beyond the bound."""
-        needed = min(self.holds.values(), default=self.first)
+        batches, first = self._batches, self._folded[0]
+        needed = min(self.holds.values()) if self.holds else first
         most = _TRIMS_PER_DRAIN
-        while self.oldest < self.first and ((most and self.oldest < needed) or self._is_over_twice()):
-            self._batches.popleft()
+        while (oldest := batches[0].sequence) < first and ((most > 0 and oldest < needed) or self._is_over_twice()):
+            batches.popleft()
             most -= 1
 
     @property
     def is_over_limit(self) -> bool:
         """True while the replay buffer exceeds its bounds, because it was pinned or has not been folded yet."""
-        if not self._batches:
-            return False
-        newest, (first, folded_bytes) = self._batches[-1], self._folded
-        num = newest.sequence + 1 - first
-        return num > self._max_steps or (num > 1 and newest.num_bytes - folded_bytes > self._max_bytes)
+        num = self._end[0] - self._folded[0]
+        return num > self._max_steps or (num > 1 and self._end[2] - self._folded[1] > self._max_bytes)
 
     def _is_over_twice(self) -> bool:
         """Return True if buffer and trail exceed twice the bounds of the buffer."""
-        num = len(self._batches)
+        num = self._end[0] - self.oldest
         if num <= 1:
             return False
         oldest = self._batches[0]
-        num_bytes = self._batches[-1].num_bytes - oldest.num_bytes + len(oldest.payload)
+        num_bytes = self._end[2] - oldest.num_bytes + len(oldest.payload)
         return num > 2 * self._max_steps or num_bytes > 2 * self._max_bytes
 
     def is_too_slow(self, sequence: int) -> bool:

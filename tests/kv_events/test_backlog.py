@@ -5,6 +5,7 @@ Property: a call that must send is asked to, whenever batches are published and 
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,16 +59,18 @@ def test_inline_no_batch_waits(gaps_s: list[float], is_prompt: bool) -> None:
         assert not backlog.may_wait(now_s, 1, is_prompt=is_prompt)
 
 
-@given(st.floats(0.0001, 0.01), st.floats(0.0, 0.02), st.booleans())
+@given(st.floats(0.0001, 0.01), st.floats(0.0, 0.02), st.integers(0, 3), st.booleans())
 def test_the_thread_polls_before_a_batch_is_too_old_and_pauses_for_the_scheduler(
-    gap_s: float, since_s: float, is_heavy: bool
+    gap_s: float, since_s: float, num_waiting: int, is_heavy: bool
 ) -> None:
     backlog = Backlog()
     for number in range(3):
         backlog.may_wait(number * gap_s, 1, is_prompt=True)
-    wait_s = backlog.next_poll_in_s(2 * gap_s + since_s, is_heavy=is_heavy)
+    now_s = 2 * gap_s + since_s
+    wait_s = backlog.next_poll_in_s(now_s, num_waiting, is_heavy=is_heavy)
     assert 0.0001 <= wait_s <= POLL_INTERVAL_S < MAX_WAIT_S
     if not is_heavy:
-        assert wait_s == POLL_INTERVAL_S  # several small ones are sent together
+        oldest_s = (3 - num_waiting) * gap_s if num_waiting else now_s
+        assert wait_s == pytest.approx(max(0.0001, oldest_s + POLL_INTERVAL_S - now_s))  # small ones are sent together
     elif since_s < gap_s - 0.0001:
         assert wait_s <= gap_s - since_s + 1e-9  # the poll is due when the next heavy one arrives
