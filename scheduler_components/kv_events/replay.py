@@ -479,6 +479,9 @@ class ReplaySessions:
         cursor = self._sessions.pop(client, None)
         if cursor is not None:
             cursor.messages.close()
+        # The answer does the same at its end, unless a signal handler raises just then.
+        self._stream.holds.pop(client, None)
+        self._receiving.discard(client)
 
     def rotate(self, client: bytes) -> None:
         """Move ``client`` to the end: it was served, or can take no more now."""

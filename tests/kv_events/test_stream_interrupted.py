@@ -76,7 +76,7 @@ def check_numbers(kept: EventStream) -> None:
         assert kept.digest_before(0) == initial_digest(EPOCH)
 
 
-@settings(deadline=None, max_examples=num_examples(6))
+@settings(deadline=None, max_examples=num_examples(5))
 @example(history=[(BlockStored((1, 2), None, (1, 2), 1, None),), (BlockRemoved((1,)),)] * 4, number=60, shared_bytes=1)
 @given(history=HISTORIES, number=st.integers(1, 400), shared_bytes=st.sampled_from([1, 60, 10_000]))
 def test_an_interrupted_stream_is_the_stream_of_its_history(

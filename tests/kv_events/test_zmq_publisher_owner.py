@@ -38,7 +38,6 @@ pytestmark = pytest.mark.sockets
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
-ReadReplay = Callable[[str | None], list[BlockRemoved]]
 Subscribe = Callable[..., zmq.Socket[bytes]]
 Connected = Callable[..., int]
 
@@ -202,28 +201,34 @@ def test_handlers_that_raise_anywhere_in_a_call_stop_nothing(
 
 @pytest.mark.parametrize("max_queue_size", [2, 100], ids=["overflow", "no overflow"])
 def test_no_accepted_batch_is_lost_at_whichever_call_a_handler_raises(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, read_replay: ReadReplay, max_queue_size: int
+    opened: Open, subscribe: Subscribe, connected: Connected, monkeypatch: pytest.MonkeyPatch, max_queue_size: int
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
     publisher = opened(max_queue_size=max_queue_size)
-    accepted, possible = [], []
-    for number in range(1, 120):
-        possible.append(BlockRemoved((number,)))
+    subscriber = subscribe(publisher.endpoint)
+    connected(publisher.publish, subscriber)
+    accepted: list[int] = []
+    for number in range(1_000, 1_120):
         with (
             contextlib.suppress(InterruptedAtCallError),
-            interrupted_at_call(number, zmq_publisher, zmq_sockets, stream),
+            interrupted_at_call(number - 999, zmq_publisher, zmq_sockets, stream),
         ):
-            publisher.publish(numbered_batch(number))
-            accepted.append(possible[-1])
-            for _ in range(3):
-                publisher._pending.append(numbered_batch(number))
+            for _ in range(4):
+                publisher.publish(numbered_batch(number))
+            accepted.append(number)
             publisher.idle()
         publisher.idle()
     stats = publisher.stats()
     assert (stats.batches_pending, stats.batches_dropped) == (0, 0)
-    found = [BlockRemoved((each,)) for event in read_replay(publisher.replay_endpoint) for each in event.block_hashes]
-    assert set(accepted) <= set(found) <= set(possible)
-    assert found == sorted(found, key=lambda event: event.block_hashes)
+    publisher.publish(EventBatch(2.0, (BlockRemoved((2_000,)),)))
+    publisher.idle()
+    found: list[int] = []
+    while 2_000 not in found[-1:]:
+        for event in BatchDecoder().decode(subscriber.recv_multipart()[-1]).events:
+            assert isinstance(event, BlockRemoved)
+            found += [each for each in event.block_hashes if each >= 1_000]
+    assert set(accepted) <= set(found) <= {*range(1_000, 1_120), 2_000}
+    assert found == sorted(found)
 
 
 def test_a_handler_that_raises_while_too_many_batches_are_merged_loses_none(
