@@ -17,19 +17,10 @@ from typing import ClassVar
 import pytest
 import zmq
 from kit.events import numbered_batch
-from kit.interruptions import InterruptedAtCallError, interrupted_at_call
 from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
-from scheduler_components.kv_events import (
-    BatchDecoder,
-    BatchEncoder,
-    KVEventsConfig,
-    ZmqEventPublisher,
-    stream,
-    zmq_publisher,
-    zmq_sockets,
-)
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, KVEventsConfig, ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 from scheduler_components.kv_events.thread_backstop import Backstop
 
@@ -197,38 +188,6 @@ def test_handlers_that_raise_anywhere_in_a_call_stop_nothing(
     assert {len(message) for message in messages} == {3}  # none is torn or continued
     numbers = [int.from_bytes(message[1], "big") for message in messages]
     assert numbers == sorted(set(numbers))
-
-
-@pytest.mark.parametrize("max_queue_size", [2, 100], ids=["overflow", "no overflow"])
-def test_no_accepted_batch_is_lost_at_whichever_call_a_handler_raises(
-    opened: Open, subscribe: Subscribe, connected: Connected, monkeypatch: pytest.MonkeyPatch, max_queue_size: int
-) -> None:
-    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
-    publisher = opened(max_queue_size=max_queue_size)
-    subscriber = subscribe(publisher.endpoint)
-    connected(publisher.publish, subscriber)
-    accepted: list[int] = []
-    for number in range(1_000, 1_120):
-        with (
-            contextlib.suppress(InterruptedAtCallError),
-            interrupted_at_call(number - 999, zmq_publisher, zmq_sockets, stream),
-        ):
-            for _ in range(4):
-                publisher.publish(numbered_batch(number))
-            accepted.append(number)
-            publisher.idle()
-        publisher.idle()
-    stats = publisher.stats()
-    assert (stats.batches_pending, stats.batches_dropped) == (0, 0)
-    publisher.publish(EventBatch(2.0, (BlockRemoved((2_000,)),)))
-    publisher.idle()
-    found: list[int] = []
-    while 2_000 not in found[-1:]:
-        for event in BatchDecoder().decode(subscriber.recv_multipart()[-1]).events:
-            assert isinstance(event, BlockRemoved)
-            found += [each for each in event.block_hashes if each >= 1_000]
-    assert set(accepted) <= set(found) <= {*range(1_000, 1_120), 2_000}
-    assert found == sorted(found)
 
 
 def test_a_handler_that_raises_while_too_many_batches_are_merged_loses_none(
