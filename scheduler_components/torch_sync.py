@@ -181,7 +181,7 @@ def open_torch_groups(
         timeout_s: longest wait for the other ranks in one collective.
         on_wait: called four times per second while a rank waits for others. What it raises ends the wait, so a process
             that must stop does not wait for a dead rank. It must not use the groups again, and closing them blocks up
-            to ``timeout_s``: leave with ``os._exit``.
+            to ``timeout_s``: leave with ``os._exit``. The roll call after a failure does not call it.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or its world has another size.

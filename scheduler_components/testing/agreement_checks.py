@@ -281,7 +281,7 @@ def check_ranks_with_other_calls_notice(open_rank: OpenWaitingRank, ranks: RankR
 
 
 def check_dead_rank_ends_in_an_error(open_rank: OpenWaitingRank, ranks: RankRunner) -> None:
-    """A rank that takes no further step ends on all others in an error that names it, within the bound."""
+    """A rank that takes no further step ends on all others in an error that names it ("rank 3"), within the bound."""
     for number, world in enumerate(ranks.worlds):
         use = _Use("A dead rank is named on all others", open_rank, ranks, world, timeout_s=ranks.short_timeout_s)
         if use.num_ranks == 1:
@@ -291,7 +291,7 @@ def check_dead_rank_ends_in_an_error(open_rank: OpenWaitingRank, ranks: RankRunn
         [records] = use.play(_Plan(script, dead_rank=dead_rank, wrong_step=3), may_raise=True)
         for rank, record in records.items():
             if rank != dead_rank:
-                is_named = re.search(rf"\b{dead_rank}\b", record.error) is not None
+                is_named = re.search(rf"\branks?\b[^.;()]*\b{dead_rank}\b", record.error) is not None
                 use.trace.require(
                     is_named and record.error_step == 3,
                     f"an error in step 3 on rank {rank} that names rank {dead_rank}",

@@ -433,6 +433,16 @@ class NamesNoRank(Queue):
             raise RuntimeError("timed out") from error
 
 
+class NamesAnAddress(Queue):
+    """Raises gloo's own error, whose address has the digits of some ranks."""
+
+    def step(self, step: int) -> Iterable[Left]:
+        try:
+            return super().step(step)
+        except SyncTimeoutError as error:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:3") from error
+
+
 class WaitsForEver(Queue):
     """Waits for a rank that has timed out until it comes back."""
 
@@ -514,6 +524,7 @@ BROKEN: dict[type[Queue], str] = {
     AsksWhenItHasNews: "ranks_let_the_same_requests_go",
     GoesOnAlone: "dead_rank_ends_in_an_error",
     NamesNoRank: "dead_rank_ends_in_an_error",
+    NamesAnAddress: "dead_rank_ends_in_an_error",
     WaitsForEver: "dead_rank_ends_in_an_error",
     NoDigest: "ranks_with_other_calls_notice",
 }
