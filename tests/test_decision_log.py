@@ -393,6 +393,25 @@ def test_the_null_log_drops_notes() -> None:
     NullDecisionLog().note("evict", 1)
 
 
+def test_a_decision_between_proposal_and_report_belongs_to_the_next_step() -> None:
+    """Whether or not a rank reads its tip in between."""
+    replica = pair()
+    for rank in (0, 1):
+        replica.note(rank, [("evict", (rank, 4))])
+    proposals = {rank: Proposal("step", step=1) for rank in (0, 1)}
+    for rank, log in replica.logs.items():
+        log.fill(proposals[rank])
+        log.note("apply", "queue", "ready")
+    assert replica.logs[0].tip
+    num_bytes = replica.groups.reduce(proposals)[0].numbers["decision bytes"]
+    gathered = [number for log in replica.logs.values() for number in log.pack_ring(num_bytes)]
+    for log in replica.logs.values():
+        log.apply_rings(1, gathered)
+    replica.agree(2)
+    assert replica.num_gathers == 0
+    assert replica.logs[1].recent()[-1] == (1, (Decision("apply", ("queue", "ready")),))
+
+
 # --- note_calls ---
 
 
