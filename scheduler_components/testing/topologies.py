@@ -116,7 +116,7 @@ def make_topology(
 
 @lru_cache(maxsize=1)
 def topologies() -> tuple[Topology, ...]:
-    """Return the whole space, small engines first, and a few large ones of the field."""
+    """Return the whole space, small engines first, and a few large ones of the field: some 600 engines."""
     found = [
         make_topology(dp=dp, cp=cp, tp=tp, pp=pp, mode=mode, num_nodes=num_nodes, first_gpu=first_gpu)
         for dp, cp, tp, pp in product((1, 2, 3), repeat=4)

@@ -37,6 +37,7 @@ def test_the_space_has_every_axis_with_each_form_of_data_parallelism() -> None:
     assert any(parallel.moe_ep_rank for parallel in parallels)
     assert any(parallel.dcp_size > 1 for parallel in parallels)
     assert len({topology.name for topology in topologies()}) == len(topologies())
+    assert 600 <= len(topologies()) < 650  # as the page says
 
 
 def test_the_ranks_of_an_engine_are_spread_over_its_nodes() -> None:
