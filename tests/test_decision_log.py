@@ -181,6 +181,8 @@ def test_threads_make_one_collective_more_for_a_difference_and_none_without() ->
     decisions: dict[int, Decision | None] = dict.fromkeys(range(8), Decision("evict", (3, 4)))
     report = DivergenceReport(2, 3, 0, decisions | {2: Decision("evict", (3, 5))}, (2,))
     assert results == [(report, [1, 1, 2, 1, 1, 1])] * 8
+    found, _ = results[0]  # type: ignore[misc]
+    assert list(found.decisions) == list(range(8)), "shown in order of the ranks"
 
 
 def test_a_rank_that_dies_before_the_gather_is_named() -> None:
@@ -216,6 +218,18 @@ def test_a_ring_too_short_to_find_the_difference_says_so(kept: int) -> None:
     assert report.reason == f"the ring is too short: it kept the first {kept} of 4 decisions; raise ring_bytes"
     assert replica.logs[0].stats().num_unknown == 1
     assert "but the decision is unknown: the ring is too short" in describe_divergence(report)
+
+
+def test_a_short_ring_keeps_no_decision_behind_one_that_it_has_left_out() -> None:
+    replica = pair(ring_bytes=30)
+    for rank, log in replica.logs.items():
+        log.note("admit", "x" * 40)
+        assert log.tip
+        log.note("admit", rank)
+    replica.agree(1)
+    report = replica.report()
+    assert report is not None
+    assert report.reason == "the ring is too short: it kept the first 0 of 2 decisions; raise ring_bytes"
 
 
 def test_a_difference_before_the_end_of_a_short_ring_is_found() -> None:
@@ -407,8 +421,12 @@ def test_a_decision_between_proposal_and_report_belongs_to_the_next_step() -> No
     gathered = [number for log in replica.logs.values() for number in log.pack_ring(num_bytes)]
     for log in replica.logs.values():
         log.apply_rings(1, gathered)
+    assert {log.agreed_tip for log in replica.logs.values()} == {1}, "equal again on all ranks"
+    replica_tips = {log.tip for log in replica.logs.values()}
+    assert len(replica_tips) == 1
     replica.agree(2)
     assert replica.num_gathers == 0
+    assert {log.agreed_tip for log in replica.logs.values()} == replica_tips
     assert replica.logs[1].recent()[-1] == (1, (Decision("apply", ("queue", "ready")),))
 
 
