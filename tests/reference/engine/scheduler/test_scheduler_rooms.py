@@ -32,10 +32,18 @@ from scheduler_components.values import (
     RequestState,
     RequestTimeouts,
 )
+from scheduler_components.weight_updater import NullWeightStore
 
 
 def wants(request: Request) -> bool:
     return request.rid.startswith("w")
+
+
+class AnyWeights(NullWeightStore):
+    """A store that accepts every update."""
+
+    def begin(self, weight_version: str) -> None:
+        pass
 
 
 class RoomedScheduler:
@@ -63,7 +71,9 @@ class RoomedScheduler:
             rooms=[self.room],
             groups=groups,
         )
-        self.quiesce = make_quiesce_stepper(self.scheduler, state, groups=groups or ParallelGroups())
+        self.quiesce = make_quiesce_stepper(
+            self.scheduler, state, groups=groups or ParallelGroups(), weights=AnyWeights()
+        )
 
     def submit(self, rid: str, timeouts: RequestTimeouts | None = None, max_new: int = 3) -> Request:
         limits = SamplingLimits(max_new_tokens=max_new, ignore_eos=True)
