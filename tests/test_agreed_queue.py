@@ -156,6 +156,12 @@ def test_a_cancelled_request_does_not_depart_even_if_its_departure_was_not_poppe
     assert queue.stats().cancelled == 1
 
 
+def test_a_cancelled_request_leaves_no_deadline() -> None:
+    replica = QueueReplica(TWO_RANKS)
+    replica.step(Turn((Call("add", "a", timeout_s=1.0), Call("add", "b"), Call("cancel", "a"))))
+    assert replica.leader.queue.next_deadline_s == replica.now_s + MAX_WAIT_S
+
+
 def test_several_queues_share_the_step_and_their_slots_do_not_depend_on_who_waits() -> None:
     queues = [AgreedQueue[str](name=name, num_lanes=40) for name in ("grammar", "lora", "transfer")]
     agreement = StepAgreement(parts=queues)

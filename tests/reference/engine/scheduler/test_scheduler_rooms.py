@@ -157,6 +157,7 @@ def test_an_aborted_request_leaves_its_room() -> None:
     assert it.scheduler.abort("w")
     assert not it.scheduler.abort("w")
     assert not len(it.scheduler.rooms)
+    assert (it.scheduler.queues.num_held, it.scheduler.queues.num_admissible) == (0, 0)
     it.room.report_ready(["w"])
     assert it.drain() == ["w"]
     it.submit("w")  # the id is free again
@@ -321,6 +322,14 @@ def test_a_total_limit_ends_a_running_request_with_its_tokens_and_frees_its_page
     assert len(it.scheduler.deadlines) == 0
     it.now_s = 100.0
     assert it.drain() == ["a"]
+
+
+def test_a_request_that_ends_in_time_has_no_limit_any_more() -> None:
+    it = RoomedScheduler()
+    it.submit("a", RequestTimeouts(queue_s=1.0, total_s=2.0))
+    assert it.drain() == ["a"]
+    assert len(it.scheduler.deadlines) == 0
+    assert it.scheduler.next_step_in_s == float("inf")
 
 
 def test_the_limits_of_the_configuration_are_those_of_requests_without_their_own() -> None:
