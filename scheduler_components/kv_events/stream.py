@@ -256,17 +256,15 @@ class EventStream:
         Raises:
             LookupError: the stream no longer has the batch, or does not have it yet.
         """
-        return self._batch(sequence).payload
+        return self._batch(sequence, self.oldest).payload
 
     def digest_before(self, sequence: int) -> bytes:
-        """Return the digest of all batches below ``sequence``, from ``oldest`` to ``next_sequence``."""
-        return self.digest if sequence == self.next_sequence else self._batch(sequence).digest
+        """Return the digest of all batches below ``sequence``, from ``first`` to ``next_sequence``."""
+        return self.digest if sequence == self.next_sequence else self._batch(sequence, self.first).digest
 
-    def _batch(self, sequence: int) -> _Batch:
-        if not self.oldest <= sequence < self.next_sequence:
-            raise LookupError(
-                f"batch {sequence} is not in the replay buffer of {self.oldest} to {self.next_sequence - 1}"
-            )
+    def _batch(self, sequence: int, oldest: int) -> _Batch:
+        if not oldest <= sequence < self.next_sequence:
+            raise LookupError(f"batch {sequence} is not in the replay buffer of {oldest} to {self.next_sequence - 1}")
         return self._batches[sequence - self.oldest]
 
     def plan_snapshot(self, *, max_chunks: int | None = None) -> Iterator[list[SnapshotChunk] | None]:

@@ -67,12 +67,12 @@ def check_numbers(kept: EventStream) -> None:
     """Judge what follows from the batches: their bytes and their digests."""
     payloads = [kept.payload(sequence) for sequence in range(kept.first, kept.next_sequence)]
     assert kept.buffered_bytes == sum(map(len, payloads))
-    digest = kept.digest_before(kept.oldest)
-    for sequence in range(kept.oldest, kept.next_sequence):
+    digest = kept.digest_before(kept.first)
+    for sequence in range(kept.first, kept.next_sequence):
         assert kept.digest_before(sequence) == digest
         digest = digest_after(digest, sequence, kept.payload(sequence))
     assert kept.digest == digest
-    if kept.oldest == 0:
+    if kept.first == 0:
         assert kept.digest_before(0) == initial_digest(EPOCH)
 
 

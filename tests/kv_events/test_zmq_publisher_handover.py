@@ -18,7 +18,7 @@ import zmq
 from kit.events import numbered_batch
 from kit.sockets import SleepingBackstop
 
-from scheduler_components import BlockRemoved, KVCacheEvent, PublisherClosedError
+from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
 from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 
@@ -85,6 +85,24 @@ def test_a_call_sends_for_a_short_time_and_the_next_call_goes_on(
     assert pending == [*range(1, 12), 9, 10, 11, 9, 10]  # three batches in 75 us and a little
     publisher.idle()
     assert publisher.stats().batches_pending == 0
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize(("num_blocks", "num_together"), [(1, 3), (600, 1)], ids=["small", "large"])
+def test_a_call_whose_time_is_over_sends_some_small_batches_or_a_large_one(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, clock: list[float], num_blocks: int, num_together: int
+) -> None:
+    encode = zmq_publisher.BatchEncoder.encode_with_changes
+
+    def slow(encoder: Any, *args: Any) -> Any:
+        clock[0] += 0.0001
+        return encode(encoder, *args)
+
+    publisher = opened()
+    monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
+    for _ in range(MAX_WAITING):
+        publisher.publish(EventBatch(1.0, (BlockRemoved(tuple(range(2**40, 2**40 + num_blocks))),)))
+    assert publisher.stats().batches_sent == num_together
 
 
 @pytest.mark.usefixtures("sleeping")

@@ -190,6 +190,23 @@ def test_handlers_that_raise_anywhere_in_a_call_stop_nothing(
     assert numbers == sorted(set(numbers))
 
 
+def test_a_batch_that_a_handler_interrupts_is_sent_by_the_next_call(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+    publisher = opened()
+
+    def leave() -> None:
+        raise LeaveError
+
+    publisher.publish(interrupted(1, leave))
+    with pytest.raises(LeaveError):
+        publisher.idle()
+    publisher.idle()
+    stats = publisher.stats()
+    assert (stats.batches_pending, stats.batches_dropped, stats.batches_sent) == (0, 0, 1)
+
+
 def test_a_handler_that_raises_while_too_many_batches_are_merged_loses_none(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
