@@ -99,6 +99,7 @@ def test_a_request_leaves_when_the_last_rank_is_ready() -> None:
     assert replica.step(Turn((Call("add", "a"),), (Fact(0, "a", True),))) == ()
     [departure] = replica.step(Turn(facts=(Fact(1, "a", True),)))
     assert (departure.rid, departure.item, departure.reason, departure.problem) == ("a", "A", "ready", "")
+    assert replica.leader.queue.next_deadline_s == float("inf")
 
 
 def test_a_failure_of_one_rank_ends_the_wait_on_all_and_says_why_where_it_is_known() -> None:
@@ -373,3 +374,11 @@ def test_a_rank_that_missed_a_call_is_found_in_the_next_agreement() -> None:
         replica.step(Turn())
     assert (raised.value.step, raised.value.queue) == (2, "grammar")
     assert not replica.leader.departed
+
+
+def test_a_rank_that_let_a_request_go_alone_is_found_in_the_next_agreement() -> None:
+    replica = QueueReplica(TWO_RANKS, queue_type=DecidesByItsOwnFact)
+    for turn in ONE_READY[:2]:
+        replica.step(turn)
+    with pytest.raises(QueueDivergenceError, match="step 3"):
+        replica.step(Turn())
