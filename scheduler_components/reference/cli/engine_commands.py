@@ -292,7 +292,7 @@ class ModelOptions:
         Raises:
             ConfigError: an adapter has no name or no path, or two have one name.
         """
-        if not self.enable_lora and not self.lora_paths:
+        if not (self.lora_paths or self.enable_lora):  # noqa: SCH009 - here it is composed
             return None
         pairs = [text.partition("=") for text in self.lora_paths]
         adapters = tuple(AdapterSpec(name=name, path=path) for name, _, path in pairs)
