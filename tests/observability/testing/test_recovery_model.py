@@ -245,9 +245,8 @@ def buffer_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def fold_and_forget_one(self: EventStream) -> None:
         fold_oldest(self)
         if self.has_folded and len(self) > 1 and not self.pins:
-            self._replay_buffer.popleft()
-            self._replay_digests.popleft()
-            self.first += 1
+            lost = self._batches.popleft()
+            self._folded = (lost.sequence + 1, lost.num_bytes)
 
     patch.setattr(EventStream, "fold_oldest", fold_and_forget_one)
 
