@@ -29,16 +29,22 @@ class Line:
 
     world: StalledConnection
     waiting: deque[bytes] = field(default_factory=deque)
+    frames: deque[bytes] = field(default_factory=deque)
 
     def poll(self, timeout_ms: int, flags: int) -> int:
         self.world.step()
         return len(self.waiting)
 
-    def recv_multipart(self, flags: int) -> list[bytes]:
-        self.world.step(num_sent=0)  # a reader is quicker than a publisher
-        if not self.waiting:
-            raise zmq.Again
-        return [b"load", b"", self.waiting.popleft()]
+    def recv(self, flags: int, *, copy: bool) -> zmq.Frame:
+        assert not copy
+        if not self.frames:
+            self.world.step(num_sent=0)  # a reader is quicker than a publisher
+            if not self.waiting:
+                raise zmq.Again
+            self.frames += [b"load", b"", self.waiting.popleft()]
+        frame = zmq.Frame(self.frames.popleft())
+        frame.more = bool(self.frames)
+        return frame
 
     def close(self, linger: int) -> None:
         self.world.step()
