@@ -187,8 +187,8 @@ class RankWorker:
                 hints=command.hints,
                 timeouts=command.timeouts,
                 stream_interval=command.stream_interval,
-                trace=command.trace,
             )
+            request.trace = command.trace
             self.scheduler.submit(request, session)
         except (ConfigError, QueueFullError) as error:  # which every rank refuses alike
             if self.parallel.leads_replica:

@@ -115,7 +115,6 @@ class Request:
         hints: RequestHints = _NO_HINTS,
         timeouts: RequestTimeouts = _NO_TIMEOUTS,
         stream_interval: int = 1,
-        trace: TraceParent | None = None,
     ) -> None:
         self.rid = _checked_rid(rid)
         self.token_ids = _as_token_array(input_ids)
@@ -144,7 +143,7 @@ class Request:
         self.num_retractions = 0
         self.is_sampled = False
         self.times: RequestTimeStats | None = None
-        self.trace = trace
+        self.trace: TraceParent | None = None
         self.problem = ""
 
     @property

@@ -197,7 +197,9 @@ def test_an_ended_request_has_a_span(make_bench: Callable) -> None:
     bench.submit("warm", range(9))
     bench.drain()
     parent = TraceParent("00-1")
-    bench.scheduler.submit(Request("r", range(9), SamplingLimits(max_new_tokens=2), trace=parent))
+    request = Request("r", range(9), SamplingLimits(max_new_tokens=2))
+    request.trace = parent
+    bench.scheduler.submit(request)
     bench.drain()
     bench.submit("aborted", range(9), 5)
     bench.scheduler.abort("aborted")
