@@ -48,9 +48,9 @@ REASONS: tuple[tuple[str, str], ...] = (
         "call. While the machine took 1.5 times as long as the reference, the best of 500 batches of 8,192 tokens, "
         "with 512 blocks stored and 512 removed, took 125 us to encode, 16 for the digest and 90 to fold; checking the "
         "values is 75 of the first. With cold caches a batch takes three times as long. A smaller slice does not help "
-        "a batch that exceeds it. With one block, three batches go together: one alone took 0.7 to 0.9 times as long "
-        "at the 99th percentile and 40 times at the median, because each send wakes libzmq's thread and the "
-        "subscriber, which share two cores with the loop (by hand, on a busy machine).",
+        "a batch that exceeds it. With one block, three batches go together: one alone took 0.4 to 0.9 times as long "
+        "at the 99th percentile, and up to 40 times at the median, because each send wakes libzmq's thread and the "
+        "subscriber, which share two cores with the loop (by hand).",
     ),
     (
         "traffic: (excess|iteration)",
@@ -59,8 +59,10 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "traffic: (live delay|time to the end)",
-        "Loop, replay clients, subscriber and libzmq's thread share two cores. With other work on them (load 10 to "
-        "20), single runs took 4 to 46 ms, and 0.5 to 2.5 s for a replay.",
+        "Loop, replay clients, subscriber and libzmq's thread share two cores. On a quiet machine of half the "
+        "reference's speed, live p99 was 2 to 9 ms and a replay took 0.3 to 0.7 s, the longest in the loop that holds "
+        "the GIL (by hand). With other work on them (load 10 to 20), single runs took 4 to 178 ms, and 0.5 to 2.7 s "
+        "for a replay.",
     ),
     (
         "throughput: ",
