@@ -6,7 +6,7 @@ Markers say what a test needs: ``pytest --markers`` lists them, and ``-m "not pr
 ``packaging``), with the profile ``default``. ``make soak`` runs the tests marked ``soak`` again with the profile
 ``soak``: fifty times the examples for a property that asks for ``num_examples``, and the long form of a test that
 asks for ``soaking``. CI runs the suite with the profile ``ci``, whose examples are twice as many and the same in each
-run, and the tests marked ``soak`` with new ones. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
+run, and the tests marked ``soak_only`` with new ones. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
 """
 
 from __future__ import annotations
