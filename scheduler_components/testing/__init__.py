@@ -36,8 +36,8 @@ from scheduler_components.testing.prefix_cache_checks import BLOCK_TABLE_CACHE_C
 from scheduler_components.testing.quiesce_checks import QUIESCE_CHECKS
 from scheduler_components.testing.recorder_checks import RECORDER_CHECKS
 from scheduler_components.testing.scheduler_checks import POOL_INVARIANT_CHECKS, POOL_STREAM_CHECKS, SCHEDULER_CHECKS
-from scheduler_components.testing.topologies import Topology, TopologyRank, make_topology, topologies
 from scheduler_components.testing.topology_checks import TOPOLOGY_CHECKS
+from scheduler_components.testing.topology_space import Topology, TopologyRank, make_topology, topologies
 
 if TYPE_CHECKING:
     from scheduler_components.testing.machines import (

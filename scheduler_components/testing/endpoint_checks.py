@@ -18,7 +18,13 @@ from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.endpoints import MAX_PORT
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.interfaces import PortPlanner
-from scheduler_components.testing.topologies import DataParallelism, Topology, TopologyRank, make_topology, topologies
+from scheduler_components.testing.topology_space import (
+    DataParallelism,
+    Topology,
+    TopologyRank,
+    make_topology,
+    topologies,
+)
 from scheduler_components.validators import check_integer
 
 __all__ = ["ENDPOINT_CHECKS", "EndpointPromises", "dial_base_plus_rank"]

@@ -12,7 +12,7 @@ from functools import partial
 
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.interfaces import RankGate
-from scheduler_components.testing.topologies import Topology, TopologyRank, topologies
+from scheduler_components.testing.topology_space import Topology, TopologyRank, topologies
 
 __all__ = ["TOPOLOGY_CHECKS"]
 
