@@ -12,15 +12,17 @@ nothing but its next proposal. The decisions follow from the agreed values, whic
 | --- | --- |
 | ``failed`` | one rank has failed |
 | ``ready`` | all ranks are ready |
-| ``expired`` | its time limit has passed on the agreed clock, and neither of the above holds |
+| ``expired`` | its time limit has passed on the agreed clock, and in its lane neither of the above holds |
 
 **Lanes.** A proposal has the same slots in every step, so a fixed number of requests can be asked about: the oldest
 ``num_lanes`` of those that wait. Each lane is one ``min`` slot with ``FAILED < WAITING < READY``. The minimum over all
 ranks is then ``FAILED`` if one rank has failed, and ``READY`` if all are ready. The requests behind the lanes move up
-when others leave. Until then only an abort or their time limit ends their wait. The facts about them are kept.
+when others leave. Until then only an abort, their time limit or ``depart`` ends their wait. The facts about them are
+kept.
 
-**One order, exactly once.** Requests depart in the order in which they were added. ``add`` and ``cancel`` are calls
-that every rank makes between the same two steps, so all ranks have the same requests in the same lanes. Each departed
+**One order, exactly once.** Requests that depart in one step do so in the order in which they were added. ``add`` and
+``cancel`` are calls that every rank makes between the same two steps, so all ranks have the same requests in the same
+lanes. ``depart`` is for what follows from agreed values already and needs no lane. Each departed
 request is returned by ``pop_departures`` once. A request that was cancelled before it was returned is not returned.
 
 **Bounds.** At most ``max_waiting`` requests wait; ``add`` refuses further ones. No request waits longer than its limit,
@@ -192,6 +194,19 @@ class AgreedQueue(Generic[T]):
         self._record("cancel", rid)
         return item
 
+    def depart(self, rid: str, reason: DepartureReason, problem: str = "") -> None:
+        """Let a request go by a decision that every rank takes in the same call. No effect if it does not wait.
+
+        Args:
+            rid: id of the request.
+            reason, problem: of its departure.
+        """
+        wait = self._waits.get(rid)
+        if wait is not None:
+            if wait in self._new:
+                self._new.remove(wait)
+            self._depart(wait, reason, problem)
+
     def fill(self, proposal: Proposal) -> None:
         """Add this rank's facts about the requests in the lanes: the same slots in every step."""
         values = [self._digest, *(wait.fact for wait in self._in_lanes())]
@@ -208,6 +223,7 @@ class AgreedQueue(Generic[T]):
         if not agreed.flags[names[0]]:
             raise QueueDivergenceError(step, self.name, self._digest)
         if not self._waits:
+            self._next_deadline_s = math.inf
             return
         now_s = agreed.now_s
         for wait in self._new:
@@ -220,13 +236,10 @@ class AgreedQueue(Generic[T]):
             fact = facts.get(wait.rid, _WAITING)
             if fact == _FAILED:
                 self._depart(wait, "failed", wait.problem or _FAILED_ELSEWHERE)
-                self._counts.failed += 1
             elif fact == _READY:
                 self._depart(wait, "ready")
-                self._counts.ready += 1
             elif now_s >= wait.deadline_s:
                 self._depart(wait, "expired", f"waited longer than {wait.timeout_s:g} s")
-                self._counts.expired += 1
         if is_due or not self._waits:
             self._next_deadline_s = min((wait.deadline_s for wait in self._waits.values()), default=math.inf)
 
@@ -254,6 +267,7 @@ class AgreedQueue(Generic[T]):
     def _depart(self, wait: _Wait[T], reason: DepartureReason, problem: str = "") -> None:
         del self._waits[wait.rid]
         self._departures[wait.rid] = Departure(wait.rid, wait.item, reason, problem)
+        setattr(self._counts, reason, getattr(self._counts, reason) + 1)
         self._record(reason, wait.rid)
 
     def _record(self, what: str, rid: str) -> None:

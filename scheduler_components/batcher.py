@@ -288,8 +288,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
     def add(self, request: R) -> None:
         """Queue a new request."""
         self.queues.add(request)
-        self._add_to_policy(request)
-        self.decisions.note("queue", request.rid, request.arrival, request.num_input_tokens, request.num_cached_tokens)
+        self._admit_from_now_on(request)
 
     def hold(self, request: R) -> None:
         """Queue a new request that may not be admitted before ``release``."""
@@ -298,7 +297,11 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
     def release(self, request: R) -> None:
         """Allow the admission of a held request."""
         self.queues.release(request)
+        self._admit_from_now_on(request)
+
+    def _admit_from_now_on(self, request: R) -> None:
         self._add_to_policy(request)
+        self.decisions.note("queue", request.rid, request.arrival, request.num_input_tokens, request.num_cached_tokens)
 
     def finish(self, request: R, reason: FinishReason) -> None:
         """Remove a waiting or running request, free its slot, and set its ``finish_reason``. Its pages stay its own."""

@@ -424,11 +424,12 @@ def _find_divergence(rings: Mapping[int, _RankRing], *, step: int, found_at_step
             most = max(ring.num_records for ring in rings.values())
             return unknown(f"the ring is too short: it kept the first {index} of {most} decisions; raise ring_bytes")
         decisions = {rank: ring.at(index) for rank, ring in rings.items()}
-        counts = Counter(decisions.values())
+        texts = {rank: _encode(decision) for rank, decision in decisions.items()}  # True and 1 differ here only
+        counts = Counter(texts.values())
         if len(counts) > 1:
             [(usual, num_usual), *_] = counts.most_common(1)
             has_majority = 2 * num_usual > len(rings)
-            culprits = tuple(rank for rank, each in decisions.items() if has_majority and each != usual)
+            culprits = tuple(rank for rank, each in texts.items() if has_majority and each != usual)
             return DivergenceReport(step, found_at_step, index, decisions, culprits)
     return unknown("all decisions since the last agreement are equal; the logs of the ranks began at different moments")
 

@@ -4,7 +4,7 @@ Each rank compiles each grammar, because each rank masks its logits. The threads
 have the grammar in its cache, and one may fail alone. So "compiled" is a fact of one rank and decides nothing. The
 ``AgreedQueue`` releases a request in the step in which all ranks have its grammar. It refuses the request in the step
 in which one rank reports a failure. Time limits compare with the agreed time. A grammar from the cache takes the same
-way, which costs its request the rest of a step.
+way, which costs its request the rest of a step, unless 16 older requests still wait for theirs.
 """
 
 from __future__ import annotations

@@ -444,16 +444,16 @@ class LoraQueue(Generic[R]):
         self._reply(found, problem)
 
     def _admit(self, found: _Registered[R]) -> None:
-        """Allow the waiting requests of a loaded adapter to run: they leave in the next agreement."""
+        """Let the waiting requests of a loaded adapter run. They use it from now on, so none may wait for a lane."""
         for rid in found.waiting:
             self._use(found, rid)
-            self.queue.on_ready(rid)
+            self.queue.depart(rid, "ready")
         found.waiting.clear()
 
     def _fail(self, found: _Registered[R], problem: str) -> None:
-        """Fail the waiting requests of an adapter: they leave in the next agreement."""
+        """Fail the waiting requests of an adapter."""
         for rid in found.waiting:
-            self.queue.on_failed(rid, problem)
+            self.queue.depart(rid, "failed", problem)
         found.waiting.clear()
 
     def _reply(self, found: _Registered[R], problem: str) -> None:

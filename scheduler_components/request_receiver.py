@@ -184,7 +184,7 @@ class RequestReceiver(Generic[T]):  # noqa: SCH003 - seven parts, and where its 
             relayed = self.relay.broadcast(own)
             self.stats.receives += 1
             self._check(own, relayed)
-        except Exception:
+        except BaseException:
             self.blocker.reject_lost(messages)
             raise
         self.progress.enter_phase(IDLE_PHASE)

@@ -116,7 +116,9 @@ class _Session(Generic[Node]):
         """Forget the turns that continue a turn, or all turns. Return those of them that are in flight."""
         forgotten = {rid}
         parents = {name: turn.parent for name, turn in self.turns.items()} | self.in_flight
-        for _ in parents:
+        num_before = 0
+        while len(forgotten) > num_before:
+            num_before = len(forgotten)
             forgotten |= {name for name, parent in parents.items() if rid is None or parent in forgotten}
         forgotten.discard(rid)
         for name in [name for name in self.turns if name in forgotten]:

@@ -88,7 +88,7 @@ class ThreadAdapterLoader:
             key, adapter = job
             try:
                 self._store.load(adapter)
-            except Exception as error:
+            except BaseException as error:
                 logger.info("adapter %r cannot be loaded", adapter.name, exc_info=error)
                 self._facts.append(AdapterFact(key, first_line(error)[:_MAX_PROBLEM_CHARACTERS]))
             else:

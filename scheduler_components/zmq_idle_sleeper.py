@@ -37,10 +37,10 @@ class IdleSleeper:
         """Wait until something is readable and return it; return nothing after `timeout_s`.
 
         Args:
-            timeout_s: seconds until the caller has other work; None to wait for input only, 0 to check once.
+            timeout_s: seconds until the caller has other work; None to wait for input only, 0 or less to check once.
         """
         self.num_sleeps += 1
-        ready = self._poller.poll(None if timeout_s is None else ceil(timeout_s * 1000))
+        ready = self._poller.poll(None if timeout_s is None else ceil(max(0.0, timeout_s) * 1000))
         if not ready:
             self.num_timeouts += 1
         return frozenset(each for each, _ in ready)

@@ -24,8 +24,11 @@ WaitForSocket: TypeAlias = Callable[["zmq.Socket[bytes]", int, "int | None"], bo
 """Wait for an event of a socket, at most the given ms (None: no limit); return False when the engine stops."""
 
 
-class StopRequestedError(Exception):
-    """The engine stops while this rank waits for other ranks, which may have stopped already."""
+class StopRequestedError(BaseException):
+    """The engine stops while this rank waits for other ranks, which may have stopped already.
+
+    Like ``KeyboardInterrupt`` it is no ``Exception``: it may come out of a sum of the model, and must not end requests.
+    """
 
 
 _encode = msgspec.msgpack.Encoder().encode

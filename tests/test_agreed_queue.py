@@ -161,6 +161,25 @@ def test_a_cancelled_request_leaves_no_deadline() -> None:
     replica = QueueReplica(TWO_RANKS)
     replica.step(Turn((Call("add", "a", timeout_s=1.0), Call("add", "b"), Call("cancel", "a"))))
     assert replica.leader.queue.next_deadline_s == replica.now_s + MAX_WAIT_S
+    replica.step(Turn((Call("cancel", "b"),)))
+    assert replica.leader.queue.next_deadline_s == float("inf")
+
+
+def test_what_all_ranks_decide_needs_no_lane() -> None:
+    queue = AgreedQueue[str](name="q", num_lanes=1)
+    agreement = StepAgreement(parts=[queue])
+    for rid in ("slow", "ready", "failed"):
+        queue.add(rid, rid)
+    queue.depart("failed", "failed", "no such adapter")
+    agreement.step(1)
+    queue.depart("ready", "ready")
+    queue.depart("unknown", "ready")
+    agreement.step(2)
+    assert [(each.rid, each.reason, each.problem) for each in queue.pop_departures()] == [
+        ("failed", "failed", "no such adapter"),
+        ("ready", "ready", ""),
+    ]
+    assert (queue.stats().ready, queue.stats().failed, list(queue)) == (1, 1, ["slow"])
 
 
 def test_several_queues_share_the_step_and_their_slots_do_not_depend_on_who_waits() -> None:

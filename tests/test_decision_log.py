@@ -342,6 +342,17 @@ def test_a_policy_that_continues_reports_an_episode_once(
         assert msgspec.json.decode(msgspec.json.encode(dump), type=DecisionDump) == dump
 
 
+def test_true_and_one_are_different_decisions() -> None:
+    """They are equal in Python and have different digests."""
+    replica = InProcessLogs({0: ((0, 1, 2),), 1: ((0, 1, 2),), 2: ((0, 1, 2),)})
+    for rank in replica.hops:
+        replica.note(rank, [("match", (True if rank == 1 else 1,))])
+    replica.agree(1)
+    report = replica.report()
+    assert report is not None
+    assert (report.index, report.culprits) == (0, (1,))
+
+
 def test_the_policy_stop_raises_on_every_rank_after_the_report() -> None:
     def work(groups: ParallelGroups) -> tuple[str, dict[int, str], DivergenceReport | None]:
         log = DecisionLog(groups=groups, policy="stop")

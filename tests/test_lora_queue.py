@@ -256,6 +256,20 @@ def test_a_busy_adapter_is_drained_for_another_and_new_requests_wait_behind_it()
     assert late.lora_id == 1
 
 
+def test_more_requests_than_lanes_for_more_adapters_than_slots_are_all_served() -> None:
+    """Requests for an adapter without a slot would fill the lanes, and those that use the slots wait behind them."""
+    limits = LoraLimits(max_loaded=2, max_waiting=90, max_wait_s=1e6)
+    replica = LoraReplica(1, open_queue=lambda loader: LoraQueue(loader=loader, limits=limits))
+    for name in "abc":
+        replica.each(lambda queue, name=name: queue.register(name, name.upper()))
+    for rank in replica.ranks:
+        rank.loader.failure_rate = 0.0
+    rids = [replica.submit("abc"[number % 3], 2) for number in range(90)]
+    for _ in range(3 * MAX_DRAIN_STEPS):
+        replica.step()
+    assert {replica.ranks[0].ends.get(rid) for rid in rids} == {"finished"}
+
+
 def test_an_adapter_is_kept_if_the_request_for_another_is_aborted() -> None:
     rank = a_rank("a", "b", max_loaded=1)
     rank.enter("r0", "a")

@@ -12,6 +12,10 @@ from scheduler_components.thread_adapter_loader import ThreadAdapterLoader, open
 A, B = Adapter("a", "/a", 1), Adapter("b", "/b", 2)
 
 
+class NativePanic(BaseException):
+    """A panic of a native library, which is no ``Exception``."""
+
+
 class Store:
     """A store that waits for ``go`` and fails for a path that says so."""
 
@@ -24,6 +28,8 @@ class Store:
         self.calls.append(f"load {adapter.name}")
         if "broken" in adapter.path:
             raise ValueError(f"{adapter.path} lacks weights\nand much more")
+        if "panic" in adapter.path:
+            raise NativePanic("index out of bounds")
 
     def unload(self, adapter: Adapter) -> None:
         self.calls.append(f"unload {adapter.name}")
@@ -66,4 +72,14 @@ def test_a_failed_load_is_a_fact_of_one_line_and_the_thread_goes_on() -> None:
     loader.unload(broken)
     loader.load("2", A)
     assert polled(loader, 2) == [AdapterFact("1", "/broken lacks weights"), AdapterFact("2")]
+    loader.close()
+
+
+def test_a_panic_of_a_native_library_is_a_failed_load() -> None:
+    store = Store()
+    store.go.set()
+    loader = open_thread_adapter_loader(store)
+    loader.load("1", Adapter("c", "/panic", 3))
+    loader.load("2", B)
+    assert polled(loader, 2) == [AdapterFact("1", "index out of bounds"), AdapterFact("2")]
     loader.close()

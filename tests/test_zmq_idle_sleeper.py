@@ -61,3 +61,9 @@ def test_it_wakes_when_the_parent_process_ends(wire: tuple[zmq.Socket[bytes], zm
         assert IdleSleeper([wire[1]], [reader]).sleep() == {reader}
     finally:
         os.close(reader)
+
+
+def test_an_overdue_caller_checks_once(wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
+    sleeper = IdleSleeper([wire[1]])
+    assert sleeper.sleep(-0.01) == frozenset()
+    assert sleeper.num_timeouts == 1

@@ -35,11 +35,13 @@ class ScriptedLoader:
 
     Attributes:
         random: chooses how long, and whether it fails.
+        failure_rate: probability that a load fails.
         loaded: the adapters on this rank by number.
         users: returns the numbers in use; an unload of one of them is an error.
     """
 
     random: Random
+    failure_rate: float = 0.1
     loaded: dict[int, Adapter] = field(default_factory=dict)
     jobs: list[tuple[str, Adapter] | Adapter] = field(default_factory=list)
     steps_left: int = 0
@@ -66,7 +68,7 @@ class ScriptedLoader:
                 break
             del self.jobs[0]
             key, adapter = job
-            if self.random.random() < 0.1:
+            if self.random.random() < self.failure_rate:
                 facts.append(AdapterFact(key, f"{adapter.path} is broken"))
             else:
                 self.loaded[adapter.lora_id] = adapter
@@ -212,10 +214,11 @@ class LoraReplica:
         for rank in self.ranks:
             assert rank.log == first.log, "the ranks have parted"
             assert rank.queue.lora_load() == first.queue.lora_load()
-            assert rank.loader.max_loaded <= LIMITS.max_loaded, "more adapters are loaded than may be"
+            limits = rank.queue.limits
+            assert rank.loader.max_loaded <= limits.max_loaded, "more adapters are loaded than may be"
             stats = rank.queue.stats()
-            assert stats.registered <= LIMITS.max_registered
-            assert stats.waiting <= LIMITS.max_waiting
+            assert stats.registered <= limits.max_registered
+            assert stats.waiting <= limits.max_waiting
             load = rank.queue.lora_load()
             assert load.slots_used <= load.slots_total
             assert set(rank.waiting) == {request.rid for request in rank.queue.queue}

@@ -149,7 +149,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> _Weight
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, ValueError, SafetensorError) as error:
         raise _refusal(folder, f"cannot be read ({first_line(error)})", f"give {_CONFIG} and {_WEIGHTS}") from error
-    scaling = _scaling(folder, config)
+    rank, scaling = _rank_and_scaling(folder, config)
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, factor = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -161,13 +161,13 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]]) -> _Weight
     pairs = {}
     for layer, found in factors.items():
         down, up, (inputs, outputs) = found.get("lora_A"), found.get("lora_B"), shapes[layer]
-        if down is None or up is None or (down.shape[1:], up.shape) != ((inputs,), (outputs, down.shape[0])):
+        if down is None or up is None or (down.shape, up.shape) != ((rank, inputs), (outputs, rank)):
             raise _refusal(folder, f"does not fit layer {layer!r}", "give an adapter of the served model")
         pairs[layer] = _Pair(down, up * scaling)
     return pairs
 
 
-def _scaling(folder: Path, config: object) -> float:
+def _rank_and_scaling(folder: Path, config: object) -> tuple[int, float]:
     if not isinstance(config, dict):
         raise _refusal(folder, f"has a {_CONFIG} that is no object", "copy it again")
     for name, supported in _NEUTRAL.items():
@@ -180,7 +180,7 @@ def _scaling(folder: Path, config: object) -> float:
         raise _refusal(folder, f"has r={rank!r} and lora_alpha={alpha!r}", "give numbers above 0")
     assert isinstance(rank, int)
     assert isinstance(alpha, int | float)
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+    return rank, float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def _refusal(folder: Path, problem: str, hint: str) -> ConfigError:

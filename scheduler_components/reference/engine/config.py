@@ -439,6 +439,13 @@ class EngineConfig:
         if self.model is not None and self.scheduler.lora is not None and self.attn_tp_size > 1:
             hint = "give 1, or leave adapters out"
             raise ConfigError("attn_tp_size", self.attn_tp_size, "cannot shard the layers of adapters", hint)
+        if self.hicache is not None and self.hicache.storage != "none" and self.scheduler.lora is not None:
+            problem = "would keep pages of adapters, whose numbers begin again in the next engine"
+            raise ConfigError("hicache_storage", self.hicache.storage, problem, "give none, or leave adapters out")
+        if self.scheduler.lora is not None and self.model_name in (each.name for each in self.scheduler.lora.adapters):
+            raise ConfigError(
+                "lora_paths", self.model_name, "is the name of the model", "give the adapter another name"
+            )
         if self.tp_size % self.moe_dp_size:
             problem = f"does not divide the {self.tp_size} ranks of a stage"
             raise ConfigError("moe_dp_size", self.moe_dp_size, problem, f"give a divisor of {self.tp_size}")

@@ -88,7 +88,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.control = ControlQueue(frontend=self.frontend)
-        self.adapters = AdapterDirectory(control=self.control, config=self.config.scheduler.lora)
+        self.adapters = AdapterDirectory(
+            control=self.control, config=self.config.scheduler.lora, model_name=self.config.model_name
+        )
 
     async def run(self, work: Awaitable[T]) -> T:
         """Await ``work``, and cancel it if the engine fails.

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.engine.config import EngineConfig, SchedulerConfig, TelemetryConfig
+from scheduler_components.reference.engine.config import (
+    AdapterSpec,
+    EngineConfig,
+    HiCacheConfig,
+    LoraConfig,
+    SchedulerConfig,
+    TelemetryConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +54,19 @@ def test_a_wrong_address_of_telemetry_is_refused_before_any_process_starts(
         EngineConfig(dp_size=2, telemetry=TelemetryConfig(**settings))
     assert error.value.field == field
     assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("hicache_storage", {"hicache": HiCacheConfig(host_tokens=64, storage="file", storage_path="/pages")}),
+        ("lora_paths", {"model_name": "poems"}),
+    ],
+)
+def test_adapters_share_neither_storage_with_other_engines_nor_the_name_of_the_model(
+    field: str, settings: dict[str, HiCacheConfig | str]
+) -> None:
+    lora = LoraConfig(adapters=(AdapterSpec(name="poems", path="/poems"),))
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(scheduler=SchedulerConfig(lora=lora), **settings)
+    assert error.value.field == field

@@ -19,11 +19,13 @@ class AdapterDirectory:
     Attributes:
         control: sends the commands to the replicas.
         config: None for an engine without adapters, which refuses both.
+        model_name: name of the served model, which no adapter may have.
         adapters: the adapters that requests may name, by name.
     """
 
     control: ControlQueue
     config: LoraConfig | None
+    model_name: str
     adapters: dict[str, AdapterSpec] = field(default_factory=dict)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
@@ -40,6 +42,8 @@ class AdapterDirectory:
         """
         limits = self._enabled().limits
         async with self._changing:
+            if spec.name == self.model_name:
+                raise ConfigError("lora_name", spec.name, "is the name of the model", "give another name")
             if spec.name in self.adapters:
                 raise ConfigError("lora_name", spec.name, "is loaded already", "unload it first, or give another name")
             await self.control.load_adapter(spec.name, spec.path, pinned=spec.pinned, deadline_s=limits.max_wait_s)

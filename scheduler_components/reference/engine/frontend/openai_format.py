@@ -123,7 +123,7 @@ class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of both routes."""
 
-    model: str | None = None  # names an adapter, as in vLLM; any other name means the served model
+    model: str | None = None  # names an adapter, as in vLLM; without adapters any name means the served model
     lora_path: Name | None = None
     session_params: SessionFields | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -371,6 +372,11 @@ def _read_line(descriptor: int) -> bytes:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stderr.flush()
-    os._exit(exit_code)  # a thread of gloo that waits for a dead rank would hold up the interpreter's own exit
+    exit_code = 1
+    try:
+        exit_code = main()
+    except Exception:  # noqa: BLE001 - printed as the interpreter would
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(exit_code)  # a thread of gloo that waits for a dead rank would hold up the interpreter's own exit

@@ -37,8 +37,8 @@ class QuiescableScheduler:
         return self.scheduler.tiers.num_operations
 
     def abort_all(self) -> int:
-        self.scheduler.sessions.release_all()
         num_aborted = sum(self.scheduler.abort(rid) for rid in [request.rid for request in self.scheduler.queues])
+        self.scheduler.sessions.release_all()  # afterwards, because the end of a turn locks its pages
         self.scheduler.kv_events.flush()  # their computed pages stay in the cache, so events are pending
         return num_aborted
 

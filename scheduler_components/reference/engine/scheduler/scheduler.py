@@ -500,7 +500,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
         if self.has_work:
             return 0.0
         deadline_s = min(self.deadlines.next_deadline_s, self.sessions.next_deadline_s)
-        due_in_s = deadline_s - self.agreement.clock()
+        due_in_s = max(0.0, deadline_s - self.agreement.clock())
         return min(ROOM_POLL_S, due_in_s) if self.polls_rooms else due_in_s
 
     @property

@@ -47,7 +47,9 @@ class Bench:
         self.replicas = [Replica(number, lambda: self.frontend, problem_of) for number in range(2)]
         dispatcher = LoadDispatcher(replicas=[ReplicaLoad() for _ in self.replicas])
         self.frontend = Frontend(leaders=self.replicas, dispatcher=dispatcher)  # type: ignore[arg-type]  # no sockets
-        self.directory = AdapterDirectory(control=ControlQueue(frontend=self.frontend), config=config)
+        self.directory = AdapterDirectory(
+            control=ControlQueue(frontend=self.frontend), config=config, model_name="base"
+        )
 
 
 def test_an_adapter_is_named_once_all_replicas_have_loaded_it_and_until_it_is_unloaded() -> None:
@@ -57,6 +59,8 @@ def test_an_adapter_is_named_once_all_replicas_have_loaded_it_and_until_it_is_un
         assert bench.directory.adapters == {"poems": POEMS}
         with pytest.raises(ConfigError, match="is loaded already"):
             await bench.directory.load(POEMS)
+        with pytest.raises(ConfigError, match="is the name of the model"):
+            await bench.directory.load(AdapterSpec(name="base", path="/base"))
         await bench.directory.unload("poems")
         assert bench.directory.adapters == {}
         with pytest.raises(ConfigError, match="is no loaded adapter"):

@@ -10,8 +10,10 @@ import pytest
 from scheduler_components import AllBlocksCleared
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.rank.quiescable_scheduler import QuiescableScheduler, make_quiesce_stepper
-from scheduler_components.values import FlushCache
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.values import FlushCache, SessionParams
 
 PROMPTS = [list(range(8)), list(range(20, 28)), list(range(40, 48)), list(range(60, 68))]
 
@@ -48,6 +50,18 @@ def test_abort_all_ends_running_and_waiting_requests_and_publishes_their_pages(
     }
     assert len(bench.publisher.batches) >= num_batches
     assert port.abort_all() == 0
+
+
+def test_abort_all_leaves_no_page_to_a_session(make_bench: Callable[..., Any]) -> None:
+    """A turn that is aborted ends, and the end of a turn locks its pages."""
+    bench = make_bench()
+    sessions = bench.scheduler.sessions
+    sessions.open("s", capacity_tokens=64)
+    params = SessionParams("s")
+    bench.scheduler.submit(Request("turn", sessions.extend(params, range(9)), SamplingLimits(max_new_tokens=9)), params)
+    bench.scheduler.step()
+    assert QuiescableScheduler(scheduler=bench.scheduler).abort_all() == 1
+    assert (sessions.num_held_pages, "s" in sessions) == (0, True)
 
 
 def test_retract_all_returns_running_requests_to_the_queue(bench: Any, port: QuiescableScheduler) -> None:

@@ -12,6 +12,7 @@ from scheduler_components.reference.device.model_spec import TokenSpec
 from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams, TokenLogprobs
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.values import FinishReason
+from scheduler_components.zmq_input_relay import StopRequestedError
 
 MODEL = SimulatedModel()  # what the bench's device computes with
 
@@ -181,6 +182,21 @@ def test_a_batch_that_the_device_cannot_compute_fails_its_requests_and_nothing_e
     bench.scheduler.cache.check_integrity()
     assert waiting.output_ids == bench.foretold(waiting)
     assert bench.scheduler.cache.used_tokens == 0
+
+
+def test_an_order_to_stop_during_a_sum_of_the_model_ends_no_request(
+    make_bench: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait() -> DeviceOutput:
+        raise StopRequestedError
+
+    bench = make_bench()
+    request = bench.submit("r", range(12), 4)
+    monkeypatch.setattr(bench.device, "wait", wait)
+    with pytest.raises(StopRequestedError):
+        bench.scheduler.step()
+    assert request.finish_reason is None
+    assert bench.scheduler.results.failures.total == 0
 
 
 def test_a_request_without_a_result_ends_alone(make_bench: Callable) -> None:

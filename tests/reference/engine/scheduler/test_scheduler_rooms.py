@@ -294,8 +294,8 @@ def test_a_queue_limit_ends_a_request_in_a_room_and_one_that_is_not_admitted() -
     it.now_s = 2.0
     it.scheduler.step()
     assert it.scheduler.next_step_in_s == pytest.approx(1.0)  # then only the deadline is due, although nothing may run
-    it.now_s = 3.0
-    assert it.scheduler.next_step_in_s == 0.0
+    it.now_s = 3.5
+    assert it.scheduler.next_step_in_s == 0.0  # overdue, and not negative: to a poll that means for ever
     it.scheduler.step()
     assert [(delta.rid, delta.finish_reason) for delta in it.outputs.deltas] == [
         ("w", FinishReason.QUEUE_TIMEOUT),
