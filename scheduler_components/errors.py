@@ -389,7 +389,7 @@ class LoadBackError(ComponentError):
         super().__init__(f"load {op}: {problem}")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of another library's error without its last punctuation, to quote it in a sentence.
 
     An error without text is quoted by the name of its type.
