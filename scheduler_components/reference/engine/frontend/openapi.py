@@ -23,6 +23,9 @@ _SCHEMAS = "#/components/schemas/{name}"
 _ANSWERS = {"/": "text/html", "/metrics": "text/plain"}
 """Media types of routes that are not ``ApiRoute``; others answer with JSON."""
 
+_JSON_TYPES = {"/open_session": "string"}
+"""Types of JSON answers that are no objects. As in SGLang, the id of a session is answered alone."""
+
 _QUERIES: dict[str, Mapping[str, Any]] = {
     "/v1/loads": {"include": {"type": "string"}, "dp_rank": {"type": "integer", "minimum": 0}},
     "/kv_pool": {"rank": {"type": "integer", "minimum": 0}, "page": {"type": "integer"}, "reading": {"type": "string"}},
@@ -93,7 +96,7 @@ def _operation(route: Route, method: str, body: dict[str, Any] | None) -> dict[s
         "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
         "parameters": list(_parameters(route)),
         "responses": {
-            "200": {"description": "Done.", "content": {each: _content(each) for each in answers}},
+            "200": {"description": "Done.", "content": {each: _content(route.path, each) for each in answers}},
             "default": {"$ref": "#/components/responses/Error"},
         },
     }
@@ -104,10 +107,11 @@ def _operation(route: Route, method: str, body: dict[str, Any] | None) -> dict[s
     return operation
 
 
-def _content(media_type: str) -> dict[str, Any]:
+def _content(path: str, media_type: str) -> dict[str, Any]:
     if media_type == "text/event-stream":
         return {"schema": {}}  # of one event, or of the whole text: readers differ
-    return {"schema": {"type": "object" if media_type == "application/json" else "string"}}
+    json_type = _JSON_TYPES.get(path, "object")
+    return {"schema": {"type": json_type if media_type == "application/json" else "string"}}
 
 
 def _parameters(route: Route) -> Iterator[dict[str, Any]]:

@@ -79,6 +79,11 @@ def test_bodies_are_those_that_the_parsers_read(document: dict[str, Any]) -> Non
     assert described["required"] == ["messages"]
 
 
+def test_a_session_is_answered_by_its_id_alone(document: dict[str, Any]) -> None:
+    content = document["paths"]["/open_session"]["post"]["responses"]["200"]["content"]
+    assert content == {"application/json": {"schema": {"type": "string"}}}
+
+
 def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     def references(value: Any) -> list[str]:
         if isinstance(value, dict):
