@@ -34,10 +34,12 @@ async def handle(_: Request) -> Response:
 
 CONTROL = ApiRoute("/control", handle, methods=["GET", "POST"], access=RouteAccess.ADMIN, query=_Query)
 
+SESSION = ApiRoute("/open_session", handle, methods=["POST"])
+
 
 def make_routes() -> list[Route]:
     status = status_routes(StatusEngine(), registry=CollectorRegistry())
-    routes: list[Route] = [*Served().app.routes, CONTROL, *status]  # type: ignore[list-item]  # all are routes
+    routes: list[Route] = [*Served().app.routes, CONTROL, SESSION, *status]  # type: ignore[list-item]  # all are routes
     return [*routes, openapi_route(routes)]
 
 
