@@ -105,6 +105,9 @@ class HybridPages:
     def namespace(self, namespace: PrefixNamespace) -> None:
         self.base.namespace = namespace
 
+    def namespace_of(self, request: Request) -> PrefixNamespace:
+        return self.base.namespace_of(request)
+
     def match_length(self, request: Request) -> int:
         num_tokens = self.base.match_length(request)
         if num_tokens and len(self.states) > 16:  # copied on the match, while the request waits

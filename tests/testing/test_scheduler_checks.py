@@ -217,7 +217,6 @@ class LocksNothing(ReferenceScheduler):
     def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
         super().__init__(events, outputs)
         become(self.scheduler.batcher.kv_cache, _Unlocked)
-        become(self.scheduler.results.kv, _Unlocked)
 
 
 class _SharesEarly(RequestKvCache):
@@ -280,9 +279,9 @@ class LeaksAtRetraction(ReferenceScheduler):
 class _LeakyAtAbort(BatchResultProcessor[Request]):
     __slots__ = ()
 
-    def abort(self, request: Request) -> bool:
+    def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> bool:
         del request.pages[request.num_cached_pages :]
-        return super().abort(request)
+        return super().abort(request, reason)
 
 
 class LeaksAtAbort(ReferenceScheduler):

@@ -105,7 +105,7 @@ class Request:
         "problem",
     )
 
-    def __init__(  # noqa: SCH010 - what a client may ask for, one value per subject
+    def __init__(
         self,
         rid: str,
         input_ids: Iterable[int],
