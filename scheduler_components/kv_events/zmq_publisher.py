@@ -616,7 +616,7 @@ batches their place on the processors.
 _IDLE_REPLAY_S = 0.0003
 """Time that ``idle()`` serves replays, while the scheduler waits for its device."""
 
-_MIN_SLICE_S, _MAX_SLICE_S, _SLICE_SHARE = 0.00015, 0.001, 0.25
+_MIN_SLICE_S, _MAX_SLICE_S, _SLICE_SHARE = 0.0003, 0.001, 0.25
 """Time that the thread works before it offers the GIL: a share of the time for which it waited, within bounds. With
 0.5 ms at least, four replaying clients took 0.45 ms of a step that sleeps 0.2 ms, not 0.13.
 """
