@@ -92,7 +92,7 @@ class _Wait(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class AgreedQueue(Generic[T]):
-    """Requests that all ranks of a replica let go in the same step. An ``AgreementPart`` and a ``StatsSource``.
+    """Requests that leave on all ranks of a replica in the same step. An ``AgreementPart`` and a ``StatsSource``.
 
     Attributes:
         name: prefix of its slots, unique among the parts of a step's agreement.
