@@ -83,7 +83,7 @@ def exported_classes(package: str) -> list[type]:
     found = (getattr(module, name) for name in module.__all__)
     classes = [each for each in found if isinstance(each, type) and not is_typeddict(each)]
     classes = [each for each in classes if not issubclass(each, Enum | Protocol)]
-    return [each for each in classes if not issubclass(each, Exception) or inspect.isfunction(each.__init__)]
+    return [each for each in classes if not issubclass(each, BaseException) or inspect.isfunction(each.__init__)]
 
 
 def named_parameters(each: type) -> list[str]:
