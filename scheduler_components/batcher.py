@@ -59,7 +59,7 @@ from scheduler_components.ports import (
 )
 from scheduler_components.preemption_policy import LatestArrival
 from scheduler_components.request_queues import RequestQueues, TrackedRequest
-from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.scheduling_policy import FirstComeFirstServed, ignores_batches
 from scheduler_components.values import (
     BatchShape,
     FinishReason,
@@ -284,6 +284,46 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
         """True if the next batch would not be empty, or would not be once a prefetch has completed."""
         gate, queues = self.conditions.gate, self.queues
         return bool((gate.can_admit and queues.num_admissible) or (gate.can_compute and queues.running))
+
+    @property
+    def repeats_decodes(self) -> bool:
+        """True if each next batch decodes every running request by one token and changes nothing else.
+
+        That ends when a request is added or ends, or when the pool has no page for one of them. A simulation then takes
+        such steps without ``next_batch``, and calls ``skip_decodes``. It is False under DP attention, and for a policy
+        that reads batches.
+        """
+        queues, conditions = self.queues, self.conditions
+        if queues.num_chunked_tokens_left or not queues.running or not conditions.gate.can_compute:
+            return False
+        if conditions.dp.num_replicas > 1 or not ignores_batches(self.policy):
+            return False
+        if self.limits.counts_decodes and len(queues.running) > self.limits.max_prefill_tokens:
+            return False
+        if not queues.num_admissible or not conditions.can_admit:
+            return True
+        is_passed_over = self._num_prefill_steps >= _MAX_PREFILL_STEPS or conditions.prefetcher.num_look_ahead
+        return self._lasting_refusal() is not None and not is_passed_over
+
+    def skip_decodes(self, num_steps: int) -> None:
+        """Count steps that were taken without ``next_batch``, because ``repeats_decodes`` is True."""
+        self.num_steps += num_steps
+        self._num_prefill_steps = 0
+        ratio = self.conditions.new_token_ratio
+        for _ in range(num_steps):
+            if ratio.current <= ratio.minimum:
+                break
+            ratio.decay_step()
+        refusal = self._lasting_refusal() if self.queues.num_admissible and self.conditions.can_admit else None
+        if refusal is not None:
+            self.refusals[refusal] = self.refusals.get(refusal, 0) + num_steps
+
+    def _lasting_refusal(self) -> RefusalReason | None:
+        """Return why a step with these running requests in decode admits no request; None if it may admit one."""
+        num_running, limits = len(self.queues.running), self.limits
+        if limits.counts_decodes and num_running >= limits.max_prefill_tokens:
+            return "tokens"
+        return "slots" if num_running >= self.queues.max_running_requests else None
 
     def add(self, request: R) -> None:
         """Queue a new request."""

@@ -49,6 +49,7 @@ __all__ = [
     "ShortestRemainingPrefill",
     "VirtualTokenCounter",
     "check_policy_name",
+    "ignores_batches",
     "make_policy",
 ]
 
@@ -700,6 +701,22 @@ def check_policy_name(name: str) -> str:
         choices = (*POLICY_NAMES, "module:name of your own")
         check_choice("schedule_policy", name, choices, "is not a scheduling policy")
     return name
+
+
+_IGNORE_BATCHES = (
+    FirstComeFirstServed,
+    PriorityPolicy,
+    LongestPrefixMatch,
+    DfsWeight,
+    ShortestRemainingPrefill,
+    HighestResponseRatio,
+    EarliestDeadline,
+)
+
+
+def ignores_batches(policy: SchedulingPolicy[R]) -> bool:
+    """Return True if the ``on_scheduled`` of a policy does nothing. False for a policy of your own."""
+    return type(policy) in _IGNORE_BATCHES
 
 
 def _import_policy(path: str) -> Callable[..., SchedulingPolicy[R]]:

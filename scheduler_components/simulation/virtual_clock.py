@@ -1,0 +1,72 @@
+"""VirtualClock and EventHeap: time that passes only when an event says so.
+
+Times are integers, in nanoseconds, because sums of floats depend on their order. Events of equal time run by their
+order, then in the order in which they were pushed, so a run depends on nothing but its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+__all__ = ["NEVER_NS", "EventHeap", "VirtualClock", "nanoseconds"]
+
+NEVER_NS = 2**63 - 1
+"""A time after the end of every simulation."""
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a time span in nanoseconds, rounded."""
+    return round(seconds * 1e9)
+
+
+@dataclass(slots=True, kw_only=True)
+class VirtualClock:
+    """A clock for components that take ``Callable[[], float]``.
+
+    Attributes:
+        now_ns: the present; its owner advances it.
+    """
+
+    now_ns: int = 0
+
+    def __call__(self) -> float:
+        """Return the present in seconds since the start."""
+        return self.now_ns / 1e9
+
+
+@dataclass(slots=True, kw_only=True)
+class EventHeap:
+    """What will happen, the earliest first.
+
+    Attributes:
+        now_ns: time of the event popped last.
+    """
+
+    now_ns: int = field(default=0, init=False)
+    _events: list[tuple[int, int, int, Callable[[], None]]] = field(default_factory=list, init=False, repr=False)
+    _num_pushed: int = field(default=0, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def push(self, time_ns: int, action: Callable[[], None], *, order: int = 0) -> None:
+        """Add an event. One in the past happens now.
+
+        Args:
+            time_ns: when it happens.
+            action: what happens.
+            order: of several events of one time, those of the lowest order run first.
+        """
+        heappush(self._events, (max(time_ns, self.now_ns), order, self._num_pushed, action))
+        self._num_pushed += 1
+
+    def pop(self) -> Callable[[], None]:
+        """Remove the next event, advance ``now_ns`` to its time, and return its action.
+
+        Raises:
+            IndexError: there is none.
+        """
+        self.now_ns, _, _, action = heappop(self._events)
+        return action

@@ -1,0 +1,166 @@
+"""SimulatedReplica: fast-forward equals single steps, and both equal the reference engine's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_components import ParallelState
+from scheduler_components.decision_log import DecisionLog
+from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.reference.device.device import SimulatedDevice
+from scheduler_components.reference.device.sampling import SamplingLimits
+from scheduler_components.reference.engine.config import SchedulerConfig
+from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler
+from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
+from scheduler_components.simulation.request import SimulatedRequest
+from scheduler_components.simulation.trace import TraceRequest
+from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock
+
+SMALL = ReplicaConfig(page_size=4, kv_tokens=512, max_running_requests=4, max_prefill_tokens=64, chunk_tokens=32)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What a replica did."""
+
+    tips: list[tuple[str, int, int]] = field(default_factory=list)
+    events: list[bytes] = field(default_factory=list)
+    num_steps: int = 0
+    num_skipped_steps: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+
+
+def recorded(index: int, arrival_s: float, prompt: int, output: int, *hash_ids: int) -> TraceRequest:
+    return TraceRequest(
+        index=index, arrival_s=arrival_s, input_length=prompt, output_length=output, hash_ids=hash_ids or (index,)
+    )
+
+
+def serve(config: ReplicaConfig, requests: list[TraceRequest], *, fast: bool) -> Run:
+    run, log = Run(), DecisionLog()
+    replica = SimulatedReplica.compose(config, deliver_events=run.events.append, decisions=log)
+    waiting = sorted(requests, key=lambda each: each.arrival_s)
+    while waiting or replica.has_work:
+        if waiting and not replica.has_work:
+            replica.clock.now_ns = max(replica.clock.now_ns, round(waiting[0].arrival_s * 1e9))
+        while waiting and round(waiting[0].arrival_s * 1e9) <= replica.clock.now_ns:
+            replica.submit(SimulatedRequest(waiting.pop(0)))
+        replica.step()
+        finished = replica.pop_finished()
+        run.tips += [(request.rid, log.tip, replica.clock.now_ns) for request in finished]
+        if fast:
+            replica.fast_forward(round(waiting[0].arrival_s * 1e9) if waiting else NEVER_NS)
+    replica.cache.check_integrity()
+    assert not replica.results.failures.counts
+    run.num_steps, run.num_skipped_steps = replica.counts.num_steps, replica.counts.num_skipped_steps
+    run.refusals = dict(replica.batcher.refusals)
+    return run
+
+
+def assert_fast_forward_equals_steps(config: ReplicaConfig, requests: list[TraceRequest]) -> Run:
+    fast, slow = serve(config, requests, fast=True), serve(config, requests, fast=False)
+    assert fast.tips == slow.tips
+    assert fast.events == slow.events
+    assert (fast.num_steps, fast.refusals) == (slow.num_steps, slow.refusals)
+    assert slow.num_skipped_steps == 0
+    return fast
+
+
+def test_fast_forward_takes_most_steps_of_long_outputs() -> None:
+    requests = [recorded(index, 0.05 * index, 40, 60) for index in range(4)]
+    run = assert_fast_forward_equals_steps(SMALL, requests)
+    assert len(run.tips) == 4
+    assert run.num_skipped_steps > 0.6 * run.num_steps
+
+
+def test_fast_forward_stops_where_the_pool_is_full() -> None:
+    """Two requests grow until one of them is preempted; evictions and preemptions are those of single steps."""
+    config = attrs.evolve(SMALL, kv_tokens=128, new_token_ratio=0.1)
+    requests = [recorded(index, 0.0, 30, 70) for index in range(3)]
+    run = assert_fast_forward_equals_steps(config, requests)
+    assert run.num_skipped_steps > 20
+
+
+def test_full_slots_do_not_stop_it() -> None:
+    config = attrs.evolve(SMALL, max_running_requests=2)
+    run = assert_fast_forward_equals_steps(config, [recorded(index, 0.0, 20, 40) for index in range(5)])
+    assert run.refusals["slots"] > 50
+    assert run.num_skipped_steps > 50
+
+
+workloads = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 90), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=10
+)
+
+
+@given(
+    workload=workloads,
+    policy=st.sampled_from(["fcfs", "lpm", "virtual-token-counter", "hrrn"]),
+    mode=st.sampled_from(["mixed", "prefill_first"]),
+    kv_tokens=st.sampled_from([132, 200, 2000]),
+    slots=st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_fast_forward_equals_single_steps(
+    workload: list[tuple[int, int, int, int]], policy: str, mode: str, kv_tokens: int, slots: int
+) -> None:
+    config = attrs.evolve(
+        SMALL, schedule_policy=policy, batch_mode=mode, kv_tokens=kv_tokens, max_running_requests=slots
+    )
+    requests = [recorded(index, at / 50, *sizes, prefix) for index, (at, *sizes, prefix) in enumerate(workload)]
+    assert_fast_forward_equals_steps(config, requests)
+
+
+@pytest.mark.parametrize("kv_tokens", [160, 4096])
+def test_decisions_equal_those_of_the_reference_engine(kv_tokens: int) -> None:
+    config = attrs.evolve(SMALL, kv_tokens=kv_tokens)
+    requests = [recorded(index, 0.03 * index, 25 + 5 * index, 45, index % 2) for index in range(8)]
+    ours = serve(config, requests, fast=True)
+
+    clock, log, tips = VirtualClock(), DecisionLog(), list[tuple[str, int, int]]()
+    reference = Scheduler.compose(
+        SchedulerConfig(
+            page_size=config.page_size,
+            kv_tokens=config.kv_tokens,
+            max_running_requests=config.max_running_requests,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunk_tokens=config.chunk_tokens,
+        ),
+        ParallelState.trivial(),
+        SimulatedDevice(clock=clock, sleep=lambda seconds: advance(clock, seconds)),
+        clocks=Clocks(wall=clock, monotonic=clock),
+        decisions=log,
+    )
+    waiting, running = list(requests), list[Request]()
+    while waiting or reference.has_work:
+        if waiting and not reference.has_work:
+            clock.now_ns = max(clock.now_ns, round(waiting[0].arrival_s * 1e9))
+        while waiting and round(waiting[0].arrival_s * 1e9) <= clock.now_ns:
+            simulated = SimulatedRequest(waiting.pop(0))
+            limits = SamplingLimits(max_new_tokens=simulated.limits.max_new_tokens, ignore_eos=True)
+            running.append(Request(simulated.rid, simulated.token_ids, limits, stream_interval=0))
+            reference.submit(running[-1])
+        reference.step()
+        ended = [request for request in running if request.finish_reason is not None]
+        tips += [(request.rid, log.tip, clock.now_ns) for request in ended]
+        running = [request for request in running if request.finish_reason is None]
+    assert [tip for _, tip, _ in sorted(tips)] == [tip for _, tip, _ in sorted(ours.tips)]
+    for theirs, own in zip(sorted(tips), sorted(ours.tips), strict=True):
+        assert theirs[0] == own[0]
+        assert abs(theirs[2] - own[2]) < 1_000, "the device's clock adds floats"
+
+
+def advance(clock: VirtualClock, seconds: float) -> None:
+    clock.now_ns += round(seconds * 1e9)
+
+
+def test_events_are_encoded_by_the_real_codec() -> None:
+    run = serve(SMALL, [recorded(0, 0.0, 16, 4)], fast=True)
+    stored = [event for payload in run.events for event in BatchDecoder().decode(payload).events]
+    assert sum(len(event.block_hashes) for event in stored) == (16 + 4 - 1) // SMALL.page_size
