@@ -26,7 +26,7 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.events import EventBatch
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from scheduler_components.load import WorkCounters
+from scheduler_components.load.work_counters import WorkCounters
 from scheduler_components.load_inquirer import LoadInquirer
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.output_streamer import OutputStreamer
