@@ -176,7 +176,7 @@ class _RequestClock:
         if request.admitted_ns < 0:
             request.admitted_ns = self.clock.now_ns
             request.num_cached_prompt_tokens = request.num_cached_tokens
-        if not request.num_retractions:
+        if not request.num_retractions and not request.num_migrations:
             self.counts.first_prefill_tokens += request.num_input_tokens - request.num_cached_tokens
 
     def on_retracted(self, request: SimulatedRequest) -> None:  # noqa: ARG002 - the port's
@@ -297,13 +297,11 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         """Queue a request, which the next step receives."""
         self.inbox.append(request)
 
-    def advance(self, until_ns: int) -> None:
-        """Take the steps that begin before ``until_ns``: at least one, and no further ones without work."""
-        while True:
-            self.step()
-            self.fast_forward(until_ns)
-            if self.clock.now_ns >= until_ns or not self.has_work:
-                return
+    def forget_requests(self) -> None:
+        """Forget queues and cache, because the replica has failed. Its counts stay."""
+        self.inbox.clear()
+        self.queues = RequestQueues(max_running_requests=self.queues.max_running_requests)
+        self.cache = RadixCache(page_size=self.config.page_size, capacity_tokens=self.config.page_size)
 
     def step(self) -> float:
         """Take one step and advance the clock by its duration. Return the duration in seconds."""
