@@ -54,6 +54,7 @@ FLOORS = (
     ("scheduler_components",),
     ("engines",),
     ("testing", "component_lint", "refactor"),
+    ("simulation",),
     ("observability.kv_stream",),
     ("observability.jetstream",),
     ("observability",),

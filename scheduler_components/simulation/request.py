@@ -32,7 +32,7 @@ class SimulatedRequest:
         rid: unique in the simulation.
         limits: the recorded length of the output.
         hints: what the client says about the order.
-        stream_interval: 0, because nobody reads the tokens while the request runs.
+        stream_interval: 0, because no client reads the tokens while the request runs.
         arrival, state, finish_reason: as in ``TrackedRequest``.
         pages, num_cached_pages, node, num_computed_tokens, num_cached_tokens, prefill_end, is_sampled: as in
             ``KvRequest``.
@@ -150,7 +150,7 @@ class SimulatedRequest:
         return left if left > 0 else 0
 
     def output_since(self, start: int) -> TokenOutput:  # noqa: ARG002 - the port's
-        """Return the counts of the output. Nobody reads its tokens."""
+        """Return the counts of the output. No client reads its tokens."""
         return TokenOutput(num_prompt_tokens=self.num_prompt_tokens, num_retractions=self.num_retractions)
 
     def __repr__(self) -> str:

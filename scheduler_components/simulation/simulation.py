@@ -405,14 +405,14 @@ class Simulation:
             del place.in_flight[request.rid]
             place.num_finished += 1
             self._totals.finished.append(request)
-            self._tell_router(place, scheduler, 0, partial(self.router.on_finished, place.index, request))
+            self._notify_router(place, scheduler, 0, partial(self.router.on_finished, place.index, request))
 
     # --- what the router learns ---
 
     def _publish(self, place: _Place, payload: bytes) -> None:
         assert place.scheduler is not None, "only a running scheduler publishes"
         lag_ns = nanoseconds(self.config.event_lag_s)
-        self._tell_router(place, place.scheduler, lag_ns, partial(self.router.on_events, place.index, payload))
+        self._notify_router(place, place.scheduler, lag_ns, partial(self.router.on_events, place.index, payload))
 
     def _report_load(self, place: _Place, scheduler: SimulatedReplica) -> None:
         """Report the load if a report is due, or if the replica has become idle."""
@@ -421,9 +421,9 @@ class Simulation:
             return
         place.next_report_ns = now_ns + nanoseconds(self.config.load_interval_s)
         report = partial(self.router.on_load_report, place.index, scheduler.get_loads())
-        self._tell_router(place, scheduler, nanoseconds(self.config.load_lag_s), report)
+        self._notify_router(place, scheduler, nanoseconds(self.config.load_lag_s), report)
 
-    def _tell_router(
+    def _notify_router(
         self, place: _Place, scheduler: SimulatedReplica, lag_ns: int, call: Callable[[float], None]
     ) -> None:
         """Call the router ``lag_ns`` after the end of the step."""

@@ -1,4 +1,4 @@
-"""The group ``simulate``: rules of the kit, shown on simulated ranks and replicas."""
+"""The group ``simulate``: recorded traces in virtual time, and rules of the kit, shown on simulated ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from cyclopts import App
 
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
+from scheduler_components.reference.cli.simulate_trace_command import simulate_trace
 
 __all__ = ["SIMULATE_COMMANDS", "make_simulate_app"]
 
-SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {"ranks": hicache_sim, "dp-attention": dp_attn_sim}
+SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {
+    "trace": simulate_trace,
+    "ranks": hicache_sim,
+    "dp-attention": dp_attn_sim,
+}
 """Commands of the group by name. ``hicache-sim`` and ``dp-attn-sim`` are their older names."""
 
 
 def make_simulate_app() -> App:
     """Make the parser of the group."""
-    app = App(name="simulate", help="Show on simulated ranks why the kit's rules are as they are.")
+    app = App(name="simulate", help="Serve traces in virtual time, and show on simulated ranks why the kit's rules are as they are.")
     for name, command in SIMULATE_COMMANDS.items():
         app.command(command, name=name)
     return app

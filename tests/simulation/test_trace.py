@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.reference.device.workload import (
+from scheduler_components.simulation.trace import (
     TRACE_BLOCK_TOKENS,
     TraceRequest,
     TraceSummary,

@@ -1,0 +1,60 @@
+"""Reports: percentiles, fairness, and JSON that depends on the values alone; the page that compares runs."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from scheduler_components.simulation import (
+    LeastLoaded,
+    ReplicaConfig,
+    RoundRobin,
+    Simulation,
+    SimulationConfig,
+    SimulationReport,
+    TraceRequest,
+    encode_report,
+)
+from scheduler_components.simulation.report import Distribution, distribution_of, jain_index
+from scheduler_components.simulation.report_page import render_page
+
+
+def report_of(title: str, router: RoundRobin | LeastLoaded) -> SimulationReport:
+    arrivals = [
+        TraceRequest(index=index, arrival_s=index / 10, input_length=30, output_length=5, hash_ids=(index,))
+        for index in range(6)
+    ]
+    config = SimulationConfig(replica=ReplicaConfig(page_size=4, kv_tokens=256), num_replicas=2, sample_s=0.1)
+    simulation = Simulation(config=config, router=router, arrivals=arrivals, title=title)
+    for _ in simulation.run():
+        pass
+    return simulation.report()
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    found = distribution_of([4_000_000_000, 1_000_000_000, 2_000_000_000, 3_000_000_000])
+    assert (found.num_values, found.mean, found.p50, found.max) == (4, 2.5, 3.0, 4.0)
+    assert (found.percentiles[0], found.percentiles[100]) == (1.0, 4.0)
+    assert distribution_of([]) == Distribution()
+
+
+@pytest.mark.parametrize(("shares", "index"), [([1.0, 1.0], 1.0), ([1.0, 0.0], 0.5), ([], 1.0), ([0.0], 1.0)])
+def test_jain_index(shares: list[float], index: float) -> None:
+    assert jain_index(shares) == index
+
+
+def test_equal_runs_give_equal_bytes() -> None:
+    first, second = report_of("a", LeastLoaded()), report_of("a", LeastLoaded())
+    assert encode_report(first) == encode_report(second)
+    assert msgspec.json.decode(encode_report(first), type=SimulationReport) == first
+
+
+def test_a_page_compares_runs() -> None:
+    pytest.importorskip("matplotlib")
+    reports = [report_of("<one>", RoundRobin()), report_of("two", LeastLoaded())]
+    page = render_page(reports)
+    assert page == render_page(reports)
+    assert page.count("&lt;one&gt;") >= 2
+    assert "<one>" not in page
+    assert "6 of 6" in page
+    assert "<svg" in page
