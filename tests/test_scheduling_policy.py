@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from scheduler_components import ConfigError
-from scheduler_components.ports import SchedulingPolicy
+from scheduler_components.ports import SchedulableRequest, SchedulingPolicy
 from scheduler_components.scheduling_policy import (
     POLICY_NAMES,
     DfsWeight,
@@ -28,6 +28,7 @@ from scheduler_components.scheduling_policy import (
     ShortestRemainingPrefill,
     VirtualTokenCounter,
     check_policy_name,
+    ignores_batches,
     make_policy,
 )
 from scheduler_components.testing.policy_checks import (
@@ -471,6 +472,20 @@ def test_first_come_first_served_blocks_behind_its_head() -> None:
 
 
 # Settings, and keys that have no order.
+
+
+def test_a_policy_that_ignores_batches_is_known() -> None:
+    """`Batcher.repeats_decodes` relies on it: such a policy is as it was after any batch."""
+
+    def ignores(policy: SchedulingPolicy[SchedulableRequest]) -> bool:
+        code = type(policy).on_scheduled.__code__
+        return code.co_code == type(make_policy("fcfs")).on_scheduled.__code__.co_code
+
+    policies = {name: make_policy(name) for name in POLICY_NAMES}
+    assert {name for name, each in policies.items() if ignores_batches(each)} == {
+        name for name, each in policies.items() if ignores(each)
+    }
+    assert not ignores_batches(policies["virtual-token-counter"])
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

@@ -56,7 +56,7 @@ class ReplicaConfig:
     Attributes:
         page_size: tokens per KV page.
         kv_tokens: capacity of the KV pool; 34 GB at 131 KB per token.
-        max_running_requests, max_prefill_tokens, chunk_tokens, batch_mode: as in ``BatchLimits``.
+        max_running_requests, max_prefill_tokens, chunk_tokens, counts_decodes, batch_mode: as in ``BatchLimits``.
         new_token_ratio, min_new_token_ratio: as in ``NewTokenRatioTracker``.
         schedule_policy: a name that ``make_policy`` takes.
         preemption_policy: a name that ``make_preemption_policy`` takes.
@@ -73,6 +73,7 @@ class ReplicaConfig:
     max_running_requests: int = attrs.field(default=64, validator=integer_validator())
     max_prefill_tokens: int = attrs.field(default=4096, validator=integer_validator(at_most=MAX_TOKENS))
     chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
+    counts_decodes: bool = False
     batch_mode: BatchMode = attrs.field(default="mixed", validator=choice_validator(*BATCH_MODES))
     new_token_ratio: float = 0.7
     min_new_token_ratio: float = 0.1
@@ -95,6 +96,7 @@ class ReplicaConfig:
             max_running_requests=min(self.max_running_requests, self.kv_tokens // self.page_size),
             max_prefill_tokens=self.max_prefill_tokens,
             chunk_tokens=self.chunk_tokens,
+            counts_decodes=self.counts_decodes,
             mode=self.batch_mode,
             head_of_line_blocking=self.schedule_policy == "fcfs",
         )

@@ -105,6 +105,7 @@ workloads = st.lists(
     mode=st.sampled_from(["mixed", "prefill_first"]),
     kv_tokens=st.sampled_from([132, 200, 2000]),
     slots=st.integers(1, 5),
+    counts_decodes=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_fast_forward_equals_single_steps(

@@ -1,0 +1,78 @@
+"""Time the simulation of 1,000 requests over 4 replicas, next to Dynamo's offline replay in Rust.
+
+The requests are generated, or those of ``BENCH_TRACE=/path/to/trace.jsonl`` in Mooncake's format.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+from benchmarks.dynamo_replay import (
+    engine_args,
+    has_dynamo_replay,
+    replay_in_dynamo,
+    replica_config,
+    serve_in_kit,
+    write_arrivals,
+    write_cost_table,
+)
+from benchmarks.measure import Goal, Measurement, Scale
+from scheduler_components.simulation import TraceRequest, open_trace
+
+NAME = "simulation"
+_NUM_REQUESTS = 1000
+_NUM_REPLICAS = 4
+_GOAL_S = 15.0
+
+
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peer is a library
+    """Time whole runs, in turns with Dynamo's."""
+    num_requests, config = scale.of(_NUM_REQUESTS), replica_config(page_size=64, kv_tokens=1 << 20)
+    with tempfile.TemporaryDirectory(prefix="simulation-") as folder:
+        path, profile = Path(folder) / "arrivals.jsonl", Path(folder) / "profile.npz"
+        requests = write_arrivals(_requests(num_requests), path)
+        write_cost_table(config.cost, profile)
+        ours, theirs = list[float](), list[float]()
+        for _ in range(scale.turns):
+            ours.append(_seconds(lambda: serve_in_kit(requests, config, _NUM_REPLICAS)))
+            if has_dynamo_replay():
+                theirs.append(_seconds(lambda: replay_in_dynamo(path, engine_args(config, profile), _NUM_REPLICAS)))
+    what = f"{num_requests:,} requests over {_NUM_REPLICAS} replicas"
+    return [Measurement(NAME, what, "s", ours, {"Dynamo": theirs} if theirs else {}, Goal(_GOAL_S))]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begun_s
+
+
+def _requests(count: int) -> list[TraceRequest]:
+    path = os.environ.get("BENCH_TRACE")
+    return list(open_trace(Path(path), limit=count)) if path else _generated(count)
+
+
+def _generated(count: int) -> list[TraceRequest]:
+    """Make three requests per second of 12,000 tokens on average, with 350 tokens of output; a third continues another."""
+    random, requests, next_id, now_s = Random(27), list[TraceRequest](), 1, 0.0
+    for index in range(count):
+        now_s += random.expovariate(3.0)
+        above = random.choice(requests).hash_ids if index % 3 == 2 else (0,)
+        num_blocks = random.randint(2, 8) if index % 3 == 2 else random.randint(6, 42)
+        hash_ids = (*above, *range(next_id, next_id + num_blocks))
+        next_id += num_blocks
+        requests.append(
+            TraceRequest(
+                index=index,
+                arrival_s=now_s,
+                input_length=512 * len(hash_ids) - random.randint(0, 511),
+                output_length=random.randint(1, 700),
+                hash_ids=hash_ids,
+            )
+        )
+    return requests
