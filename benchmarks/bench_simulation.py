@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 
 from benchmarks.dynamo_replay import (
     engine_args,
@@ -22,7 +21,12 @@ from benchmarks.dynamo_replay import (
     write_cost_table,
 )
 from benchmarks.measure import Goal, Measurement, Scale
-from scheduler_components.simulation import TraceRequest, open_trace
+from scheduler_components.simulation import (
+    ConversationWorkload,
+    TraceRequest,
+    generate_conversations,
+    open_trace,
+)
 
 NAME = "simulation"
 _NUM_REQUESTS = 1000
@@ -54,25 +58,11 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _requests(count: int) -> list[TraceRequest]:
     path = os.environ.get("BENCH_TRACE")
-    return list(open_trace(Path(path), limit=count)) if path else _generated(count)
+    return list(open_trace(Path(path), limit=count)) if path else list(generate_conversations(_workload(count)))
 
 
-def _generated(count: int) -> list[TraceRequest]:
-    """Make three requests per second of 12,000 tokens on average, with 350 tokens of output; a third continues another."""
-    random, requests, next_id, now_s = Random(27), list[TraceRequest](), 1, 0.0
-    for index in range(count):
-        now_s += random.expovariate(3.0)
-        above = random.choice(requests).hash_ids if index % 3 == 2 else (0,)
-        num_blocks = random.randint(2, 8) if index % 3 == 2 else random.randint(6, 42)
-        hash_ids = (*above, *range(next_id, next_id + num_blocks))
-        next_id += num_blocks
-        requests.append(
-            TraceRequest(
-                index=index,
-                arrival_s=now_s,
-                input_length=512 * len(hash_ids) - random.randint(0, 511),
-                output_length=random.randint(1, 700),
-                hash_ids=hash_ids,
-            )
-        )
-    return requests
+def _workload(count: int) -> ConversationWorkload:
+    """Return three requests per second of some 11,000 tokens, with 340 tokens of output, as in Mooncake's trace."""
+    return ConversationWorkload(
+        num_requests=count, seed=27, mean_message_tokens=5_000.0, mean_output_tokens=340.0, mean_think_s=30.0
+    )

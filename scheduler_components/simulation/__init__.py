@@ -1,12 +1,14 @@
 """Real schedulers in virtual time: replicas, a router and arrivals in one process.
 
 ``SimulatedReplica`` is a scheduler composed of the kit's parts over a device that only charges its cost. ``Simulation``
-drives several of them from a trace. Nothing reads a clock or a random number of the machine, so a run depends on its
+drives several of them from a trace or from generated
+conversations. Nothing reads a clock or a random number of the machine, so a run depends on its
 input alone.
 """
 
 from __future__ import annotations
 
+from scheduler_components.simulation.conversations import ConversationWorkload, generate_conversations
 from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
 from scheduler_components.simulation.report import (
     Distribution,
@@ -24,6 +26,7 @@ from scheduler_components.simulation.trace import TraceRequest, check_trace, ope
 from scheduler_components.simulation.virtual_clock import EventHeap, VirtualClock
 
 __all__ = [
+    "ConversationWorkload",
     "CostModel",
     "Distribution",
     "EventHeap",
@@ -47,6 +50,7 @@ __all__ = [
     "WallTime",
     "check_trace",
     "encode_report",
+    "generate_conversations",
     "open_trace",
     "prompt_tokens",
 ]

@@ -299,12 +299,6 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         """Queue a request, which the next step receives."""
         self.inbox.append(request)
 
-    def forget_requests(self) -> None:
-        """Forget queues and cache, because the replica has failed. Its counts stay."""
-        self.inbox.clear()
-        self.queues = RequestQueues(max_running_requests=self.queues.max_running_requests)
-        self.cache = RadixCache(page_size=self.config.page_size, capacity_tokens=self.config.page_size)
-
     def step(self) -> float:
         """Take one step and advance the clock by its duration. Return the duration in seconds."""
         self._receive()

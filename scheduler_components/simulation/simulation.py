@@ -24,9 +24,9 @@ from heapq import heappop, heappush
 import attrs
 import msgspec
 
-from scheduler_components.decision_log import DecisionLog
+from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.errors import ConfigError
-from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
+from scheduler_components.simulation.replica import ReplicaConfig, ReplicaCounts, SimulatedReplica
 from scheduler_components.simulation.report import (
     ReplicaReport,
     SimulationReport,
@@ -163,23 +163,25 @@ class _Place:
         index: of the replica.
         scheduler: None while the replica is away.
         known: the scheduler that the router knows of; None after it was reported as down.
-        schedulers: all that have run here.
+        counts: of all schedulers that have run here.
         in_flight: requests that were sent here and have not ended, by id.
         is_stepping: a step is in the heap.
         is_drained: it gets no further requests.
         next_report_ns: earliest time of the next load report.
         num_finished: requests that ended here.
+        decisions: the log of the last scheduler.
     """
 
     index: int
     scheduler: SimulatedReplica | None = None
     known: SimulatedReplica | None = None
-    schedulers: list[SimulatedReplica] = field(default_factory=list)
+    counts: list[ReplicaCounts] = field(default_factory=list)
     in_flight: dict[str, SimulatedRequest] = field(default_factory=dict)
     is_stepping: bool = False
     is_drained: bool = False
     next_report_ns: int = 0
     num_finished: int = 0
+    decisions: DecisionLog | NullDecisionLog = field(default_factory=NullDecisionLog)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,6 +194,12 @@ class _Totals:
     num_arrived: int = 0
     num_refused: int = 0
     num_migrations: int = 0
+    has_all_arrived: bool = False
+
+    @property
+    def is_served(self) -> bool:
+        """True if nothing is left to serve."""
+        return self.has_all_arrived and self.num_arrived == len(self.finished) + self.num_refused
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,9 +262,11 @@ class Simulation:
 
     def _push_arrival(self, arrivals: Iterator[TraceRequest]) -> None:
         recorded = next(arrivals, None)
-        if recorded is not None:
-            time_ns = nanoseconds(recorded.arrival_s)
-            self._push_input(time_ns, partial(self._arrive, recorded, arrivals), order=_ARRIVAL)
+        if recorded is None:
+            self._totals.has_all_arrived = True
+            return
+        time_ns = nanoseconds(recorded.arrival_s)
+        self._push_input(time_ns, partial(self._arrive, recorded, arrivals), order=_ARRIVAL)
 
     def _arrive(self, recorded: TraceRequest, arrivals: Iterator[TraceRequest]) -> None:
         request, totals = SimulatedRequest(recorded), self._totals
@@ -269,7 +279,7 @@ class Simulation:
         self._push_arrival(arrivals)
 
     def _sample(self) -> None:
-        """Add a point to the timeline. Sampling ends with the last other event."""
+        """Add a point to the timeline, until all requests are served or nothing else can happen."""
         num_running = num_waiting = num_used = num_tokens = num_serving = 0
         for place in self._places:
             scheduler = place.scheduler
@@ -284,7 +294,7 @@ class Simulation:
         num_waiting += len(self._totals.unrouted)
         now_ns, usage = self._heap.now_ns, num_used / num_tokens if num_tokens else 0.0
         self._totals.timeline.append(TimelinePoint(now_ns / 1e9, num_running, num_waiting, usage, num_serving))
-        if len(self._heap):
+        if len(self._heap) and not self._totals.is_served:
             self._push_input(now_ns + nanoseconds(self.config.sample_s), self._sample)
 
     # --- replicas that come and go ---
@@ -298,13 +308,11 @@ class Simulation:
         """Start a scheduler with an empty cache."""
         config = self.config
         deliver = partial(self._publish, place) if self.router.wants_events else None
+        place.decisions = DecisionLog() if config.notes_decisions else NullDecisionLog()
         place.scheduler = place.known = SimulatedReplica.compose(
-            config.replica,
-            start_ns=self._heap.now_ns,
-            deliver_events=deliver,
-            decisions=DecisionLog() if config.notes_decisions else None,
+            config.replica, start_ns=self._heap.now_ns, deliver_events=deliver, decisions=place.decisions
         )
-        place.schedulers.append(place.scheduler)
+        place.counts.append(place.scheduler.counts)
         place.next_report_ns = 0
         self.router.on_replica_up(place.index, self._heap.now_ns / 1e9)
         self._route_again()
@@ -315,7 +323,6 @@ class Simulation:
             return
         failed, now_ns = place.scheduler, self._heap.now_ns
         place.scheduler, place.is_stepping = None, False
-        failed.forget_requests()
         self._push_input(now_ns + nanoseconds(outage.detection_s), partial(self._detect, place, failed))
         if outage.down_s is not None:
             self._push_input(now_ns + nanoseconds(outage.down_s), partial(self._restart, place, failed))
@@ -451,7 +458,7 @@ class Simulation:
         prompt_tokens = sum(request.num_prompt_tokens for request in finished)
         cached_tokens = sum(request.num_cached_prompt_tokens for request in finished)
         generated_tokens = sum(request.num_output_tokens for request in finished)
-        counts = [scheduler.counts for place in self._places for scheduler in place.schedulers]
+        counts = [each for place in self._places for each in place.counts]
         replicas = tuple(_report_place(place, duration_ns) for place in self._places)
         serving = [replicas[place.index] for place in self._places if not place.is_drained]
         return SimulationReport(
@@ -503,7 +510,7 @@ def _tenant_means_s(finished: Iterable[SimulatedRequest]) -> list[float]:
 
 
 def _report_place(place: _Place, duration_ns: int) -> ReplicaReport:
-    counts = [scheduler.counts for scheduler in place.schedulers]
+    counts = place.counts
     return ReplicaReport(
         num_requests=place.num_finished,
         num_steps=sum(each.num_steps for each in counts),
@@ -512,5 +519,5 @@ def _report_place(place: _Place, duration_ns: int) -> ReplicaReport:
         decode_tokens=sum(each.decode_tokens for each in counts),
         peak_running=max((each.peak_running for each in counts), default=0),
         num_retractions=sum(each.num_retractions for each in counts),
-        decision_tip=place.schedulers[-1].decisions.tip,
+        decision_tip=place.decisions.tip,
     )

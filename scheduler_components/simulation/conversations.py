@@ -1,0 +1,83 @@
+"""Generated arrivals: conversations of several turns that share system prompts. They follow from a seed.
+
+- Start of the conversations: a Poisson process of ``conversations_per_s``.
+- System prompt: one of ``num_system_prompts``, by a Zipf law (weight 1/k).
+- Turns: geometric with mean ``mean_turns``. The prompt of a turn is that of the turn before, its output and a message.
+- Messages and outputs: exponential around their means, at least one token.
+- Time between two turns: exponential with mean ``mean_think_s`` after the arrival of the turn before. It does not
+  depend on when that turn is served, so all policies get the same arrivals.
+
+As in a recorded trace, a hash id identifies the tokens of a block. The output in a later prompt has other tokens than
+the generated ones, so only the prompts are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+
+import attrs
+
+from scheduler_components.errors import ConfigError
+from scheduler_components.simulation.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from scheduler_components.validators import integer_validator, number_validator
+
+__all__ = ["ConversationWorkload", "generate_conversations"]
+
+
+@attrs.frozen(kw_only=True)
+class ConversationWorkload:
+    """Sizes of the generated conversations. The module docstring describes the distributions.
+
+    Raises:
+        ConfigError: a value is not positive, or the mean is less than one turn.
+    """
+
+    num_requests: int = attrs.field(default=1000, validator=integer_validator("is not a count"))
+    seed: int = 0
+    conversations_per_s: float = attrs.field(default=1.0, validator=number_validator("is not a rate"))
+    mean_turns: float = attrs.field(default=3.0, validator=number_validator("is not a number of turns"))
+    mean_think_s: float = attrs.field(default=20.0, validator=number_validator())
+    mean_message_tokens: float = attrs.field(default=1000.0, validator=number_validator("is not a length"))
+    mean_output_tokens: float = attrs.field(default=300.0, validator=number_validator("is not a length"))
+    num_system_prompts: int = attrs.field(default=6, validator=integer_validator("is not a count"))
+    system_prompt_tokens: int = attrs.field(default=2048, validator=integer_validator("is not a length"))
+
+    def __attrs_post_init__(self) -> None:
+        if self.mean_turns < 1:
+            raise ConfigError("mean_turns", self.mean_turns, "is less than one turn", "give at least 1")
+
+
+def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequest]:
+    """Yield requests in order of their arrival, exactly ``num_requests`` of them."""
+    random, ids = Random(workload.seed), count()  # noqa: S311  a workload is repeatable, not secret
+    num_blocks = -(-workload.system_prompt_tokens // TRACE_BLOCK_TOKENS)
+    systems = [tuple(next(ids) for _ in range(num_blocks)) for _ in range(workload.num_system_prompts)]
+    weights = [1 / rank for rank in range(1, len(systems) + 1)]
+    turns: list[tuple[float, int, int, tuple[int, ...]]] = []  # (time, number, prompt tokens before, hash ids before)
+    numbers, next_start_s = count(), 0.0
+    for index in range(workload.num_requests):
+        while not turns or next_start_s <= turns[0][0]:
+            system = random.choices(systems, weights)[0]
+            heappush(turns, (next_start_s, next(numbers), workload.system_prompt_tokens, system))
+            next_start_s += random.expovariate(workload.conversations_per_s)
+        arrival_s, number, num_tokens, hash_ids = heappop(turns)
+        num_tokens += _draw_tokens(random, workload.mean_message_tokens)
+        hash_ids += tuple(next(ids) for _ in range(-(-num_tokens // TRACE_BLOCK_TOKENS) - len(hash_ids)))
+        num_output_tokens = _draw_tokens(random, workload.mean_output_tokens)
+        yield TraceRequest(
+            index=index,
+            arrival_s=arrival_s,
+            input_length=num_tokens,
+            output_length=num_output_tokens,
+            hash_ids=hash_ids,
+        )
+        if random.random() < 1 - 1 / workload.mean_turns:
+            again_s = arrival_s + random.expovariate(1 / workload.mean_think_s)
+            heappush(turns, (again_s, number, num_tokens + num_output_tokens, hash_ids))
+
+
+def _draw_tokens(random: Random, mean: float) -> int:
+    return max(1, round(random.expovariate(1 / mean)))
