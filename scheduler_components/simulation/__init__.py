@@ -1,9 +1,8 @@
 """Real schedulers in virtual time: replicas, a router and arrivals in one process.
 
 ``SimulatedReplica`` is a scheduler composed of the kit's parts over a device that only charges its cost. ``Simulation``
-drives several of them from a trace or from generated
-conversations. Nothing reads a clock or a random number of the machine, so a run depends on its
-input alone.
+drives several of them from a trace or from generated conversations. Nothing reads a clock or a random number of the
+machine, so a run depends on its input alone.
 """
 
 from __future__ import annotations
