@@ -33,8 +33,8 @@ from scheduler_components.simulation import (
     SimulationReport,
     TraceRequest,
     open_trace,
+    parse_trace,
 )
-from scheduler_components.simulation.trace import parse_trace
 
 __all__ = ["has_dynamo_replay", "replay_in_dynamo", "serve_in_kit", "write_arrivals"]
 
@@ -113,14 +113,16 @@ def write_cost_table(cost: CostModel, path: Path) -> None:
 def engine_args(config: ReplicaConfig, profile: Path) -> dict[str, object]:
     """Return the mocker's arguments for the same replica."""
     return {
-        "engine_type": "vllm",
-        "num_gpu_blocks": config.kv_tokens // config.page_size,
-        "block_size": config.page_size,
-        "max_num_seqs": config.max_running_requests,
-        "max_num_batched_tokens": config.max_prefill_tokens,
-        "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
-        "planner_profile_data": str(profile),
+        "engine": {
+            "backend": "vllm",
+            "num_gpu_blocks": config.kv_tokens // config.page_size,
+            "block_size": config.page_size,
+            "max_num_seqs": config.max_running_requests,
+            "max_num_batched_tokens": config.max_prefill_tokens,
+            "enable_prefix_caching": True,
+            "enable_chunked_prefill": True,
+            "planner_profile_data": str(profile),
+        }
     }
 
 

@@ -7,24 +7,37 @@ machine, so a run depends on its input alone.
 
 from __future__ import annotations
 
-from scheduler_components.simulation.conversations import ConversationWorkload, generate_conversations
-from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
-from scheduler_components.simulation.report import (
-    Distribution,
-    ReplicaReport,
-    SimulationReport,
-    TimelinePoint,
-    WallTime,
-    encode_report,
-)
-from scheduler_components.simulation.request import SimulatedRequest
-from scheduler_components.simulation.router import LeastLoaded, RoundRobin, Router
+from typing import TYPE_CHECKING
+
+from scheduler_components._lazy import lazy_exports
 from scheduler_components.simulation.simulated_model import CostModel, SimulatedModel
-from scheduler_components.simulation.simulation import Outage, Progress, Scaling, Simulation, SimulationConfig
-from scheduler_components.simulation.trace import TraceRequest, check_trace, open_trace, prompt_tokens
+from scheduler_components.simulation.trace import (
+    ARRIVAL_QUANTUM_S,
+    TRACE_BLOCK_TOKENS,
+    TraceRequest,
+    TraceSummary,
+    check_trace,
+    open_trace,
+    parse_trace,
+    prompt_tokens,
+    spread_arrivals,
+)
 from scheduler_components.simulation.virtual_clock import EventHeap, VirtualClock
 
+if TYPE_CHECKING:
+    from scheduler_components.simulation.conversations import ConversationWorkload, generate_conversations
+    from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
+    from scheduler_components.simulation.report import Distribution, ReplicaReport, SimulationReport, TimelinePoint, WallTime, encode_report
+    from scheduler_components.simulation.request import SimulatedRequest
+    from scheduler_components.simulation.router import LeastLoaded, RoundRobin, Router
+    from scheduler_components.simulation.simulation import Outage, Progress, Scaling, Simulation, SimulationConfig
+
 __all__ = [
+    "ARRIVAL_QUANTUM_S",
+    "TRACE_BLOCK_TOKENS",
+    "TraceSummary",
+    "parse_trace",
+    "spread_arrivals",
     "ConversationWorkload",
     "CostModel",
     "Distribution",
@@ -53,3 +66,16 @@ __all__ = [
     "open_trace",
     "prompt_tokens",
 ]
+
+# A process that only reads a trace or a cost model loads no scheduler.
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "scheduler_components.simulation.conversations": "ConversationWorkload generate_conversations",
+        "scheduler_components.simulation.replica": "ReplicaConfig SimulatedReplica",
+        "scheduler_components.simulation.report": "Distribution ReplicaReport SimulationReport TimelinePoint WallTime encode_report",
+        "scheduler_components.simulation.request": "SimulatedRequest",
+        "scheduler_components.simulation.router": "LeastLoaded RoundRobin Router",
+        "scheduler_components.simulation.simulation": "Outage Progress Scaling Simulation SimulationConfig",
+    },
+)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ParallelState
+from scheduler_components.admission_budget import BatchMode
 from scheduler_components.decision_log import DecisionLog
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.reference.device.device import SimulatedDevice
@@ -109,10 +110,21 @@ workloads = st.lists(
 )
 @settings(max_examples=40, deadline=None)
 def test_fast_forward_equals_single_steps(
-    workload: list[tuple[int, int, int, int]], policy: str, mode: str, kv_tokens: int, slots: int
+    workload: list[tuple[int, int, int, int]],
+    policy: str,
+    mode: BatchMode,
+    kv_tokens: int,
+    slots: int,
+    counts_decodes: bool,
 ) -> None:
     config = attrs.evolve(
-        SMALL, schedule_policy=policy, batch_mode=mode, kv_tokens=kv_tokens, max_running_requests=slots
+        SMALL,
+        schedule_policy=policy,
+        batch_mode=mode,
+        kv_tokens=kv_tokens,
+        max_running_requests=slots,
+        counts_decodes=counts_decodes,
+        max_prefill_tokens=4 if counts_decodes and slots == 4 else 64,
     )
     requests = [recorded(index, at / 50, *sizes, prefix) for index, (at, *sizes, prefix) in enumerate(workload)]
     assert_fast_forward_equals_steps(config, requests)

@@ -16,7 +16,7 @@ from scheduler_components.ports import LayerDoneCounter, NullLayerDoneCounter
 from scheduler_components.reference.device.adapters import SimulatedAdapters
 from scheduler_components.reference.device.sampling import SamplingParams, TokenLogprobs
 from scheduler_components.request_grammar import RequestGrammar
-from scheduler_components.simulation.simulated_model import CostModel, SimulatedModel
+from scheduler_components.simulation import CostModel, SimulatedModel
 from scheduler_components.validators import check_number
 from scheduler_components.values import ScheduledBatch, ScheduledChunk
 

@@ -24,7 +24,7 @@ from random import Random
 import attrs
 
 from scheduler_components import ConfigError
-from scheduler_components.simulation.trace import (
+from scheduler_components.simulation import (
     ARRIVAL_QUANTUM_S,
     TRACE_BLOCK_TOKENS,
     TraceRequest,
