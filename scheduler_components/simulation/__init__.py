@@ -27,7 +27,14 @@ from scheduler_components.simulation.virtual_clock import EventHeap, VirtualCloc
 if TYPE_CHECKING:
     from scheduler_components.simulation.conversations import ConversationWorkload, generate_conversations
     from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
-    from scheduler_components.simulation.report import Distribution, ReplicaReport, SimulationReport, TimelinePoint, WallTime, encode_report
+    from scheduler_components.simulation.report import (
+        Distribution,
+        ReplicaReport,
+        SimulationReport,
+        TimelinePoint,
+        WallTime,
+        encode_report,
+    )
     from scheduler_components.simulation.request import SimulatedRequest
     from scheduler_components.simulation.router import LeastLoaded, RoundRobin, Router
     from scheduler_components.simulation.simulation import Outage, Progress, Scaling, Simulation, SimulationConfig

@@ -63,7 +63,8 @@ def _rows(reports: Sequence[SimulationReport]) -> list[tuple[str, ...]]:
 
     def times(name: str, distributions: Sequence[Distribution]) -> tuple[str, ...]:
         return row(
-            f"{name}, p50 / p90 / p99 (s)", *(f"{each.p50:.3f} / {each.p90:.3f} / {each.p99:.3f}" for each in distributions)
+            f"{name}, p50 / p90 / p99 (s)",
+            *(f"{each.p50:.3f} / {each.p90:.3f} / {each.p99:.3f}" for each in distributions),
         )
 
     return [
@@ -125,9 +126,7 @@ def _draw_distribution(axes: Axes, runs: Sequence[tuple[str, Distribution]], tit
     _style(axes, title)
 
 
-def _draw_timeline(
-    axes: Axes, runs: Sequence[tuple[str, Sequence[TimelinePoint]]], at: int, title: str
-) -> None:
+def _draw_timeline(axes: Axes, runs: Sequence[tuple[str, Sequence[TimelinePoint]]], at: int, title: str) -> None:
     for (_, points), colour in zip(runs, _colours(len(runs)), strict=True):
         values = [(point.time_s, (point.num_running, point.num_waiting, point.token_usage)[at - 1]) for point in points]
         axes.plot([time for time, _ in values], [value for _, value in values], color=colour, linewidth=0.9)

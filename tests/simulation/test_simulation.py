@@ -21,8 +21,8 @@ from scheduler_components.simulation import (
     RoundRobin,
     Router,
     Scaling,
-    Simulation,
     SimulatedRequest,
+    Simulation,
     SimulationConfig,
     SimulationReport,
     TraceRequest,
@@ -34,9 +34,7 @@ SMALL = ReplicaConfig(page_size=4, kv_tokens=256, max_running_requests=4, max_pr
 
 
 def recorded(index: int, arrival_s: float, prompt: int = 40, output: int = 20, prefix: int = 0) -> TraceRequest:
-    return TraceRequest(
-        index=index, arrival_s=arrival_s, input_length=prompt, output_length=output, hash_ids=(prefix,)
-    )
+    return TraceRequest(index=index, arrival_s=arrival_s, input_length=prompt, output_length=output, hash_ids=(prefix,))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,7 +169,9 @@ def test_a_replica_that_returns_is_empty_and_serves() -> None:
 
 def test_without_any_replica_requests_remain_unfinished() -> None:
     outage = Outage(replica=0, at_s=0.0)
-    _, report = simulate(SimulationConfig(replica=SMALL, num_replicas=1, outages=(outage,)), [recorded(0, 0.5)], RoundRobin())
+    _, report = simulate(
+        SimulationConfig(replica=SMALL, num_replicas=1, outages=(outage,)), [recorded(0, 0.5)], RoundRobin()
+    )
     assert (report.num_finished, report.num_unfinished) == (0, 1)
 
 
@@ -179,7 +179,9 @@ def test_replicas_are_added_and_drained() -> None:
     arrivals = [recorded(index, 0.05 * index, prefix=index) for index in range(60)]
     scalings = (Scaling(at_s=1.0, num_replicas=3), Scaling(at_s=2.0, num_replicas=1))
     router = ObservingRouter(inner=RoundRobin())
-    _, report = simulate(SimulationConfig(replica=SMALL, num_replicas=1, scalings=scalings, sample_s=0.5), arrivals, router)
+    _, report = simulate(
+        SimulationConfig(replica=SMALL, num_replicas=1, scalings=scalings, sample_s=0.5), arrivals, router
+    )
     assert report.num_finished == 60
     assert {replica for at_s, _, replica in router.routed if at_s < 1.0} == {0}
     assert {replica for at_s, _, replica in router.routed if 1.0 < at_s < 2.0} == {0, 1, 2}
@@ -189,7 +191,7 @@ def test_replicas_are_added_and_drained() -> None:
 
 def test_a_router_that_names_no_serving_replica_is_an_error() -> None:
     class Wrong(RoundRobin):
-        def route(self, request: SimulatedRequest, now_s: float) -> int | None:  # noqa: ARG002
+        def route(self, request: SimulatedRequest, now_s: float) -> int | None:
             return 7
 
     simulation = Simulation(config=SimulationConfig(replica=SMALL), router=Wrong(), arrivals=[recorded(0, 0.0)])
@@ -199,7 +201,9 @@ def test_a_router_that_names_no_serving_replica_is_an_error() -> None:
 
 def test_an_outage_of_a_replica_that_never_exists_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"outage=5: is not one of 5 replicas"):
-        SimulationConfig(num_replicas=3, scalings=(Scaling(at_s=1, num_replicas=5),), outages=(Outage(replica=5, at_s=1),))
+        SimulationConfig(
+            num_replicas=3, scalings=(Scaling(at_s=1, num_replicas=5),), outages=(Outage(replica=5, at_s=1),)
+        )
 
 
 def test_least_loaded_does_not_herd_while_reports_are_old() -> None:

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
+from scheduler_components.reference.engine.messages import unpack_tokens
 from scheduler_components.simulation.trace import (
     TRACE_BLOCK_TOKENS,
     TraceRequest,
@@ -23,7 +24,6 @@ from scheduler_components.simulation.trace import (
     prompt_tokens,
     spread_arrivals,
 )
-from scheduler_components.reference.engine.messages import unpack_tokens
 
 
 def line(

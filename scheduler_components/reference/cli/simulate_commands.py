@@ -22,7 +22,10 @@ SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {
 
 def make_simulate_app() -> App:
     """Make the parser of the group."""
-    app = App(name="simulate", help="Serve traces in virtual time, and show on simulated ranks why the kit's rules are as they are.")
+    app = App(
+        name="simulate",
+        help="Serve traces in virtual time, and show on simulated ranks why the kit's rules are as they are.",
+    )
     for name, command in SIMULATE_COMMANDS.items():
         app.command(command, name=name)
     return app

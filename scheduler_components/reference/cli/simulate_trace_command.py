@@ -85,9 +85,7 @@ def parse_outage(text: str) -> Outage:
     try:
         if not at:
             raise ValueError(text)
-        return Outage(
-            replica=int(replica), at_s=parse_seconds(begin), down_s=parse_seconds(down) if plus else None
-        )
+        return Outage(replica=int(replica), at_s=parse_seconds(begin), down_s=parse_seconds(down) if plus else None)
     except ValueError:
         raise ConfigError("outage", text, "is no outage", hint) from None
 
@@ -97,7 +95,9 @@ def simulate_trace(
     /,
     *,
     replicas: Annotated[int, Parameter(validator=Number(gte=1), help="Replicas.")] = 4,
-    requests: Annotated[int | None, Parameter(validator=Number(gte=1), help="First requests only. Default: all.")] = None,
+    requests: Annotated[
+        int | None, Parameter(validator=Number(gte=1), help="First requests only. Default: all.")
+    ] = None,
     policy: Annotated[
         list[str] | None, Parameter(help="Scheduling policy: a name, or module:name of your own. Repeat it to compare.")
     ] = None,

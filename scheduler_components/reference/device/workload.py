@@ -57,6 +57,7 @@ _LENGTH_SIGMA = 0.6
 _MAX_TURNS = 8
 _MAX_LENGTH_FACTOR = 4  # cuts the tail, so that the longest chat of the defaults stays below 5,000 tokens
 
+
 @attrs.frozen(kw_only=True)
 class WorkloadConfig:
     """Sizes of the generated workload. The module docstring describes the distributions.

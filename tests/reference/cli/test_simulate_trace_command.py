@@ -17,7 +17,8 @@ from scheduler_components.simulation import Outage, Progress
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": 500 * index, "input_length": 600, "output_length": 5, "hash_ids": [0, index]} for index in range(6)
+        {"timestamp": 500 * index, "input_length": 600, "output_length": 5, "hash_ids": [0, index]}
+        for index in range(6)
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
@@ -80,7 +81,9 @@ def test_a_broken_line_is_named_before_anything_starts(trace: Path, capsys: pyte
     assert "trace.jsonl:7" in sentence
 
 
-def test_a_page_that_cannot_be_written_is_refused(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written_is_refused(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     for path in (tmp_path / "missing" / "out.html", tmp_path):
         status, sentence = simulate(trace, "--report", path)
