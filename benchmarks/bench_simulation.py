@@ -18,7 +18,6 @@ from benchmarks.dynamo_replay import (
     replica_config,
     serve_in_kit,
     write_arrivals,
-    write_cost_table,
 )
 from benchmarks.measure import Goal, Measurement, Scale
 from scheduler_components.simulation import (
@@ -38,14 +37,13 @@ def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG00
     """Time whole runs, in turns with Dynamo's."""
     num_requests, config = scale.of(_NUM_REQUESTS), replica_config(page_size=64, kv_tokens=1 << 20)
     with tempfile.TemporaryDirectory(prefix="simulation-") as folder:
-        path, profile = Path(folder) / "arrivals.jsonl", Path(folder) / "profile.npz"
+        path = Path(folder) / "arrivals.jsonl"
         requests = write_arrivals(_requests(num_requests), path)
-        write_cost_table(config.cost, profile)
         ours, theirs = list[float](), list[float]()
         for _ in range(scale.turns):
             ours.append(_seconds(lambda: serve_in_kit(requests, config, _NUM_REPLICAS)))
             if has_dynamo_replay():
-                theirs.append(_seconds(lambda: replay_in_dynamo(path, engine_args(config, profile), _NUM_REPLICAS)))
+                theirs.append(_seconds(lambda: replay_in_dynamo(path, engine_args(config), _NUM_REPLICAS)))
     what = f"{num_requests:,} requests over {_NUM_REPLICAS} replicas"
     return [Measurement(NAME, what, "s", ours, {"Dynamo": theirs} if theirs else {}, Goal(_GOAL_S))]
 

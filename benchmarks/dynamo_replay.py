@@ -1,12 +1,10 @@
-"""Serve a trace in virtual time by this kit and by Dynamo's offline replay (ai-dynamo-runtime 1.6.1), with one pool and one
-cost model, as far as both allow::
+"""Serve a trace in virtual time by this kit and by Dynamo's offline replay (ai-dynamo-runtime 1.6.1), side by side::
 
     python -m benchmarks.dynamo_replay conversation_trace.jsonl --requests 1000 --replicas 4
 
-Both get the same arrivals, rounded to milliseconds, first come first served, decodes counted in the token budget of a
-step as in vLLM, and no reservation for future output. Dynamo interpolates a table of this kit's cost model. What the
-table cannot express: Dynamo adds the times of the prefills and decodes of a step, so the base cost is part of the decode
-table alone, and prefills read their context for nothing.
+Both get the same arrivals, rounded to milliseconds, the same pool and the same cost: that of Dynamo's mocker, which
+``MockerCost`` computes from what the kit's scheduler has batched. Both are first come first served, count decodes in
+the token budget of a step as vLLM does, and reserve nothing for future output.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import attrs
 
 from scheduler_components.simulation import (
     CostModel,
@@ -35,12 +33,40 @@ from scheduler_components.simulation import (
     open_trace,
     parse_trace,
 )
+from scheduler_components.values import BatchShape, ScheduledBatch
 
 __all__ = ["has_dynamo_replay", "replay_in_dynamo", "serve_in_kit", "write_arrivals"]
 
 _BLOCK_TOKENS = 512
-_CONTEXTS = (1, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072, 262_144)
-_ACTIVE = tuple(sorted({0, *_CONTEXTS, *(2**power for power in range(18, 24))}))
+
+
+@attrs.frozen(kw_only=True)
+class MockerCost(CostModel):
+    """The cost of Dynamo's mocker: polynomials of the prefill tokens, and of the share of the pool that decodes read.
+
+    A step takes the sum of both. The coefficients are those of its timing model ``polynomial``.
+
+    Attributes:
+        kv_tokens: capacity of the pool.
+    """
+
+    kv_tokens: int = 1 << 20
+
+    def batch_s(self, batch: ScheduledBatch[object]) -> float:
+        decodes = sum(chunk.end for chunk in batch.chunks if not chunk.is_prefill)
+        return 1e-3 * (self._prefill_ms(batch.num_prefill_tokens) + self._decode_ms(decodes))
+
+    def shape_s(self, batch: ScheduledBatch[object] | BatchShape) -> float:
+        """Return the seconds of a batch that only decodes."""
+        return 1e-3 * self._decode_ms(batch.num_context_tokens)
+
+    @staticmethod
+    def _prefill_ms(num_tokens: int) -> float:
+        return 4.209989e-07 * num_tokens**2 + 1.518344e-02 * num_tokens + 16.50142 if num_tokens else 0.0
+
+    def _decode_ms(self, num_context_tokens: int) -> float:
+        share = min(1.0, num_context_tokens / self.kv_tokens)
+        return max(1.0, -25.74 * share**2 + 54.01 * share + 5.74) if num_context_tokens else 0.0
 
 
 def has_dynamo_replay() -> bool:
@@ -75,6 +101,7 @@ def replica_config(*, page_size: int, kv_tokens: int) -> ReplicaConfig:
         counts_decodes=True,
         new_token_ratio=0.0,
         min_new_token_ratio=0.0,
+        cost=MockerCost(kv_tokens=kv_tokens),
     )
 
 
@@ -88,29 +115,7 @@ def serve_in_kit(requests: Sequence[TraceRequest], config: ReplicaConfig, num_re
     return simulation.report()
 
 
-def write_cost_table(cost: CostModel, path: Path) -> None:
-    """Write the cost model as a profile that Dynamo's mocker interpolates, in milliseconds."""
-    tokens = np.array([0.0, 1e6])
-    decode = [
-        [
-            cost.base_ms
-            + 1e-3 * cost.decode_us_per_request * max(1.0, active / context)
-            + 1e-6 * cost.context_us_per_1k_tokens * active
-            for context in _CONTEXTS
-        ]
-        for active in _ACTIVE
-    ]
-    np.savez(
-        path,
-        prefill_isl=tokens,
-        prefill_ttft_ms=tokens * cost.prefill_us_per_token * 1e-3,
-        decode_active_kv_tokens=np.array(_ACTIVE, dtype=float),
-        decode_context_length=np.array(_CONTEXTS, dtype=float),
-        decode_itl=np.array(decode),
-    )
-
-
-def engine_args(config: ReplicaConfig, profile: Path) -> dict[str, object]:
+def engine_args(config: ReplicaConfig) -> dict[str, object]:
     """Return the mocker's arguments for the same replica."""
     return {
         "engine": {
@@ -121,7 +126,6 @@ def engine_args(config: ReplicaConfig, profile: Path) -> dict[str, object]:
             "max_num_batched_tokens": config.max_prefill_tokens,
             "enable_prefix_caching": True,
             "enable_chunked_prefill": True,
-            "planner_profile_data": str(profile),
         }
     }
 
@@ -137,8 +141,7 @@ def replay_in_dynamo(trace: Path, arguments: Mapping[str, object], num_replicas:
         router_mode="round_robin",
         trace_block_size=_BLOCK_TOKENS,
     )
-    summary = found.summary
-    return dict(summary() if callable(summary) else summary)
+    return dict(found.summary)
 
 
 def main() -> None:
@@ -151,17 +154,16 @@ def main() -> None:
     options = parser.parse_args()
     config = replica_config(page_size=options.page_size, kv_tokens=options.kv_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        path, profile = Path(folder) / "arrivals.jsonl", Path(folder) / "profile.npz"
+        path = Path(folder) / "arrivals.jsonl"
         requests = write_arrivals(list(open_trace(options.trace, limit=options.requests)), path)
-        write_cost_table(config.cost, profile)
         begun_s = time.perf_counter()
         report = serve_in_kit(requests, config, options.replicas)
         ours_s = time.perf_counter() - begun_s
         begun_s = time.perf_counter()
-        summary = replay_in_dynamo(path, engine_args(config, profile), options.replicas)
+        summary = replay_in_dynamo(path, engine_args(config), options.replicas)
         theirs_s = time.perf_counter() - begun_s
     sys.stdout.write(f"this kit, {ours_s:.2f} s: {json.dumps(_figures(report))}\n")
-    sys.stdout.write(f"Dynamo, {theirs_s:.2f} s: {json.dumps(summary, default=str)}\n")
+    sys.stdout.write(f"Dynamo, {theirs_s:.2f} s: {json.dumps(_figures_of_dynamo(summary))}\n")
 
 
 def _figures(report: SimulationReport) -> dict[str, float]:
@@ -177,6 +179,21 @@ def _figures(report: SimulationReport) -> dict[str, float]:
         "e2e_mean_ms": 1e3 * report.e2e_s.mean,
         "output_tokens_per_s": report.output_tokens_per_s,
         "preemptions": report.num_retractions,
+    }
+
+
+def _figures_of_dynamo(summary: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        "finished": summary["completed_requests"],
+        "duration_s": 1e-3 * summary["duration_ms"],
+        "hit_rate": summary["first_admission_prefix_cache_reused_ratio"],
+        "ttft_mean_ms": summary["mean_ttft_ms"],
+        "ttft_p50_ms": summary["median_ttft_ms"],
+        "ttft_p99_ms": summary["p99_ttft_ms"],
+        "tpot_mean_ms": summary["mean_tpot_ms"],
+        "tpot_p50_ms": summary["median_tpot_ms"],
+        "e2e_mean_ms": summary["mean_e2e_latency_ms"],
+        "output_tokens_per_s": summary["output_throughput_tok_s"],
     }
 
 

@@ -80,7 +80,9 @@ __getattr__ = lazy_exports(
     {
         "scheduler_components.simulation.conversations": "ConversationWorkload generate_conversations",
         "scheduler_components.simulation.replica": "ReplicaConfig SimulatedReplica",
-        "scheduler_components.simulation.report": "Distribution ReplicaReport SimulationReport TimelinePoint WallTime encode_report",
+        "scheduler_components.simulation.report": (
+            "Distribution ReplicaReport SimulationReport TimelinePoint WallTime encode_report"
+        ),
         "scheduler_components.simulation.request": "SimulatedRequest",
         "scheduler_components.simulation.router": "LeastLoaded RoundRobin Router",
         "scheduler_components.simulation.simulation": "Outage Progress Scaling Simulation SimulationConfig",

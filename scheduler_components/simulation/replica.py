@@ -51,7 +51,7 @@ def _check_policy(_: object, __: object, value: str) -> None:
 
 @attrs.frozen(kw_only=True)
 class ReplicaConfig:
-    """Sizes and policies of a replica. The defaults are those of the reference engine, with the pool of one accelerator.
+    """Sizes and policies of a replica. The defaults are the reference engine's, with the pool of one accelerator.
 
     Attributes:
         page_size: tokens per KV page.

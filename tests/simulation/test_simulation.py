@@ -148,7 +148,7 @@ def test_requests_of_a_failed_replica_continue_on_another_with_their_tokens() ->
     arrivals = [recorded(index, 0.0, output=40, prefix=index) for index in range(4)]
     config = SimulationConfig(replica=SMALL, num_replicas=2, outages=(Outage(replica=1, at_s=0.1, detection_s=0.5),))
     router = ObservingRouter(inner=RoundRobin())
-    simulation, report = simulate(config, arrivals, router)
+    _, report = simulate(config, arrivals, router)
     assert (report.num_finished, report.num_migrations) == (4, 2)
     assert [replica for _, rid, replica in router.routed if rid == "r1"] == [1, 0]
     assert report.generated_tokens == 160, "tokens that the client has are not generated again"
@@ -161,7 +161,7 @@ def test_a_replica_that_returns_is_empty_and_serves() -> None:
     arrivals = [recorded(index, 0.3 * index) for index in range(8)]
     outage = Outage(replica=0, at_s=0.5, down_s=0.5, detection_s=0.1)
     router = ObservingRouter(inner=RoundRobin())
-    simulation, report = simulate(SimulationConfig(replica=SMALL, num_replicas=1, outages=(outage,)), arrivals, router)
+    _, report = simulate(SimulationConfig(replica=SMALL, num_replicas=1, outages=(outage,)), arrivals, router)
     assert report.num_finished == 8
     assert [replica for at_s, _, replica in router.routed if 0.7 < at_s < 1.0] == [None]
     assert min(point.num_replicas for point in report.timeline) <= 1
