@@ -75,7 +75,7 @@ def has_dynamo_replay() -> bool:
 
 
 def write_arrivals(requests: Sequence[TraceRequest], path: Path) -> list[TraceRequest]:
-    """Write requests with their spread arrivals, rounded to milliseconds, and return what a reader finds in the file."""
+    """Write requests with their arrivals rounded to milliseconds, and return what a reader finds in the file."""
     lines = [
         {
             "timestamp": round(request.arrival_s * 1e3),
