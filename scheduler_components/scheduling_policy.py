@@ -703,7 +703,7 @@ def check_policy_name(name: str) -> str:
     return name
 
 
-_IGNORE_BATCHES = (
+_IGNORE_BATCHES: tuple[type[object], ...] = (
     FirstComeFirstServed,
     PriorityPolicy,
     LongestPrefixMatch,

@@ -60,7 +60,12 @@ class CostModel:
 
 
 class HashedRequest(Protocol):
-    """A request, as ``SimulatedModel`` reads it."""
+    """A request, as ``SimulatedModel`` and variants of it read it."""
+
+    @property
+    def rid(self) -> str:
+        """Unique among the requests in flight."""
+        ...
 
     @property
     def text_hash(self) -> int:

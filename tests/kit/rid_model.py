@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from scheduler_components.reference.device.device import DeviceRequest, SimulatedModel
+from scheduler_components.simulation.simulated_model import HashedRequest, SimulatedModel
 
 
 class RidModel(SimulatedModel):
     """Generate another text per request id, whatever the prompt and the sampling."""
 
-    def text_source(self, request: DeviceRequest) -> str:
+    def text_source(self, request: HashedRequest) -> str:
         return request.rid
