@@ -42,6 +42,7 @@ _SECTIONS = (
     "hicache_step",
     "batching",
     "policies",
+    "simulation",
     "model",
     "shadow",
     "start",
