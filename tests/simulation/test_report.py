@@ -1,4 +1,4 @@
-"""Reports: percentiles, fairness, and JSON that depends on the values alone; the page that compares runs."""
+"""Reports: percentiles, fairness, and JSON that depends on the values alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from scheduler_components.simulation import (
     encode_report,
 )
 from scheduler_components.simulation.report import Distribution, distribution_of, jain_index
-from scheduler_components.simulation.report_page import render_page
 
 
 def report_of(title: str, router: RoundRobin | LeastLoaded) -> SimulationReport:
@@ -47,14 +46,3 @@ def test_equal_runs_give_equal_bytes() -> None:
     first, second = report_of("a", LeastLoaded()), report_of("a", LeastLoaded())
     assert encode_report(first) == encode_report(second)
     assert msgspec.json.decode(encode_report(first), type=SimulationReport) == first
-
-
-def test_a_page_compares_runs() -> None:
-    pytest.importorskip("matplotlib")
-    reports = [report_of("<one>", RoundRobin()), report_of("two", LeastLoaded())]
-    page = render_page(reports)
-    assert page == render_page(reports)
-    assert page.count("&lt;one&gt;") >= 2
-    assert "<one>" not in page
-    assert "6 of 6" in page
-    assert "<svg" in page

@@ -21,7 +21,6 @@ from scheduler_components.reference.engine.scheduler.request import Request
 checked = settings(deadline=None)
 
 rids = st.text(min_size=1, max_size=8)
-positions = st.integers(1, 10_000)
 counts = st.integers(0, 10_000)
 
 
@@ -104,16 +103,6 @@ def test_work_done_between_launch_and_wait_is_not_waited_for_again(share: float)
     assert all(duration_s > 0 for duration_s in time.slept_s)
 
 
-@checked
-@given(counts, counts)
-def test_more_tokens_never_cost_less(one: int, more: int) -> None:
-    cost = CostModel()
-    base_s = cost.batch_s(a_batch([("a", 10)], one, one))
-    assert cost.batch_s(a_batch([("a", 10)], one + more, one)) >= base_s
-    assert cost.batch_s(a_batch([("a", 10)], one, one + more)) >= base_s
-    assert cost.batch_s(a_batch([("a", 10 + more)], one, one)) >= base_s
-
-
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 samplings = st.builds(SamplingParams, temperature=st.sampled_from((0.0, 0.5, 1.0)), seed=st.none() | st.integers(0, 2))
 texts = st.builds(Request, rids, prompts, sampling=samplings)
@@ -158,42 +147,7 @@ def test_the_text_of_a_prompt_does_not_change_while_it_grows() -> None:
     assert device.wait().token_ids == whole[5:6]
 
 
-@checked
-@given(rids, positions, st.integers(1, 2**32))
-def test_tokens_are_of_the_vocabulary(rid: str, position: int, vocab_size: int) -> None:
-    assert 0 <= SimulatedModel(vocab_size=vocab_size).next_token(rid, position) < vocab_size
-
-
-def test_two_seeds_give_two_texts() -> None:
-    texts = [[SimulatedModel(seed=seed).next_token("r", position) for position in range(64)] for seed in (0, 1)]
-    assert texts[0] != texts[1]
-    assert len(set(texts[0])) > 32
-
-
-def test_the_end_of_sequence_token_has_about_its_mean_distance() -> None:
-    model = SimulatedModel(eos_token_id=99_999, mean_output_tokens=50)
-    num_ends = sum(model.next_token("r", position) == 99_999 for position in range(50_000))
-    assert 800 < num_ends < 1200
-
-
-def test_without_an_end_of_sequence_token_none_is_emitted() -> None:
-    model = SimulatedModel(vocab_size=10)
-    assert {model.next_token("r", position) for position in range(1000)} == set(range(10))
-
-
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_invalid_speed_is_refused(speed: float) -> None:
     with pytest.raises(ConfigError, match="speed"):
         SimulatedDevice(speed=speed)
-
-
-@pytest.mark.parametrize(("field", "value"), [("base_ms", -1.0), ("prefill_us_per_token", float("nan"))])
-def test_an_invalid_cost_is_refused(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=field):
-        CostModel(**{field: value})
-
-
-@pytest.mark.parametrize(("field", "value"), [("vocab_size", 0), ("vocab_size", 2**32 + 1), ("mean_output_tokens", 0)])
-def test_an_invalid_model_is_refused(field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=field):
-        SimulatedModel(**{field: value})
