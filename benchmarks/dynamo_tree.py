@@ -23,7 +23,7 @@ def has_dynamo() -> bool:
 
 
 class DynamoTree:
-    """The tree behind the two calls of the comparison. A block's hash also serves as the hash of its tokens."""
+    """The tree behind the calls of a comparison. A block's hash also serves as the hash of its tokens."""
 
     def __init__(self) -> None:
         self._tree: Any = importlib.import_module(_MODULE).RadixTree()
@@ -33,7 +33,13 @@ class DynamoTree:
         """Store a run of blocks below ``parent`` for a worker."""
         blocks = [{"block_hash": each % (1 << 64), "tokens_hash": each % (1 << 64)} for each in hashes]
         below = None if parent is None else parent % (1 << 64)
-        data = {"stored": {"parent_hash": below, "blocks": blocks}}
+        self._apply(worker, {"stored": {"parent_hash": below, "blocks": blocks}})
+
+    def remove(self, worker: int, hashes: Sequence[int]) -> None:
+        """Remove blocks of a worker."""
+        self._apply(worker, {"removed": {"block_hashes": [each % (1 << 64) for each in hashes]}})
+
+    def _apply(self, worker: int, data: object) -> None:
         self._number += 1
         self._tree.apply_event(worker, msgspec.json.encode({"event_id": self._number, "data": data, "dp_rank": 0}))
 

@@ -56,7 +56,7 @@ FLOORS = (
     ("testing", "component_lint", "refactor"),
     ("simulation",),
     ("observability.kv_stream",),
-    ("observability.jetstream",),
+    ("observability.jetstream", "observability.routing"),
     ("observability",),
     ("observability.testing", "observability.grafana", "observability.relay"),
     ("reference", "reference.device", "reference.text"),

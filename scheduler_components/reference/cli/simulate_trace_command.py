@@ -15,6 +15,7 @@ import attrs
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
+from observability.routing import KvRouter
 from scheduler_components import ConfigError, StartError
 from scheduler_components.admission_budget import BatchMode
 from scheduler_components.reference.cli.run_reporter import print_lines
@@ -42,10 +43,14 @@ _PROGRESS_EVERY_S = 10.0
 _PROGRESS_TERMINAL_S = 0.2
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
-RouterName = Literal["round-robin", "least-loaded"]
+RouterName = Literal["round-robin", "least-loaded", "kv"]
 
-ROUTERS: dict[str, Callable[[], Router]] = {"round-robin": RoundRobin, "least-loaded": LeastLoaded}
-"""Routers by name."""
+ROUTERS: dict[str, Callable[[SimulationConfig], Router]] = {
+    "round-robin": lambda config: RoundRobin(),  # noqa: ARG005
+    "least-loaded": lambda config: LeastLoaded(),  # noqa: ARG005
+    "kv": lambda config: KvRouter(page_size=config.replica.page_size),
+}
+"""What makes each router, by name."""
 
 _REPLICA, _SIMULATION = ReplicaConfig(), SimulationConfig()
 
@@ -166,7 +171,7 @@ def simulate_trace(
     reports = []
     for title, of_run, make_router in runs:
         simulation = Simulation(
-            config=of_run, router=make_router(), arrivals=open_trace(file, limit=requests), title=title
+            config=of_run, router=make_router(of_run), arrivals=open_trace(file, limit=requests), title=title
         )
         progress = SimulationProgress(out=sys.stderr, title=title, num_requests=summary.num_requests)
         wall = _run(simulation, progress)

@@ -1,0 +1,46 @@
+"""Routing: which replica serves a request, by what it has cached and how busy it is.
+
+``KvRouter`` composes the parts: a view of the blocks, the blocks that were sent and are not confirmed yet, dispatch
+ledgers, a cost model, a picker and the set of replicas. It opens no socket and reads no clock; times come with each
+call, in seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from observability.routing.cost_model import CandidateFacts, ReplicaId, RoutingCostModel
+from observability.routing.kv_router import KvRouter, Pick
+from observability.routing.picker import (
+    BoundedLoad,
+    Candidate,
+    LeastCost,
+    Picker,
+    PowerOfTwo,
+    Softmax,
+    StickySessions,
+)
+from observability.routing.replica_set import ReplicaSet, ReplicaState
+from observability.routing.speculative_entries import SpeculativeEntries
+from observability.routing.stream_listener import RouterListener
+
+__all__ = [
+    "KvRouter",
+    "Pick",
+    "ReplicaId",
+    # what a replica costs
+    "RoutingCostModel",
+    "CandidateFacts",
+    # which one is chosen
+    "Picker",
+    "Candidate",
+    "LeastCost",
+    "Softmax",
+    "PowerOfTwo",
+    "BoundedLoad",
+    "StickySessions",
+    # what was sent, and where it may be sent
+    "SpeculativeEntries",
+    "ReplicaSet",
+    "ReplicaState",
+    # what feeds it
+    "RouterListener",
+]

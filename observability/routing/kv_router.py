@@ -1,0 +1,427 @@
+"""KvRouter: sends each request where it costs least, by cached blocks and load."""
+
+# What the router counts as load
+# ==============================
+#
+# A load report is old when it arrives, and reports of all replicas are old together. A router that believes them sends
+# every request of an interval to the replica that was idle at its start. So a request counts from the moment it is
+# sent: its ledgers hold it until a report includes its ticket, and the report from then on. One ledger counts the
+# tokens to compute, the other the tokens to hold; they issue the same tickets. A request that ends before a report
+# includes it leaves the ledgers.
+#
+# The blocks of a request count as cached from the moment it is sent, too (``SpeculativeEntries``).
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from observability.kv_stream import BlockView
+from observability.routing.cost_model import CandidateFacts, ReplicaId, RoutingCostModel
+from observability.routing.picker import Candidate, LeastCost, Picker
+from observability.routing.replica_set import ReplicaSet
+from observability.routing.speculative_entries import SpeculativeEntries
+from scheduler_components import BlockStored, DecodeError, KVCacheEvent
+from scheduler_components.cache import PrefixNamespace, hash_pages
+from scheduler_components.events import Tier
+from scheduler_components.kv_events import BatchDecoder
+from scheduler_components.load import DispatchLedger
+from scheduler_components.validators import check_integer
+from scheduler_components.values import LoadSnapshot
+
+if TYPE_CHECKING:
+    from scheduler_components.simulation import SimulatedRequest
+
+__all__ = ["KvRouter", "Pick"]
+
+
+class Pick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """The choice for one request.
+
+    Attributes:
+        replica: that serves it.
+        ticket: (dispatcher, ticket), to send with the request, so that load reports say when they include it.
+        block_hashes: of the prompt's whole blocks.
+        device_blocks, host_blocks, storage_blocks: cached blocks there, as in ``CandidateFacts``.
+        cost: in blocks.
+    """
+
+    replica: ReplicaId
+    ticket: tuple[str, int]
+    block_hashes: tuple[int, ...]
+    device_blocks: int
+    host_blocks: int
+    storage_blocks: int
+    cost: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Replica:  # noqa: SCH003 - all that the router knows of one replica
+    """What the router knows of one replica.
+
+    Attributes:
+        rank: its number in the view.
+        to_compute, to_hold: tokens of the requests that no report includes yet; both issue the same tickets.
+        decoder: of its events.
+        load: the last report.
+        num_dispatched: requests that were sent.
+        open_tickets: of those that have not ended.
+        adapters: loaded or waited for, in the last report.
+        sent_adapters: adapters of the requests that were sent, with the last ticket of each.
+    """
+
+    rank: int
+    to_compute: DispatchLedger
+    to_hold: DispatchLedger
+    decoder: BatchDecoder = field(default_factory=lambda: BatchDecoder(decode_tokens=False))
+    load: LoadSnapshot = field(default_factory=LoadSnapshot)
+    num_dispatched: int = 0
+    open_tickets: set[int] = field(default_factory=set)
+    adapters: frozenset[str] = frozenset()
+    sent_adapters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_to_compute(self) -> int:
+        return self.load.num_waiting_uncached_tokens + self.to_compute.unreported_tokens
+
+    @property
+    def tokens_to_hold(self) -> int:
+        return self.load.num_total_tokens + self.to_hold.unreported_tokens
+
+    def has_adapter(self, name: str) -> bool:
+        return name in self.adapters or name in self.sent_adapters
+
+    def issue_ticket(self, num_uncached_tokens: int, num_tokens: int) -> int:
+        self.num_dispatched += 1
+        self.to_compute.issue_ticket(num_uncached_tokens)
+        ticket = self.to_hold.issue_ticket(num_tokens)
+        self.open_tickets.add(ticket)
+        return ticket
+
+    def end(self, ticket: tuple[str, int]) -> None:
+        """Stop counting a request; one of a replica that has restarted since is ignored."""
+        dispatcher, number = ticket
+        if dispatcher == self.to_hold.dispatcher:
+            self.open_tickets.discard(number)
+            self.to_compute.cancel(number)
+            self.to_hold.cancel(number)
+
+    def take_report(self, load: LoadSnapshot) -> bool:
+        """Take a report; return False for one that is not newer than the last."""
+        if load.sequence <= self.load.sequence and load.timestamp <= self.load.timestamp and self.load.sequence:
+            return False
+        self.load = load
+        self.to_compute.on_load_report(load.dispatched_watermarks)
+        self.to_hold.on_load_report(load.dispatched_watermarks)
+        if load.lora is not None:
+            loaded = (each.name for each in load.lora.by_adapter if each.is_loaded or each.num_waiting_reqs)
+            self.adapters = frozenset((*loaded, *load.lora.running_adapters, *load.lora.waiting_adapters))
+        for dispatcher, number in load.dispatched_watermarks:
+            if dispatcher == self.to_hold.dispatcher:
+                self.sent_adapters = {name: sent for name, sent in self.sent_adapters.items() if sent > number}
+        return True
+
+
+@dataclass(slots=True, kw_only=True)
+class KvRouter:
+    """Chooses replicas. It satisfies ``scheduler_components.simulation.Router``; a proxy calls ``route_tokens``.
+
+    Attributes:
+        page_size: tokens per block, as on the replicas.
+        cost_model: of a request on a replica.
+        picker: chooses by cost.
+        replicas: which may get a request. ``on_replica_up`` adds them.
+        view: the blocks of all replicas, by the number of a replica (``rank_of``).
+        speculative: blocks that were sent and are not in the view yet.
+        name: begins the names of its dispatch ledgers. Routers of the same replicas need different names, and so does a
+            router that restarts.
+        num_unreadable_batches: batches of events that could not be decoded.
+        num_old_reports: reports that came after a newer one, and were ignored.
+        num_other_page_sizes: events whose blocks have another size. Prompts never match them.
+
+    Raises:
+        ConfigError: the page size is below 1, or the name is not valid in a load report.
+    """
+
+    wants_events: ClassVar[bool] = True
+    wants_load: ClassVar[bool] = True
+
+    page_size: int
+    cost_model: RoutingCostModel = field(default_factory=RoutingCostModel)
+    picker: Picker = field(default_factory=LeastCost)
+    replicas: ReplicaSet = field(default_factory=ReplicaSet)
+    view: BlockView = field(default_factory=BlockView)
+    speculative: SpeculativeEntries = field(default_factory=SpeculativeEntries)
+    name: str = "kv-router"
+    num_unreadable_batches: int = field(default=0, init=False)
+    num_old_reports: int = field(default=0, init=False)
+    num_other_page_sizes: int = field(default=0, init=False)
+    _known: dict[ReplicaId, _Replica] = field(default_factory=dict, init=False, repr=False)
+    _num_ledgers: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_integer("page_size", self.page_size)
+        DispatchLedger(dispatcher=self.name)
+
+    # --- choosing ---
+
+    def route(self, request: SimulatedRequest, now_s: float) -> int | None:
+        """Choose the replica of a simulated request. Its conversation is its session, and replicas are integers."""
+        pick = self.route_tokens(request.token_ids, now_s=now_s, session=request.recorded.conversation)
+        if pick is None:
+            return None
+        request.ticket = pick.ticket
+        assert isinstance(pick.replica, int), "the simulation names replicas by their index"
+        return pick.replica
+
+    def route_tokens(
+        self,
+        token_ids: Sequence[int],
+        *,
+        now_s: float,
+        session: str | None = None,
+        lora: str | None = None,
+        namespace: PrefixNamespace | None = None,
+        exclude: Collection[ReplicaId] = (),
+    ) -> Pick | None:
+        """Choose the replica of a prompt, and count the request there. Pass the pick to ``finish`` or ``cancel`` later.
+
+        Args:
+            token_ids: the prompt.
+            now_s: monotonic seconds.
+            session: requests of one session prefer one replica, with a picker that reads it.
+            lora: name of the adapter.
+            namespace: of the prompt's blocks; by default that of ``lora``.
+            exclude: replicas that must not be picked, such as those that have failed this request.
+
+        Returns:
+            the choice; None if no replica may get a request.
+
+        Raises:
+            ConfigError: a token id does not fit u32.
+        """
+        space = PrefixNamespace(lora_name=lora) if namespace is None else namespace
+        hashes = hash_pages(token_ids, self.page_size, space.seed())
+        return self.route_hashes(
+            hashes, num_tokens=len(token_ids), now_s=now_s, session=session, lora=lora, exclude=exclude
+        )
+
+    def route_hashes(
+        self,
+        hashes: tuple[int, ...],
+        *,
+        num_tokens: int,
+        now_s: float,
+        session: str | None = None,
+        lora: str | None = None,
+        exclude: Collection[ReplicaId] = (),
+    ) -> Pick | None:
+        """Do the same for a prompt of ``num_tokens`` whose whole blocks have these hashes."""
+        names = self.replicas.up(now_s)
+        if exclude:
+            names = [name for name in names if name not in exclude]
+        if not names:
+            return None
+        cost = self.cost_model.cost
+        candidates = [
+            Candidate(facts, cost(facts))
+            for facts in self.facts_of(names, hashes, num_tokens=num_tokens, now_s=now_s, lora=lora)
+        ]
+        chosen = self.picker.pick(candidates, session=session, now_s=now_s)
+        return self._dispatch(chosen, hashes, num_tokens, now_s=now_s, lora=lora)
+
+    def facts_of(
+        self,
+        names: Sequence[ReplicaId],
+        hashes: Sequence[int],
+        *,
+        num_tokens: int,
+        now_s: float,
+        lora: str | None = None,
+    ) -> list[CandidateFacts]:
+        """Return what is known of replicas for a prompt with these block hashes, in the order of ``names``."""
+        page_size, known, prompt_blocks = self.page_size, self._known, num_tokens / self.page_size
+        overlaps = self.overlaps(names, hashes, now_s=now_s)
+        facts = []
+        for name, (on_device, on_host, in_storage) in zip(names, overlaps, strict=True):
+            replica = known[name]
+            facts.append(
+                CandidateFacts(
+                    name,
+                    prompt_blocks,
+                    on_device,
+                    on_host,
+                    in_storage,
+                    replica.tokens_to_hold / page_size,
+                    replica.tokens_to_compute / page_size,
+                    lora is None or replica.has_adapter(lora),
+                    replica.num_dispatched,
+                )
+            )
+        return facts
+
+    def overlaps(
+        self, names: Sequence[ReplicaId], hashes: Sequence[int], *, now_s: float
+    ) -> list[tuple[int, int, int]]:
+        """Return the cached blocks of a prompt on replicas, in the order of ``names``.
+
+        Each triple has the leading blocks on the device, those that follow on the host, and those that follow in
+        storage. Blocks that were sent and are not confirmed yet count as on the device.
+        """
+        ranks = [self._known[name].rank for name in names]
+        found = self.view.match_lengths(hashes)
+        on_device = [found.get(rank, 0) for rank in ranks]
+        if self.speculative:
+            for place, (name, rank) in enumerate(zip(names, ranks, strict=True)):
+                on_device[place] = self._with_speculative(name, rank, hashes, on_device[place], now_s)
+        on_host = self._continued(ranks, hashes, on_device, Tier.HOST)
+        up_to_host = [sum(pair) for pair in zip(on_device, on_host, strict=True)]
+        return list(zip(on_device, on_host, self._continued(ranks, hashes, up_to_host, Tier.STORAGE), strict=True))
+
+    def _with_speculative(self, name: ReplicaId, rank: int, hashes: Sequence[int], depth: int, now_s: float) -> int:
+        """Return the length of the prefix whose blocks are each in the view or speculative."""
+        while (further := self.speculative.extend(name, hashes, depth, now_s)) > depth:
+            depth = further + self.view.match_lengths(hashes[further:]).get(rank, 0)
+        return depth
+
+    def _continued(self, ranks: Sequence[int], hashes: Sequence[int], depths: Sequence[int], tier: Tier) -> list[int]:
+        """Return how many blocks follow on a tier after each rank's own depth."""
+        by_depth = {depth: self.view.match_lengths(hashes[depth:], tier) for depth in set(depths)}
+        return [by_depth[depth].get(rank, 0) for rank, depth in zip(ranks, depths, strict=True)]
+
+    def _dispatch(
+        self, chosen: Candidate, hashes: tuple[int, ...], num_tokens: int, *, now_s: float, lora: str | None
+    ) -> Pick:
+        """Count the request on the chosen replica."""
+        facts = chosen.facts
+        replica = self._known[facts.replica]
+        num_uncached = round(self.cost_model.uncached_blocks(facts) * self.page_size)
+        ticket = replica.issue_ticket(num_uncached, num_tokens)
+        if lora is not None:
+            replica.sent_adapters[lora] = ticket
+        self.speculative.add(facts.replica, hashes[facts.device_blocks :], now_s)
+        return Pick(
+            replica=facts.replica,
+            ticket=(replica.to_hold.dispatcher, ticket),
+            block_hashes=hashes,
+            device_blocks=facts.device_blocks,
+            host_blocks=facts.host_blocks,
+            storage_blocks=facts.storage_blocks,
+            cost=chosen.cost,
+        )
+
+    # --- what becomes of requests ---
+
+    def finish(self, pick: Pick) -> None:
+        """Stop counting a request that has ended."""
+        self._end(pick.replica, pick.ticket)
+
+    def cancel(self, pick: Pick) -> None:
+        """Stop counting a request that could not be sent, and its blocks."""
+        self._end(pick.replica, pick.ticket)
+        self.speculative.discard(pick.replica, pick.block_hashes[pick.device_blocks :])
+
+    def on_finished(self, replica: ReplicaId, request: SimulatedRequest, now_s: float) -> None:  # noqa: ARG002 - the port's
+        if request.ticket is not None:
+            self._end(replica, request.ticket)
+
+    def _end(self, name: ReplicaId, ticket: tuple[str, int]) -> None:
+        replica = self._known.get(name)
+        if replica is not None:
+            replica.end(ticket)
+
+    # --- what replicas say ---
+
+    def on_events(self, replica: ReplicaId, payload: bytes, now_s: float) -> None:
+        """Apply an encoded batch of KV events. One that cannot be decoded costs itself and a counter."""
+        known = self._known.get(replica)
+        if known is None:
+            return
+        try:
+            batch = known.decoder.decode(payload)
+        except DecodeError:
+            self.num_unreadable_batches += 1
+            return
+        self.apply_events(replica, batch.events, now_s)
+
+    def apply_events(
+        self, replica: ReplicaId, events: Sequence[KVCacheEvent], now_s: float, *, staging: BlockView | None = None
+    ) -> None:
+        """Apply decoded KV events of a replica; those of an unknown one are ignored.
+
+        Args:
+            replica: that published them.
+            events: in order.
+            now_s: monotonic seconds.
+            staging: the view in which a snapshot is built, created by ``view.create_staging()``; None for ``view``.
+        """
+        known = self._known.get(replica)
+        if known is None:
+            return
+        self.replicas.on_heartbeat(replica, now_s)
+        (self.view if staging is None else staging).apply(known.rank, events)
+        self.speculative.on_events(replica, events)
+        for event in events:
+            if isinstance(event, BlockStored) and event.block_size != self.page_size:
+                self.num_other_page_sizes += 1
+
+    def clear_blocks(self, replica: ReplicaId) -> None:
+        """Forget the blocks of a replica, because its stream cannot be followed. What was sent still counts."""
+        known = self._known.get(replica)
+        if known is not None:
+            self.view.clear(known.rank)
+
+    def replace_blocks(self, replica: ReplicaId, staging: BlockView) -> None:
+        """Replace the blocks of a replica by those of a staging view."""
+        known = self._known.get(replica)
+        if known is None:
+            self.view.discard_staging(staging)
+        else:
+            self.view.replace(known.rank, staging)
+
+    def on_load_report(self, replica: ReplicaId, load: LoadSnapshot, now_s: float) -> None:
+        """Take a load report as the new load of a replica, unless a newer one came before it."""
+        known = self._known.get(replica)
+        if known is None:
+            return
+        self.replicas.on_heartbeat(replica, now_s)
+        self.num_old_reports += not known.take_report(load)
+
+    # --- replicas that come and go ---
+
+    def on_replica_up(self, replica: ReplicaId, now_s: float) -> None:
+        """Add a replica with an empty cache. One that is known has restarted: what was known of it is forgotten."""
+        self.remove_replica(replica)
+        taken = {known.rank for known in self._known.values()}
+        rank = next(number for number in range(len(taken) + 1) if number not in taken)
+        self._num_ledgers += 1
+        name = f"{self.name}-{self._num_ledgers}"
+        self._known[replica] = _Replica(
+            rank=rank, to_compute=DispatchLedger(dispatcher=name), to_hold=DispatchLedger(dispatcher=name)
+        )
+        self.replicas.add(replica, now_s)
+
+    def on_replica_down(self, replica: ReplicaId, now_s: float) -> None:  # noqa: ARG002 - the port's
+        """Remove a replica that has failed."""
+        self.remove_replica(replica)
+
+    def remove_replica(self, replica: ReplicaId) -> None:
+        """Forget a replica, its blocks and its requests; an unknown one is ignored."""
+        known = self._known.pop(replica, None)
+        if known is not None:
+            self.replicas.remove(replica)
+            self.view.clear(known.rank)
+            self.speculative.clear(replica)
+
+    def rank_of(self, replica: ReplicaId) -> int | None:
+        """Return the number of a replica in the view; None for an unknown one."""
+        known = self._known.get(replica)
+        return None if known is None else known.rank
+
+    def num_in_flight(self, replica: ReplicaId) -> int:
+        """Return how many requests were sent to a replica and have not ended."""
+        known = self._known.get(replica)
+        return 0 if known is None else len(known.open_tickets)

@@ -1,0 +1,176 @@
+"""Pickers: choose one of the replicas by their costs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from observability.routing.cost_model import CandidateFacts, ReplicaId
+from scheduler_components.errors import ConfigError
+from scheduler_components.validators import check_integer, check_number
+
+__all__ = ["BoundedLoad", "Candidate", "LeastCost", "Picker", "PowerOfTwo", "Softmax", "StickySessions"]
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A replica that can serve the request.
+
+    Attributes:
+        facts: what the router knows of it.
+        cost: of serving the request there.
+    """
+
+    facts: CandidateFacts
+    cost: float
+
+
+class Picker(Protocol):
+    """Chooses a replica."""
+
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
+        """Return one of ``candidates``, which is not empty. Replicas keep their order from call to call."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class LeastCost:
+    """Picks the lowest cost; of equal ones the replica that got the fewest requests, then the first."""
+
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
+        return min(candidates, key=_by_cost)
+
+
+@dataclass(slots=True, kw_only=True)
+class Softmax:
+    """Picks at random, low costs more often: with a probability that falls exponentially in the cost.
+
+    Several routers that see the same reports then do not all pick the same replica. Costs are divided by their range,
+    as in Dynamo, so that one temperature fits every load.
+
+    Attributes:
+        rng: the source of randomness; a seeded one repeats its picks.
+        temperature: near 0 nearly always the lowest cost, far above 1 nearly uniform.
+
+    Raises:
+        ConfigError: the temperature is not above 0.
+    """
+
+    rng: random.Random
+    temperature: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, "is not a temperature")
+
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
+        costs = [candidate.cost for candidate in candidates]
+        lowest = min(costs)
+        scale = (max(costs) - lowest) * self.temperature or 1.0
+        return self.rng.choices(candidates, [math.exp((lowest - cost) / scale) for cost in costs])[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class PowerOfTwo:
+    """Draws two replicas at random and picks the one of lower cost.
+
+    Attributes:
+        rng: the source of randomness; a seeded one repeats its picks.
+    """
+
+    rng: random.Random
+
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
+        if len(candidates) == 1:
+            return candidates[0]
+        return min(self.rng.sample(candidates, 2), key=_by_cost)
+
+
+@dataclass(slots=True, kw_only=True)
+class BoundedLoad:
+    """Leaves out the replicas whose load exceeds a multiple of the mean load, and lets another picker choose.
+
+    The rule is that of consistent hashing with bounded loads. Whatever the other picker prefers, the load of a replica
+    stays below ``factor`` times the mean and one request.
+
+    Attributes:
+        factor: of the mean load; at least 1.
+        inner: chooses among the others.
+
+    Raises:
+        ConfigError: the factor is below 1.
+    """
+
+    factor: float = 1.25
+    inner: Picker = field(default_factory=LeastCost)
+
+    def __post_init__(self) -> None:
+        check_number("factor", self.factor, "is not a multiple of the mean load")
+        if self.factor < 1:
+            raise ConfigError("factor", self.factor, "is below the mean load", "give a number of at least 1")
+
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
+        loads = [candidate.facts.load_blocks for candidate in candidates]
+        # The sum of equal loads divided by their number may be below each of them, by rounding.
+        most = max(min(loads), self.factor * math.fsum(loads) / len(loads))
+        within = [candidate for candidate in candidates if candidate.facts.load_blocks <= most]
+        return self.inner.pick(within, session=session, now_s=now_s)
+
+
+class _Session(msgspec.Struct, gc=False):
+    replica: ReplicaId
+    expiry_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class StickySessions:
+    """Sends the requests of a session where its last one went, while that replica is a candidate.
+
+    Another picker chooses for a new session, and again when the replica has gone. Put this picker inside
+    ``BoundedLoad``, and a session moves when its replica has too much to do.
+
+    Attributes:
+        inner: chooses for new sessions, and for requests without a session.
+        ttl_s: after the last request of a session.
+        max_sessions: the session with the oldest request is forgotten beyond it.
+
+    Raises:
+        ConfigError: a size or a time is invalid.
+    """
+
+    inner: Picker = field(default_factory=LeastCost)
+    ttl_s: float = 600.0
+    max_sessions: int = 100_000
+    _sessions: OrderedDict[str, _Session] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_number("ttl_s", self.ttl_s)
+        check_integer("max_sessions", self.max_sessions)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are remembered, expired ones included until their place is needed."""
+        return len(self._sessions)
+
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
+        if session is None:
+            return self.inner.pick(candidates, session=None, now_s=now_s)
+        known = self._sessions.get(session)
+        chosen = None
+        if known is not None and now_s < known.expiry_s:
+            chosen = next((each for each in candidates if each.facts.replica == known.replica), None)
+        if chosen is None:
+            chosen = self.inner.pick(candidates, session=session, now_s=now_s)
+        self._sessions[session] = _Session(chosen.facts.replica, now_s + self.ttl_s)
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > self.max_sessions:
+            self._sessions.popitem(last=False)
+        return chosen
+
+
+def _by_cost(candidate: Candidate) -> tuple[float, int]:
+    return candidate.cost, candidate.facts.num_dispatched

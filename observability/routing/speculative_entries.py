@@ -1,0 +1,102 @@
+"""SpeculativeEntries: blocks that were sent to a replica and that its events have not reported yet."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from observability.routing.cost_model import ReplicaId
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, Tier, medium_tier
+from scheduler_components.validators import check_integer, check_number
+
+__all__ = ["SpeculativeEntries"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SpeculativeEntries:
+    """Blocks that count as cached on a replica, because a request with them was sent there.
+
+    Events come late: after the queue, the prefill and the network. Without these entries, all requests of a new prompt
+    that arrive in the meantime look uncached everywhere, and are spread over all replicas. An entry ends when an event
+    names its block, when it expires, or when the replica has too many.
+
+    Attributes:
+        ttl_s: after the block was sent. Longer than a request usually waits, or entries end too early.
+        max_blocks_per_replica: the oldest entries are dropped beyond it.
+
+    Raises:
+        ConfigError: a size or a time is invalid.
+    """
+
+    ttl_s: float = 10.0
+    max_blocks_per_replica: int = 1 << 15
+    num_expired: int = field(default=0, init=False)
+    num_dropped: int = field(default=0, init=False)
+    _expiries: dict[ReplicaId, OrderedDict[int, float]] = field(default_factory=dict, init=False, repr=False)
+    _next_expiry_s: float = field(default=float("inf"), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_number("ttl_s", self.ttl_s)
+        check_integer("max_blocks_per_replica", self.max_blocks_per_replica)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._expiries.values()))
+
+    def add(self, replica: ReplicaId, hashes: Iterable[int], now_s: float) -> None:
+        """Add blocks that were sent. One that is already there expires later."""
+        expiries = self._expiries.setdefault(replica, OrderedDict())
+        expiry_s = now_s + self.ttl_s
+        for block_hash in hashes:
+            expiries[block_hash] = expiry_s
+            expiries.move_to_end(block_hash)
+        while len(expiries) > self.max_blocks_per_replica:
+            expiries.popitem(last=False)
+            self.num_dropped += 1
+        self._next_expiry_s = min(self._next_expiry_s, expiry_s)
+
+    def discard(self, replica: ReplicaId, hashes: Iterable[int]) -> None:
+        """Remove blocks, because events name them or the request was not sent."""
+        expiries = self._expiries.get(replica)
+        if expiries:
+            for block_hash in hashes:
+                expiries.pop(block_hash, None)
+
+    def on_events(self, replica: ReplicaId, events: Iterable[KVCacheEvent]) -> None:
+        """Remove the blocks that a replica stored or removed on its device: from now on the view knows more."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.clear(replica)
+            elif isinstance(event, BlockStored | BlockRemoved) and _is_on_device(event):
+                self.discard(replica, event.block_hashes)
+
+    def clear(self, replica: ReplicaId) -> None:
+        """Remove all blocks of a replica."""
+        self._expiries.pop(replica, None)
+
+    def extend(self, replica: ReplicaId, hashes: Sequence[int], depth: int, now_s: float) -> int:
+        """Return how far a prefix that is cached up to ``depth`` blocks goes on in the entries of a replica."""
+        self.expire(now_s)
+        expiries = self._expiries.get(replica)
+        if expiries:
+            while depth < len(hashes) and hashes[depth] in expiries:
+                depth += 1
+        return depth
+
+    def expire(self, now_s: float) -> None:
+        """Remove the entries whose time is over."""
+        if now_s < self._next_expiry_s:
+            return
+        for expiries in self._expiries.values():
+            while expiries and next(iter(expiries.values())) <= now_s:
+                expiries.popitem(last=False)
+                self.num_expired += 1
+        firsts = [next(iter(expiries.values())) for expiries in self._expiries.values() if expiries]
+        self._next_expiry_s = min(firsts, default=float("inf"))
+
+
+def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
+    if event.locality == REMOTE or medium_tier(event.medium) != Tier.DEVICE:
+        return False
+    return isinstance(event, BlockRemoved) or event.kv_cache_spec_kind in FULL_ATTENTION_KINDS

@@ -1,0 +1,291 @@
+"""KvRouter: what it knows of replicas, and what it makes of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.events import batch, removed_run, stored
+
+from benchmarks.dynamo_tree import DynamoTree, has_dynamo
+from observability.routing import KvRouter, Pick, ReplicaSet, ReplicaState, RoutingCostModel, Softmax, StickySessions
+from scheduler_components import AllBlocksCleared, BlockStored, ConfigError
+from scheduler_components.cache import PrefixNamespace, hash_pages
+from scheduler_components.kv_events import BatchEncoder
+from scheduler_components.simulation import Router
+from scheduler_components.values import AdapterLoad, LoadSnapshot, LoraLoad
+
+PAGE = 4
+PROMPT = tuple(range(5 * PAGE))
+HASHES = hash_pages(PROMPT, PAGE)
+NAMES = ("a", "b", "c")
+
+
+def make_router(*names: int | str, **settings: object) -> KvRouter:
+    router = KvRouter(page_size=PAGE, **settings)  # type: ignore[arg-type]
+    for name in names or NAMES:
+        router.on_replica_up(name, 0.0)
+    return router
+
+
+def route(router: KvRouter, prompt: tuple[int, ...] = PROMPT, now_s: float = 0.0, **options: object) -> Pick:
+    pick = router.route_tokens(prompt, now_s=now_s, **options)  # type: ignore[arg-type]
+    assert pick is not None
+    return pick
+
+
+def stored_page(*hashes: int, **fields: object) -> BlockStored:
+    return stored(*hashes, block_size=PAGE, **fields)  # type: ignore[arg-type]
+
+
+def prompt_of(number: int, blocks: int = 5) -> tuple[int, ...]:
+    return tuple(range(1000 * number, 1000 * number + blocks * PAGE))
+
+
+def test_it_is_a_router_of_the_simulation() -> None:
+    router: Router = make_router(0, 1)
+    assert (router.wants_events, router.wants_load) == (True, True)
+
+
+def test_without_replicas_no_request_is_routed() -> None:
+    assert KvRouter(page_size=PAGE).route_tokens(PROMPT, now_s=0.0) is None
+
+
+def test_a_cached_prefix_attracts_a_request() -> None:
+    router = make_router()
+    router.on_events("b", BatchEncoder().encode(batch(stored_page(*HASHES[:3])), 0), 0.0)
+    pick = route(router)
+    assert (pick.replica, pick.device_blocks, pick.block_hashes) == ("b", 3, HASHES)
+
+
+def test_load_outweighs_a_cached_prefix() -> None:
+    router = make_router("a", "b")
+    router.apply_events("b", [stored_page(*HASHES)], 0.0)
+    router.on_load_report("b", LoadSnapshot(num_total_tokens=4 * PAGE), 0.0)
+    assert route(router).replica == "b", "4 blocks of load against 5 to compute"
+    router = make_router("a", "b", cost_model=RoutingCostModel(decode_weight=2))
+    router.apply_events("b", [stored_page(*HASHES)], 0.0)
+    router.on_load_report("b", LoadSnapshot(num_total_tokens=4 * PAGE), 0.0)
+    assert route(router).replica == "a"
+
+
+def test_what_was_sent_counts_until_a_report_includes_it() -> None:
+    router = make_router("a", "b")
+    first = route(router)
+    assert [route(router, prompt_of(number)).replica for number in (1, 2, 3)] == ["b", "a", "b"]
+    router.on_load_report("a", LoadSnapshot(sequence=1), 0.0)
+    assert route(router, prompt_of(4)).replica == "a", "the report was made before the requests arrived"
+    router.on_load_report("b", LoadSnapshot(sequence=1), 0.0)
+    router.on_load_report("a", LoadSnapshot(sequence=2, dispatched_watermarks=((first.ticket[0], 3),)), 0.0)
+    assert [route(router, prompt_of(number)).replica for number in (5, 6, 7)] == ["a", "a", "b"]
+
+
+def test_ended_and_cancelled_requests_count_no_more() -> None:
+    router = make_router("a", "b")
+    first, second = route(router), route(router, prompt_of(1))
+    assert (first.replica, second.replica, router.num_in_flight("a")) == ("a", "b", 1)
+    router.finish(first)
+    assert (route(router, prompt_of(2)).replica, router.num_in_flight("a")) == ("a", 1)
+    for _ in range(2):
+        router.cancel(second)
+        assert router.num_in_flight("b") == 0
+    assert route(router, prompt_of(1)).device_blocks == 0, "the blocks of a cancelled request are not sent"
+
+
+def test_sent_blocks_count_as_cached_until_they_expire() -> None:
+    router = make_router()
+    router.finish(route(router))
+    assert [(each.replica, each.device_blocks) for each in (route(router, now_s=9.0),)] == [("a", 5)]
+    router = make_router()
+    router.finish(route(router))
+    assert route(router, now_s=10.0).device_blocks == 0
+
+
+def test_the_view_and_the_sent_blocks_are_one_prefix() -> None:
+    router = make_router("a")
+    router.speculative.add("a", HASHES[1:3], 0.0)
+    router.apply_events("a", [stored_page(HASHES[0]), stored_page(HASHES[3], parent=HASHES[2])], 0.0)
+    assert router.overlaps(["a"], HASHES, now_s=0.0) == [(4, 0, 0)]
+
+
+def test_a_prefix_goes_on_to_lower_tiers() -> None:
+    router = make_router("a", "b")
+    router.apply_events("a", [stored_page(*HASHES[:2]), stored_page(*HASHES[2:3], medium="CPU")], 0.0)
+    router.apply_events("a", [stored_page(*HASHES[3:], medium="STORAGE")], 0.0)
+    router.apply_events("b", [stored_page(*HASHES[:4], medium="CPU")], 0.0)
+    assert router.overlaps(["a", "b"], HASHES, now_s=0.0) == [(2, 1, 2), (0, 4, 0)]
+    pick = route(router)
+    assert (pick.replica, pick.host_blocks, pick.storage_blocks) == ("a", 1, 2)
+    assert pick.cost == 5 - 2 - 0.75 - 2 * 0.25, "against 5 - 4 * 0.75 on b"
+
+
+def test_adapters_attract_their_requests() -> None:
+    router = make_router("a", "b")
+    adapters = (AdapterLoad("poems", is_loaded=True), AdapterLoad("maths"))
+    lora = LoraLoad(1, 2, 0.5, by_adapter=adapters)
+    router.on_load_report("b", LoadSnapshot(sequence=1, lora=lora), 0.0)
+    assert route(router, lora="poems").replica == "b"
+    pick = route(router, lora="maths")
+    assert pick.replica == "a", "no replica has it"
+    assert route(router, prompt_of(1), lora="maths").replica == "a", "it will be loaded there"
+    router.on_load_report("a", LoadSnapshot(sequence=1, lora=LoraLoad(0, 2, 0.0)), 0.0)
+    assert route(router, prompt_of(2, 40), lora="maths").replica == "a", "the report does not include the request"
+    gone = LoadSnapshot(sequence=2, lora=LoraLoad(0, 2, 0.0), dispatched_watermarks=((pick.ticket[0], 9),))
+    router.on_load_report("a", gone, 0.0)
+    assert not router.facts_of(["a"], (), num_tokens=1, now_s=0.0, lora="maths")[0].has_adapter
+
+
+def test_namespaces_share_no_blocks() -> None:
+    router = make_router("a", "b")
+    space = PrefixNamespace(cache_salt="tenant")
+    router.apply_events("b", [stored_page(*hash_pages(PROMPT, PAGE, space.seed()))], 0.0)
+    assert route(router).replica == "a"
+    pick = router.route_tokens(PROMPT, now_s=0.0, namespace=space)
+    assert pick is not None
+    assert (pick.replica, pick.device_blocks) == ("b", 5)
+
+
+def test_an_old_report_is_ignored() -> None:
+    router = make_router("a", "b")
+    router.on_load_report("a", LoadSnapshot(sequence=5, timestamp=5.0, num_total_tokens=400), 0.0)
+    router.on_load_report("a", LoadSnapshot(sequence=4, timestamp=4.0), 0.0)
+    assert (route(router).replica, router.num_old_reports) == ("b", 1)
+    router.on_load_report("a", LoadSnapshot(sequence=1, timestamp=6.0), 0.0)
+    assert route(router, prompt_of(1)).replica == "a", "the replica has restarted"
+
+
+def test_an_unreadable_batch_costs_itself_and_a_counter() -> None:
+    router = make_router("a")
+    router.on_events("a", b"\xc1", 0.0)
+    router.on_events("a", BatchEncoder().encode(batch(stored_page(*HASHES)), 0), 0.0)
+    assert (router.num_unreadable_batches, route(router).device_blocks) == (1, 5)
+
+
+def test_blocks_of_another_size_are_counted() -> None:
+    """Such a replica was configured wrongly: no prompt ever matches its blocks."""
+    router = make_router("a")
+    router.apply_events("a", [stored_page(*HASHES), stored(1, block_size=2 * PAGE)], 0.0)
+    assert router.num_other_page_sizes == 1
+
+
+def test_a_cleared_replica_has_no_blocks() -> None:
+    router = make_router("a", "b")
+    router.apply_events("a", [stored_page(*HASHES)], 0.0)
+    router.apply_events("a", [AllBlocksCleared()], 0.0)
+    assert router.overlaps(["a"], HASHES, now_s=0.0) == [(0, 0, 0)]
+
+
+def test_a_silent_replica_gets_nothing_until_it_is_heard() -> None:
+    router = make_router(replicas=ReplicaSet(silence_s=2.0))
+    for at_s in (1.5, 3.0, 4.5):
+        router.on_load_report("b", LoadSnapshot(), at_s)
+        router.apply_events("c", [], at_s)
+        late = {route(router, prompt_of(number), at_s).replica for number in range(9)}
+        assert late == ({"a", "b", "c"} if at_s <= 2 else {"b", "c"})
+    router.on_events("a", BatchEncoder().encode(batch(), 0), 5.0)
+    assert "a" in {route(router, prompt_of(number), 5.0).replica for number in range(9)}
+
+
+def test_excluded_replicas_are_not_picked() -> None:
+    router = make_router("a", "b")
+    assert [route(router, prompt_of(number), exclude={"a"}).replica for number in range(3)] == ["b"] * 3
+    assert router.route_tokens(PROMPT, now_s=0.0, exclude=["a", "b"]) is None
+
+
+def test_a_draining_replica_ends_its_requests() -> None:
+    router = make_router("a", "b")
+    pick = route(router)
+    router.replicas.drain("a")
+    assert {route(router, prompt_of(number)).replica for number in range(4)} == {"b"}
+    assert (router.num_in_flight("a"), router.replicas.state_of("a", 0.0)) == (1, ReplicaState.DRAINING)
+    router.finish(pick)
+    assert router.num_in_flight("a") == 0
+
+
+def test_a_replica_that_returns_is_empty_and_has_new_tickets() -> None:
+    router = make_router("a", "b")
+    router.apply_events("a", [stored_page(*HASHES)], 0.0)
+    lost = route(router)
+    router.on_replica_down("a", 1.0)
+    assert {route(router, prompt_of(number)).replica for number in range(3)} == {"b"}
+    assert (router.rank_of("a"), router.num_in_flight("a")) == (None, 0)
+    router.on_load_report("a", LoadSnapshot(num_total_tokens=10**6), 1.0)
+    router.apply_events("a", [stored_page(*HASHES)], 1.0)
+    router.on_events("a", b"\xc1", 1.0)
+    router.on_replica_up("a", 2.0)
+    pick = route(router)
+    assert (pick.replica, pick.device_blocks, pick.ticket == lost.ticket) == ("a", 0, False)
+    router.finish(lost)
+    assert router.num_in_flight("a") == 1
+
+
+def test_numbers_in_the_view_are_used_again() -> None:
+    router = make_router(*range(3))
+    for _ in range(5):
+        router.on_replica_down(1, 0.0)
+        router.on_replica_up(1, 0.0)
+        router.on_replica_up(0, 0.0)
+    assert sorted(router.rank_of(each) or 0 for each in range(3)) == [0, 1, 2]
+    assert len(router.view.ranks) <= 3
+
+
+def test_sessions_reach_the_picker() -> None:
+    router = make_router(picker=StickySessions())
+    first = route(router, session="s")
+    assert {route(router, prompt_of(number), session="s").replica for number in range(4)} == {first.replica}
+
+
+@pytest.mark.parametrize("setting", [{"page_size": 0}, {"page_size": 4, "name": "\n"}])
+def test_a_wrong_setting_is_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        KvRouter(**setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("picker", ["least-cost", "softmax"])
+def test_a_seed_repeats_all_picks(picker: str) -> None:
+    def picks() -> list[int | str]:
+        chosen = {} if picker == "least-cost" else {"picker": Softmax(rng=random.Random(9))}
+        router = make_router(*range(5), **chosen)
+        rng, found = random.Random(4), []
+        for number in range(60):
+            pick = route(router, prompt_of(rng.randrange(8)), number / 10)
+            found.append(pick.replica)
+            if rng.random() < 0.5:
+                router.finish(pick)
+            if rng.random() < 0.3:
+                router.apply_events(pick.replica, [stored_page(*pick.block_hashes)], number / 10)
+        return found
+
+    assert picks() == picks()
+
+
+# A tree of blocks: block n is below block n // 2, so the chain of a block is its path from the root.
+CHAINS = st.integers(1, 60).map(lambda leaf: [leaf >> shift for shift in range(leaf.bit_length() - 1, -1, -1)])
+CHANGES = st.lists(st.tuples(st.integers(0, 3), CHAINS, st.booleans()), max_size=25)
+
+
+@pytest.mark.skipif(not has_dynamo(), reason="ai-dynamo-runtime is not installed")
+@given(CHANGES, st.lists(CHAINS, min_size=1, max_size=6))
+@settings(max_examples=60)
+def test_overlaps_equal_those_of_dynamo(changes: list[tuple[int, list[int], bool]], prompts: list[list[int]]) -> None:
+    router, tree = make_router(*range(4)), DynamoTree()
+    held: dict[int, set[int]] = {worker: set() for worker in range(4)}
+    for worker, chain, is_stored in changes:
+        if is_stored:
+            for parent, block in zip([None, *chain], chain, strict=False):
+                router.apply_events(worker, [stored(block, parent=parent)], 0.0)
+                tree.store(worker, [block], parent)
+            held[worker] |= set(chain)
+        elif chain[-1] in held[worker] and not held[worker] & {2 * chain[-1], 2 * chain[-1] + 1}:
+            router.apply_events(worker, [removed_run(chain[-1], 1)], 0.0)
+            tree.remove(worker, [chain[-1]])
+            held[worker].discard(chain[-1])
+    for prompt in prompts:
+        found = {
+            int(str(worker[0] if isinstance(worker, tuple) else worker)): depth
+            for worker, depth in tree.match_lengths(prompt).items()
+        }
+        ours = [blocks[0] for blocks in router.overlaps(range(4), prompt, now_s=0.0)]
+        assert ours == [found.get(worker, 0) for worker in range(4)]

@@ -1,0 +1,86 @@
+"""RouterListener: the router's view equals the view of the subscriber that it listens to."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.events import batch, removed_run, stored_run
+
+from observability.kv_stream import BatchApplier, BlockView, StreamState
+from observability.kv_stream.instructions import Clear
+from observability.kv_stream.view import CountingView
+from observability.routing import KvRouter, RouterListener
+from scheduler_components import AllBlocksCleared, DecodeError
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder
+
+
+def clock() -> float:
+    return 0.0
+
+
+def payload(*events: object) -> bytes:
+    return BatchEncoder().encode(batch(*events), 0)  # type: ignore[arg-type]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["store", "remove", "clear", "lost", "begin", "commit", "abort"]), st.integers(0, 5)),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_the_router_sees_what_the_subscriber_sees(steps: list[tuple[str, int]]) -> None:
+    router, view, is_staging = KvRouter(page_size=1), BlockView(), False
+    router.on_replica_up("other", 0.0)
+    router.on_replica_up("worker", 0.0)
+    listener = RouterListener(router=router, replicas={0: "worker"}, clock=clock)
+    applier = BatchApplier(rank=0, view=view, decoder=BatchDecoder(), listener=listener, wall_clock=clock)
+    for number, (act, first) in enumerate(steps):
+        if act in ("store", "remove", "clear"):
+            events = {"store": stored_run(first, 3), "remove": removed_run(first, 2), "clear": AllBlocksCleared()}
+            if is_staging:
+                applier.apply_staged(number, payload(events[act]), is_snapshot_chunk=False)
+            else:
+                applier.apply(number, payload(events[act]), replayed=False)
+        elif act == "lost":
+            applier.carry_out(Clear("gap"))
+        elif act == "begin":
+            applier.start_staging()
+            is_staging = True
+        elif is_staging:
+            if act == "commit":
+                applier.commit_staging()
+            else:
+                applier.abort_staging()
+            is_staging = False
+        rank = router.rank_of("worker")
+        assert rank is not None
+        assert router.view.blocks(rank) == view.blocks(0)
+
+
+def test_an_event_in_a_snapshot_confirms_what_was_sent() -> None:
+    router = KvRouter(page_size=1)
+    router.on_replica_up("worker", 0.0)
+    listener = RouterListener(router=router, replicas={0: "worker"}, clock=clock)
+    applier = BatchApplier(rank=0, view=CountingView(), decoder=BatchDecoder(), listener=listener, wall_clock=clock)
+    router.speculative.add("worker", [1, 2], 0.0)
+    applier.start_staging()
+    applier.apply_staged(0, payload(stored_run(1, 1)), is_snapshot_chunk=True)
+    assert len(router.speculative) == 1
+    applier.commit_staging()
+    assert router.overlaps(["worker"], [1, 2], now_s=0.0) == [(2, 0, 0)]
+
+
+def test_streams_of_other_ranks_are_ignored() -> None:
+    router = KvRouter(page_size=1)
+    router.on_replica_up("worker", 0.0)
+    listener = RouterListener(router=router, replicas={0: "worker"}, clock=clock)
+    decoded = BatchDecoder().decode(payload(stored_run(1, 3)))
+    listener.on_snapshot_begin(7)
+    listener.on_batch_applied(7, 0, decoded, replayed=False)
+    listener.on_snapshot_end(7, was_used=True)
+    listener.on_view_cleared(7, "gap")
+    listener.on_batch_unreadable(0, 1, DecodeError("broken"))
+    listener.on_gap(0, 1, 2)
+    listener.on_state_changed(0, StreamState.CONNECTING, StreamState.LIVE)
+    assert router.view.ranks == ()
