@@ -150,8 +150,7 @@ class ReplicaCounts:
         num_steps: steps, of which ``num_skipped_steps`` were fast-forwarded.
         busy_ns: duration of all steps.
         prefill_tokens, decode_tokens: computed positions.
-        first_prefill_tokens: positions that the first admissions of all requests had to compute. What
-            ``prefill_tokens`` exceeds it by was computed again.
+        recomputed_tokens: of the prefilled positions, those that were computed before, here or on another replica.
         num_retractions: requests that lost their pages to others.
         peak_running: most requests that ran together.
     """
@@ -161,7 +160,7 @@ class ReplicaCounts:
     busy_ns: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    first_prefill_tokens: int = 0
+    recomputed_tokens: int = 0
     num_retractions: int = 0
     peak_running: int = 0
 
@@ -178,8 +177,6 @@ class _RequestClock:
         if request.admitted_ns < 0:
             request.admitted_ns = self.clock.now_ns
             request.num_cached_prompt_tokens = request.num_cached_tokens
-        if not request.num_retractions and not request.num_migrations:
-            self.counts.first_prefill_tokens += request.num_input_tokens - request.num_cached_tokens
 
     def on_retracted(self, request: SimulatedRequest) -> None:  # noqa: ARG002 - the port's
         self.counts.num_retractions += 1
@@ -305,6 +302,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         batch = self.batcher.next_batch()
         duration_ns = self._duration_ns(batch) if batch.has_work else 0
         self.clock.now_ns += duration_ns
+        if batch.num_prefill_tokens:
+            self._count_recomputed(batch)
         next_token = self.config.model.next_token
         updated = self.results.process(
             RequestResult(
@@ -404,6 +403,16 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         counts.prefill_tokens += batch.num_prefill_tokens
         counts.decode_tokens += batch.num_decode_tokens
         counts.peak_running = max(counts.peak_running, len(batch.chunks))
+
+    def _count_recomputed(self, batch: ScheduledBatch[SimulatedRequest]) -> None:
+        """Count positions that were computed before. Output means that all tokens but the last one were computed."""
+        for chunk in batch.chunks:
+            if chunk.is_prefill:
+                request = chunk.request
+                num_decoded = request.num_input_tokens - 1 if request.num_output_tokens else 0
+                num_before = max(request.num_prefilled_tokens, num_decoded)
+                self.counts.recomputed_tokens += max(0, min(chunk.end, num_before) - chunk.start)
+                request.num_prefilled_tokens = max(request.num_prefilled_tokens, chunk.end)
 
     def _append_tokens(self, requests: Sequence[SimulatedRequest], num_tokens: int) -> None:
         """Append the next tokens of each request, as so many decode steps do."""

@@ -25,7 +25,9 @@ class Distribution(msgspec.Struct, frozen=True):
 
     Attributes:
         num_values: 0 for an empty one, whose other values are 0.
-        mean, p50, p90, p99, max: nearest-rank percentiles.
+        mean: of all values.
+        p50, p90, p99, max: percentiles, each a value that occurred. The least is percentile 0, the largest 100, and
+            between two ranks it is the higher one (numpy's method ``higher``).
         percentiles: the percentiles 0 to 100, for a plot; empty for an empty one.
     """
 

@@ -41,6 +41,7 @@ class SimulatedRequest:
         replica: index of the replica that has it; -1 before it is routed.
         num_migrations: how often its replica failed.
         num_cached_prompt_tokens: tokens that were cached at its first admission.
+        num_prefilled_tokens: end of the longest prefill so far, on any replica.
         arrived_ns, admitted_ns, first_token_ns, finished_ns: virtual times; -1 before.
     """
 
@@ -63,6 +64,7 @@ class SimulatedRequest:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_migrations",
+        "num_prefilled_tokens",
         "num_prompt_tokens",
         "num_retractions",
         "pages",
@@ -85,6 +87,7 @@ class SimulatedRequest:
         self.num_migrations = 0
         self.num_retractions = 0
         self.num_cached_prompt_tokens = -1
+        self.num_prefilled_tokens = 0
         self.arrived_ns = self.admitted_ns = self.first_token_ns = self.finished_ns = -1
         self._tokens: array[int] | None = None
         self._text_hash: int | None = None

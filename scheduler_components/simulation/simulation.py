@@ -114,13 +114,19 @@ class SimulationConfig:
     notes_decisions: bool = False
 
     def __attrs_post_init__(self) -> None:
-        num_serving = num_started = self.num_replicas
+        if nanoseconds(self.sample_s) < 1:
+            raise ConfigError("sample_s", self.sample_s, "is below a nanosecond", "give at least 1e-9, usually 1")
+        starts_s, num_serving = [0.0] * self.num_replicas, self.num_replicas
         for scaling in sorted(self.scalings, key=_at_s):
-            num_started += max(0, scaling.num_replicas - num_serving)
+            starts_s += [scaling.at_s] * (scaling.num_replicas - num_serving)
             num_serving = scaling.num_replicas
         for outage in self.outages:
-            if outage.replica >= num_started:
-                raise ConfigError("outage", outage.replica, f"is not one of {num_started} replicas", "count from 0")
+            if outage.replica >= len(starts_s):
+                raise ConfigError("outage", outage.replica, f"is not one of {len(starts_s)} replicas", "count from 0")
+            start_s = starts_s[outage.replica]
+            if outage.at_s <= start_s and start_s:
+                problem = f"fails at {outage.at_s:g} s, and the replica starts at {start_s:g} s"
+                raise ConfigError("outage", outage.replica, problem, "let it fail later")
 
     def settings(self) -> dict[str, int | float | str | bool]:
         """Return the values by name, for a report."""
@@ -399,8 +405,9 @@ class Simulation:
             self._end_requests(place, scheduler)
             self._report_load(place, scheduler)
             if self.config.fast_forward:
-                scheduler.fast_forward(min(until_ns, place.next_report_ns) if router.wants_load else until_ns)
-                self._report_load(place, scheduler)
+                limit_ns = min(until_ns, place.next_report_ns) if router.wants_load else until_ns
+                if scheduler.fast_forward(limit_ns):
+                    self._report_load(place, scheduler)
             if not scheduler.has_work:
                 return
             if clock.now_ns >= until_ns:
@@ -475,7 +482,7 @@ class Simulation:
             cached_tokens=cached_tokens,
             hit_rate={"device": cached_tokens / prompt_tokens if prompt_tokens else 0.0},
             generated_tokens=generated_tokens,
-            recomputed_tokens=max(0, sum(each.prefill_tokens - each.first_prefill_tokens for each in counts)),
+            recomputed_tokens=sum(each.recomputed_tokens for each in counts),
             output_tokens_per_s=generated_tokens * per_s,
             requests_per_s=len(finished) * per_s,
             queue_s=distribution_of(request.admitted_ns - request.arrived_ns for request in finished),

@@ -52,3 +52,36 @@ def test_a_report_of_a_replica_that_is_down_is_ignored() -> None:
     router.on_load_report(0, LoadSnapshot(num_total_tokens=7), 0.0)
     router.on_replica_up(0, 0.0)
     assert router.route(request(), 0.0) == 0, "a replica that returns is empty"
+
+
+def test_of_equal_replicas_the_one_with_the_fewest_requests_is_next() -> None:
+    router = with_replicas(LeastLoaded(), 3)
+    sent = [request() for _ in range(4)]
+    assert [router.route(each, 0.0) for each in sent] == [0, 1, 2, 0]
+    for replica, each in ((0, sent[3]), (1, sent[1]), (2, sent[2])):
+        assert each.ticket is not None
+        router.on_load_report(replica, LoadSnapshot(num_total_tokens=0, dispatched_watermarks=(each.ticket,)), 0.0)
+    assert [router.route(request(), 0.0) for _ in range(2)] == [1, 2], (
+        "all are idle, and the first one had two requests"
+    )
+
+
+def test_a_replica_that_returns_has_had_no_requests() -> None:
+    router = with_replicas(LeastLoaded(), 2)
+    assert [router.route(request(), 0.0) for _ in range(3)] == [0, 1, 0]
+    for replica in range(2):
+        router.on_replica_down(replica, 0.0)
+        router.on_replica_up(replica, 0.0)
+    assert [router.route(request(), 0.0) for _ in range(3)] == [0, 1, 0]
+
+
+def test_no_report_of_an_earlier_life_counts_tickets_of_the_next() -> None:
+    router = with_replicas(LeastLoaded(), 1)
+    old, new = request(), request()
+    router.route(old, 0.0)
+    router.on_replica_down(0, 0.0)
+    router.on_replica_up(0, 0.0)
+    router.route(new, 0.0)
+    assert old.ticket is not None
+    assert new.ticket is not None
+    assert old.ticket[0] != new.ticket[0]

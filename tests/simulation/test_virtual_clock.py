@@ -16,6 +16,7 @@ def test_the_clock_is_in_seconds() -> None:
     assert clock() == 0.0
     clock.now_ns = 1_500_000_000
     assert clock() == 1.5
+    assert (nanoseconds(1.5), nanoseconds(1.4e-9), nanoseconds(1.6e-9)) == (1_500_000_000, 1, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
