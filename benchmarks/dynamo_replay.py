@@ -1,6 +1,8 @@
 """Serve a trace in virtual time by this kit and by Dynamo's offline replay (ai-dynamo-runtime 1.6.1), side by side::
 
-    python -m benchmarks.dynamo_replay conversation_trace.jsonl --requests 1000 --replicas 4
+    python -m benchmarks.dynamo_replay conversation_trace.jsonl
+    python -m benchmarks.dynamo_replay conversation_trace.jsonl kv --event-lag-ms 0 --event-lag-ms 1000
+    python -m benchmarks.dynamo_replay conversation_trace.jsonl rules
 
 Both get the same arrivals, rounded to milliseconds, the same pool and the same cost: that of Dynamo's mocker, which
 ``MockerCost`` computes from what the kit's scheduler has batched. Both are first come first served, count decodes in
@@ -16,16 +18,20 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
+from observability.routing import KvRouter, SpeculativeEntries
 
+from benchmarks.dynamo_rules import DynamoRules
 from scheduler_components.simulation import (
     CostModel,
     ReplicaConfig,
     RoundRobin,
+    Router,
     Simulation,
     SimulationConfig,
     SimulationReport,
@@ -35,7 +41,25 @@ from scheduler_components.simulation import (
 )
 from scheduler_components.values import BatchShape, ScheduledBatch
 
-__all__ = ["has_dynamo_replay", "replay_in_dynamo", "serve_in_kit", "write_arrivals"]
+__all__ = [
+    "KIT_ROUTERS",
+    "MockerCost",
+    "RULES",
+    "Row",
+    "Setup",
+    "as_table",
+    "compare_kv_routers",
+    "compare_round_robin",
+    "compare_rules",
+    "engine_args",
+    "figures_of",
+    "figures_of_dynamo",
+    "has_dynamo_replay",
+    "replay_in_dynamo",
+    "replica_config",
+    "serve_in_kit",
+    "write_arrivals",
+]
 
 _BLOCK_TOKENS = 512
 
@@ -105,10 +129,19 @@ def replica_config(*, page_size: int, kv_tokens: int) -> ReplicaConfig:
     )
 
 
-def serve_in_kit(requests: Sequence[TraceRequest], config: ReplicaConfig, num_replicas: int) -> SimulationReport:
-    """Serve requests by this kit, in turns."""
+def serve_in_kit(
+    requests: Sequence[TraceRequest],
+    config: ReplicaConfig,
+    num_replicas: int,
+    *,
+    router: Router | None = None,
+    event_lag_s: float = 0.0,
+) -> SimulationReport:
+    """Serve requests by this kit, in turns or by another router."""
     simulation = Simulation(
-        config=SimulationConfig(replica=config, num_replicas=num_replicas), router=RoundRobin(), arrivals=requests
+        config=SimulationConfig(replica=config, num_replicas=num_replicas, event_lag_s=event_lag_s),
+        router=router or RoundRobin(),
+        arrivals=requests,
     )
     for _ in simulation.run():
         pass
@@ -130,43 +163,218 @@ def engine_args(config: ReplicaConfig) -> dict[str, object]:
     }
 
 
-def replay_in_dynamo(trace: Path, arguments: Mapping[str, object], num_replicas: int) -> Mapping[str, Any]:
-    """Serve a trace by Dynamo's replay, in turns; return its summary."""
-    replay = importlib.import_module("dynamo._core").run_mocker_trace_replay
-    found = replay(
+def replay_in_dynamo(
+    trace: Path,
+    arguments: Mapping[str, object],
+    num_replicas: int,
+    *,
+    router_mode: str = "round_robin",
+    event_lag_ms: float = 0.0,
+    router_options: Mapping[str, object] | None = None,
+) -> Mapping[str, Any]:
+    """Serve a trace by Dynamo's replay, in turns or by its KV router; return its summary.
+
+    Args:
+        trace: what ``write_arrivals`` wrote.
+        arguments: of the mocker (``engine_args``).
+        num_replicas: workers.
+        router_mode: ``round_robin`` or ``kv_router``.
+        event_lag_ms: from a worker's KV events to the router.
+        router_options: arguments of ``KvRouterConfig``.
+    """
+    dynamo, options = importlib.import_module("dynamo._core"), dict[str, object]()
+    if router_mode == "kv_router":
+        options["kv_event_lag_ms"] = event_lag_ms
+        config = importlib.import_module("dynamo.llm").KvRouterConfig
+        options["router_config"] = config(**(router_options or {}))
+    found = dynamo.run_mocker_trace_replay(
         [str(trace)],
         extra_engine_args=arguments,
         num_workers=num_replicas,
         replay_mode="offline",
-        router_mode="round_robin",
+        router_mode=router_mode,
         trace_block_size=_BLOCK_TOKENS,
+        **options,
     )
     return dict(found.summary)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What one of both measured, next to each other in a table.
+
+    Attributes:
+        who: the simulation and its router.
+        event_lag_ms, kv_tokens: what was set.
+        figures: by name, one value per run.
+        wall_s: seconds per run.
+    """
+
+    who: str
+    event_lag_ms: float
+    kv_tokens: int
+    figures: dict[str, list[float]]
+    wall_s: list[float]
+
+
+COLUMNS = {
+    "hit_rate": ("hit rate", 100.0, "%"),
+    "ttft_mean_ms": ("TTFT mean", 1e-3, "s"),
+    "ttft_p50_ms": ("TTFT p50", 1e-3, "s"),
+    "ttft_p99_ms": ("TTFT p99", 1e-3, "s"),
+    "tpot_mean_ms": ("TPOT mean", 1.0, "ms"),
+    "output_tokens_per_s": ("output", 1.0, "tokens/s"),
+}
+"""Columns of the table: heading, factor and unit of a figure."""
+
+KIT_ROUTERS: dict[str, Callable[[ReplicaConfig], Router]] = {
+    "Dynamo's rules": lambda config: DynamoRules(page_size=config.page_size),
+    "Dynamo's rules and speculation": lambda config: DynamoRules(page_size=config.page_size, speculates=True),
+    "KvRouter without speculation": lambda config: KvRouter(
+        page_size=config.page_size, speculative=SpeculativeEntries(ttl_s=1e-9)
+    ),
+    "KvRouter": lambda config: KvRouter(page_size=config.page_size),
+}
+"""Routers of the kit that stand next to Dynamo's KV router."""
+
+RULES: dict[str, tuple[dict[str, object], dict[str, Any]]] = {
+    "all rules": ({}, {}),
+    "no overlap": ({"overlap_score_credit": 0.0}, {"overlap_credit": 0.0}),
+    "no queued tokens": ({"router_track_prefill_tokens": False}, {"counts_queued": False}),
+    "no decode blocks": ({"router_track_active_blocks": False}, {"counts_decode": False}),
+}
+"""Rules that are switched off in both: options of Dynamo's ``KvRouterConfig``, and arguments of ``DynamoRules``."""
+
+
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What both serve.
+
+    Attributes:
+        requests, trace: the arrivals, in memory and in a file.
+        config: of each replica.
+        num_replicas: of both.
+        num_runs: of Dynamo's KV router, which decides equal costs by chance.
+    """
+
+    requests: Sequence[TraceRequest]
+    trace: Path
+    config: ReplicaConfig
+    num_replicas: int
+    num_runs: int = 1
+
+    def run_dynamo(
+        self, who: str, *, router_mode: str, event_lag_ms: float = 0.0, options: Mapping[str, object] | None = None
+    ) -> list[Row]:
+        """Return a row of Dynamo's replay; no row if it is not installed."""
+        if not has_dynamo_replay():
+            return []
+        found, wall_s = [], []
+        for _ in range(self.num_runs if router_mode == "kv_router" else 1):
+            begun_s = time.perf_counter()
+            summary = replay_in_dynamo(
+                self.trace,
+                engine_args(self.config),
+                self.num_replicas,
+                router_mode=router_mode,
+                event_lag_ms=event_lag_ms,
+                router_options=options,
+            )
+            wall_s.append(time.perf_counter() - begun_s)
+            found.append(figures_of_dynamo(summary))
+        return [_row(f"Dynamo: {who}", event_lag_ms, self.config, found, wall_s)]
+
+    def run_kit(self, who: str, router: Router, *, event_lag_ms: float = 0.0) -> Row:
+        """Return a row of this kit's simulation."""
+        begun_s = time.perf_counter()
+        report = serve_in_kit(
+            self.requests, self.config, self.num_replicas, router=router, event_lag_s=event_lag_ms / 1e3
+        )
+        wall_s = time.perf_counter() - begun_s
+        return _row(f"kit: {who}", event_lag_ms, self.config, [figures_of(report)], [wall_s])
+
+
+def compare_round_robin(setup: Setup) -> list[Row]:
+    """Serve the requests in turns by both."""
+    return [*setup.run_dynamo("round robin", router_mode="round_robin"), setup.run_kit("round robin", RoundRobin())]
+
+
+def compare_kv_routers(setup: Setup, event_lag_ms: float) -> list[Row]:
+    """Serve the requests by Dynamo's KV router and by those of the kit."""
+    rows = setup.run_dynamo("kv_router", router_mode="kv_router", event_lag_ms=event_lag_ms)
+    return rows + [
+        setup.run_kit(who, make(setup.config), event_lag_ms=event_lag_ms) for who, make in KIT_ROUTERS.items()
+    ]
+
+
+def compare_rules(setup: Setup) -> list[Row]:
+    """Serve the requests by Dynamo's rules in both, all of them and with one switched off."""
+    rows = []
+    for who, (options, arguments) in RULES.items():
+        rows += setup.run_dynamo(who, router_mode="kv_router", options=options)
+        rows.append(setup.run_kit(who, DynamoRules(page_size=setup.config.page_size, **arguments)))
+    return rows
+
+
+def _row(
+    who: str, event_lag_ms: float, config: ReplicaConfig, found: Sequence[Mapping[str, float]], wall_s: list[float]
+) -> Row:
+    figures = {name: [each[name] for each in found] for name in COLUMNS}
+    return Row(who, event_lag_ms, config.kv_tokens, figures, wall_s)
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """Return rows as a Markdown table. A cell with several runs shows the least and the largest value."""
+    headings = ["router", "lag", "pool", *(f"{name} ({unit})" for name, _, unit in COLUMNS.values()), "run (s)"]
+    lines = [" | ".join(headings), " | ".join("---" for _ in headings)]
+    for row in rows:
+        cells = [_cell([factor * value for value in row.figures[name]]) for name, (_, factor, _) in COLUMNS.items()]
+        pool = f"{row.kv_tokens:,}"
+        lines.append(" | ".join([row.who, f"{row.event_lag_ms:g} ms", pool, *cells, _cell([min(row.wall_s)])]))
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def _cell(values: Sequence[float]) -> str:
+    least, most = (f"{value:,.0f}" if value >= 100 else f"{value:.3f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("trace", type=Path)
+    parser.add_argument("what", nargs="?", choices=["round-robin", "kv", "rules"], default="round-robin")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--kv-tokens", type=int, action="append", help="pool per replica; repeat it to compare")
+    parser.add_argument("--event-lag-ms", type=float, action="append", help="repeat it to compare")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs of Dynamo's router, which decides equal costs by chance"
+    )
     options = parser.parse_args()
-    config = replica_config(page_size=options.page_size, kv_tokens=options.kv_tokens)
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arrivals.jsonl"
         requests = write_arrivals(list(open_trace(options.trace, limit=options.requests)), path)
-        begun_s = time.perf_counter()
-        report = serve_in_kit(requests, config, options.replicas)
-        ours_s = time.perf_counter() - begun_s
-        begun_s = time.perf_counter()
-        summary = replay_in_dynamo(path, engine_args(config), options.replicas)
-        theirs_s = time.perf_counter() - begun_s
-    sys.stdout.write(f"this kit, {ours_s:.2f} s: {json.dumps(_figures(report))}\n")
-    sys.stdout.write(f"Dynamo, {theirs_s:.2f} s: {json.dumps(_figures_of_dynamo(summary))}\n")
+        for kv_tokens in options.kv_tokens or [1 << 20]:
+            setup = Setup(
+                requests=requests,
+                trace=path,
+                config=replica_config(page_size=options.page_size, kv_tokens=kv_tokens),
+                num_replicas=options.replicas,
+                num_runs=options.runs,
+            )
+            if options.what == "round-robin":
+                rows += compare_round_robin(setup)
+            elif options.what == "rules":
+                rows += compare_rules(setup)
+            else:
+                for event_lag_ms in options.event_lag_ms or [0.0]:
+                    rows += compare_kv_routers(setup, event_lag_ms)
+    sys.stdout.write(as_table(rows))
 
 
-def _figures(report: SimulationReport) -> dict[str, float]:
+def figures_of(report: SimulationReport) -> dict[str, float]:
+    """Return the figures of a report that Dynamo has, too."""
     return {
         "finished": report.num_finished,
         "duration_s": report.duration_s,
@@ -178,11 +386,11 @@ def _figures(report: SimulationReport) -> dict[str, float]:
         "tpot_p50_ms": 1e3 * report.tpot_s.p50,
         "e2e_mean_ms": 1e3 * report.e2e_s.mean,
         "output_tokens_per_s": report.output_tokens_per_s,
-        "preemptions": report.num_retractions,
     }
 
 
-def _figures_of_dynamo(summary: Mapping[str, Any]) -> dict[str, float]:
+def figures_of_dynamo(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the same figures of Dynamo's summary."""
     return {
         "finished": summary["completed_requests"],
         "duration_s": 1e-3 * summary["duration_ms"],

@@ -1,0 +1,103 @@
+"""Simulate a whole trace in a process of its own, and print what it took as JSON::
+
+    python -m benchmarks.simulation_process conversation_trace.jsonl --replicas 64 --router kv
+
+It is ``scheduler-components simulate trace`` without a report page, with the peak of its memory. Linux and macOS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from observability.routing import KvRouter
+from scheduler_components.simulation import (
+    LeastLoaded,
+    ReplicaConfig,
+    RoundRobin,
+    Router,
+    Simulation,
+    SimulationConfig,
+    check_trace,
+    open_trace,
+)
+
+__all__ = ["ROUTERS", "SimulationCost", "measure_simulation"]
+
+_ROOT = Path(__file__).parent.parent
+_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
+
+ROUTERS: dict[str, Callable[[ReplicaConfig], Router]] = {
+    "round-robin": lambda _: RoundRobin(),
+    "least-loaded": lambda _: LeastLoaded(),
+    "kv": lambda config: KvRouter(page_size=config.page_size),
+}
+"""Routers by their names on the command line."""
+
+
+class SimulationCost(msgspec.Struct, frozen=True):
+    """What a run took, and what it found.
+
+    Attributes:
+        wall_s, cpu_s: of the process, without its start.
+        peak_bytes: of its resident memory.
+        num_finished: requests.
+        simulated_s, hit_rate, ttft_p50_s: from the report.
+    """
+
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    num_finished: int
+    simulated_s: float
+    hit_rate: float
+    ttft_p50_s: float
+
+
+def measure_simulation(trace: Path, *, num_replicas: int, router: str) -> SimulationCost:
+    """Simulate all requests of a trace in a new process."""
+    command = [sys.executable, "-m", "benchmarks.simulation_process", str(trace)]
+    options = ["--replicas", str(num_replicas), "--router", router]
+    done = subprocess.run([*command, *options], stdout=subprocess.PIPE, cwd=_ROOT, check=True)
+    return msgspec.json.decode(done.stdout, type=SimulationCost)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--router", choices=sorted(ROUTERS), default="least-loaded")
+    options = parser.parse_args()
+    config = SimulationConfig(num_replicas=options.replicas)
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    check_trace(options.trace, limit=options.requests)
+    simulation = Simulation(
+        config=config,
+        router=ROUTERS[options.router](config.replica),
+        arrivals=open_trace(options.trace, limit=options.requests),
+    )
+    for _ in simulation.run():
+        pass
+    report = simulation.report()
+    cost = SimulationCost(
+        wall_s=time.perf_counter() - wall_s,
+        cpu_s=time.process_time() - cpu_s,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT,
+        num_finished=report.num_finished,
+        simulated_s=report.duration_s,
+        hit_rate=report.hit_rate["device"],
+        ttft_p50_s=report.ttft_s.p50,
+    )
+    sys.stdout.write(msgspec.json.encode(cost).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The statements of docs/explanation/next-to-dynamo.md, where Dynamo's replay is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.dynamo_replay import (
+    KIT_ROUTERS,
+    RULES,
+    Row,
+    as_table,
+    engine_args,
+    figures_of,
+    figures_of_dynamo,
+    replay_in_dynamo,
+    replica_config,
+    serve_in_kit,
+    write_arrivals,
+)
+from benchmarks.dynamo_rules import DynamoRules
+from scheduler_components.simulation import ConversationWorkload, TraceRequest, generate_conversations
+
+core: Any = pytest.importorskip("dynamo._core", reason="needs ai-dynamo-runtime: pip install ai-dynamo-runtime==1.6.1")
+
+PAGE = 64
+CONFIG = replica_config(page_size=PAGE, kv_tokens=1 << 17)
+WORKLOAD = ConversationWorkload(
+    num_requests=80,
+    seed=5,
+    conversations_per_s=6.0,
+    mean_think_s=1.5,
+    mean_message_tokens=2_000.0,
+    mean_output_tokens=60.0,
+    num_system_prompts=3,
+)
+
+
+@pytest.fixture(scope="module")
+def arrivals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[TraceRequest]]:
+    path = tmp_path_factory.mktemp("trace") / "arrivals.jsonl"
+    return path, write_arrivals(list(generate_conversations(WORKLOAD)), path)
+
+
+def assert_equal_figures(ours: dict[str, float], theirs: dict[str, float]) -> None:
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_both_serve_in_turns_alike(arrivals: tuple[Path, list[TraceRequest]]) -> None:
+    path, requests = arrivals
+    ours = figures_of(serve_in_kit(requests, CONFIG, 3))
+    theirs = figures_of_dynamo(replay_in_dynamo(path, engine_args(CONFIG), 3))
+    assert ours["hit_rate"] > 0.05
+    assert_equal_figures(ours, theirs)
+
+
+@pytest.mark.parametrize("event_lag_ms", [0.0, 300.0])
+@pytest.mark.parametrize("rules", RULES)
+def test_the_rules_of_its_router_give_its_figures(
+    arrivals: tuple[Path, list[TraceRequest]], rules: str, event_lag_ms: float
+) -> None:
+    """No decision here is between equal costs of replicas that differ, so nothing is left to chance."""
+    path, requests = arrivals
+    options, arguments = RULES[rules]
+    router = DynamoRules(page_size=PAGE, **arguments)
+    ours = serve_in_kit(requests, CONFIG, 3, router=router, event_lag_s=event_lag_ms / 1e3)
+    theirs = replay_in_dynamo(
+        path,
+        engine_args(CONFIG),
+        3,
+        router_mode="kv_router",
+        event_lag_ms=event_lag_ms,
+        router_options=options,
+    )
+    assert router.num_unequal_ties == 0
+    assert_equal_figures(figures_of(ours), figures_of_dynamo(theirs))
+
+
+def test_it_decides_equal_costs_by_chance(tmp_path: Path) -> None:
+    """Two prompts without a common block, the second one when all workers are idle again: it goes anywhere."""
+    path = tmp_path / "two.jsonl"
+    lines = [
+        {"timestamp": at_ms, "input_length": 512, "output_length": 1, "hash_ids": [each]}
+        for each, at_ms in enumerate([0, 10_000])
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    together = set()
+    for _ in range(100):
+        found = core.run_mocker_trace_replay(
+            [str(path)],
+            extra_engine_args=engine_args(CONFIG),
+            num_workers=2,
+            router_mode="kv_router",
+            trace_block_size=512,
+            capture_per_request=True,
+        )
+        first, second = (each["decode_worker_idx"] for each in found.per_request)
+        together.add(first == second)
+    assert together == {True, False}, "by chance in one of 2**99 runs of this test"
+
+
+def rows_of(names: Sequence[str]) -> list[Row]:
+    return [Row(name, 0.0, 1 << 20, {"hit_rate": [0.1, 0.2]}, [1.5]) for name in names]
+
+
+def test_a_cell_shows_the_range_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.dynamo_replay.COLUMNS", {"hit_rate": ("hit rate", 100.0, "%")})
+    lines = as_table(rows_of(KIT_ROUTERS)).splitlines()
+    assert lines[0] == "| router | lag | pool | hit rate (%) | run (s) |"
+    assert lines[2] == "| Dynamo's rules | 0 ms | 1,048,576 | 10.000 to 20.000 | 1.500 |"
