@@ -24,9 +24,9 @@ from typing import Any
 
 import attrs
 import msgspec
-from observability.routing import KvRouter, SpeculativeEntries
 
 from benchmarks.dynamo_rules import DynamoRules
+from observability.routing import KvRouter, SpeculativeEntries
 from scheduler_components.simulation import (
     CostModel,
     ReplicaConfig,
