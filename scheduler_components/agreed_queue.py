@@ -5,20 +5,26 @@ its own copy, and some ranks are ready earlier than others. If each rank admitte
 ready, the ranks would compute different batches from that step on. The same holds for a failure that only one rank has,
 and for a timeout that each rank compares with its own clock.
 
-**Facts and decisions.** A rank reports the facts that it alone knows: ``on_ready`` and ``on_failed``. They change
-nothing but its next proposal. The decisions follow from the agreed values, which are equal on all ranks:
+**Facts and decisions.** A rank reports the facts that it alone knows: ``on_ready``, ``on_failed`` and ``on_error``.
+They change nothing but its next proposal. The decisions follow from the agreed values, which are equal on all ranks:
 
 | a request leaves as | when |
 | --- | --- |
-| ``failed`` | one rank has failed |
+| ``failed`` | one rank reports that the request asks for something impossible |
+| ``error`` | one rank has an error of its own, and none reports that the request is impossible |
 | ``ready`` | all ranks are ready |
-| ``expired`` | its time limit has passed on the agreed clock, and in its lane neither of the above holds |
+| ``expired`` | its time limit has passed on the agreed clock, and none of the above holds in a lane |
 
-**Lanes.** A proposal has the same slots in every step, so a fixed number of requests can be asked about: the oldest
-``num_lanes`` of those that wait. Each lane is one ``min`` slot with ``FAILED < WAITING < READY``. The minimum over all
-ranks is then ``FAILED`` if one rank has failed, and ``READY`` if all are ready. The requests behind the lanes move up
-when others leave. Until then only an abort, their time limit or ``depart`` ends their wait. The facts about them are
+**Lanes.** A proposal has the same slots in every step, so a fixed number of requests can be asked about: ``num_lanes``
+of those that wait. Each lane is one ``min`` slot with ``FAILED < ERROR < WAITING < READY``. The minimum over all ranks
+is then ``FAILED`` if one rank has failed, and ``READY`` if all are ready. The facts about requests behind the lanes are
 kept.
+
+**Turns.** Requests have the lanes in turns: those that were asked about and do not leave go behind the others, in their
+order. With W requests that wait, each is asked about in one of W / ``num_lanes`` consecutive steps, rounded up, so slow
+requests delay ready ones by no more than that. Whose turn it is follows from the calls and agreed values alone. If
+nothing but the oldest requests can have a fact, ``in_turns=False`` leaves the lanes to the oldest. A request behind the
+lanes ends its wait by an abort, its time limit or ``depart`` only.
 
 **One order, exactly once.** Requests that depart in one step do so in the order in which they were added. ``add`` and
 ``cancel`` are calls that every rank makes between the same two steps, so all ranks have the same requests in the same
@@ -29,9 +35,9 @@ request is returned by ``pop_departures`` once. A request that was cancelled bef
 which is counted from the first agreement after ``add`` (see ``StepAgreement``). A replica with waiting requests must
 therefore take steps, even if it computes nothing.
 
-**The digest.** An ``equal`` slot carries a digest of all additions, cancellations and departures. A rank that missed
-one of them has other requests in its lanes, and all ranks raise a ``QueueDivergenceError`` in the next agreement,
-before a value of one request is applied to another.
+**The digest.** An ``equal`` slot carries a digest of all additions, cancellations, departures and turns. A rank that
+missed one of them has other requests in its lanes, and all ranks raise a ``QueueDivergenceError`` in the next
+agreement, before a value of one request is applied to another.
 
 The invariant: after agreement n all ranks have the same requests in the same order and have returned the same
 departures.
@@ -42,7 +48,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
+from operator import attrgetter
 from typing import Generic, Literal, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -57,10 +64,12 @@ __all__ = ["AgreedQueue", "Departure", "DepartureReason"]
 
 T = TypeVar("T")
 
-DepartureReason: TypeAlias = Literal["ready", "failed", "expired"]
+DepartureReason: TypeAlias = Literal["ready", "failed", "error", "expired"]
 
-_FAILED, _WAITING, _READY = 0, 1, 2
+_FAILED, _ERROR, _WAITING, _READY = 0, 1, 2, 3
 _FAILED_ELSEWHERE = "failed on another rank"
+_AGE = attrgetter("number")
+_REASONS: dict[int, DepartureReason] = {_FAILED: "failed", _ERROR: "error", _READY: "ready"}
 
 
 class Departure(msgspec.Struct, Generic[T], frozen=True):
@@ -70,6 +79,7 @@ class Departure(msgspec.Struct, Generic[T], frozen=True):
         rid, item: as given to ``AgreedQueue.add``.
         reason: why it left. Aborted requests leave through ``AgreedQueue.cancel`` and have no departure.
         problem: why it failed on this rank, ``"failed on another rank"``, or which limit expired; empty if it is ready.
+            After an ``error`` the request itself may be right.
     """
 
     rid: str
@@ -80,8 +90,9 @@ class Departure(msgspec.Struct, Generic[T], frozen=True):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Wait(Generic[T]):
-    """One waiting request. Only ``fact`` and ``problem`` differ between ranks."""
+    """One waiting request, with its place in the order of additions. Only ``fact`` and ``problem`` differ by rank."""
 
+    number: int
     rid: str
     item: T
     timeout_s: float
@@ -97,8 +108,9 @@ class AgreedQueue(Generic[T]):
     Attributes:
         name: prefix of its slots, unique among the parts of a step's agreement.
         max_wait_s: how long a request waits, unless ``add`` says otherwise; infinite for no limit.
-        num_lanes: how many of the oldest requests are asked about in each step; the same on all ranks.
+        num_lanes: how many requests are asked about in each step; the same on all ranks.
         max_waiting: how many requests may wait.
+        in_turns: whether requests have the lanes in turns; otherwise the oldest have them until they leave.
         decisions: where it notes who enters and who leaves.
     """
 
@@ -106,8 +118,10 @@ class AgreedQueue(Generic[T]):
     max_wait_s: float = math.inf
     num_lanes: int = 16
     max_waiting: int = 1024
+    in_turns: bool = True
     decisions: DecisionSink = field(default_factory=NullDecisionLog)
-    _waits: dict[str, _Wait[T]] = field(default_factory=dict, init=False, repr=False)
+    _waits: dict[str, _Wait[T]] = field(default_factory=dict, init=False, repr=False)  # the next in the lanes first
+    _numbers: count[int] = field(default_factory=count, init=False, repr=False)
     _departures: dict[str, Departure[T]] = field(default_factory=dict, init=False, repr=False)
     _new: list[_Wait[T]] = field(default_factory=list, init=False, repr=False)
     _next_deadline_s: float = field(default=math.inf, init=False)  # a lower bound
@@ -129,7 +143,7 @@ class AgreedQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yield the waiting items in the order in which they were added."""
-        return (wait.item for wait in self._waits.values())
+        return (wait.item for wait in sorted(self._waits.values(), key=_AGE))
 
     @property
     def next_deadline_s(self) -> float:
@@ -152,7 +166,8 @@ class AgreedQueue(Generic[T]):
         if len(self._waits) >= self.max_waiting:
             self._counts.refused += 1
             return False
-        wait = _Wait(rid=rid, item=item, timeout_s=self.max_wait_s if timeout_s is None else timeout_s)
+        timeout_s = self.max_wait_s if timeout_s is None else timeout_s
+        wait = _Wait(number=next(self._numbers), rid=rid, item=item, timeout_s=timeout_s)
         self._waits[rid] = wait
         self._new.append(wait)
         self._record("add", rid)
@@ -167,13 +182,24 @@ class AgreedQueue(Generic[T]):
         self._report(rid, _READY)
 
     def on_failed(self, rid: str, problem: str) -> None:
-        """Record that this rank cannot prepare what a request waits for, under the conditions of ``on_ready``.
+        """Record that no rank can prepare what a request asks for, under the conditions of ``on_ready``.
 
         Args:
             rid: id of the request.
             problem: why, as one sentence for the client.
         """
         self._report(rid, _FAILED, problem)
+
+    def on_error(self, rid: str, problem: str) -> None:
+        """Record that this rank failed to prepare what a request asks for, though the request may be right.
+
+        The conditions are those of ``on_ready``.
+
+        Args:
+            rid: id of the request.
+            problem: why, as one sentence for the client.
+        """
+        self._report(rid, _ERROR, problem)
 
     def cancel(self, rid: str) -> T | None:
         """Remove a request and return its item; None if it neither waits nor departs.
@@ -230,18 +256,19 @@ class AgreedQueue(Generic[T]):
             wait.deadline_s = now_s + wait.timeout_s
             self._next_deadline_s = min(self._next_deadline_s, wait.deadline_s)
         self._new.clear()
-        facts = {wait.rid: agreed.numbers[name] for name, wait in zip(names[1:], self._in_lanes(), strict=False)}
+        asked = list(self._in_lanes())
+        facts = {wait.rid: agreed.numbers[name] for name, wait in zip(names[1:], asked, strict=False)}
         is_due = now_s >= self._next_deadline_s
-        for wait in list(self._waits.values() if is_due else self._in_lanes()):
+        for wait in sorted(self._waits.values() if is_due else asked, key=_AGE):
             fact = facts.get(wait.rid, _WAITING)
-            if fact == _FAILED:
-                self._depart(wait, "failed", wait.problem or _FAILED_ELSEWHERE)
-            elif fact == _READY:
-                self._depart(wait, "ready")
+            if fact != _WAITING:
+                self._depart(wait, _REASONS[fact], wait.problem if wait.fact == fact else _FAILED_ELSEWHERE)
             elif now_s >= wait.deadline_s:
                 self._depart(wait, "expired", f"waited longer than {wait.timeout_s:g} s")
         if is_due or not self._waits:
             self._next_deadline_s = min((wait.deadline_s for wait in self._waits.values()), default=math.inf)
+        if self.in_turns and len(self._waits) > self.num_lanes:
+            self._pass_lanes_on(asked)
 
     def pop_departures(self) -> Sequence[Departure[T]]:
         """Return the requests that have left since the last call, in the order in which they were added."""
@@ -257,6 +284,13 @@ class AgreedQueue(Generic[T]):
     def _in_lanes(self) -> Iterator[_Wait[T]]:
         return islice(self._waits.values(), self.num_lanes)
 
+    def _pass_lanes_on(self, asked: Sequence[_Wait[T]]) -> None:
+        """Move those requests that were asked about behind the others."""
+        for wait in asked:
+            if wait.rid in self._waits:
+                self._waits[wait.rid] = self._waits.pop(wait.rid)
+                self._digest = crc32(wait.rid.encode(errors="surrogatepass"), self._digest)
+
     def _report(self, rid: str, fact: int, problem: str = "") -> None:
         wait = self._waits.get(rid)
         if wait is None:
@@ -267,7 +301,8 @@ class AgreedQueue(Generic[T]):
     def _depart(self, wait: _Wait[T], reason: DepartureReason, problem: str = "") -> None:
         del self._waits[wait.rid]
         self._departures[wait.rid] = Departure(wait.rid, wait.item, reason, problem)
-        setattr(self._counts, reason, getattr(self._counts, reason) + 1)
+        counter = "failed" if reason == "error" else reason
+        setattr(self._counts, counter, getattr(self._counts, counter) + 1)
         self._record(reason, wait.rid)
 
     def _record(self, what: str, rid: str) -> None:

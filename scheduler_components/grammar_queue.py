@@ -3,8 +3,9 @@
 Each rank compiles each grammar, because each rank masks its logits. The threads end at different moments, one rank may
 have the grammar in its cache, and one may fail alone. So "compiled" is a fact of one rank and decides nothing. The
 ``AgreedQueue`` releases a request in the step in which all ranks have its grammar. It refuses the request in the step
-in which one rank reports a failure. Time limits compare with the agreed time. A grammar from the cache takes the same
-way, which costs its request the rest of a step, unless 16 older requests still wait for theirs.
+in which one rank reports that its source is no grammar, and fails it if the backend of a rank has an error. Time limits
+compare with the agreed time. A grammar from the cache takes the same way, which costs its request the rest of a step,
+or a few steps if more than 16 requests wait.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ class CompileResult(msgspec.Struct, frozen=True):
         rid: the request.
         grammar: the compiled grammar; None if it cannot be compiled.
         problem: why not, in one sentence.
+        is_error: the backend failed, so the source may be right.
     """
 
     rid: str
     grammar: CompiledGrammar | None
     problem: str = ""
+    is_error: bool = False
 
 
 class GrammarCompiler(Protocol):
@@ -132,7 +135,8 @@ class GrammarQueue(Generic[R]):
             request = self._compiling.pop(result.rid)
             if result.grammar is None:
                 assert request.grammar_key is not None
-                self.queue.on_failed(result.rid, f"{request.grammar_key.kind}: {result.problem}")
+                report = self.queue.on_error if result.is_error else self.queue.on_failed
+                report(result.rid, f"{request.grammar_key.kind}: {result.problem}")
             else:
                 request.grammar = RequestGrammar(result.grammar, num_prompt_tokens=request.num_prompt_tokens)
                 self.queue.on_ready(result.rid)

@@ -230,11 +230,12 @@ class LoraQueue(Generic[R]):
     def __post_init__(self) -> None:
         limits = self.limits
         self.queue = AgreedQueue(name="lora", max_wait_s=limits.max_wait_s, max_waiting=limits.max_waiting)
-        # An adapter wanted earlier is loaded earlier, so those that are being loaded are in the lanes.
+        # An adapter wanted earlier is loaded earlier, so the oldest are those that are being loaded.
         self._loads = AgreedQueue(
             name="lora load",
             max_wait_s=limits.max_wait_s,
             num_lanes=limits.max_loaded,
+            in_turns=False,
             max_waiting=limits.max_registered + limits.max_loaded,
         )
 

@@ -38,8 +38,12 @@ class _Outcome(msgspec.Struct, frozen=True):
     """What a compilation returned."""
 
     grammar: CompiledGrammar | None
-    problem: str
-    duration_s: float
+    problem: str = ""
+    duration_s: float = 0.0
+    is_error: bool = False
+
+    def result_for(self, rid: str) -> CompileResult:
+        return CompileResult(rid, self.grammar, self.problem, self.is_error)
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class ThreadGrammarCompiler:
 
     Attributes:
         open_backend: opens the backend at the first compilation, on the worker: reading a tokenizer may take seconds.
-            If it raises, every grammar fails with its text.
+            If it raises, every compilation is an error with its text.
         max_cached: grammars that are kept; the one used least recently is dropped first. A JSON schema takes 0.1 to
             some megabytes.
         clock: monotonic seconds, for statistics.
@@ -76,7 +80,8 @@ class ThreadGrammarCompiler:
     max_cached: int = 128
     clock: Callable[[], float] = time.monotonic
     _worker: ThreadPoolExecutor = field(default_factory=_one_worker, init=False, repr=False)  # starts with its work
-    _backend: GrammarBackend | GrammarError | None = field(default=None, init=False, repr=False)  # the worker's
+    _backend: GrammarBackend | None = field(default=None, init=False, repr=False)  # the worker's
+    _open_problem: str = field(default="", init=False, repr=False)  # the worker's
     _jobs: dict[GrammarKey, _Job] = field(default_factory=dict, init=False, repr=False)
     _cache: OrderedDict[GrammarKey, _Outcome] = field(default_factory=OrderedDict, init=False, repr=False)
     _hits: list[CompileResult] = field(default_factory=list, init=False, repr=False)  # found in the cache
@@ -89,7 +94,7 @@ class ThreadGrammarCompiler:
     def start(self, rid: str, key: GrammarKey) -> None:
         if (known := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            self._hits.append(CompileResult(rid, known.grammar, known.problem))
+            self._hits.append(known.result_for(rid))
             self._count(cache_hits=1)
         elif (job := self._jobs.get(key)) is not None:
             job.rids.append(rid)
@@ -102,7 +107,7 @@ class ThreadGrammarCompiler:
         for key, job in [each for each in self._jobs.items() if each[1].future.done()]:
             del self._jobs[key]
             outcome = self._outcome_of(job.future, key)
-            results += (CompileResult(rid, outcome.grammar, outcome.problem) for rid in job.rids)
+            results += map(outcome.result_for, job.rids)
         return results
 
     def cancel(self, rid: str) -> None:
@@ -125,22 +130,24 @@ class ThreadGrammarCompiler:
     def _compile(self, key: GrammarKey) -> _Outcome:
         """Compile on the worker."""
         started_s = self.clock()
+        backend = self._opened()
+        if backend is None:
+            return _Outcome(None, self._open_problem, is_error=True)
         grammar, problem = None, ""
         try:
-            grammar = self._opened().compile(key)
+            grammar = backend.compile(key)
         except GrammarError as error:
             problem = str(error)
         return _Outcome(grammar, problem, self.clock() - started_s)
 
-    def _opened(self) -> GrammarBackend:
-        if self._backend is None:
+    def _opened(self) -> GrammarBackend | None:
+        """Return the backend. None if it cannot be opened, which is tried once."""
+        if self._backend is None and not self._open_problem:
             try:
                 self._backend = self.open_backend()
             except Exception as error:
                 logger.exception("the grammar backend cannot be opened")
-                self._backend = GrammarError(f"this engine cannot compile grammars ({first_line(error)})")
-        if isinstance(self._backend, GrammarError):
-            raise self._backend
+                self._open_problem = f"this engine cannot compile grammars ({first_line(error)})"
         return self._backend
 
     def _outcome_of(self, future: Future[_Outcome], key: GrammarKey) -> _Outcome:
@@ -149,7 +156,7 @@ class ThreadGrammarCompiler:
         if error is not None:
             self._failures.failed(_COMPILING, error)
             self._count(failed=1)
-            return _Outcome(None, f"the compiler failed with {type(error).__name__}", 0.0)
+            return _Outcome(None, f"the compiler failed with {type(error).__name__}", is_error=True)
         self._failures.succeeded(_COMPILING)
         outcome = future.result()
         self._count(compiled=outcome.grammar is not None, failed=outcome.grammar is None, compile_s=outcome.duration_s)

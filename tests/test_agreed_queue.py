@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kit.agreed_queue_replica import MAX_WAIT_S, Call, Fact, QueueReplica, Turn, turns, worlds
 
 from scheduler_components import ParallelState
-from scheduler_components.agreed_queue import AgreedQueue, Departure
+from scheduler_components.agreed_queue import AgreedQueue, Departure, _Wait
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.errors import QueueDivergenceError
 from scheduler_components.step_agreement import StepAgreement
@@ -26,7 +26,7 @@ from scheduler_components.testing.thread_ranks import run_ranks
 
 TWO_RANKS = ParallelState.from_tp_rank(0, tp_size=2)
 T = TypeVar("T")
-_READY = 2
+_READY = 3
 
 
 class Model:
@@ -34,7 +34,8 @@ class Model:
 
     def __init__(self, num_ranks: int, num_lanes: int, max_waiting: int) -> None:
         self.num_ranks, self.num_lanes, self.max_waiting = num_ranks, num_lanes, max_waiting
-        self.waiting: dict[str, tuple[float, dict[int, bool]]] = {}
+        self.waiting: dict[str, tuple[float, dict[int, str]]] = {}
+        self.lanes: list[str] = []  # who waits, the next in the lanes first
         self.limits: dict[str, float] = {}
         self.now_s = 0.0
 
@@ -42,25 +43,30 @@ class Model:
         self.now_s += turn.seconds
         for call in turn.calls:
             if call.verb == "cancel":
-                self.waiting.pop(call.rid, None)
+                if self.waiting.pop(call.rid, None) is not None:
+                    self.lanes.remove(call.rid)
             elif call.rid not in self.waiting and len(self.waiting) < self.max_waiting:
                 limit_s = MAX_WAIT_S if call.timeout_s is None else call.timeout_s
                 self.waiting[call.rid] = (self.now_s + limit_s, {})
+                self.lanes.append(call.rid)
         for fact in turn.facts:
             if fact.rid in self.waiting:
-                self.waiting[fact.rid][1].setdefault(fact.rank % self.num_ranks, fact.is_ok)
-        left = []
-        for place, (rid, (deadline_s, facts)) in enumerate(list(self.waiting.items())):
-            reason = ""
-            if place < self.num_lanes and False in facts.values():
-                reason = "failed"
-            elif place < self.num_lanes and len(facts) == self.num_ranks:
+                said = "ready" if fact.is_ok else "error" if fact.is_error else "failed"
+                self.waiting[fact.rid][1].setdefault(fact.rank % self.num_ranks, said)
+        asked, left = self.lanes[: self.num_lanes], []
+        for rid, (deadline_s, facts) in list(self.waiting.items()):
+            said = [*facts.values()] if rid in asked else []
+            reason = "expired" if self.now_s >= deadline_s else ""
+            if "failed" in said or "error" in said:
+                reason = "failed" if "failed" in said else "error"
+            elif len(said) == self.num_ranks:
                 reason = "ready"
-            elif self.now_s >= deadline_s:
-                reason = "expired"
             if reason:
                 del self.waiting[rid]
+                self.lanes.remove(rid)
                 left.append((rid, reason))
+        if len(self.lanes) > self.num_lanes:
+            self.lanes.sort(key=asked.__contains__)  # stable: who was asked goes behind the others
         return left
 
 
@@ -81,7 +87,7 @@ def test_every_rank_lets_the_same_requests_go_in_the_same_step(
         assert stats.ready + stats.failed + stats.expired == num_left
     # No wait is without bound: with no fact at all everything leaves.
     for rid, reason in model.step(Turn(seconds=MAX_WAIT_S)):
-        assert reason in ("expired", "ready", "failed"), rid
+        assert reason in ("expired", "ready", "failed", "error"), rid
     replica.step(Turn(seconds=MAX_WAIT_S))
     replica.check()
     assert not len(replica.leader.queue)
@@ -107,6 +113,42 @@ def test_a_failure_of_one_rank_ends_the_wait_on_all_and_says_why_where_it_is_kno
     replica.run([ADD_A, Turn(facts=(Fact(0, "a", True), Fact(1, "a", False), Fact(1, "a", True)))])
     assert replica.leader.departed == [(2, "a", "failed")]
     assert [rank.problems for rank in replica.ranks.values()] == [["failed on another rank"], ["rank 1 cannot"]]
+
+
+def test_an_error_of_one_rank_is_none_of_the_request_unless_another_rank_refuses_it() -> None:
+    replica = QueueReplica(TWO_RANKS)
+    replica.run([ADD_A, Turn(facts=(Fact(0, "a", True), Fact(1, "a", False, is_error=True)))])
+    replica.run([ADD_B, Turn(facts=(Fact(0, "b", False), Fact(1, "b", False, is_error=True)))])
+    assert replica.leader.departed == [(2, "a", "error"), (4, "b", "failed")]
+    assert replica.leader.problems == ["failed on another rank", "rank 0 cannot"]
+    assert replica.ranks[1].problems == ["rank 1 broke", "failed on another rank"]
+    assert replica.leader.queue.stats().failed == 2
+
+
+def test_slow_requests_delay_a_ready_one_by_their_turns_in_the_lanes() -> None:
+    """Forty requests and 16 lanes: each is asked about in one of three steps."""
+    replica = QueueReplica(TWO_RANKS, num_lanes=16, max_waiting=40)
+    rids = [f"r{number}" for number in range(40)]
+    steps = [replica.step(Turn(tuple(Call("add", rid, timeout_s=100.0) for rid in rids), both("r39")))]
+    steps += [replica.step(Turn()) for _ in range(2)]
+    assert [[each.rid for each in left] for left in steps] == [[], [], ["r39"]]
+    replica.run([Turn(facts=both("r20") + both("r3")), Turn(), Turn()])
+    assert {rid: step for step, rid, _ in replica.leader.departed} == {"r39": 3, "r20": 4, "r3": 6}
+
+
+def test_without_turns_the_oldest_have_the_lanes() -> None:
+    queue = AgreedQueue[str](name="q", num_lanes=1, in_turns=False)
+    agreement = StepAgreement(parts=[queue])
+    for rid in ("old", "new"):
+        queue.add(rid, rid)
+    queue.on_ready("new")
+    for step in range(1, 4):
+        agreement.step(step)
+    assert not queue.pop_departures()
+    queue.on_ready("old")
+    agreement.step(4)
+    agreement.step(5)
+    assert [each.rid for each in queue.pop_departures()] == ["old", "new"]
 
 
 def test_a_time_limit_is_counted_from_the_first_agreement_on_the_leading_ranks_clock() -> None:
@@ -203,7 +245,7 @@ def test_ranks_on_threads_see_the_same_departures() -> None:
         queue = AgreedQueue[str](name="grammar", num_lanes=3)
         agreement = StepAgreement(groups=groups, parts=[queue], clock=lambda: 0.0, leads=not groups.rank)
         left = []
-        for step in range(1, 16):
+        for step in range(1, 17):
             if step <= 5:
                 queue.add(f"r{step}", "item")
             for number in range(1, 6):
@@ -215,8 +257,8 @@ def test_ranks_on_threads_see_the_same_departures() -> None:
 
     outcomes = run_ranks(ParallelState.from_tp_rank(0, tp_size=4, attn_cp_size=2), serve)
     last = {f"r{number}": max(ready_step(rank, number) for rank in range(4)) for number in range(1, 6)}
-    assert {rid: step for step, rid in outcomes[0]}.items() >= {rid: last[rid] for rid in ("r1", "r2", "r3")}.items()
     assert len(outcomes[0]) == 5
+    assert all(last[rid] <= step <= last[rid] + 1 for step, rid in outcomes[0])  # five requests, three lanes
     assert outcomes == [outcomes[0]] * 4
 
 
@@ -247,6 +289,40 @@ class OrdersLanesByReadiness(AgreedQueue[T]):
     def fill(self, proposal: Proposal) -> None:
         self._waits = dict(sorted(self._waits.items(), key=lambda entry: -entry[1].fact))
         AgreedQueue.fill(self, proposal)
+
+
+@dataclass(slots=True, kw_only=True)
+class KeepsTheLanes(AgreedQueue[T]):
+    """The oldest requests have the lanes until they leave, though any may be ready."""
+
+    def _pass_lanes_on(self, asked: object) -> None:
+        pass
+
+
+@dataclass(slots=True, kw_only=True)
+class PassesOnWhatIsNotReadyHere(AgreedQueue[T]):
+    """A request that is ready on this rank keeps its lane on this rank."""
+
+    def _pass_lanes_on(self, asked: Sequence[_Wait[T]]) -> None:
+        AgreedQueue._pass_lanes_on(self, [wait for wait in asked if wait.fact != _READY])
+
+
+@dataclass(slots=True, kw_only=True)
+class LeavesInTheOrderOfTheLanes(AgreedQueue[T]):
+    """Of the requests that leave in one step, the first in the lanes is the first."""
+
+    def add(self, rid: str, item: T, *, timeout_s: float | None = None) -> bool:
+        is_added = AgreedQueue.add(self, rid, item, timeout_s=timeout_s)
+        self._waits[rid].number = 0
+        return is_added
+
+
+@dataclass(slots=True, kw_only=True)
+class ConfusesErrorsAndFailures(AgreedQueue[T]):
+    """A failure of the request is reported as an error of the rank, and the other way round."""
+
+    def on_failed(self, rid: str, problem: str) -> None:
+        AgreedQueue.on_error(self, rid, problem)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,7 +414,27 @@ VARIANTS: dict[str, tuple[Variant, Sequence[Turn], type[Exception]]] = {
     ),
     "lanes in an order of one rank": (
         lambda: QueueReplica(TWO_RANKS, queue_type=OrdersLanesByReadiness),
-        [ADD_A, ADD_B, Turn(facts=(Fact(0, "b", True),))],
+        [ADD_A, ADD_B, Turn(facts=(Fact(0, "b", True), Fact(1, "a", True)))],
+        AssertionError,
+    ),
+    "the lanes stay with the oldest": (
+        lambda: QueueReplica(TWO_RANKS, queue_type=KeepsTheLanes, num_lanes=1),
+        [Turn((Call("add", "a"), Call("add", "b")), both("b")), Turn()],
+        AssertionError,
+    ),
+    "each rank passes on the lanes of what it is not ready for": (
+        lambda: QueueReplica(TWO_RANKS, queue_type=PassesOnWhatIsNotReadyHere, num_lanes=1),
+        [Turn((Call("add", "a"), Call("add", "b")), (Fact(0, "a", True),)), Turn()],
+        QueueDivergenceError,
+    ),
+    "requests of a turn leave in the order of the lanes": (
+        lambda: QueueReplica(TWO_RANKS, queue_type=LeavesInTheOrderOfTheLanes),
+        [Turn(tuple(Call("add", rid) for rid in "abc")), Turn(facts=both("a") + both("c"))],
+        AssertionError,
+    ),
+    "an error of a rank outvotes a failure of the request": (
+        lambda: QueueReplica(TWO_RANKS, queue_type=ConfusesErrorsAndFailures),
+        [ADD_A, Turn(facts=(Fact(0, "a", False), Fact(1, "a", False, is_error=True)))],
         AssertionError,
     ),
     "a lost abort": (

@@ -15,6 +15,7 @@ from scheduler_components import ParallelState
 from scheduler_components.agreement import Proposal
 from scheduler_components.errors import QueueDivergenceError, QueueFullError
 from scheduler_components.grammar_queue import GrammarQueue
+from scheduler_components.request_grammar import RequestGrammar
 from scheduler_components.values import GrammarKey
 
 TWO_RANKS = ParallelState.from_tp_rank(0, tp_size=2)
@@ -134,6 +135,18 @@ def test_a_failure_on_one_rank_refuses_the_request_on_all() -> None:
     assert all(rank.users["r"].grammar is None for rank in replica.ranks.values())
 
 
+def test_an_error_of_one_backend_is_no_fault_of_the_request() -> None:
+    replica, compilers = make_replica()
+    replica.enter("r", A)
+    compilers[0].finish(A)
+    compilers[1].finish(A, "the compiler failed", is_error=True)
+    assert replica.step() == [("r", "error")]
+    assert [rank.problems["r"] for rank in replica.ranks.values()] == [
+        "failed on another rank",
+        "regex: the compiler failed",
+    ]
+
+
 def test_a_request_that_ends_while_its_grammar_is_compiled_is_forgotten() -> None:
     replica, compilers = make_replica()
     replica.enter("r", A)
@@ -201,6 +214,21 @@ class IgnoresFailures(GrammarQueue[GrammarUser]):
 
 
 @dataclass(slots=True, kw_only=True)
+class BlamesTheRequest(GrammarQueue[GrammarUser]):
+    """An error of the backend is reported as a bad grammar."""
+
+    def fill(self, proposal: Proposal) -> None:
+        for result in self.compiler.poll():
+            request = self._compiling.pop(result.rid)
+            if result.grammar is None:
+                self.queue.on_failed(result.rid, result.problem)
+            else:
+                request.grammar = RequestGrammar(result.grammar, num_prompt_tokens=0)
+                self.queue.on_ready(result.rid)
+        self.queue.fill(proposal)
+
+
+@dataclass(slots=True, kw_only=True)
 class KeepsCompiling(GrammarQueue[GrammarUser]):
     """A compilation that no request waits for is not cancelled."""
 
@@ -225,6 +253,7 @@ class WritesTheGrammarTooLate(GrammarQueue[GrammarUser]):
     [
         (AdmitsFromTheCache, QueueDivergenceError),
         (IgnoresFailures, AssertionError),
+        (BlamesTheRequest, AssertionError),
         (KeepsCompiling, AssertionError),
         (WritesTheGrammarTooLate, AssertionError),
     ],
@@ -246,6 +275,9 @@ def test_without_this_rule_the_ranks_differ(
         for compiler in compilers.values():
             compiler.finish(BAD, "unclosed group")
         assert replica.step() == [("bad", "failed")]
+        replica.enter("good", B)
+        compilers[0].finish(B, "no memory", is_error=True)
+        assert replica.step() == [("good", "error")]
 
     verify(GrammarQueue)
     with pytest.raises(error):

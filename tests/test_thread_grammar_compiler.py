@@ -100,7 +100,7 @@ def test_a_failure_of_the_library_fails_its_requests_and_is_not_kept(
     with opened(backend) as compiler:
         compiler.start("r1", key("a"))
         problem = f"the compiler failed with {type(error).__name__}"
-        assert drain(compiler) == [CompileResult("r1", None, problem)]
+        assert drain(compiler) == [CompileResult("r1", None, problem, is_error=True)]
         backend.outcomes = {}
         compiler.start("r2", key("a"))
         assert drain(compiler)[0].grammar is not None
@@ -158,8 +158,8 @@ def test_a_backend_that_cannot_be_opened_fails_every_grammar(caplog: pytest.LogC
     with opened(open_backend) as compiler:
         compiler.start("r1", key("a"))
         compiler.start("r2", key("b"))
-        problems = {each.problem for each in drain(compiler, 2)}
-    assert problems == {"this engine cannot compile grammars (tokenizer='': cannot be read; give another)"}
+        problems = {(each.problem, each.is_error) for each in drain(compiler, 2)}
+    assert problems == {("this engine cannot compile grammars (tokenizer='': cannot be read; give another)", True)}
     assert len(num_opened) == 1
     assert "the grammar backend cannot be opened" in caplog.text
 

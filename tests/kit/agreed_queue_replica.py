@@ -26,6 +26,7 @@ class Fact(msgspec.Struct, frozen=True):
     rank: int
     rid: str
     is_ok: bool
+    is_error: bool = False  # of the rank, not of the request
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ _rids = st.sampled_from(RIDS)
 _calls = st.builds(
     Call, st.sampled_from(["add", "add", "add", "cancel"]), _rids, st.sampled_from([None, None, 0.0, 2.0])
 )
-_facts = st.builds(Fact, st.integers(0, 7), _rids, st.sampled_from([True] * 5 + [False]))
+_facts = st.builds(Fact, st.integers(0, 7), _rids, st.sampled_from([True] * 5 + [False]), st.booleans())
 turns = st.lists(
     st.builds(
         Turn,
@@ -97,6 +98,8 @@ class RankRun:
     def report(self, fact: Fact) -> None:
         if fact.is_ok:
             self.queue.on_ready(fact.rid)
+        elif fact.is_error:
+            self.queue.on_error(fact.rid, f"rank {fact.rank} broke")
         else:
             self.queue.on_failed(fact.rid, f"rank {fact.rank} cannot")
 

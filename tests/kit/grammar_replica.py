@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kit.grammars import PathGrammar
 from scheduler_components import ParallelState
 from scheduler_components.agreed_queue import AgreedQueue
@@ -41,15 +43,15 @@ class ManualCompiler:
         if key in self.known:
             self._end(key)
 
-    def finish(self, key: GrammarKey, problem: str = "") -> None:
-        self.known.setdefault(key, CompileResult("", None if problem else PathGrammar([[1]]), problem))
+    def finish(self, key: GrammarKey, problem: str = "", *, is_error: bool = False) -> None:
+        self.known.setdefault(key, CompileResult("", None if problem else PathGrammar([[1]]), problem, is_error))
         self._end(key)
 
     def _end(self, key: GrammarKey) -> None:
         known = self.known[key]
         for rid in [each for each, wanted in self.waiting.items() if wanted == key]:
             del self.waiting[rid]
-            self.results.append(CompileResult(rid, known.grammar, known.problem))
+            self.results.append(msgspec.structs.replace(known, rid=rid))
 
     def poll(self) -> Sequence[CompileResult]:
         results, self.results = self.results, []

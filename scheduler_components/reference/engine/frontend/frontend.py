@@ -104,12 +104,14 @@ class CommandReplies:
         pools: replica to the newest snapshot of its pool.
         rpcs: rank to its newest reply to an ``RpcRequest``.
         controls: (request id, replica) to the reply to a control request; ``ControlQueue`` removes what it has read.
+        awaited: ids of the control requests whose replies are kept. The others were given up.
     """
 
     dumps: dict[int, CacheDump] = field(default_factory=dict)
     pools: dict[int, PoolSnapshot] = field(default_factory=dict)
     rpcs: dict[int, RpcReply] = field(default_factory=dict)
     controls: dict[tuple[int, int], ControlReply] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -245,7 +247,8 @@ class Frontend:
         elif isinstance(report, RpcReply):
             commands.rpcs[report.rank] = report
         elif isinstance(report, ControlCompleted):
-            commands.controls[report.reply.request_id, report.replica] = report.reply
+            if report.reply.request_id in commands.awaited:
+                commands.controls[report.reply.request_id, report.replica] = report.reply
         elif isinstance(report, RankReady):
             self.replies.ready[report.rank] = report
         elif isinstance(report, RankHeartbeat):
@@ -343,7 +346,8 @@ class RequestStream:
 def _check_delta(delta: OutputDelta) -> OutputDelta | ComponentError:
     """Return the delta, or an error if the request failed before its first token or tokens are missing."""
     if delta.finish_reason == FinishReason.ERROR:
-        return RequestFailedError(f"request {delta.rid!r} could not be computed; the engine's log says why")
+        why = delta.output.problem or "the engine's log says why"
+        return RequestFailedError(f"request {delta.rid!r} could not be computed ({why})")
     if delta.finish_reason == FinishReason.REFUSED:
         return RequestRefusedError(delta.output.problem)
     if delta.finish_reason == FinishReason.QUEUE_TIMEOUT:

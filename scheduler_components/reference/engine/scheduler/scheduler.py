@@ -109,6 +109,7 @@ ROOM_POLL_S = 0.02
 
 _FINISH_REASONS: dict[DepartureReason, FinishReason] = {
     "failed": FinishReason.REFUSED,
+    "error": FinishReason.ERROR,
     "expired": FinishReason.QUEUE_TIMEOUT,
 }
 

@@ -194,7 +194,8 @@ def test_a_busy_replica_refuses_with_too_busy() -> None:
 @pytest.mark.parametrize(
     ("delta", "complaint"),
     [
-        (OutputDelta("a", 0, 0, FinishReason.ERROR, TokenOutput()), "could not be computed"),
+        (OutputDelta("a", 0, 0, FinishReason.ERROR, TokenOutput()), "could not be computed .the engine's log says why"),
+        (OutputDelta("a", 0, 0, FinishReason.ERROR, TokenOutput(problem="grammar: no room")), "(grammar: no room)"),
         (OutputDelta("a", 2, 5, FinishReason.STOP, TokenOutput()), "3 tokens .* were dropped"),
     ],
 )

@@ -68,12 +68,12 @@ def test_requests_leave_with_their_grammar_or_its_problem(tokenizer_file: Path) 
     assert any(good.grammar.next_bitmask([1, 2, 3]))
 
 
-def test_without_a_tokenizer_every_grammar_fails_with_the_reason(tmp_path: Path) -> None:
+def test_without_a_tokenizer_every_grammar_is_an_error_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("")
     with opened(tmp_path / "tokenizer.json") as queue:
         queue.enter(request("r", regex="a"))
         left = departures(queue, 1)
-    assert left["r"][0] == "failed"
+    assert left["r"][0] == "error"
     assert "this engine cannot compile grammars" in left["r"][1]
 
 

@@ -45,7 +45,9 @@ def test_ranks_admit_refuse_and_abort_together() -> None:
     opens, never = threading.Event(), threading.Event()
     backends = {
         0: GatedBackend(gates={"never": never}),
-        1: GatedBackend({"bad": GrammarError("unclosed group")}, {"slow": opens, "never": never}),
+        1: GatedBackend(
+            {"bad": GrammarError("unclosed group"), "broken": MemoryError("no room")}, {"slow": opens, "never": never}
+        ),
     }
 
     def rank(groups: ParallelGroups) -> Run:
@@ -60,7 +62,7 @@ def test_ranks_admit_refuse_and_abort_together() -> None:
             groups=groups,
         )
         requests = [request("slow", "slow"), request("bad", "bad"), request("same", "slow"), request("free", "")]
-        requests.append(request("aborted", "never"))
+        requests += [request("broken", "broken"), request("aborted", "never")]
         for each in requests:
             scheduler.submit(each)
         admitted: dict[str, int] = {}
@@ -95,10 +97,12 @@ def test_ranks_admit_refuse_and_abort_together() -> None:
         "same": FinishReason.LENGTH,
         "free": FinishReason.LENGTH,
         "bad": FinishReason.REFUSED,
+        "broken": FinishReason.ERROR,
         "aborted": FinishReason.ABORT,
     }
     assert first.admitted["free"] == 1
     assert first.admitted["slow"] == first.admitted["same"] > 20
     assert first.problems["bad"] == "grammar: failed on another rank"
     assert second.problems["bad"] == "grammar: regex: unclosed group"
-    assert (first.stats.waiting, first.stats.failed, second.stats.failed) == (0, 0, 1)
+    assert second.problems["broken"] == "grammar: regex: the compiler failed with MemoryError"
+    assert (first.stats.waiting, first.stats.failed, second.stats.failed) == (0, 0, 2)
