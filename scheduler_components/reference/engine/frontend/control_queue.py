@@ -7,7 +7,7 @@ profiles are read by ``Engine.ask`` instead.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -83,12 +83,16 @@ class ControlQueue:
 
         Raises:
             ControlFailedError: requests were still running at the deadline; all replicas continue.
+            EngineFailedError, RankSilentError: as ``send``; the replicas that go on continue.
         """
         async with self._pausing:
             try:
                 return sum(reply.num_requests for reply in await self.send(PauseGeneration(mode, deadline_s)))
             except ControlFailedError:
                 await self.send(ContinueGeneration())
+                raise
+            except (ComponentError, asyncio.CancelledError):
+                self._undo(ContinueGeneration())
                 raise
 
     async def update_weights(
@@ -105,6 +109,7 @@ class ControlQueue:
         Raises:
             ControlFailedError: a rank failed or computed another checksum, and all ranks keep the old weights. If only
                 some replicas committed the new weights, the engine has failed.
+            EngineFailedError, RankSilentError: as ``send``. Before the commit the replicas keep the old weights.
         """
         async with self._updating:
             try:
@@ -114,6 +119,9 @@ class ControlQueue:
                 checksum = _common_checksum(await self.send(CheckWeights()), checksum)
             except (ControlFailedError, asyncio.CancelledError):
                 await asyncio.shield(self._exchange(RollBackWeights()))  # fails harmlessly without an open session
+                raise
+            except ComponentError:
+                self._undo(RollBackWeights())
                 raise
             await self._commit(EndWeightUpdate(checksum))
             self.weight_version = weight_version
@@ -133,20 +141,30 @@ class ControlQueue:
     async def load_adapter(self, name: str, path: str, *, pinned: bool = False, deadline_s: float) -> None:
         """Register an adapter on all replicas or on none, and load it on all ranks.
 
+        After an error or a cancellation no replica has the name: one that did not reply forgets it when it goes on.
+
         Raises:
             ControlFailedError: a replica could not register or load it within ``deadline_s``.
+            EngineFailedError, RankSilentError: as ``send``.
         """
         operation = f"load adapter {name!r}"
-        replies = await self._send_command(
-            operation, lambda request_id: LoadAdapter(request_id, name, path, pinned), deadline_s
-        )
+        try:
+            replies = await self._send_command(
+                operation, lambda request_id: LoadAdapter(request_id, name, path, pinned), deadline_s
+            )
+        except (ComponentError, asyncio.CancelledError):
+            self._forget_adapter(name, range(len(self.frontend.leaders)))
+            raise
         problems = {replica: reply.problem for replica, reply in enumerate(replies) if reply.problem}
-        if not problems:
-            return
-        if len(problems) < len(replies):
-            for replica in set(range(len(replies))) - problems.keys():
+        if problems:
+            self._forget_adapter(name, [replica for replica in range(len(replies)) if replica not in problems])
+            raise ControlFailedError(operation, problems)
+
+    def _forget_adapter(self, name: str, replicas: Iterable[int]) -> None:
+        """Let replicas unload an adapter that is not on all of them. They execute commands in order."""
+        if self.frontend.replies.failure is None:
+            for replica in replicas:
                 self.frontend.send(replica, UnloadAdapter(next(self._ids), name))
-        raise ControlFailedError(operation, problems)
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter on all replicas. Each unloads it when no request uses it.
@@ -159,6 +177,11 @@ class ControlQueue:
         problems = {replica: reply.problem for replica, reply in enumerate(replies) if reply.problem}
         if problems:
             raise ControlFailedError(operation, problems)
+
+    def _undo(self, request: ControlRequest) -> None:
+        """Let all replicas undo a request whose replies are not awaited any more. They execute requests in order."""
+        if self.frontend.replies.failure is None:
+            self.frontend.broadcast(SubmitControl(next(self._ids), request))
 
     async def _exchange(self, request: ControlRequest) -> tuple[ControlReply, ...]:
         deadline_s = request.deadline_s if isinstance(request, PauseGeneration | IdleControlRequest) else 0.0
@@ -173,6 +196,7 @@ class ControlQueue:
         received = replies.commands.controls
         request_id = next(self._ids)
         keys = [(request_id, replica) for replica in range(len(frontend.leaders))]
+        replies.commands.awaited.add(request_id)
         frontend.broadcast(command(request_id))
 
         def is_done() -> bool:
@@ -188,7 +212,9 @@ class ControlQueue:
         except TimeoutError:
             late = [replica for _, replica in keys if (request_id, replica) not in received]
             raise EngineFailedError(f"{name}: replicas {late} did not reply within {REPLY_TIMEOUT_S} s") from None
-        found = [received.pop(key, None) for key in keys]
+        finally:
+            replies.commands.awaited.remove(request_id)
+            found = [received.pop(key, None) for key in keys]
         if replies.failure is not None:
             raise EngineFailedError(f"{name}: {replies.failure}")
         complete = tuple(reply for reply in found if reply is not None)

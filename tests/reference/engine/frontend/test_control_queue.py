@@ -168,6 +168,39 @@ def test_a_silent_or_dead_rank_ends_the_control_request() -> None:
         run(die)
 
 
+async def given_up(replicas: PlayedReplicas, work: Awaitable[object], *, is_cancelled: bool) -> None:
+    """Do a control request of which replica 1 carries out the last part and does not reply."""
+    replicas.frontend.receive(RankHeartbeat("rank 7", 1))
+    replicas.deaf = {1}
+    pending = asyncio.ensure_future(work)
+    while not replicas.received[1]:
+        await asyncio.sleep(0)
+    if is_cancelled:
+        pending.cancel()
+    else:
+        for _ in range(3):
+            replicas.frontend.tick()
+    replicas.deaf = set()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else RankSilentError):
+        await pending
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_pause_that_is_given_up_pauses_none(is_cancelled: bool) -> None:
+    replicas = PlayedReplicas()
+    run(lambda: given_up(replicas, replicas.control.pause(PauseMode.ABORT, 0.0), is_cancelled=is_cancelled))
+    assert [replicas.received[replica][-1] for replica in (0, 1)] == [ContinueGeneration()] * 2
+    assert not replicas.frontend.replies.commands.controls
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_weight_update_that_is_given_up_is_rolled_back(is_cancelled: bool) -> None:
+    replicas = PlayedReplicas()
+    run(lambda: given_up(replicas, replicas.control.update_weights("v2", PARTS), is_cancelled=is_cancelled))
+    assert [replicas.received[replica][-1] for replica in (0, 1)] == [RollBackWeights()] * 2
+    assert not replicas.frontend.replies.commands.controls
+
+
 def test_a_pause_does_not_wait_for_an_update_that_waits_for_an_idle_engine() -> None:
     replicas = PlayedReplicas()
     held: list[SubmitControl] = []
