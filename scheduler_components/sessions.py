@@ -7,10 +7,12 @@ client sends only what is new.
 there, so that no eviction takes them before the next turn. A session owns no page: a page has one owner, the cache. A
 session locks one prefix, that of the turn that ended last; other branches share its beginning.
 
-**Bounds.** The number of sessions, the pages that all of them lock, the tokens and the turns of one session are
-limited. Above the limit of pages, and whenever a request would be preempted or refused for lack of pages, the pages of
-the least recently used session are released first. They stay in the cache until they are evicted, and the session stays
-open: its next turn computes again what is missing.
+**Bounds.** The number of sessions, the pages that all of them lock, the tokens of all texts that they keep, and the
+tokens and the turns of one session are limited. A turn is refused if its input does not fit next to the kept texts. If
+its output makes them too long, its session forgets its first turns, and at last this one. Above the limit of pages, and
+whenever a request would be preempted or refused for lack of pages, the pages of the least recently used session are
+released first. They stay in the cache until they are evicted, and the session stays open: its next turn computes again
+what is missing.
 
 **Time.** A session without a turn in flight is closed when it has been idle for its timeout. The table never reads a
 clock. It compares agreed times (``StepAgreement.now_s``) only, so all ranks close a session in the same step. By the
@@ -59,6 +61,8 @@ class SessionLimits:
             conversation.
         max_pages: pages that all sessions lock together. Half of the pool or less leaves room for requests.
         max_turns: turns of one session that can be continued. The one that ended first is forgotten.
+        max_text_tokens: tokens of all turns that can be continued, of all sessions together. Each takes four bytes on
+            each rank, so the default is 64 MiB.
         idle_timeout_s: timeout of a session that names none. An hour, so that sessions that no client closes end.
 
     Raises:
@@ -68,6 +72,7 @@ class SessionLimits:
     max_sessions: int = attrs.field(default=256, validator=integer_validator())
     max_pages: int = attrs.field(default=2048, validator=integer_validator(at_least=0))
     max_turns: int = attrs.field(default=32, validator=integer_validator())
+    max_text_tokens: int = attrs.field(default=16 * 2**20, validator=integer_validator())
     idle_timeout_s: float = attrs.field(default=3600.0, validator=number_validator("is not a timeout"))
 
 
@@ -99,6 +104,7 @@ class _Session(Generic[Node]):
         in_flight: turns that have not ended, with the turns that they continue.
         is_closing: it is closed when no turn is in flight.
         node, pages: the locked prefix; None and empty without one.
+        num_text_tokens: tokens of its turns, as the table has counted them.
     """
 
     session_id: str
@@ -111,6 +117,7 @@ class _Session(Generic[Node]):
     is_closing: bool = False
     node: Node | None = None
     pages: Sequence[int] = ()
+    num_text_tokens: int = 0
 
     def forget_children(self, rid: str | None) -> tuple[str, ...]:
         """Forget the turns that continue a turn, or all turns. Return those of them that are in flight."""
@@ -221,8 +228,8 @@ class SessionTable(Generic[Node]):
         """Return the whole input of a turn: tokens of the turn that it continues, then ``token_ids``. Changes nothing.
 
         Raises:
-            ConfigError: the session is not open, the turn that it continues is unknown or in flight, or the input is
-                empty or too long.
+            ConfigError: the session is not open, the turn that it continues is unknown or in flight, the input is
+                empty or too long, or the sessions keep too many tokens.
         """
         session = self._find(params.id)
         tokens = self._context(session, params)
@@ -232,6 +239,10 @@ class SessionTable(Generic[Node]):
         if len(tokens) > session.capacity_tokens:
             problem = f"with its session is longer than its capacity of {session.capacity_tokens}"
             raise self._refusal("input_ids", f"{len(tokens)} tokens", problem, "open a session of more capacity")
+        num_kept = self.num_text_tokens - (session.num_text_tokens if session.is_streaming else 0)
+        if num_kept + len(tokens) > self.limits.max_text_tokens:
+            problem = f"with the {num_kept} that sessions keep are more than the {self.limits.max_text_tokens} allowed"
+            raise self._refusal("input_ids", f"{len(tokens)} tokens", problem, "close a session, or try again later")
         return tokens
 
     def begin_turn(self, params: SessionParams, rid: str) -> tuple[str, ...]:
@@ -242,6 +253,7 @@ class SessionTable(Generic[Node]):
         """
         session = self._find(params.id)
         replaced = session.forget_children(params.rid) if params.replace else ()
+        self._count_text(session)
         session.in_flight[rid] = self._parent_of(session, params)
         self._touch(session)
         return replaced
@@ -318,9 +330,14 @@ class SessionTable(Generic[Node]):
             session.turns[rid] = _Turn(array("I", token_ids), num_input_tokens, parent)
             if len(session.turns) > self.limits.max_turns:
                 del session.turns[next(iter(session.turns))]
-            self._counts["turns"] += 1
-            if not session.is_closing:
-                self._hold(session, token_ids, namespace)
+            self._count_text(session)
+            while self.num_text_tokens > self.limits.max_text_tokens:
+                del session.turns[next(iter(session.turns))]
+                self._count_text(session)
+            if session.turns:
+                self._counts["turns"] += 1
+                if not session.is_closing:
+                    self._hold(session, token_ids, namespace)
         if reason is FinishReason.ABORT:
             self._touch(session)  # between two steps, where the last agreed time may be old
         else:
@@ -350,6 +367,11 @@ class SessionTable(Generic[Node]):
     def num_held_pages(self) -> int:
         """Pages that sessions have locked; a page that two sessions share counts twice."""
         return self._counts["held_pages"]
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Tokens of all turns that can be continued."""
+        return self._counts["text_tokens"]
 
     def count_held(self) -> HeldCount:
         """Return zero: the cache owns all pages of sessions."""
@@ -383,7 +405,8 @@ class SessionTable(Generic[Node]):
         turn = session.turns.get(parent)
         if turn is None:
             problem = "is still in flight" if parent in session.in_flight else f"is no turn of {session.session_id!r}"
-            raise self._refusal("session_params.rid", parent, problem, "continue a turn that has ended")
+            hint = "continue one of the last turns that have ended"
+            raise self._refusal("session_params.rid", parent, problem, hint)
         end = turn.num_input_tokens if params.drop_previous_output else len(turn.tokens)
         offset = params.offset or end
         if not 0 <= offset <= end:
@@ -414,6 +437,12 @@ class SessionTable(Generic[Node]):
         self._next_due_s = min(self._next_due_s, session.last_used_s + session.timeout_s)
         if session.session_id in self._holding:
             self._holding[session.session_id] = self._holding.pop(session.session_id)
+
+    def _count_text(self, session: _Session[Node]) -> None:
+        """Count the turns of a session that were added or forgotten."""
+        num_before = session.num_text_tokens
+        session.num_text_tokens = sum(len(turn.tokens) for turn in session.turns.values())
+        self._counts["text_tokens"] += session.num_text_tokens - num_before
 
     def _hold(self, session: _Session[Node], token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
         """Lock the cached prefix of a turn instead of the session's earlier one."""
@@ -450,6 +479,8 @@ class SessionTable(Generic[Node]):
 
     def _remove(self, session: _Session[Node]) -> None:
         self._release(session)
+        session.turns.clear()
+        self._count_text(session)
         del self._sessions[session.session_id]
         self._touched.pop(session.session_id, None)
 

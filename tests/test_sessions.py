@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
-from kit.session_driver import LIMITS, NUM_PAGES, PAGE_SIZE, SessionDriver, Table, Turn
+from kit.session_driver import CAPACITY_TOKENS, LIMITS, NUM_PAGES, PAGE_SIZE, SessionDriver, Table, Turn
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import DEFAULT_NAMESPACE, RadixCache, RadixNode
@@ -125,7 +126,33 @@ class HasNoLimitOfSessions(Table):
             self.limits = limits
 
 
+class HasNoLimitOfText(Table):
+    def end_turn(self, *given, **named):
+        limits, self.limits = self.limits, attrs.evolve(self.limits, max_text_tokens=10_000)
+        super().end_turn(*given, **named)
+        self.limits = limits
+
+
+class KeepsCountingForgottenText(Table):
+    def begin_turn(self, params, rid):
+        session = self._find(params.id)
+        counted = session.num_text_tokens
+        replaced = super().begin_turn(params, rid)
+        self._counts["text_tokens"] += counted - session.num_text_tokens
+        return replaced
+
+
+class KeepsCountingTheTextOfClosedSessions(Table):
+    def _remove(self, session):
+        session.num_text_tokens = 0
+        session.turns.clear()
+        super()._remove(session)
+
+
 BROKEN = (
+    HasNoLimitOfText,
+    KeepsCountingForgottenText,
+    KeepsCountingTheTextOfClosedSessions,
     KeepsTheLockOfAClosedSession,
     KeepsTheEarlierLock,
     CountsOnlyNewPages,
@@ -308,6 +335,46 @@ def test_the_least_recently_used_session_loses_its_pages_first_and_stays_open() 
     assert list(driver.table.extend(SessionParams("b", rid="r1"), [1])) == [5, 6, 7, 8, 1]
 
 
+# Text.
+
+
+def test_texts_of_all_sessions_have_one_bound_and_a_turn_beyond_it_is_refused_with_one_sentence() -> None:
+    driver = SessionDriver(lambda cache: Table(cache=cache, limits=attrs.evolve(LIMITS, max_text_tokens=12)))
+    for name in "ab":
+        driver.table.open(name, capacity_tokens=CAPACITY_TOKENS)
+    served(driver, SessionParams("a"), [1, 2, 3, 4], [5, 6], "r0")
+    with pytest.raises(ConfigError) as refused:
+        driver.table.extend(SessionParams("b"), [1] * 7)
+    assert str(refused.value) == (
+        "input_ids='7 tokens': with the 6 that sessions keep are more than the 12 allowed; "
+        "close a session, or try again later"
+    )
+    assert driver.table.stats().refused == 1
+    driver.table.close("a")
+    served(driver, SessionParams("b"), [1] * 7, [], "r1")
+    assert driver.table.stats().text_tokens == 7
+
+
+def test_a_turn_whose_output_makes_the_texts_too_long_costs_the_first_turns_of_its_session() -> None:
+    driver = SessionDriver(lambda cache: Table(cache=cache, limits=attrs.evolve(LIMITS, max_text_tokens=12)))
+    driver.table.open("a", capacity_tokens=CAPACITY_TOKENS)
+    served(driver, SessionParams("a"), [1, 2, 3, 4], [], "r0")
+    served(driver, SessionParams("a"), [5, 6, 7, 8], [9] * 6, "r1")
+    with pytest.raises(ConfigError, match="'r0': is no turn of 'a'; continue one of the last turns"):
+        driver.table.extend(SessionParams("a", rid="r0"), [1])
+    assert driver.table.stats().text_tokens == 10
+
+
+def test_a_streaming_session_replaces_its_text() -> None:
+    driver = SessionDriver(lambda cache: Table(cache=cache, limits=attrs.evolve(LIMITS, max_text_tokens=12)))
+    driver.table.open("a", capacity_tokens=CAPACITY_TOKENS, is_streaming=True)
+    served(driver, SessionParams("a"), [1] * 8, [], "r0")
+    served(driver, SessionParams("a"), [2] * 3, [], "r1")
+    assert driver.table.stats().text_tokens == 11
+    with pytest.raises(ConfigError, match="13 tokens"):
+        driver.table.extend(SessionParams("a"), [3] * 2)
+
+
 # Refusals.
 
 
@@ -340,7 +407,7 @@ def test_an_end_without_a_session_changes_nothing() -> None:
     assert table.stats().turns == 0
 
 
-@pytest.mark.parametrize("name", ["max_sessions", "max_turns", "idle_timeout_s"])
+@pytest.mark.parametrize("name", ["max_sessions", "max_turns", "max_text_tokens", "idle_timeout_s"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         SessionLimits(**{name: 0})

@@ -27,7 +27,7 @@ class SessionParams(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionStats(msgspec.Struct, frozen=True, gc=False):
-    """Counters of a ``SessionTable``. All but the first two never decrease.
+    """Counters of a ``SessionTable``. All but the first two and the last never decrease.
 
     Attributes:
         open: open sessions.
@@ -37,6 +37,7 @@ class SessionStats(msgspec.Struct, frozen=True, gc=False):
         turns: turns that ended and can be continued.
         pages_released: pages unlocked before their session ended, for running requests, for the limit of pages or for a
             clear.
+        text_tokens: tokens of all turns that can be continued.
     """
 
     open: int = 0
@@ -47,3 +48,4 @@ class SessionStats(msgspec.Struct, frozen=True, gc=False):
     refused: int = 0
     turns: int = 0
     pages_released: int = 0
+    text_tokens: int = 0

@@ -227,6 +227,9 @@ class SchedulerCounters(msgspec.Struct, gc=False):
         generation_tokens_total: tokens generated.
         evicted_tokens_total: cached tokens evicted to make room.
         preemptions_per_s: retractions per second over the recent window; the only field that can fall.
+        refused_too_long_total: requests refused because the pool or the model's context cannot hold them.
+        refused_invalid_total: requests refused for another reason that a retry does not change. Requests for which a
+            queue had no room, and those that the receiver rejects, are counted there.
     """
 
     num_requests_total: int = 0
@@ -237,6 +240,8 @@ class SchedulerCounters(msgspec.Struct, gc=False):
     generation_tokens_total: int = 0
     evicted_tokens_total: int = 0
     preemptions_per_s: float = 0.0
+    refused_too_long_total: int = 0
+    refused_invalid_total: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ from scheduler_components.values import FinishReason, HeldCount, PageHolding, Se
 
 PAGE_SIZE = 2
 NUM_PAGES = 16
-LIMITS = SessionLimits(max_sessions=3, max_pages=8, max_turns=3, idle_timeout_s=5.0)
+LIMITS = SessionLimits(max_sessions=3, max_pages=8, max_turns=3, max_text_tokens=36, idle_timeout_s=5.0)
 CAPACITY_TOKENS = 24
 
 Table = SessionTable[RadixNode]
@@ -194,6 +194,8 @@ class SessionDriver:
         stats, holdings = self.table.stats(), list(self.table.holdings())
         assert stats.held_pages == sum(len(each.shared) for each in holdings) <= LIMITS.max_pages
         assert stats.open == len(self.table) <= LIMITS.max_sessions
+        kept = [turn for session in self.table._sessions.values() for turn in session.turns.values()]
+        assert stats.text_tokens == sum(len(turn.tokens) for turn in kept) <= LIMITS.max_text_tokens
         self.closing = {name for name in self.closing if name in self.table}  # closed with a turn in flight
         assert stats.opened == stats.open - len(self.closing) + stats.reaped + stats.closed, stats
         locks = sum(each.node is not None for each in (*holdings, *self.holdings()))
@@ -207,4 +209,5 @@ class SessionDriver:
             self._close(name)
         self.check()
         assert not len(self.table)
+        assert not self.table.num_text_tokens
         assert self.cache.used_tokens == 0

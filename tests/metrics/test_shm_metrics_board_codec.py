@@ -68,7 +68,7 @@ def whole_report() -> SchedulerStats:
     return SchedulerStats(
         LABELS,
         load,
-        SchedulerCounters(*range(1, 8), 0.125),
+        SchedulerCounters(*range(1, 8), 0.125, 9, 10),
         PublisherStats(*range(1, 17), 0.5, *range(18, 23)),
         latencies.stats(),
         TierStats(*range(1, 16)),

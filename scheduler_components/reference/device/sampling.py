@@ -143,6 +143,7 @@ class SamplingLimits(msgspec.Struct, frozen=True, gc=False):
         max_new_tokens: the most tokens to generate, 1 or more.
         stop_token_ids: generating one of them ends the request; the token is part of the output.
         ignore_eos: the model's end-of-sequence token does not end the request; ``stop_token_ids`` still do.
+        is_default: the client did not give ``max_new_tokens``, so the scheduler may lower it to what fits.
 
     Raises:
         ConfigError: ``max_new_tokens`` below 1.
@@ -151,6 +152,7 @@ class SamplingLimits(msgspec.Struct, frozen=True, gc=False):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    is_default: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -93,6 +93,17 @@ def use_sessions(client: httpx.Client) -> None:
     assert (unknown.status_code, "is no turn of" in unknown.text) == (400, True)
     adapted = generate(input_ids=[1], lora_path="nothing")
     assert (adapted.status_code, adapted.json()["error"]["param"]) == (400, "lora_path")
+
+    def complete(prompt: list[int], **fields: Any) -> Any:
+        return client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields}).json()
+
+    # The id of a response names the turn. A turn of the default length (16) gets what is left of the pool.
+    assert client.post("/open_session", json={"capacity_of_str_len": 600, "session_id": "long"}).status_code == 200
+    begun = complete([*range(480)], max_tokens=6, session_params={"id": "long"})
+    ended = complete([1] * 20, session_params={"id": "long", "rid": begun["id"]})
+    assert ended["usage"]["prompt_tokens"] == 480 + 6 + 20
+    assert ended["usage"]["completion_tokens"] == 512 - 506 + 1
+    assert client.post("/close_session", json={"session_id": "long"}).status_code == 200
     assert client.post("/open_session", json={"capacity_of_str_len": 9, "session_id": session_id}).status_code == 400
     assert client.post("/flush_cache", params={"timeout": 10}).status_code == 200, "a session keeps no page of a flush"
     assert client.post("/close_session", json={"session_id": session_id}).status_code == 200

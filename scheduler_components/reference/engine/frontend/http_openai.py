@@ -90,6 +90,7 @@ def _requested_replica(headers: Headers, in_body: int | None) -> int | None:
 
 class _CompletionWriter:
     response_object = event_object = "text_completion"
+    id_prefix = "cmpl"
 
     def __init__(self, codec: TextTokenizer, num_choices: int, *, echoes: Sequence[str], with_logprobs: bool) -> None:
         self._echoes = dict(enumerate(echoes))  # prompts that are still to be repeated, by output
@@ -109,6 +110,7 @@ class _CompletionWriter:
 
 class _ChatWriter:
     response_object, event_object = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def __init__(self, codec: TextTokenizer, *, with_logprobs: bool) -> None:
         self._logprobs = ChatLogprobs(codec) if with_logprobs else None
@@ -153,7 +155,7 @@ class _Job:
         writer: formats the choices.
         stream: respond with events.
         usage: which usage to report.
-        rid: id of the first request; the ids of the others have a number appended.
+        rid: id of the first request and of the response; the ids of the other requests have a number appended.
     """
 
     params: GenerationParams
@@ -162,7 +164,7 @@ class _Job:
     writer: _CompletionWriter | _ChatWriter
     stream: bool
     usage: UsageOptions
-    rid: str | None
+    rid: str
 
     @classmethod
     def of(
@@ -180,7 +182,7 @@ class _Job:
             writer=writer,
             stream=bool(body.stream),
             usage=body.usage_options,
-            rid=body.rid,
+            rid=f"{writer.id_prefix}-{uuid4().hex}" if body.rid is None else body.rid,
         )
 
 
@@ -192,7 +194,6 @@ class _JobStreams:
     job: _Job
     model: str
     streams: Sequence[RequestStream]
-    id: str = field(default_factory=lambda: uuid4().hex)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     async def response(self) -> Response:
@@ -223,8 +224,7 @@ class _JobStreams:
         return merge_streams([self.text.text_deltas(stream, self.job.params) for stream in self.streams])
 
     def _envelope(self, name: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        prefix = "cmpl" if name == _CompletionWriter.response_object else "chatcmpl"
-        envelope = {"id": f"{prefix}-{self.id}", "object": name, "created": self.created_s, "model": self.model}
+        envelope = {"id": self.job.rid, "object": name, "created": self.created_s, "model": self.model}
         return {**envelope, "choices": choices, **usage}
 
 
@@ -259,7 +259,7 @@ async def _open_streams(text: TextFrontend, job: _Job, stack: AsyncExitStack) ->
             stream = text.frontend.open_request(
                 msgspec.structs.replace(
                     request,
-                    rid=job.rid if job.rid is None or not streams else f"{job.rid}-{len(streams)}",
+                    rid=f"{job.rid}-{len(streams)}" if streams else job.rid,
                     sampling=msgspec.structs.replace(request.sampling, seed=None if seed is None else seed + number),
                     replica=replica,
                 )

@@ -278,8 +278,8 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
         if self.echo and self.logprobs is not None:
             problem = "with logprobs requests logprobs of the prompt, which are not computed"
             raise ConfigError("echo", True, problem, "leave one of the two out")
-        max_tokens = _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.generation_params(max_new_tokens=max_tokens, logprobs=self.logprobs)
+        params = self.generation_params(max_new_tokens=self.max_tokens, logprobs=self.logprobs)
+        return msgspec.structs.replace(params, default_new_tokens=_DEFAULT_COMPLETION_TOKENS)
 
     def prompts(self) -> list[str | list[int]]:
         """Return one or more prompts as text or tokens. Raises ConfigError for a list of both."""

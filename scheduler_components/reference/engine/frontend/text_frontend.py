@@ -53,7 +53,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of each output that a client requests.
 
     Attributes:
-        max_new_tokens: None for ``DEFAULT_NEW_TOKENS``, or less if the context has less room.
+        max_new_tokens: None for ``default_new_tokens``, or less if the context or the pool has less room.
+        default_new_tokens: limit if the client gives none.
         stop_token_ids, ignore_eos: see ``SamplingLimits``.
         sampling: how tokens are chosen.
         grammar_field: the client's field with the grammar of ``sampling``; empty if it has the name of its kind.
@@ -65,6 +66,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_new_tokens: int | None = None
+    default_new_tokens: int = DEFAULT_NEW_TOKENS
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling: SamplingParams = SamplingParams()
@@ -231,16 +233,17 @@ class TextFrontend:
 
     def _limits(self, num_prompt_tokens: int, params: GenerationParams) -> SamplingLimits:
         context, max_new_tokens = self.codec.context_tokens, params.max_new_tokens
-        room = DEFAULT_NEW_TOKENS if context is None else context - num_prompt_tokens
+        is_default = max_new_tokens is None
+        room = params.default_new_tokens if context is None else context - num_prompt_tokens
         if context is not None and room < 1:
             problem = f"leaves no room for an answer in the model's context of {context} tokens"
             raise ConfigError("prompt", f"{num_prompt_tokens} tokens", problem, f"send at most {context - 1}")
         if max_new_tokens is None:
-            max_new_tokens = min(DEFAULT_NEW_TOKENS, room)
+            max_new_tokens = min(params.default_new_tokens, room)
         elif context is not None and max_new_tokens > room:
             problem = f"with a prompt of {num_prompt_tokens} is more than the model's context of {context} tokens"
             raise ConfigError("max_tokens", max_new_tokens, problem, f"ask for at most {room}")
-        return SamplingLimits(max_new_tokens, params.stop_token_ids, params.ignore_eos)
+        return SamplingLimits(max_new_tokens, params.stop_token_ids, params.ignore_eos, is_default)
 
 
 def session_replica(session_id: str, num_replicas: int) -> int:

@@ -53,6 +53,7 @@ from scheduler_components.reference.engine.rank.heartbeat import HeartbeatSender
 from scheduler_components.reference.engine.rank.rpc_handler import RpcHandler
 from scheduler_components.reference.engine.rank.zmq_sync import ZmqSyncHub
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_limits import fitting_limits
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import (
@@ -182,7 +183,7 @@ class RankWorker:
             request = Request(
                 command.rid,
                 tokens,
-                command.limits,
+                fitting_limits(self.scheduler.settings.config, len(tokens), command.limits),
                 sampling=command.sampling,
                 hints=command.hints,
                 timeouts=command.timeouts,
@@ -191,6 +192,8 @@ class RankWorker:
             request.trace = command.trace
             self.scheduler.submit(request, session)
         except (ConfigError, QueueFullError) as error:  # which every rank refuses alike
+            if isinstance(error, ConfigError):
+                self.scheduler.request_metrics.on_refused(error)
             if self.parallel.leads_replica:
                 self.reports.send(RequestRefused(command.rid, str(error), isinstance(error, QueueFullError)))
 

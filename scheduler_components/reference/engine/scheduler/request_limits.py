@@ -6,30 +6,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from scheduler_components import ConfigError
-from scheduler_components.reference.device.sampling import MAX_TOKEN_ID
+from scheduler_components.reference.device.sampling import MAX_TOKEN_ID, SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.values import GrammarKey
 
-__all__ = ["check_grammar_served", "check_request_fits", "check_tokens_known"]
+__all__ = [
+    "RequestTooLongError",
+    "check_grammar_served",
+    "check_request_fits",
+    "check_tokens_known",
+    "fitting_limits",
+]
+
+
+class RequestTooLongError(ConfigError):
+    """The pool or the model's context cannot hold a request, even while no other runs."""
+
+
+def fitting_limits(config: SchedulerConfig, num_input_tokens: int, limits: SamplingLimits) -> SamplingLimits:
+    """Return the limits of a request with its default length lowered to what fits; at least one token.
+
+    The earlier turns of a session are part of the input, and only the scheduler knows them.
+    """
+    if not limits.is_default:
+        return limits
+    room = _limit(config)[0] - num_input_tokens + 1
+    return msgspec.structs.replace(limits, max_new_tokens=max(1, min(limits.max_new_tokens, room)), is_default=False)
+
+
+def _limit(config: SchedulerConfig) -> tuple[int, str]:
+    """Return how many tokens a request may have, and what holds no more."""
+    context_tokens = config.tokens.context_tokens
+    if context_tokens is not None and context_tokens < config.kv_tokens:
+        return context_tokens, "the model's context"
+    return config.kv_tokens, "the pool"
 
 
 def check_request_fits(config: SchedulerConfig, num_input_tokens: int, max_new_tokens: int) -> None:
     """Check that the pool and the model's context can hold a request while no other runs.
 
     Raises:
-        ConfigError: the request is too long; the text has the sizes and the largest possible request.
+        RequestTooLongError: the text has the sizes and the largest possible request.
     """
     num_positions = num_input_tokens + max_new_tokens - 1  # the last token needs no KV
-    context_tokens = config.tokens.context_tokens
-    limit, holder = config.kv_tokens, "the pool"
-    if context_tokens is not None and context_tokens < limit:
-        limit, holder = context_tokens, "the model's context"
+    limit, holder = _limit(config)
     if num_positions <= limit:
         return
     room = limit - num_input_tokens + 1
     hint = f"ask for at most {room} new tokens with this prompt" if room >= 1 else f"send at most {limit} tokens"
-    raise ConfigError(
+    raise RequestTooLongError(
         "input_ids",
         f"{num_input_tokens} tokens",
         f"with max_new_tokens={max_new_tokens} may take {num_positions} KV tokens and {holder} has {limit}",

@@ -9,10 +9,11 @@ from typing import cast
 
 import msgspec
 
-from scheduler_components import ParallelState, WorkCounters
+from scheduler_components import ConfigError, ParallelState, WorkCounters
 from scheduler_components.metrics import RateMeter, RequestLatencyRecorder, RequestTimeStats
 from scheduler_components.reference.engine.scheduler.prefill_forecast import PrefillForecast
 from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.reference.engine.scheduler.request_limits import RequestTooLongError
 from scheduler_components.request_tracer import RequestTracer
 from scheduler_components.values import FinishedRequest, FinishReason, ReceiverStats, ScheduledBatch, SchedulerCounters
 
@@ -72,6 +73,13 @@ class RequestMetrics:
         """Record a new request, which waits."""
         request.times = self.latencies.on_queued()
         self.counters.num_requests_total += 1
+
+    def on_refused(self, error: ConfigError) -> None:
+        """Record a request that was refused and would be refused again. A full queue counts its own refusals."""
+        if isinstance(error, RequestTooLongError):
+            self.counters.refused_too_long_total += 1
+        else:
+            self.counters.refused_invalid_total += 1
 
     def on_admitted(self, request: Request) -> None:
         """Record an admission. The prompt of a retracted request does not count again: it would hit its own pages."""

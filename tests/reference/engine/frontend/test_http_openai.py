@@ -49,7 +49,31 @@ def test_a_completion_is_the_text_of_the_tokens_with_its_usage(make_served: Call
         usage = answer.usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 5, 8)
         assert usage.prompt_tokens_details.cached_tokens == 0
-        assert answer.model == "simulated" and answer.id.startswith("cmpl-")
+        assert (answer.model, answer.id) == ("simulated", "mine")
+
+    use(served, scenario)
+
+
+@pytest.mark.parametrize(("is_chat", "prefix"), [(False, "cmpl-"), (True, "chatcmpl-")])
+def test_the_id_of_a_response_is_the_id_of_its_request(
+    make_served: Callable[..., Any], is_chat: bool, prefix: str
+) -> None:
+    """An abort, a log line or the next turn of a session names the request by it."""
+    served = make_served()
+
+    async def scenario(client: Any) -> None:
+        answers = [
+            await (
+                client.chat.completions.create(model="any", messages=[{"role": "user", "content": "one"}], max_tokens=2)
+                if is_chat
+                else client.completions.create(model="any", prompt="one", max_tokens=2)
+            )
+            for _ in range(2)
+        ]
+        ids = [answer.id for answer in answers]
+        assert [command.rid for command in served.replicas[0].submitted] == ids
+        assert len(set(ids)) == 2
+        assert all(each.startswith(prefix) for each in ids)
 
     use(served, scenario)
 

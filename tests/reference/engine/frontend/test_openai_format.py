@@ -44,7 +44,8 @@ def chat(**fields: Any) -> ChatBody:
 
 def test_a_completion_has_openais_defaults() -> None:
     params = completion().params()
-    assert (params.max_new_tokens, params.sampling.temperature, params.sampling.top_p) == (16, 1.0, 1.0)
+    assert (params.max_new_tokens, params.default_new_tokens) == (None, 16)
+    assert (params.sampling.temperature, params.sampling.top_p) == (1.0, 1.0)
     assert (params.sampling.top_k, params.sampling.min_p, params.sampling.logprobs) == (0, 0.0, None)
     assert (params.stops, params.stop_token_ids, params.ignore_eos, params.include_stop_str) == ((), (), False, False)
     assert (params.stream_interval, params.conversation, params.replica) == (0, None, None)

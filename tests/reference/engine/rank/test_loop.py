@@ -56,6 +56,7 @@ from scheduler_components.values import (
     OutputDelta,
     PublisherStats,
     RelayedInput,
+    RequestHints,
     SchedulerStats,
 )
 from scheduler_components.waiting_rooms import WaitingRoom
@@ -272,6 +273,28 @@ def test_a_request_that_cannot_fit_is_refused_by_the_leader_alone(sockets: Repli
         assert len(refusals) == num_refusals
         assert all("the pool has 256" in refusal.reason for refusal in refusals)
         assert len(rank.worker.scheduler.queues) == 1
+
+
+def test_each_rank_counts_what_it_refuses_by_the_reason(sockets: ReplicaSockets) -> None:
+    for tp_rank in (0, 1):
+        rank = ExecutorRank(sockets, tp_rank, last_batch=1)
+        twice = (submit("a"), submit("a"))
+        adapted = msgspec.structs.replace(submit("b"), hints=RequestHints(lora="nothing"))
+        rank.worker.execute(1, (submit("long", num_tokens=300), *twice, adapted))
+        counters = rank.worker.scheduler.request_metrics.stats()
+        assert (counters.refused_too_long_total, counters.refused_invalid_total) == (1, 2)
+        assert counters.num_requests_total == 1
+
+
+def test_a_default_length_is_lowered_to_what_the_pool_has(sockets: ReplicaSockets) -> None:
+    rank = ExecutorRank(sockets, 0, last_batch=1)
+    asked = submit("a", num_tokens=250, max_new_tokens=100)
+    rank.worker.execute(
+        1, (msgspec.structs.replace(asked, limits=SamplingLimits(max_new_tokens=100, is_default=True)),)
+    )
+    request = rank.worker.scheduler.queues.find("a")
+    assert request is not None
+    assert request.limits.max_new_tokens == 7
 
 
 def test_an_abort_is_streamed_and_one_of_an_unknown_request_is_ignored(sockets: ReplicaSockets) -> None:

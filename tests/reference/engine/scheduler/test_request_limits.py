@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import TokenSpec
+from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import GrammarConfig, SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request_limits import (
     check_grammar_served,
     check_request_fits,
     check_tokens_known,
+    fitting_limits,
 )
 from scheduler_components.request_kv_cache import pages_for
 from scheduler_components.values import GrammarKey
@@ -64,6 +66,23 @@ def test_a_request_beyond_the_models_context_is_refused_with_the_room_that_is_le
         assert f"at most {most - num_input + 1} new tokens" in refusal.value.hint
     else:
         assert f"at most {most} tokens" in refusal.value.hint
+
+
+@checked
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 60))
+def test_a_default_length_is_lowered_to_what_fits_and_a_given_one_is_kept(
+    context: int, num_input: int, max_new: int
+) -> None:
+    config = SchedulerConfig(page_size=1, kv_tokens=30, tokens=TokenSpec(context_tokens=context))
+    given_one = SamplingLimits(max_new, (7,), ignore_eos=True)
+    assert fitting_limits(config, num_input, given_one) == given_one
+    default = SamplingLimits(max_new, (7,), ignore_eos=True, is_default=True)
+    fitting = fitting_limits(config, num_input, default)
+    assert (fitting.stop_token_ids, fitting.ignore_eos, fitting.is_default) == ((7,), True, False)
+    most = min(30, context)
+    assert fitting.max_new_tokens == max(1, min(max_new, most - num_input + 1))
+    if num_input <= most:
+        check_request_fits(config, num_input, fitting.max_new_tokens)
 
 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:
