@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import attrs
 import zmq
 import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
 from scheduler_components.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
     from scheduler_components.kv_events.config import KVEventsConfig
 
 __all__ = [
@@ -214,6 +215,9 @@ class CurveServerKeys:
 
         Call ``stop()`` on the handler before the context ends.
         """
+        # Imported here, because it imports asyncio, and each rank of an engine would pay for that.
+        from zmq.auth.thread import ThreadAuthenticator
+
         gate = ThreadAuthenticator(context)
         gate.configure_curve_callback(_DOMAIN, self)
         try:

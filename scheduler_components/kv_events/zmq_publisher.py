@@ -299,8 +299,13 @@ _MESSAGES_PER_TURN = 8
 _BYTES_PER_TURN = 64 * 1024
 """The same in bytes: a chunk of the snapshot takes as long as many small batches."""
 
-_REQUESTS_PER_SLICE = 16
-"""Counted separately, so that a client that only sends requests does not prevent answers."""
+_FRAMES_PER_SLICE = 64
+"""Frames of requests that are received before answers are sent: some 20 requests, or a part of a hostile one. A client
+that sends only requests, or one request of any number of frames, prevents neither answers nor batches.
+"""
+
+_KEPT_FRAMES = 4
+"""One more than a request has, so that a longer one is seen to be malformed. Its further frames are dropped."""
 
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -313,10 +318,11 @@ _CLOSE_SLICE_S = 0.01
 class ZmqReplayServer:
     """Serve the ROUTER until ``finish``. The caller owns the sockets."""
 
-    __slots__ = ("_events", "_has_failed", "_send", "_socket", "cursors")
+    __slots__ = ("_events", "_has_failed", "_request", "_send", "_socket", "cursors")
 
     def __init__(self, socket: Socket, cursors: ReplaySessions) -> None:
         self._socket = socket
+        self._request: list[bytes] = []  # the first frames of the message that is being received
         self._send = MessageSender(socket).send
         # pyzmq's Python-level getsockopt converts to enums, which costs ten times the call itself.
         self._events = super(zmq.Socket, socket).get
@@ -329,17 +335,22 @@ class ZmqReplayServer:
         return int(self._socket.getsockopt(zmq.FD))
 
     def receive_requests(self) -> bool:
-        """Receive a bounded number of requests. Return True while there may be more."""
+        """Receive a bounded number of frames of requests. Return True while there may be more."""
         num_received = 0
         try:
-            while not self._has_failed and num_received < _REQUESTS_PER_SLICE and self._is_readable():
+            while not self._has_failed and num_received < _FRAMES_PER_SLICE and self._is_readable():
                 num_received += 1
-                self.cursors.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                if len(self._request) < _KEPT_FRAMES:
+                    self._request.append(frame.bytes)
+                if not frame.more:
+                    request, self._request = self._request, []
+                    self.cursors.receive(request)
         except zmq.ZMQError as error:
             # Only code that closed a shared context causes this. The scheduler continues.
             self._has_failed = True
             _log.error("KV events cannot be replayed any more: %s", error)
-        return num_received == _REQUESTS_PER_SLICE
+        return num_received == _FRAMES_PER_SLICE
 
     def serve_slice(self, until_s: float) -> bool:
         """Send answers until ``until_s`` (``time.monotonic``), to the clients in turns, and at least one turn.

@@ -54,10 +54,11 @@ class Stream:
 def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stream]:
     tcp = "tcp://*:0", "tcp://*:0"
     ipc = f"ipc://{tmp_path}/kv", f"ipc://{tmp_path}/replay"
+    threads = set(threading.enumerate())
     stream = Stream(tmp_path, *(tcp if request.param == "tcp" else ipc))
     yield stream
     stream.publisher.shutdown()
-    assert not [each for each in threading.enumerate() if each is not threading.main_thread()]
+    assert set(threading.enumerate()) <= threads
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed", "other", "own"]
 
 

@@ -25,7 +25,8 @@ from scheduler_components.kv_events.backlog import MAX_WAITING
 pytestmark = pytest.mark.sockets
 
 Open = Callable[..., ZmqEventPublisher]
-Eventually = Callable[[Callable[[], object]], None]
+Eventually = Callable[..., None]
+OpenSocket = Callable[[int], zmq.Socket[bytes]]
 ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 
 
@@ -125,6 +126,64 @@ def test_a_late_thread_is_not_counted_on_for_a_while(opened: Open, clock: list[f
     assert [pending_after_a_long_step() for _ in range(3)] == [0, 0, 0]
     clock[0] += 1.0
     assert pending_after_a_long_step() == 1
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize("since_requests_s", [0.04, 0.06])
+def test_a_late_thread_receives_the_requests_that_publish_does_not(
+    opened: Open, open_socket: OpenSocket, clock: list[float], eventually: Eventually, since_requests_s: float
+) -> None:
+    """A call of ``publish()`` with too much to send does not look for requests."""
+    publisher = opened()
+    publisher.idle()
+    clock[0] += since_requests_s
+    publisher.publish(numbered_batch(0))  # left to the thread
+    client = open_socket(zmq.DEALER)
+    client.connect(publisher.replay_endpoint or "")
+    client.send_multipart([b"", bytes(8)])
+    router = publisher._edge.sockets.replay
+    assert router is not None
+    eventually(lambda: router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+    publisher.poll(late_s=0.005)
+    stats = publisher.stats()
+    assert stats.replays_open + stats.replays_served == (since_requests_s > 0.05)
+    assert stats.batches_pending == (since_requests_s < 0.05)
+
+
+@pytest.mark.usefixtures("sleeping")
+def test_a_late_thread_serves_the_clients_that_publish_leaves_to_it(
+    opened: Open,
+    open_socket: OpenSocket,
+    clock: list[float],
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve_turn = zmq_publisher.ZmqReplayServer._serve_turn
+
+    def slow(server: Any, client: bytes) -> bool:
+        clock[0] += 0.001
+        return serve_turn(server, client)
+
+    publisher = opened()
+    for number in range(40):
+        publisher.publish(numbered_batch(number))
+    assert publisher.flush(1.0)
+    monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "_serve_turn", slow)  # one turn per slice
+    client = open_socket(zmq.DEALER)
+    client.connect(publisher.replay_endpoint or "")
+    client.send_multipart([b"", bytes(8)])
+
+    def receive() -> None:
+        clock[0] += 0.01
+        publisher.poll(late_s=0.0)
+
+    eventually(lambda: publisher.stats().replays_open, poll=receive)
+    num_replayed = publisher.stats().batches_replayed
+    for late_s in (0.005, 0.005):
+        publisher.publish(numbered_batch(100))
+        publisher.poll(late_s)
+        assert publisher.stats().batches_replayed == num_replayed + zmq_publisher._MESSAGES_PER_TURN
+        num_replayed = publisher.stats().batches_replayed
 
 
 @pytest.mark.usefixtures("sleeping")

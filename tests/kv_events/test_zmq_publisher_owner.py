@@ -17,10 +17,22 @@ from typing import ClassVar
 import pytest
 import zmq
 from kit.events import numbered_batch
+from kit.interruptions import InterruptedAtCallError, interrupted_at_call
 from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
-from scheduler_components.kv_events import BatchDecoder, BatchEncoder, KVEventsConfig, ZmqEventPublisher, zmq_publisher
+from scheduler_components.kv_events import (
+    BatchDecoder,
+    BatchEncoder,
+    KVEventsConfig,
+    ZmqEventPublisher,
+    backlog,
+    codec,
+    replay,
+    stream,
+    zmq_publisher,
+    zmq_sockets,
+)
 from scheduler_components.kv_events.backlog import MAX_WAITING
 from scheduler_components.kv_events.thread_backstop import Backstop
 
@@ -31,6 +43,7 @@ Eventually = Callable[[Callable[[], object]], None]
 OpenSocket = Callable[[int], zmq.Socket[bytes]]
 Subscribe = Callable[..., zmq.Socket[bytes]]
 Connected = Callable[..., int]
+ReadReplay = Callable[[str | None], list[KVCacheEvent]]
 
 
 LISTENING = KVEventsConfig(bind=True)
@@ -188,6 +201,39 @@ def test_handlers_that_raise_anywhere_in_a_call_stop_nothing(
     assert {len(message) for message in messages} == {3}  # none is torn or continued
     numbers = [int.from_bytes(message[1], "big") for message in messages]
     assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("send_mode", ["inline", "background"])
+def test_a_handler_that_raises_at_any_call_leaves_the_publisher_usable(
+    opened: Open, read_replay: ReadReplay, send_mode: str
+) -> None:
+    """In one publisher, at the first call of the code below ``publish()``, ``idle()`` and ``poll()``, then at the
+    second, until all were tried.
+    """
+    publisher = opened(send_mode=send_mode, buffer_steps=100_000, max_queue_size=3)
+    number, was_interrupted = 0, True
+    while was_interrupted:
+        number += 1
+        was_interrupted = False
+        try:
+            with interrupted_at_call(number, zmq_publisher, zmq_sockets, backlog, codec, stream, replay):
+                for _ in range(4):
+                    publisher.publish(numbered_batch(number))
+                publisher.idle()
+                publisher.publish(numbered_batch(number))
+                publisher.poll(0.0)
+                publisher.publish(numbered_batch(number))
+                publisher.flush()
+        except InterruptedAtCallError:
+            was_interrupted = True
+        publisher.publish(numbered_batch(10_000 + number))
+        assert publisher.flush(10.0), f"nothing is sent after an exception at call {number}"
+    assert number > 100
+    events = read_replay(publisher.replay_endpoint)
+    blocks = [block for each in events if isinstance(each, BlockRemoved) for block in each.block_hashes]
+    assert [block for block in blocks if block > 10_000] == [*range(10_001, 10_001 + number)]
+    stats = publisher.stats()
+    assert (stats.batches_pending, stats.batches_dropped) == (0, 0)
 
 
 def test_a_batch_that_a_handler_interrupts_is_sent_by_the_next_call(

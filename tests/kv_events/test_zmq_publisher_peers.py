@@ -7,15 +7,17 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 from kit.events import numbered_batch
+from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import ZmqEventPublisher, replay, thread_backstop, zmq_publisher
+from scheduler_components.kv_events.replay_messages import END_SEQ
 
 pytestmark = pytest.mark.sockets
 
@@ -112,6 +114,41 @@ def test_hostile_requests_get_an_end_marker_or_nothing(
     large.send_multipart([b"", bytes(2_000)])
     assert not large.poll(50)
     assert read_replay(publisher.replay_endpoint) == [BlockRemoved((1,))]
+
+
+def test_a_request_of_very_many_frames_is_read_in_slices_and_kept_in_none(
+    opened: Open, open_socket: OpenSocket, read_replay: ReadReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+    receive = replay.ReplaySessions.receive
+
+    def note(sessions: replay.ReplaySessions, frames: Sequence[bytes]) -> None:
+        received.append(len(frames))
+        receive(sessions, frames)
+
+    monkeypatch.setattr(replay.ReplaySessions, "receive", note)
+    monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
+    publisher = opened()
+    publisher.publish(numbered_batch(1))
+    publisher.idle()
+    hostile = open_socket(zmq.DEALER)
+    hostile.connect(publisher.replay_endpoint or "")
+    hostile.send_multipart([b"x" * 1_000] * 2_000)
+    num_calls = 0
+    while not received:
+        num_calls += publisher.idle() is None
+    assert num_calls > 2_000 // zmq_publisher._FRAMES_PER_SLICE
+    hostile.send_multipart([b"", bytes(8)])
+    while len(received) < 2:
+        publisher.idle()
+    assert received == [zmq_publisher._KEPT_FRAMES, 3]
+    assert publisher.stats().replays_refused == 1
+    answers = []
+    while len(answers) < 3:
+        publisher.idle()
+        if hostile.poll(0):
+            answers.append(hostile.recv_multipart()[1])
+    assert answers == [END_SEQ, bytes(8), END_SEQ]
 
 
 def test_a_new_client_gets_all_of_it_while_sixty_four_are_stuck(
