@@ -290,9 +290,12 @@ class ModelOptions:
         """Return the adapters; None if the engine serves none.
 
         Raises:
-            ConfigError: an adapter has no name or no path, or two have one name.
+            ConfigError: an adapter has no name or no path, or two have one name, or a limit is given without adapters.
         """
         if not (self.lora_paths or self.enable_lora):  # noqa: SCH009 - here it is composed
+            if self.max_loaded_loras != LoraLimits().max_loaded:
+                hint = "add --lora-paths or --enable-lora"
+                raise ConfigError("max_loaded_loras", self.max_loaded_loras, "has no effect by itself", hint)
             return None
         pairs = [text.partition("=") for text in self.lora_paths]
         adapters = tuple(AdapterSpec(name=name, path=path) for name, _, path in pairs)

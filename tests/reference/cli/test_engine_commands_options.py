@@ -71,6 +71,14 @@ def test_the_options_of_a_model_are_refused_without_one(field: str, value: str) 
         ModelOptions(**{field: value}).spec()
 
 
+def test_a_limit_of_adapters_without_adapters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_loaded_loras=4: has no effect by itself; add --lora-paths or"):
+        ModelOptions(max_loaded_loras=4).lora()
+    given = ModelOptions(max_loaded_loras=4, enable_lora=True).lora()
+    assert given is not None
+    assert given.limits.max_loaded == 4
+
+
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(StartError, match=r"transformers.*scheduler-components\[model\]"):
