@@ -48,6 +48,7 @@ VLLM_PREFIX = "vllm:"
 STREAM_PREFIX = "kv_stream_"
 RELAY_PREFIX = "kv_relay_"
 LOG_PREFIX = "kv_log_"
+PROXY_PREFIX = "kv_proxy_"
 
 
 @attrs.frozen(kw_only=True)
@@ -151,7 +152,7 @@ class StateMetric:
         return values or None
 
 
-StatsKind = Literal["step", "collector", "stream", "relay", "log"]
+StatsKind = Literal["step", "collector", "stream", "relay", "log", "proxy", "replica"]
 
 
 @attrs.frozen
@@ -161,7 +162,8 @@ class MetricGroup:
     Attributes:
         title: heading in the documentation.
         stats_kind: the struct of the paths: ``step`` is ``SchedulerStats``, ``stream`` is ``StreamStats``, ``relay`` is
-            ``RelayedStreamStats``, ``log`` is ``LogStats``. A collector itself computes the metrics of ``collector``.
+            ``RelayedStreamStats``, ``log`` is ``LogStats``. ``proxy`` and ``replica`` are the counters of a proxy and
+            of each replica behind it. A collector itself computes the metrics of ``collector``.
         metrics: in the order of the documentation.
     """
 
@@ -760,6 +762,34 @@ METRIC_GROUPS: tuple[MetricGroup, ...] = (
         gauge("kv_relay_sources", "sources", "num_sources",
             "Sources of the stream, including those that do not answer."),
     )),
+    MetricGroup("Requests of a proxy", "proxy", (
+        gauge("kv_proxy_requests_open", "requests", "open",
+            "Requests that are open."),
+        counter("kv_proxy_requests_total", "requests", "requests",
+            "Requests that were accepted."),
+        counter("kv_proxy_requests_refused_total", "requests", "refused",
+            "Requests beyond the limit, or while the proxy was stopping."),
+        counter("kv_proxy_requests_unplaced_total", "requests", "unplaced",
+            "Requests that no replica could take."),
+        counter("kv_proxy_retries_total", "attempts", "retried",
+            "Attempts at another replica, after the first one of a request had failed."),
+        counter("kv_proxy_answers_cut_total", "answers", "cut",
+            "Answers that ended early because an engine failed."),
+        counter("kv_proxy_prompts_unknown_total", "prompts", "unknown_prompts",
+            "Prompts routed by load alone, because no engine returned their tokens."),
+    )),
+    MetricGroup("Replicas of a proxy", "replica", (
+        gauge("kv_proxy_replica_is_up", "flag", "is_up",
+            "1 while the replica gets requests."),
+        counter("kv_proxy_replica_picks_total", "requests", "picks",
+            "Requests that were sent to the replica."),
+        counter("kv_proxy_replica_prompt_blocks_total", "blocks", "prompt_blocks",
+            "Whole blocks of the prompts of these requests."),
+        counter("kv_proxy_replica_cached_blocks_total", "blocks", "cached_blocks",
+            "The part of these blocks that counted as cached there."),
+        counter("kv_proxy_replica_failures_total", "requests", "failures",
+            "Requests that the replica failed to answer."),
+    )),
 )
 # fmt: on
 """Every metric. Each row has two lines: name, unit and path; then help and vLLM's names."""
@@ -835,11 +865,18 @@ RELAY_METRICS = _metrics_of("relay") + tuple(
 """Read from ``RelayedStreamStats`` of each stream that a relay publishes, and labelled with the ``rank``."""
 
 
+PROXY_METRICS = _metrics_of("proxy")
+"""Read from the counters of a proxy, without labels."""
+
+REPLICA_METRICS = _metrics_of("replica")
+"""Read from the counters of each replica behind a proxy, and labelled with its ``engine`` and ``rank``."""
+
+
 def render_markdown() -> str:
     """Return the catalogue of schedulers as Markdown: one heading and one table per group."""
     lines: list[str] = []
     for group in METRIC_GROUPS:
-        if group.stats_kind not in ("stream", "relay", "log"):
+        if group.stats_kind in ("step", "collector"):
             lines += ["", f"## {group.title}", ""]
             lines += ["| Metric | Kind | Unit | Meaning | vLLM's name |", "| --- | --- | --- | --- | --- |"]
             lines += map(_row, group.metrics)
@@ -864,8 +901,13 @@ def _row(metric: Metric) -> str:
 
 
 def render_stream_markdown() -> str:
-    """Return the Markdown tables of followed, relayed and logged streams."""
-    titled = (("Relayed streams", RELAY_METRICS), ("Streams written to a broker", LOG_METRICS))
+    """Return the Markdown tables of followed, relayed and logged streams, and of proxies."""
+    titled = (
+        ("Relayed streams", RELAY_METRICS),
+        ("Streams written to a broker", LOG_METRICS),
+        ("Requests of a proxy", PROXY_METRICS),
+        ("Replicas of a proxy", REPLICA_METRICS),
+    )
     others = "".join(f"\n## {title}\n\n{_plain_table(metrics)}" for title, metrics in titled)
     return f"{_plain_table((STREAM_STATE_METRIC, *STREAM_METRICS))}{others}"
 

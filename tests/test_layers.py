@@ -64,7 +64,7 @@ FLOORS = (
     ("reference.engine.messages", "reference.engine.config", "reference.engine.zmq_sockets"),
     ("reference.engine.scheduler", "reference.engine.frontend"),
     ("reference.engine.rank",),
-    ("reference.engine",),
+    ("reference.engine", "reference.proxy"),
     ("reference.cli",),
     ("__main__",),
 )

@@ -16,6 +16,7 @@ from observability.kv_stream.batch_applier import StreamListener
 from observability.kv_stream.follower import FollowPolicy
 from observability.kv_stream.stream_stats import StreamPosition
 from observability.kv_stream.subscriber_base import StreamQueries
+from observability.kv_stream.view import BlockView
 from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber
 from scheduler_components.kv_events import CurveClientKeys, StreamAddress
 
@@ -133,6 +134,7 @@ async def open_async_subscriber(
     policy: FollowPolicy | None = None,
     listener: StreamListener | None = None,
     keys: CurveClientKeys | None = None,
+    view: BlockView | None = None,
 ) -> AsyncIterator[AsyncSubscriber]:
     """Follow streams until the end of the block. The parameters are those of ``open_subscriber``.
 
@@ -144,7 +146,7 @@ async def open_async_subscriber(
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-subscriber") as thread:
         opened = await loop.run_in_executor(
-            thread, lambda: open_subscriber(addresses, policy=policy, listener=listener, keys=keys)
+            thread, lambda: open_subscriber(addresses, policy=policy, listener=listener, keys=keys, view=view)
         )
         subscriber = AsyncSubscriber(opened, loop)
         subscriber.start(thread)

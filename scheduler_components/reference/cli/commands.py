@@ -32,6 +32,7 @@ from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
 from scheduler_components.reference.cli.new_command import new
 from scheduler_components.reference.cli.refactor_commands import make_refactor_app
 from scheduler_components.reference.cli.relay_command import relay
+from scheduler_components.reference.cli.route_command import route
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.reference.cli.simulate_commands import make_simulate_app
 from scheduler_components.reference.cli.terminal import make_console
@@ -228,6 +229,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "conformance": conformance,
     "new": new,
     "relay": relay,
+    "route": route,
     "hicache-sim": hicache_sim,
     "dp-attn-sim": dp_attn_sim,
     "keygen": keygen,

@@ -29,6 +29,7 @@ from scheduler_components.reference.engine.frontend.http_body import BodyReceive
 from scheduler_components.reference.engine.frontend.http_control import JSON, MAX_CONTROL_BYTES, TEXT, control_routes
 from scheduler_components.reference.engine.frontend.http_generate import GenerateBody, GenerateEndpoint
 from scheduler_components.reference.engine.frontend.http_openai import ChatEndpoint, CompletionEndpoint
+from scheduler_components.reference.engine.frontend.http_tokenize import TokenizeBody, TokenizeEndpoint
 from scheduler_components.reference.engine.frontend.openai_format import ChatBody, CompletionBody
 from scheduler_components.reference.engine.frontend.openapi import openapi_route
 from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend, open_text_codec
@@ -158,15 +159,23 @@ _STREAMED = (JSON, "text/event-stream")
 
 
 def text_routes(text: TextFrontend, model: str, bodies: BodyReceiver | None = None) -> list[ApiRoute]:
-    """Return the generating routes of SGLang and OpenAI. ``model`` is the name of the model in responses."""
+    """Return the generating routes of SGLang and OpenAI, and ``/tokenize``.
+
+    Args:
+        text: dispatches the requests.
+        model: name of the model in responses.
+        bodies: receives the bodies.
+    """
     bodies = BodyReceiver() if bodies is None else bodies
     generate = GenerateEndpoint(text=text, bodies=bodies)
     complete = CompletionEndpoint(text=text, model=model, bodies=bodies)
     chat = ChatEndpoint(text=text, model=model, bodies=bodies)
+    tokenize = TokenizeEndpoint(text=text, bodies=bodies)
     return [
         ApiRoute("/generate", generate, methods=["POST"], body=GenerateBody, answers=_STREAMED),
         ApiRoute("/v1/completions", complete, methods=["POST"], body=CompletionBody, answers=_STREAMED),
         ApiRoute("/v1/chat/completions", chat, methods=["POST"], body=ChatBody, answers=_STREAMED),
+        ApiRoute("/tokenize", tokenize, methods=["POST"], body=TokenizeBody),
     ]
 
 

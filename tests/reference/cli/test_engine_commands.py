@@ -9,15 +9,25 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import zmq
+from kit.command_processes import (
+    COMMAND,
+    DEADLINE_S,
+    ONE_RANK,
+    TWO_BY_TWO,
+    TWO_RANKS,
+    TWO_REPLICAS,
+    finish,
+    started,
+    wait_for_url,
+)
 from kit.waiting import wait_until
 
 import scheduler_components
@@ -28,46 +38,6 @@ from scheduler_components.reference.engine.config import EngineConfig
 from scheduler_components.reference.engine.free_ports import default_kv_events
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
-
-COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
-TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]
-TWO_REPLICAS = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "1"]
-TWO_RANKS = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2"]
-ONE_RANK = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1"]
-DEADLINE_S = 90
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A run of the command line. Its ranks inherit its output, so the output ends when the last of them has."""
-    with tempfile.TemporaryDirectory(prefix="sc-") as directory:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"TMPDIR": directory},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == -signal.SIGKILL or list(Path(directory).iterdir()) == []
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, out, err
-
-
-def wait_for_url(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(r"http://[0-9.]+:[0-9]+", line):
-            return found.group()
-    raise AssertionError("it never said where it serves")
 
 
 def test_the_demo_passes_its_own_checks() -> None:

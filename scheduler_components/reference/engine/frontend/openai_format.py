@@ -27,10 +27,13 @@ __all__ = [
     "Seconds",
     "TokenId",
     "LogitBias",
+    "MessageFields",
+    "Messages",
     "SessionFields",
     "Usage",
     "UsageOptions",
     "by_tier",
+    "chat_messages",
     "check_supported",
     "sorted_bias",
     "stop_strings",
@@ -299,11 +302,14 @@ class _Part(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class _Message(msgspec.Struct, frozen=True):
+class MessageFields(msgspec.Struct, frozen=True):
+    """A message of a conversation; its content is text or parts of text."""
+
     role: Name
     content: str | list[_Part] | None = None
 
     def text(self) -> str:
+        """Return the content. Raises ConfigError for a part that is not text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         for part in self.content:
@@ -312,10 +318,13 @@ class _Message(msgspec.Struct, frozen=True):
         return "".join(part.text or "" for part in self.content)
 
 
+Messages: TypeAlias = Annotated[list[MessageFields], msgspec.Meta(min_length=1, max_length=4096)]
+
+
 class ChatBody(_Body, frozen=True, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1, max_length=4096)]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -335,7 +344,12 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
     def chat_messages(self) -> list[ChatMessage]:
         """Return the messages as text. Raises ConfigError for content other than text."""
-        return [ChatMessage(message.role, message.text()) for message in self.messages]
+        return chat_messages(self.messages)
+
+
+def chat_messages(messages: Messages) -> list[ChatMessage]:
+    """Return the messages as text. Raises ConfigError for content other than text."""
+    return [ChatMessage(message.role, message.text()) for message in messages]
 
 
 class Usage:

@@ -1,0 +1,133 @@
+"""The routes of a proxy: the generating ones, the models of the engines, and its own health, status and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from observability import error_response, render_metrics
+from scheduler_components import ComponentError, __version__
+from scheduler_components.reference.engine.frontend.access import AccessPolicy, RouteAccess
+from scheduler_components.reference.engine.frontend.http_access import AccessGuard, ApiRoute
+from scheduler_components.reference.proxy.http_fleet import Engine, EngineState, Fleet
+from scheduler_components.reference.proxy.http_proxy import OPEN_SESSION, ProxyEndpoint
+
+__all__ = ["GENERATING_PATHS", "make_proxy_app", "proxy_status"]
+
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
+_SESSION_PATHS = (OPEN_SESSION, "/close_session")
+
+_JSON = "application/json"
+
+
+def make_proxy_app(
+    endpoint: ProxyEndpoint, registry: CollectorRegistry, *, access: AccessPolicy | None = None
+) -> Starlette:
+    """Make the application of a proxy.
+
+    Args:
+        endpoint: forwards requests to its fleet.
+        registry: Prometheus collectors of ``/metrics``.
+        access: who may call the routes; None accepts all requests that name this machine or an IP address.
+    """
+    fleet = endpoint.fleet
+
+    async def models(request: Request) -> Response:
+        """The models that the engines serve, as one of them says."""
+        return await _ask_an_engine(fleet, request.url.path)
+
+    async def health(_: Request) -> Response:
+        """Liveness of the proxy itself."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        """Readiness: 503 while the proxy stops or no engine takes requests."""
+        problem = "the proxy is stopping" if endpoint.is_draining else None
+        if problem is None and not fleet.num_ready:
+            problem = "no engine takes requests"
+        if problem is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "problem": problem}, 503)
+
+    async def status(_: Request) -> Response:
+        """The engines, their replicas and what was sent to them."""
+        return JSONResponse(proxy_status(endpoint))
+
+    async def metrics(request: Request) -> Response:
+        """Metrics for Prometheus."""
+        accept = ", ".join(request.headers.getlist("accept"))
+        page, content_type = await run_in_threadpool(render_metrics, registry, accept)
+        return Response(page, headers={"content-type": content_type, "vary": "accept"})
+
+    public = RouteAccess.PUBLIC
+    routes = [
+        *(ApiRoute(path, endpoint, methods=["POST"]) for path in GENERATING_PATHS + _SESSION_PATHS),
+        ApiRoute("/v1/models", models, methods=["GET"]),
+        ApiRoute("/v1/models/{model:path}", models, methods=["GET"]),
+        ApiRoute("/health", health, methods=["GET"], access=public),
+        ApiRoute("/ready", ready, methods=["GET"], access=public),
+        ApiRoute("/status", status, methods=["GET"]),
+        ApiRoute("/metrics", metrics, methods=["GET"], access=public),
+    ]
+    guard = Middleware(AccessGuard, policy=AccessPolicy() if access is None else access, routes=routes)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _respond_to_http_error})
+
+
+async def _ask_an_engine(fleet: Fleet, path: str) -> Response:
+    """Pass on what the first engine answers that is up."""
+    for engine in fleet.engines:
+        if engine.state is EngineState.UP:
+            try:
+                status, body = await engine.client.get(path)
+            except ComponentError:
+                continue  # the poll finds out what is wrong with it
+            return Response(body, status, media_type=_JSON)
+    return error_response(503, "no replica takes requests now; try again later")
+
+
+async def _respond_to_http_error(_: Request, error: Exception) -> Response:
+    """Respond to an unknown path or method in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    response = error_response(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def proxy_status(endpoint: ProxyEndpoint) -> dict[str, Any]:
+    """Return the state of a proxy as JSON values: its counters, and its engines with their replicas."""
+    return {
+        "version": __version__,
+        "is_draining": endpoint.is_draining,
+        **msgspec.to_builtins(endpoint.counters),
+        "unknown_prompts": endpoint.fleet.num_unknown_prompts,
+        "engines": [_engine_status(engine) for engine in endpoint.fleet.engines],
+    }
+
+
+def _engine_status(engine: Engine) -> dict[str, Any]:
+    streams = {} if engine.subscriber is None else engine.subscriber.positions()
+    return {
+        "engine": engine.number,
+        "url": engine.url,
+        "state": engine.state.value,
+        "problem": engine.problem or None,
+        "times_lost": engine.num_times_lost,
+        "adapters": sorted(engine.adapters),
+        "replicas": [
+            {
+                "dp_rank": rank,
+                "stream": streams[rank].state.value if rank in streams else None,
+                "last_seq": streams[rank].last_seq if rank in streams else None,
+                **msgspec.to_builtins(replica.stats),
+            }
+            for rank, replica in engine.replicas.items()
+        ],
+    }

@@ -1,0 +1,311 @@
+"""The ASGI application of a proxy: it forwards each generating request to the replica that the fleet's router chooses.
+
+A request goes to another replica only while its client has received nothing: if the engine cannot be reached, is lost,
+ends the connection or answers 503. An answer with server-sent events is passed on event by event as it arrives. Any
+other answer is read whole first, so it arrives whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+from uuid import uuid4
+
+import httpx
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from observability import error_response
+from scheduler_components import ComponentError
+from scheduler_components.reference.engine.frontend.http_body import (
+    BodyReceiver,
+    component_error_response,
+    run_until_disconnected,
+)
+from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER
+from scheduler_components.reference.proxy.http_fleet import Engine, Fleet, Placement
+from scheduler_components.reference.proxy.http_replica import EngineDownError, ReplicaError
+from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields
+
+__all__ = ["OPEN_SESSION", "REPLICA_HEADER", "ProxyCounters", "ProxyEndpoint"]
+
+OPEN_SESSION = "/open_session"
+
+REPLICA_HEADER = "x-replica"
+"""In a response: which replica answered, as the number of its engine in the command line from 0."""
+
+_REQUEST_ID = "x-request-id"
+_MAX_ID_CHARACTERS = 128
+
+_REQUEST_HEADERS = ("content-type", "accept", "traceparent", "tracestate", "user-agent")
+"""Headers of clients that engines get. Keys of clients are for the proxy alone."""
+
+_RESPONSE_HEADERS = ("content-type", "cache-control", "retry-after", RANK_HEADER)
+"""Headers of engines that clients get."""
+
+_MAX_ANSWER_BYTES = 64 * 2**20
+"""Limit of an answer that is read whole: 128 outputs of a hundred thousand tokens."""
+
+_MAX_EVENT_BYTES = 4 * 2**20
+"""Limit of one server-sent event, which is held until it is complete."""
+
+_RETRY_AFTER = {"retry-after": "1"}
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ProxyCounters:
+    """Counters of a proxy.
+
+    Attributes:
+        open: requests that are open now.
+        requests: requests that were accepted.
+        refused: requests beyond the limit, or while the proxy stops.
+        retried: attempts after the first one of a request.
+        unplaced: requests that no replica could take.
+        cut: answers that ended early because the engine failed.
+    """
+
+    open: int = 0
+    requests: int = 0
+    refused: int = 0
+    retried: int = 0
+    unplaced: int = 0
+    cut: int = 0
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request of a client, and how far its answer is.
+
+    Attributes:
+        path: of the route.
+        headers: for the engine.
+        body: of the request, for each attempt.
+        fields: what chooses the replica.
+        send: sends to the client.
+        has_begun: whether the client has received the response headers.
+    """
+
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | bytearray
+    fields: RoutingFields
+    send: Send
+    has_begun: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.headers[_REQUEST_ID]
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.has_begun = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, chunk: bytes, *, is_last: bool = False) -> None:
+        await self.send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+
+    async def respond(self, response: Response) -> None:
+        response.headers[_REQUEST_ID] = self.request_id
+        await self.begin(response.status_code, dict(response.headers))
+        await self.write(bytes(response.body), is_last=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProxyEndpoint:
+    """The ASGI application of the generating routes.
+
+    Attributes:
+        fleet: the engines.
+        bodies: receives the bodies.
+        counters: for metrics and status.
+        is_draining: refuse new requests.
+    """
+
+    fleet: Fleet
+    bodies: BodyReceiver = field(default_factory=BodyReceiver)
+    counters: ProxyCounters = field(default_factory=ProxyCounters)
+    is_draining: bool = False
+    _idle: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to one POST."""
+        problem = self._refusal()
+        if problem is not None:
+            self.counters.refused += 1
+            await error_response(503, problem)(scope, receive, send)
+            return
+        self.counters.open += 1
+        self.counters.requests += 1
+        try:
+            with suppress(ClientDisconnect):
+                await self._serve(Request(scope, receive), send)
+        finally:
+            self.counters.open -= 1
+            if not self.counters.open:
+                self._idle.set()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the open ones. Return how many are still open after ``timeout_s``."""
+        self.is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.counters.open:
+                    self._idle.clear()
+                    await self._idle.wait()
+        return self.counters.open
+
+    def _refusal(self) -> str | None:
+        if self.is_draining:
+            return "the proxy is stopping"
+        if self.counters.open >= self.fleet.config.max_requests:
+            return f"{self.counters.open} requests are open, which is the limit; try again later"
+        return None
+
+    async def _serve(self, request: Request, send: Send) -> None:
+        try:
+            async with self.bodies.receive(request) as body:
+                path, fields = request.url.path, read_routing_fields(body)
+                if path == OPEN_SESSION:
+                    fields = RoutingFields()  # its field session_id names a session that does not exist yet
+                headers = _request_headers(request)
+                exchange = _Exchange(path=path, headers=headers, body=body, fields=fields, send=send)
+                await run_until_disconnected(request.receive, self._answer(exchange))
+        except ComponentError as error:
+            await component_error_response(error)(request.scope, request.receive, send)
+
+    async def _answer(self, exchange: _Exchange) -> None:
+        """Let replicas serve the request, one after another, until one has answered."""
+        tokens = await self.fleet.tokens_of(exchange.fields)
+        failed: list[Engine] = []
+        refusal: Response | None = None
+        while len(failed) < self.fleet.config.max_attempts:
+            placement = self.fleet.place(tokens, exchange.fields, exclude=failed)
+            if placement is None:
+                break
+            self.counters.retried += bool(failed)
+            refusal = await self._try(exchange, placement)
+            if exchange.has_begun:
+                return
+            failed.append(placement.engine)
+        if refusal is None:
+            self.counters.unplaced += 1
+            refusal = error_response(503, "no replica takes requests now; try again later")
+            refusal.headers.update(_RETRY_AFTER)
+        await exchange.respond(refusal)
+
+    async def _try(self, exchange: _Exchange, placement: Placement) -> Response | None:
+        """Let one replica answer. If it does not, the exchange has not begun, and another one may.
+
+        Returns:
+            its own refusal, if it has said that it takes no requests now.
+        """
+        try:
+            refusal = await self._attempt(exchange, placement)
+        except EngineDownError as error:
+            self.fleet.fail(placement, error)
+            if exchange.fields.open_session is not None and not error.is_refused:
+                await exchange.respond(error_response(502, "the engine failed in a turn of its session"))
+            return None
+        except TimeoutError:  # another engine would do the same work again
+            self.fleet.finish(placement)
+            await exchange.respond(error_response(504, "the engine did not answer in time"))
+            return None
+        except ReplicaError:
+            self.fleet.finish(placement)
+            await exchange.respond(error_response(502, "the engine's answer cannot be passed on"))
+            return None
+        except BaseException:  # the client has gone
+            self.fleet.finish(placement)
+            raise
+        if refusal is None:
+            self.fleet.finish(placement)
+        else:
+            self.fleet.cancel(placement)
+        return refusal
+
+    async def _attempt(self, exchange: _Exchange, placement: Placement) -> Response | None:
+        """Let one replica serve the request. Return its refusal, if it takes no requests now.
+
+        Raises:
+            EngineDownError: the engine failed, and the client has received nothing.
+            ReplicaError: its answer is too long, and the client has received nothing.
+            TimeoutError: it was silent for too long, and the client has received nothing.
+        """
+        engine = placement.engine
+        headers = dict(exchange.headers)
+        if engine.is_data_parallel and exchange.fields.open_session is None:  # the id of a session determines its rank
+            headers[RANK_HEADER] = str(placement.replica.rank)
+        async with AsyncExitStack() as stack:
+            answer = await _unless_lost(
+                engine,
+                stack.enter_async_context(
+                    engine.client.forward("POST", exchange.path, body=exchange.body, headers=headers)
+                ),
+            )
+            sent = _response_headers(answer, exchange.request_id, engine.number)
+            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_events(exchange, engine, answer, sent)
+                return None
+            body = await _unless_lost(engine, engine.client.read(answer, max_bytes=_MAX_ANSWER_BYTES))
+        if exchange.path == OPEN_SESSION and answer.status_code == httpx.codes.OK:
+            self.fleet.add_session(engine.client.session_id(body), engine)
+        response = Response(body, answer.status_code, sent)
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return response
+        await exchange.respond(response)
+        return None
+
+    async def _pass_events(
+        self, exchange: _Exchange, engine: Engine, answer: httpx.Response, headers: Mapping[str, str]
+    ) -> None:
+        """Pass on whole events as they arrive. An engine that fails later ends the stream with an error event."""
+        try:
+            async with aclosing(engine.client.events(answer, max_bytes=_MAX_EVENT_BYTES)) as events:
+                first = await _unless_lost(engine, anext(events, b""))
+                await exchange.begin(answer.status_code, headers)
+                await exchange.write(first)
+                async for event in events:
+                    await exchange.write(event)
+        except (EngineDownError, TimeoutError) as error:
+            if not exchange.has_begun:
+                raise
+            self.counters.cut += 1
+            engine.check_now.set()
+            text = "the engine was silent for too long" if isinstance(error, TimeoutError) else "the engine failed"
+            await exchange.write(b"data: " + bytes(error_response(502, text).body) + b"\n\ndata: [DONE]\n\n")
+        await exchange.write(b"", is_last=True)
+
+
+async def _unless_lost(engine: Engine, work: Awaitable[T]) -> T:
+    """Await ``work``. Raise EngineDownError as soon as the engine goes down, although its connection may stay open."""
+    task, lost = asyncio.ensure_future(work), asyncio.ensure_future(engine.lost.wait())
+    try:
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise EngineDownError(f"{engine.url} was lost while a request waited for its answer")
+    finally:
+        task.cancel()
+        lost.cancel()
+        await asyncio.gather(task, lost, return_exceptions=True)
+
+
+def _request_headers(request: Request) -> dict[str, str]:
+    """Return the headers for the engine, with the client's request id or a new one."""
+    given = request.headers.get(_REQUEST_ID, "")
+    is_valid = 0 < len(given) <= _MAX_ID_CHARACTERS and given.isascii() and given.isprintable()
+    headers = {name: request.headers[name] for name in _REQUEST_HEADERS if name in request.headers}
+    return {"content-type": "application/json", **headers, _REQUEST_ID: given if is_valid else uuid4().hex}
+
+
+def _response_headers(answer: httpx.Response, request_id: str, number: int) -> dict[str, str]:
+    """Return the headers for the client."""
+    headers = {name: answer.headers[name] for name in _RESPONSE_HEADERS if name in answer.headers}
+    return {**headers, _REQUEST_ID: request_id, REPLICA_HEADER: str(number)}

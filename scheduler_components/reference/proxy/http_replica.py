@@ -1,0 +1,277 @@
+"""The HTTP client of one engine behind a proxy: its description, readiness, loads, tokens, and forwarded requests.
+
+The proxy relies on what an engine answers for the choice of a replica only. Each answer has a limit of bytes and of
+time, and its values are checked, so an engine that fails or lies costs its own requests and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import httpx
+import msgspec
+
+from observability.kv_stream import escape_unprintable
+from scheduler_components import ComponentError
+from scheduler_components.reference.proxy.config import ProxyConfig
+from scheduler_components.values import LoadSnapshot
+
+__all__ = ["EngineClient", "EngineDownError", "ReplicaError", "open_engine_client"]
+
+_MAX_ANSWER_BYTES = 4 * 2**20
+"""SGLang's ``/server_info`` with all flags and internal states has 20 KB."""
+
+_TOKENS_BASE_BYTES = 256 * 2**10
+_BYTES_PER_TOKEN = 12
+"""Ten digits, a comma and a space. A prompt has at most one token per byte; a chat template adds a few thousand."""
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_MAX_SHOWN = 200
+_MAX_RANKS = 1024
+
+_Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+T = TypeVar("T")
+
+
+class ReplicaError(ComponentError):
+    """An engine answered a question of the proxy with an error, or not in the expected form. The text names its URL."""
+
+
+class EngineDownError(ReplicaError):
+    """The engine cannot be reached, or its connection ended before it answered.
+
+    Args:
+        message: names the URL and the reason.
+        is_refused: no connection was made, so nothing listens there.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        self.is_refused = is_refused
+        super().__init__(message)
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[_Token]
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    loads: Annotated[list[LoadSnapshot], msgspec.Meta(max_length=_MAX_RANKS)]
+
+
+class _ModelInfo(msgspec.Struct, frozen=True):
+    adapters: dict[str, msgspec.Raw] = {}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EngineClient:
+    """Sends HTTP requests to one engine. ``open_engine_client`` creates it.
+
+    Attributes:
+        url: of the engine.
+        http: the connections. Its headers have the engine's API key.
+        poll_timeout_s: longest time of an answer to the proxy itself.
+        tokenize_timeout_s: longest time to get the tokens of a prompt.
+    """
+
+    url: str
+    http: httpx.AsyncClient
+    poll_timeout_s: float
+    tokenize_timeout_s: float
+    _decode_tokens: msgspec.json.Decoder[_Tokens] = field(
+        default_factory=lambda: msgspec.json.Decoder(_Tokens), init=False, repr=False
+    )
+
+    async def server_info(self) -> Any:
+        """Return ``/server_info`` as JSON. Raises ReplicaError."""
+        return await self._decoded("/server_info", Any)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Return the status and the body of a page. Raises ReplicaError."""
+        return await self._ask("GET", path)
+
+    async def adapters(self) -> frozenset[str]:
+        """Return the names of the adapters that the engine serves; none for an engine that does not list them.
+
+        Raises:
+            ReplicaError: the engine does not answer.
+        """
+        status, body = await self._ask("GET", "/model_info")
+        if status != httpx.codes.OK:
+            return frozenset()
+        return frozenset(self._decode("/model_info", body, _ModelInfo).adapters)
+
+    async def is_ready(self) -> bool:
+        """Return whether the engine takes requests: ``/ready``, or ``/health`` of an engine without that route.
+
+        Raises:
+            ReplicaError: the engine does not answer.
+        """
+        status, _ = await self._ask("GET", "/ready")
+        if status == httpx.codes.NOT_FOUND:
+            status, _ = await self._ask("GET", "/health")
+        return status == httpx.codes.OK
+
+    async def loads(self) -> list[LoadSnapshot]:
+        """Return the newest load of each DP rank. Raises ReplicaError."""
+        return (await self._decoded("/v1/loads?include=core,lora", _Loads)).loads
+
+    async def tokenize(self, body: bytes) -> Sequence[int]:
+        """Return the tokens of a prompt. Raises ReplicaError, also for an engine without ``/tokenize``."""
+        limit, timeout_s = _TOKENS_BASE_BYTES + _BYTES_PER_TOKEN * len(body), self.tokenize_timeout_s
+        status, answer = await self._ask("POST", "/tokenize", body, timeout_s=timeout_s, max_bytes=limit)
+        if status != httpx.codes.OK:
+            raise ReplicaError(f"{self.url}/tokenize answers {status}")
+        try:
+            return self._decode_tokens.decode(answer).tokens
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._unreadable("/tokenize", error) from error
+
+    @asynccontextmanager
+    async def forward(
+        self, method: str, path: str, *, body: bytes | bytearray, headers: Mapping[str, str]
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a client's request, and yield the response, whose body is not read yet.
+
+        Raises:
+            EngineDownError: the connection failed or ended before the response headers.
+            TimeoutError: the engine was silent for too long.
+        """
+        request = self.http.build_request(method, self.url + path, content=bytes(body), headers=headers)
+        try:
+            response = await self.http.send(request, stream=True)
+        except (httpx.ConnectTimeout, httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            raise self._down(error) from error
+        except httpx.TimeoutException as error:
+            raise TimeoutError(f"{self.url} did not answer in time") from error
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+    async def read(self, response: httpx.Response, *, max_bytes: int) -> bytes:
+        """Return the whole body of a forwarded response.
+
+        Raises:
+            EngineDownError: the connection ended before it was complete.
+            ReplicaError: it is too long.
+            TimeoutError: as ``forward``.
+        """
+        body = bytearray()
+        async with aclosing(self._chunks(response)) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                if len(body) > max_bytes:
+                    raise ReplicaError(f"{self.url}: an answer is over {max_bytes} bytes")
+        return bytes(body)
+
+    async def events(self, response: httpx.Response, *, max_bytes: int) -> AsyncGenerator[bytes, None]:
+        """Yield the whole server-sent events of a forwarded response as they arrive, one or more at a time.
+
+        A client must not receive half an event. One of more than ``max_bytes`` is yielded in parts.
+
+        Raises:
+            EngineDownError, TimeoutError: as ``read``.
+        """
+        held = b""
+        async with aclosing(self._chunks(response)) as chunks:
+            async for chunk in chunks:
+                held += chunk
+                end = max(held.rfind(end) + len(end) if end in held else 0 for end in _EVENT_ENDS)
+                if len(held) > max_bytes:
+                    end = len(held)
+                if end:
+                    yield held[:end]
+                    held = held[end:]
+        if held:
+            yield held
+
+    async def _chunks(self, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk in response.aiter_raw():
+                yield chunk
+        except httpx.TimeoutException as error:
+            raise TimeoutError(f"{self.url} did not answer in time") from error
+        except httpx.HTTPError as error:
+            raise self._down(error) from error
+
+    def session_id(self, body: bytes) -> str:
+        """Read the answer of ``/open_session``. Raises ReplicaError."""
+        return self._decode("/open_session", body, str)
+
+    async def _decoded(self, path: str, kind: type[T]) -> T:
+        status, body = await self._ask("GET", path)
+        if status != httpx.codes.OK:
+            raise ReplicaError(f"{self.url}{path} answers {status}")
+        return self._decode(path, body, kind)
+
+    def _decode(self, path: str, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._unreadable(path, error) from error
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = _MAX_ANSWER_BYTES,
+    ) -> tuple[int, bytes]:
+        """Return the status and the whole body of an answer to the proxy itself.
+
+        Raises:
+            EngineDownError: there was none in time.
+            ReplicaError: it is too long.
+        """
+        body, limit_s = bytearray(), self.poll_timeout_s if timeout_s is None else timeout_s
+        headers = {"content-type": "application/json"} if content is not None else {}
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self.http.stream(method, self.url + path, content=content, headers=headers) as answer,
+            ):
+                async for chunk in answer.aiter_raw():
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise ReplicaError(f"{self.url}{path} is over {max_bytes} bytes")
+        except httpx.HTTPError as error:
+            raise self._down(error) from error
+        except TimeoutError as error:
+            raise EngineDownError(f"{self.url}{path} took more than {limit_s:g} s") from error
+        return answer.status_code, bytes(body)
+
+    def _down(self, error: httpx.HTTPError) -> EngineDownError:
+        reason = escape_unprintable(str(error) or type(error).__name__)[:_MAX_SHOWN]
+        is_refused = isinstance(error, httpx.ConnectError)
+        return EngineDownError(f"{self.url} does not answer: {reason}", is_refused=is_refused)
+
+    def _unreadable(self, path: str, error: Exception) -> ReplicaError:
+        reason = escape_unprintable(str(error))[:_MAX_SHOWN]
+        return ReplicaError(f"{self.url}{path} cannot be read: {reason}")
+
+
+@asynccontextmanager
+async def open_engine_client(url: str, config: ProxyConfig) -> AsyncIterator[EngineClient]:
+    """Open the client of the engine at a URL, which has no final slash."""
+    headers = {"accept-encoding": "identity"}  # bodies are passed on as they are
+    if config.api_key is not None:
+        headers["authorization"] = f"Bearer {config.api_key}"
+    timeout = httpx.Timeout(config.answer_timeout_s, connect=config.connect_timeout_s, pool=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)  # the proxy limits its requests
+    # Without the environment's proxy, which usually cannot reach an engine.
+    async with httpx.AsyncClient(
+        headers=headers, timeout=timeout, limits=limits, trust_env=False, follow_redirects=False
+    ) as http:
+        yield EngineClient(
+            url=url,
+            http=http,
+            poll_timeout_s=config.poll_timeout_s,
+            tokenize_timeout_s=config.tokenize_timeout_s,
+        )

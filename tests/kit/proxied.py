@@ -1,0 +1,73 @@
+"""A proxy in front of fake engines, all in this process and event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from kit.fake_engine import FakeEngine, served_engine
+from kit.waiting import DEADLINE_S
+from observability.routing import KvRouter
+from scheduler_components.reference.engine.frontend.access import AccessPolicy
+from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components.reference.proxy.config import ProxyConfig
+from scheduler_components.reference.proxy.http_app import make_proxy_app
+from scheduler_components.reference.proxy.http_fleet import Fleet, open_fleet
+from scheduler_components.reference.proxy.http_proxy import ProxyEndpoint
+from scheduler_components.reference.proxy.prometheus_proxy import ProxyCollector
+
+__all__ = ["Proxied", "following", "proxied", "until"]
+
+_QUICK = {"poll_interval_s": 0.02, "retry_min_s": 0.02, "retry_max_s": 0.05}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let other tasks run until ``condition`` holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass(slots=True, kw_only=True)
+class Proxied:
+    """A running proxy.
+
+    Attributes:
+        fleet, endpoint: its parts.
+        client: sends requests to it.
+    """
+
+    fleet: Fleet
+    endpoint: ProxyEndpoint
+    client: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def following(*urls: str, **settings: object) -> AsyncIterator[Fleet]:
+    """Follow engines at these URLs, with short intervals."""
+    config = ProxyConfig(urls=urls, **{**_QUICK, **settings})  # type: ignore[arg-type]  # as a test gives them
+    async with open_fleet(config, make_router=lambda page_size: KvRouter(page_size=page_size)) as fleet:
+        yield fleet
+
+
+@asynccontextmanager
+async def proxied(
+    *engines: FakeEngine, access: AccessPolicy | None = None, **settings: object
+) -> AsyncIterator[Proxied]:
+    """Serve a proxy in front of engines, and wait until it has found those that are ready."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served_engine(engine)) for engine in engines]
+        fleet = await stack.enter_async_context(following(*urls, **settings))
+        endpoint, registry = ProxyEndpoint(fleet=fleet), CollectorRegistry()
+        ProxyCollector(registry, endpoint)
+        listener = stack.enter_context(bind_http("127.0.0.1", 0))
+        app = make_proxy_app(endpoint, registry, access=access)
+        server = await stack.enter_async_context(open_http_server(app, listener))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S))
+        await until(lambda: fleet.num_ready == sum(engine.is_ready for engine in engines))
+        yield Proxied(fleet=fleet, endpoint=endpoint, client=client)

@@ -1,0 +1,96 @@
+"""The routes of a proxy: who may call them, and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from kit.fake_engine import FakeEngine
+from kit.proxied import Proxied, proxied, until
+
+from scheduler_components.reference.engine.frontend.access import AccessPolicy
+
+pytestmark = pytest.mark.sockets
+
+PROMPT = {"prompt": [1, 2, 3, 4, 5]}
+
+
+def run(scenario: Callable[[Proxied], Awaitable[Any]], *engines: FakeEngine, **settings: Any) -> Any:
+    async def with_a_proxy() -> Any:
+        async with proxied(*engines, **settings) as running:
+            return await scenario(running)
+
+    return asyncio.run(asyncio.wait_for(with_a_proxy(), 60))
+
+
+def test_models_are_those_of_an_engine_and_unknown_paths_are_not_forwarded() -> None:
+    engine = FakeEngine(name="m")
+
+    async def scenario(running: Proxied) -> None:
+        assert (await running.client.get("/v1/models")).json() == {"data": [{"id": "m"}]}
+        assert (await running.client.get("/v1/models/x")).status_code == 404
+        for path in ("/flush_cache", "/pause_generation", "/update_weights", "/anything"):
+            answer = await running.client.post(path, json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
+        assert (await running.client.get("/generate")).status_code == 405
+
+    run(scenario, engine)
+    assert "/flush_cache" not in engine.asked
+
+
+def test_a_proxy_with_a_key_wants_it_for_all_but_probes() -> None:
+    async def scenario(running: Proxied) -> None:
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await running.client.get(path)).status_code == 200
+        for path in ("/status", "/v1/models"):
+            assert (await running.client.get(path)).status_code == 401
+        assert (await running.client.post("/generate", json=PROMPT)).status_code == 401
+        headers = {"authorization": "Bearer key"}
+        assert (await running.client.post("/generate", json=PROMPT, headers=headers)).status_code == 200
+
+    run(scenario, FakeEngine(), access=AccessPolicy(api_key="key"))
+
+
+def test_a_page_of_another_origin_is_refused() -> None:
+    engine = FakeEngine()
+
+    async def scenario(running: Proxied) -> int:
+        headers = {"origin": "http://evil.example"}
+        return (await running.client.post("/generate", json=PROMPT, headers=headers)).status_code
+
+    assert run(scenario, engine) == 403
+    assert engine.received == []
+
+
+def test_the_status_names_engines_their_problems_and_their_requests() -> None:
+    engine = FakeEngine(adapters=("poet",))
+
+    async def scenario(running: Proxied) -> Any:
+        await running.client.post("/generate", json=PROMPT)
+        await running.client.post("/generate", json=PROMPT)
+        return (await running.client.get("/status")).json()
+
+    status = run(scenario, engine)
+    assert (status["requests"], status["open"], status["retried"], status["is_draining"]) == (2, 0, 0, False)
+    [found] = status["engines"]
+    assert (found["engine"], found["state"], found["problem"], found["adapters"]) == (0, "up", None, ["poet"])
+    [replica] = found["replicas"]
+    counts = {name: replica[name] for name in ("picks", "prompt_blocks", "cached_blocks", "failures")}
+    assert counts == {"picks": 2, "prompt_blocks": 2, "cached_blocks": 1, "failures": 0}
+
+
+def test_a_proxy_is_ready_while_one_engine_is() -> None:
+    engines = FakeEngine(is_ready=False), FakeEngine()
+
+    async def scenario(running: Proxied) -> list[int]:
+        found = [(await running.client.get("/ready")).status_code]
+        engines[1].is_ready = False
+        await until(lambda: not running.fleet.num_ready)
+        found.append((await running.client.get("/ready")).status_code)
+        found.append((await running.client.get("/health")).status_code)
+        found.append((await running.client.get("/v1/models")).status_code)
+        return found
+
+    assert run(scenario, *engines) == [200, 503, 200, 503]
