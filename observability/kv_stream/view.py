@@ -524,6 +524,13 @@ class BlockView:
             held.setdefault(location, set()).update(hashes)
         return {location: hashes for location, hashes in held.items() if hashes}
 
+    def has_blocks(self, tier: Tier) -> bool:
+        """Return False if no rank holds a block on ``tier`` in full attention, in constant time.
+
+        While cleared blocks are swept, it may return True for a tier without blocks.
+        """
+        return not self._holders.tiers[tier].is_empty
+
     def block_count(self, rank: int) -> int:
         """Return the number of blocks that a rank holds in full attention, over all tiers, in constant time."""
         known = self._ranks.get(rank)

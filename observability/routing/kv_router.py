@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -65,6 +66,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
     Attributes:
         rank: its number in the view.
         to_compute, to_hold: tokens of the requests that no report includes yet; both issue the same tickets.
+        tokens_to_compute, tokens_to_hold: these and the tokens of the last report.
         decoder: of its events.
         load: the last report.
         num_dispatched: requests that were sent.
@@ -78,18 +80,16 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
     to_hold: DispatchLedger
     decoder: BatchDecoder = field(default_factory=lambda: BatchDecoder(decode_tokens=False))
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
+    tokens_to_compute: int = 0
+    tokens_to_hold: int = 0
     num_dispatched: int = 0
     open_tickets: set[int] = field(default_factory=set)
     adapters: frozenset[str] = frozenset()
     sent_adapters: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def tokens_to_compute(self) -> int:
-        return self.load.num_waiting_uncached_tokens + self.to_compute.unreported_tokens
-
-    @property
-    def tokens_to_hold(self) -> int:
-        return self.load.num_total_tokens + self.to_hold.unreported_tokens
+    def _add_up(self) -> None:
+        self.tokens_to_compute = self.load.num_waiting_uncached_tokens + self.to_compute.unreported_tokens
+        self.tokens_to_hold = self.load.num_total_tokens + self.to_hold.unreported_tokens
 
     def has_adapter(self, name: str) -> bool:
         return name in self.adapters or name in self.sent_adapters
@@ -99,6 +99,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
         self.to_compute.issue_ticket(num_uncached_tokens)
         ticket = self.to_hold.issue_ticket(num_tokens)
         self.open_tickets.add(ticket)
+        self._add_up()
         return ticket
 
     def end(self, ticket: tuple[str, int]) -> None:
@@ -108,6 +109,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
             self.open_tickets.discard(number)
             self.to_compute.cancel(number)
             self.to_hold.cancel(number)
+            self._add_up()
 
     def take_report(self, load: LoadSnapshot) -> bool:
         """Take a report; return False for one that is not newer than the last."""
@@ -116,6 +118,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
         self.load = load
         self.to_compute.on_load_report(load.dispatched_watermarks)
         self.to_hold.on_load_report(load.dispatched_watermarks)
+        self._add_up()
         if load.lora is not None:
             loaded = (each.name for each in load.lora.by_adapter if each.is_loaded or each.num_waiting_reqs)
             self.adapters = frozenset((*loaded, *load.lora.running_adapters, *load.lora.waiting_adapters))
@@ -272,23 +275,32 @@ class KvRouter:
         storage. Blocks that were sent and are not confirmed yet count as on the device.
         """
         ranks = [self._known[name].rank for name in names]
-        found = self.view.match_lengths(hashes)
-        on_device = [found.get(rank, 0) for rank in ranks]
-        if self.speculative:
-            for place, (name, rank) in enumerate(zip(names, ranks, strict=True)):
-                on_device[place] = self._with_speculative(name, rank, hashes, on_device[place], now_s)
+        on_device = self._with_speculative(names, ranks, hashes, now_s)
         on_host = self._continued(ranks, hashes, on_device, Tier.HOST)
-        up_to_host = [sum(pair) for pair in zip(on_device, on_host, strict=True)]
+        up_to_host = list(map(add, on_device, on_host))
         return list(zip(on_device, on_host, self._continued(ranks, hashes, up_to_host, Tier.STORAGE), strict=True))
 
-    def _with_speculative(self, name: ReplicaId, rank: int, hashes: Sequence[int], depth: int, now_s: float) -> int:
-        """Return the length of the prefix whose blocks are each in the view or speculative."""
-        while (further := self.speculative.extend(name, hashes, depth, now_s)) > depth:
-            depth = further + self.view.match_lengths(hashes[further:]).get(rank, 0)
-        return depth
+    def _with_speculative(
+        self, names: Sequence[ReplicaId], ranks: Sequence[int], hashes: Sequence[int], now_s: float
+    ) -> list[int]:
+        """Return the length of the prefix whose blocks are each on the device or speculative, for each replica."""
+        found = self.view.match_lengths(hashes)
+        extend, later = self.speculative.extend, dict[int, dict[int, int]]()
+        self.speculative.expire(now_s)
+        depths = []
+        for name, rank in zip(names, ranks, strict=True):
+            depth = found.get(rank, 0)
+            while (further := extend(name, hashes, depth)) > depth:
+                if further < len(hashes) and further not in later:
+                    later[further] = self.view.match_lengths(hashes[further:])
+                depth = further + later[further].get(rank, 0) if further in later else further
+            depths.append(depth)
+        return depths
 
     def _continued(self, ranks: Sequence[int], hashes: Sequence[int], depths: Sequence[int], tier: Tier) -> list[int]:
         """Return how many blocks follow on a tier after each rank's own depth."""
+        if not self.view.has_blocks(tier):
+            return [0] * len(ranks)
         by_depth = {depth: self.view.match_lengths(hashes[depth:], tier) for depth in set(depths)}
         return [by_depth[depth].get(rank, 0) for rank, depth in zip(ranks, depths, strict=True)]
 

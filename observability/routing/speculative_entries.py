@@ -44,11 +44,11 @@ class SpeculativeEntries:
     def __len__(self) -> int:
         return sum(map(len, self._expiries.values()))
 
-    def add(self, replica: ReplicaId, hashes: Iterable[int], now_s: float) -> None:
-        """Add blocks that were sent. One that is already there expires later."""
+    def add(self, replica: ReplicaId, hashes: Sequence[int], now_s: float) -> None:
+        """Add the blocks of one prompt that were sent, root first. One that is already there expires later."""
         expiries = self._expiries.setdefault(replica, OrderedDict())
         expiry_s = now_s + self.ttl_s
-        for block_hash in hashes:
+        for block_hash in reversed(hashes):  # so that the end of a prefix is dropped before its beginning
             expiries[block_hash] = expiry_s
             expiries.move_to_end(block_hash)
         while len(expiries) > self.max_blocks_per_replica:
@@ -75,9 +75,11 @@ class SpeculativeEntries:
         """Remove all blocks of a replica."""
         self._expiries.pop(replica, None)
 
-    def extend(self, replica: ReplicaId, hashes: Sequence[int], depth: int, now_s: float) -> int:
-        """Return how far a prefix that is cached up to ``depth`` blocks goes on in the entries of a replica."""
-        self.expire(now_s)
+    def extend(self, replica: ReplicaId, hashes: Sequence[int], depth: int) -> int:
+        """Return how far a prefix that is cached up to ``depth`` blocks goes on in the entries of a replica.
+
+        Call ``expire`` before.
+        """
         expiries = self._expiries.get(replica)
         if expiries:
             while depth < len(hashes) and hashes[depth] in expiries:

@@ -85,6 +85,10 @@ def test_equals_the_naive_model(changes: list[tuple[int, list[KVCacheEvent]]], p
             assert set(view.ranks_holding(block_hash, tier)) == holders
     for rank in range(4):
         assert view.block_count(rank) == sum(len(naive.held(rank, tier)) for tier in Tier)
+    while view.sweep():
+        pass
+    for tier in Tier:
+        assert view.has_blocks(tier) == any(naive.held(rank, tier) for rank in range(4))
 
 
 def test_harmless_events_are_counted() -> None:

@@ -13,12 +13,17 @@ from scheduler_components import AllBlocksCleared, ConfigError
 PROMPT = (1, 2, 3, 4)
 
 
+def extend(entries: SpeculativeEntries, replica: int | str, hashes: tuple[int, ...], depth: int, now_s: float) -> int:
+    entries.expire(now_s)
+    return entries.extend(replica, hashes, depth)
+
+
 def test_blocks_extend_the_cached_prefix() -> None:
     entries = SpeculativeEntries()
     entries.add("a", PROMPT[1:], 0.0)
-    assert entries.extend("a", PROMPT, 0, 1.0) == 0, "the first block is not there"
-    assert entries.extend("a", PROMPT, 1, 1.0) == 4
-    assert entries.extend("b", PROMPT, 1, 1.0) == 1
+    assert extend(entries, "a", PROMPT, 0, 1.0) == 0, "the first block is not there"
+    assert extend(entries, "a", PROMPT, 1, 1.0) == 4
+    assert extend(entries, "b", PROMPT, 1, 1.0) == 1
 
 
 def test_an_event_about_a_block_ends_its_entry() -> None:
@@ -47,10 +52,10 @@ def test_entries_expire_after_the_last_request_with_the_block() -> None:
     entries = SpeculativeEntries(ttl_s=2)
     entries.add("a", PROMPT, 0.0)
     entries.add("a", PROMPT[:2], 1.0)
-    assert entries.extend("a", PROMPT, 0, 1.9) == 4
-    assert entries.extend("a", PROMPT, 0, 2.0) == 2
+    assert extend(entries, "a", PROMPT, 0, 1.9) == 4
+    assert extend(entries, "a", PROMPT, 0, 2.0) == 2
     assert entries.num_expired == 2
-    assert entries.extend("a", PROMPT, 0, 3.0) == 0
+    assert extend(entries, "a", PROMPT, 0, 3.0) == 0
     assert (len(entries), entries.num_expired) == (0, 4)
 
 
@@ -59,7 +64,7 @@ def test_entries_are_bounded() -> None:
     entries.add("a", PROMPT, 0.0)
     entries.add("b", PROMPT[:1], 0.0)
     assert (len(entries), entries.num_dropped) == (4, 1)
-    assert entries.extend("a", PROMPT, 1, 0.0) == 4, "the oldest block was dropped"
+    assert extend(entries, "a", PROMPT, 0, 0.0) == 3, "the end of the prefix was dropped"
 
 
 STEPS = st.lists(
@@ -94,7 +99,7 @@ def test_an_entry_never_outlives_its_confirmation_or_its_time(steps: list[tuple[
             model = {key: value for key, value in model.items() if key not in {(replica, each) for each in run}}
         model = {key: value for key, value in model.items() if value > now_s}
         for each in range(2):
-            held = {block for block in range(10) if entries.extend(each, (block,), 0, now_s)}
+            held = {block for block in range(10) if extend(entries, each, (block,), 0, now_s)}
             assert held == {block for name, block in model if name == each}
         assert len(entries) == len(model)
 
