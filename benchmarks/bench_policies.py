@@ -30,6 +30,7 @@ from benchmarks.policy_workload import (
     prompt,
 )
 from scheduler_components import ParallelState
+from scheduler_components.lora_queue import LoraLimits, LoraQueue
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
@@ -43,6 +44,7 @@ NUM_WAITING = (0, 128, 10_000)
 _OF_SGLANG = ("fcfs", "priority", "lpm", "dfs-weight", "shortest-prefill-first", "hrrn")
 _OF_VLLM = ("fcfs", "priority")
 _CALLS, _PEER_CALLS = 200, 40
+_NUM_ADAPTERS = 12
 _FLAT = 1.25  # within noise
 _ROOT = Path(__file__).parents[1]
 
@@ -94,6 +96,10 @@ def _rows(policy: str, scale: Scale, sglang: Peer, vllm: Peer) -> Iterator[Measu
             yield Measurement(NAME, f"{name}, {what}", "us", ours[num_waiting], beside, goal)
 
 
+def _adapter_name(number: int) -> str:
+    return f"adapter {number}"
+
+
 class SteadyScheduler:
     """The reference scheduler with 64 running requests and a constant number of waiting ones.
 
@@ -114,7 +120,14 @@ class SteadyScheduler:
             ParallelState.trivial(),
             SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
             sinks=SchedulerSinks(),
+            lora=LoraQueue(limits=LoraLimits(max_loaded=_NUM_ADAPTERS, max_registered=_NUM_ADAPTERS)),
         )
+        # For other policies adapters would only split the cache.
+        self._num_adapters = _NUM_ADAPTERS if policy == "lora-grouping" else 0
+        for number in range(self._num_adapters):
+            self._scheduler.lora.register(_adapter_name(number), "no file", request_id=number)
+        while self._scheduler.lora.has_pending_loads:
+            self._scheduler.step()
         batcher = self._scheduler.batcher
         batcher.policy = make_policy(policy, match_length=batcher.kv_cache.match_length)
         self._count = 0
@@ -164,7 +177,7 @@ class SteadyScheduler:
             priority=number % 5,
             tenant=f"tenant {number % 16}",
             deadline_s=float(number * 7 % 1_000),
-            lora=f"adapter {number % 12}",
+            lora=_adapter_name(number % self._num_adapters) if self._num_adapters else None,
         )
         limits = SamplingLimits(max_new_tokens=num_output_tokens, ignore_eos=True)
         self._scheduler.submit(Request(f"r{number}", tokens, limits, hints=hints))
