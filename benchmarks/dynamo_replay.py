@@ -15,10 +15,12 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,9 @@ __all__ = [
     "as_table",
     "compare_kv_routers",
     "compare_round_robin",
-    "compare_rules",
+    "as_rules_table",
+    "follow_dynamo",
+    "route_in_dynamo",
     "engine_args",
     "figures_of",
     "figures_of_dynamo",
@@ -182,21 +186,44 @@ def replay_in_dynamo(
         event_lag_ms: from a worker's KV events to the router.
         router_options: arguments of ``KvRouterConfig``.
     """
-    dynamo, options = importlib.import_module("dynamo._core"), dict[str, object]()
-    if router_mode == "kv_router":
-        options["kv_event_lag_ms"] = event_lag_ms
-        config = importlib.import_module("dynamo.llm").KvRouterConfig
-        options["router_config"] = config(**(router_options or {}))
-    found = dynamo.run_mocker_trace_replay(
+    options = _kv_options(event_lag_ms, router_options) if router_mode == "kv_router" else {}
+    return dict(_replay(trace, arguments, num_workers=num_replicas, router_mode=router_mode, **options).summary)
+
+
+def route_in_dynamo(
+    trace: Path,
+    arguments: Mapping[str, object],
+    num_replicas: int,
+    *,
+    event_lag_ms: float = 0.0,
+    router_options: Mapping[str, object] | None = None,
+) -> tuple[Mapping[str, Any], list[int]]:
+    """Serve a trace by Dynamo's KV router; return its summary, and the worker of each request."""
+    options = _kv_options(event_lag_ms, router_options)
+    found = _replay(
+        trace, arguments, num_workers=num_replicas, router_mode="kv_router", capture_per_request=True, **options
+    )
+    return dict(found.summary), [each["decode_worker_idx"] for each in found.per_request]
+
+
+def _dynamo() -> Any:
+    os.environ.setdefault("DYN_LOG", "error")  # read at the import; by default it logs each decision
+    return importlib.import_module("dynamo._core")
+
+
+def _kv_options(event_lag_ms: float, router_options: Mapping[str, object] | None) -> dict[str, object]:
+    config = _dynamo().KvRouterConfig
+    return {"kv_event_lag_ms": event_lag_ms, "router_config": config(**(router_options or {}))}
+
+
+def _replay(trace: Path, arguments: Mapping[str, object], **options: object) -> Any:
+    return _dynamo().run_mocker_trace_replay(
         [str(trace)],
         extra_engine_args=arguments,
-        num_workers=num_replicas,
         replay_mode="offline",
-        router_mode=router_mode,
         trace_block_size=_BLOCK_TOKENS,
         **options,
     )
-    return dict(found.summary)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -262,9 +289,7 @@ class Setup:
     num_replicas: int
     num_runs: int = 1
 
-    def run_dynamo(
-        self, who: str, *, router_mode: str, event_lag_ms: float = 0.0, options: Mapping[str, object] | None = None
-    ) -> list[Row]:
+    def run_dynamo(self, who: str, *, router_mode: str, event_lag_ms: float = 0.0) -> list[Row]:
         """Return a row of Dynamo's replay; no row if it is not installed."""
         if not has_dynamo_replay():
             return []
@@ -277,7 +302,6 @@ class Setup:
                 self.num_replicas,
                 router_mode=router_mode,
                 event_lag_ms=event_lag_ms,
-                router_options=options,
             )
             wall_s.append(time.perf_counter() - begun_s)
             found.append(figures_of_dynamo(summary))
@@ -306,13 +330,74 @@ def compare_kv_routers(setup: Setup, event_lag_ms: float) -> list[Row]:
     ]
 
 
-def compare_rules(setup: Setup) -> list[Row]:
-    """Serve the requests by Dynamo's rules in both, all of them and with one switched off."""
-    rows = []
-    for who, (options, arguments) in RULES.items():
-        rows += setup.run_dynamo(who, router_mode="kv_router", options=options)
-        rows.append(setup.run_kit(who, DynamoRules(page_size=setup.config.page_size, **arguments)))
-    return rows
+class RulesRow(msgspec.Struct, frozen=True):
+    """One run of Dynamo's KV router, whose choices the kit's simulation has followed.
+
+    Attributes:
+        rules: which of them are on; a name of ``RULES``.
+        event_lag_ms: what was set.
+        num_decisions, num_ties: of all requests, and those between equal costs.
+        num_foreign_choices: choices of Dynamo that do not cost least by ``DynamoRules``.
+        theirs, ours: figures.
+    """
+
+    rules: str
+    event_lag_ms: float
+    num_decisions: int
+    num_ties: int
+    num_foreign_choices: int
+    theirs: dict[str, float]
+    ours: dict[str, float]
+
+
+def follow_dynamo(setup: Setup, rules: str, event_lag_ms: float) -> RulesRow:
+    """Serve the requests by Dynamo's KV router, then by the kit with the same choices, and check them by the rules."""
+    options, arguments = RULES[rules]
+    summary, choices = route_in_dynamo(
+        setup.trace,
+        engine_args(setup.config),
+        setup.num_replicas,
+        event_lag_ms=event_lag_ms,
+        router_options=options,
+    )
+    router = DynamoRules(page_size=setup.config.page_size, choices=choices, **arguments)
+    report = serve_in_kit(
+        setup.requests, setup.config, setup.num_replicas, router=router, event_lag_s=event_lag_ms / 1e3
+    )
+    return RulesRow(
+        rules,
+        event_lag_ms,
+        len(choices),
+        router.num_ties,
+        router.num_foreign_choices,
+        figures_of_dynamo(summary),
+        figures_of(report),
+    )
+
+
+def as_rules_table(rows: Sequence[RulesRow]) -> str:
+    """Return rows as a Markdown table. Dynamo's figure comes first, then the kit's."""
+    names = {
+        "hit_rate": ("hit rate (%)", 100.0),
+        "ttft_mean_ms": ("TTFT mean (s)", 1e-3),
+        "tpot_mean_ms": ("TPOT mean (ms)", 1.0),
+    }
+    headings = [
+        "rules",
+        "lag",
+        "decisions",
+        "between equal costs",
+        "not by these rules",
+        *(name for name, _ in names.values()),
+    ]
+    lines = [" | ".join(headings), " | ".join("---" for _ in headings)]
+    for row in rows:
+        cells = [
+            f"{factor * row.theirs[name]:.4f}, {factor * row.ours[name]:.4f}" for name, (_, factor) in names.items()
+        ]
+        counts = [f"{count:,}" for count in (row.num_decisions, row.num_ties, row.num_foreign_choices)]
+        lines.append(" | ".join([row.rules, f"{row.event_lag_ms:g} ms", *counts, *cells]))
+    return "".join(f"| {line} |\n" for line in lines)
 
 
 def _row(
@@ -363,14 +448,16 @@ def main() -> None:
                 num_replicas=options.replicas,
                 num_runs=options.runs,
             )
+            lags_ms = options.event_lag_ms or [0.0]
             if options.what == "round-robin":
                 rows += compare_round_robin(setup)
             elif options.what == "rules":
-                rows += compare_rules(setup)
+                found = [follow_dynamo(setup, rules, lag_ms) for rules, lag_ms in product(RULES, lags_ms)]
+                sys.stdout.write(as_rules_table(found))
             else:
-                for event_lag_ms in options.event_lag_ms or [0.0]:
-                    rows += compare_kv_routers(setup, event_lag_ms)
-    sys.stdout.write(as_table(rows))
+                for lag_ms in lags_ms:
+                    rows += compare_kv_routers(setup, lag_ms)
+    sys.stdout.write(as_table(rows) if rows else "")
 
 
 def figures_of(report: SimulationReport) -> dict[str, float]:

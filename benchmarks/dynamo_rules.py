@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import ClassVar
 
 from scheduler_components.cache import hash_pages
@@ -31,6 +30,8 @@ from scheduler_components.simulation import SimulatedRequest
 from scheduler_components.values import LoadSnapshot
 
 __all__ = ["DynamoRules"]
+
+_ROUNDING = 1e-6  # blocks; costs are sums of fractions of a block
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,9 +81,9 @@ class DynamoRules:
         counts_queued, counts_decode: False leaves out the term (``router_track_prefill_tokens``,
             ``router_track_active_blocks``).
         speculates: the blocks of requests in flight count as cached, as in ``KvRouter``.
-        random: decides between equal costs; None takes the replica with the lowest index.
-        num_ties: decisions with equal costs so far.
-        num_unequal_ties: of them, those among replicas that differ in the blocks that they hold or were sent.
+        choices: replica per request, in order: what another router chose. It is followed and compared with these rules.
+        num_ties: decisions with equal costs so far. Without ``choices`` the lowest index wins.
+        num_foreign_choices: followed choices that do not cost least here.
     """
 
     page_size: int
@@ -90,9 +91,9 @@ class DynamoRules:
     counts_queued: bool = True
     counts_decode: bool = True
     speculates: bool = False
-    random: Random | None = None
+    choices: Sequence[int] | None = None
     num_ties: int = 0
-    num_unequal_ties: int = 0
+    num_foreign_choices: int = 0
     _workers: dict[int, _Worker] = field(default_factory=dict, init=False, repr=False)
     _decoder: BatchDecoder = field(default_factory=BatchDecoder, init=False, repr=False)
 
@@ -104,7 +105,7 @@ class DynamoRules:
             return None
         hashes = hash_pages(request.token_ids, self.page_size)
         costs = {replica: self._cost(worker, request, hashes, now_s) for replica, worker in self._workers.items()}
-        replica = self._pick(costs)
+        replica = self._pick(costs, request.recorded.index)
         worker = self._workers[replica]
         num_cached_tokens = self._overlap(worker, hashes) * self.page_size
         num_uncached_tokens = max(0, request.num_input_tokens - num_cached_tokens)
@@ -121,15 +122,14 @@ class DynamoRules:
     def _overlap(self, worker: _Worker, hashes: Sequence[int]) -> int:
         return _depth(hashes, worker.held, worker.active) if self.speculates else _depth(hashes, worker.held)
 
-    def _pick(self, costs: dict[int, float]) -> int:
+    def _pick(self, costs: dict[int, float], index: int) -> int:
         least = min(costs.values())
-        tied = [replica for replica, cost in costs.items() if cost == least]
-        if len(tied) == 1:
+        tied = [replica for replica, cost in costs.items() if cost - least < _ROUNDING]
+        self.num_ties += len(tied) > 1
+        if self.choices is None:
             return tied[0]
-        self.num_ties += 1
-        states = [(self._workers[replica].held, self._workers[replica].active) for replica in tied]
-        self.num_unequal_ties += any(state != states[0] for state in states)
-        return tied[0] if self.random is None else self.random.choice(tied)
+        self.num_foreign_choices += self.choices[index] not in tied
+        return self.choices[index]
 
     def on_events(self, replica: int, payload: bytes, now_s: float) -> None:  # noqa: ARG002 - the port's
         held = self._workers[replica].held

@@ -13,22 +13,22 @@ from benchmarks.dynamo_replay import (
     KIT_ROUTERS,
     RULES,
     Row,
+    Setup,
     as_table,
     engine_args,
     figures_of,
     figures_of_dynamo,
+    follow_dynamo,
     replay_in_dynamo,
     replica_config,
     serve_in_kit,
     write_arrivals,
 )
-from benchmarks.dynamo_rules import DynamoRules
 from scheduler_components.simulation import ConversationWorkload, TraceRequest, generate_conversations
 
 core: Any = pytest.importorskip("dynamo._core", reason="needs ai-dynamo-runtime: pip install ai-dynamo-runtime==1.6.1")
 
-PAGE = 64
-CONFIG = replica_config(page_size=PAGE, kv_tokens=1 << 17)
+CONFIG = replica_config(page_size=64, kv_tokens=1 << 17)
 WORKLOAD = ConversationWorkload(
     num_requests=80,
     seed=5,
@@ -60,24 +60,28 @@ def test_both_serve_in_turns_alike(arrivals: tuple[Path, list[TraceRequest]]) ->
 
 @pytest.mark.parametrize("event_lag_ms", [0.0, 300.0])
 @pytest.mark.parametrize("rules", RULES)
-def test_the_rules_of_its_router_give_its_figures(
+def test_every_choice_of_its_router_follows_from_the_rules(
     arrivals: tuple[Path, list[TraceRequest]], rules: str, event_lag_ms: float
 ) -> None:
-    """No decision here is between equal costs of replicas that differ, so nothing is left to chance."""
+    """The kit's simulation follows Dynamo's choices. Each of them costs least, and the figures are equal."""
     path, requests = arrivals
-    options, arguments = RULES[rules]
-    router = DynamoRules(page_size=PAGE, **arguments)
-    ours = serve_in_kit(requests, CONFIG, 3, router=router, event_lag_s=event_lag_ms / 1e3)
-    theirs = replay_in_dynamo(
-        path,
-        engine_args(CONFIG),
-        3,
-        router_mode="kv_router",
-        event_lag_ms=event_lag_ms,
-        router_options=options,
-    )
-    assert router.num_unequal_ties == 0
-    assert_equal_figures(figures_of(ours), figures_of_dynamo(theirs))
+    setup = Setup(requests=requests, trace=path, config=CONFIG, num_replicas=3)
+    row = follow_dynamo(setup, rules, event_lag_ms)
+    assert row.num_foreign_choices == 0
+    assert_equal_figures(row.ours, row.theirs)
+    assert row.num_decisions == len(requests)
+    if rules == "all rules":
+        assert row.num_ties < len(requests) / 2
+
+
+@pytest.mark.parametrize("rules", ["no overlap", "no queued tokens", "no decode blocks"])
+def test_a_rule_that_is_missing_is_noticed(
+    arrivals: tuple[Path, list[TraceRequest]], rules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, requests = arrivals
+    monkeypatch.setitem(RULES, "broken", ({}, RULES[rules][1]))
+    setup = Setup(requests=requests, trace=path, config=CONFIG, num_replicas=3)
+    assert follow_dynamo(setup, "broken", 0.0).num_foreign_choices > 5
 
 
 def test_it_decides_equal_costs_by_chance(tmp_path: Path) -> None:
