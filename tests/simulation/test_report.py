@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -39,14 +41,13 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert distribution_of([]) == Distribution()
 
 
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300))
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=120))
 def test_a_percentile_is_the_least_value_that_its_share_of_the_ranks_does_not_exceed(values_ns: list[int]) -> None:
     found, ordered = distribution_of(values_ns), sorted(values_ns)
     assert len(found.percentiles) == 101
     for percent, value in enumerate(found.percentiles):
-        num_below = sum(each / 1e9 < value for each in ordered)
-        num_at_most = sum(each / 1e9 <= value for each in ordered)
-        assert num_below - 1 < percent / 100 * (len(ordered) - 1) <= num_at_most - 1
+        value_ns, rank_percent = round(1e9 * value), percent * (len(ordered) - 1)
+        assert 100 * (bisect_left(ordered, value_ns) - 1) < rank_percent <= 100 * (bisect_right(ordered, value_ns) - 1)
     assert (found.p50, found.p90, found.p99, found.max) == tuple(found.percentiles[at] for at in (50, 90, 99, 100))
     assert found.mean == pytest.approx(sum(values_ns) / len(values_ns) / 1e9)
 
