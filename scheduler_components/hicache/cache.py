@@ -181,6 +181,11 @@ class HiRadixCache:
         """Device pages that copies between device and host hold; the same number on all ranks."""
         return self._transfers.writes.num_pages_reserved + self._transfers.loads.num_pages_reserved
 
+    @property
+    def must_write_ahead(self) -> bool:
+        """True if the next ``apply`` begins copies without any I/O event, because free pages run short."""
+        return self._transfers.writes.must_write_ahead
+
     def evict(self, num_pages: int) -> int:
         """Evict the least recently used unlocked device pages; return how many. Host copies stay."""
         return self._device.evict(num_pages)

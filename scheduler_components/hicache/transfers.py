@@ -249,13 +249,18 @@ class WriteTransfers:
             elif node not in self.tiers.writing and not self._begin_write(node):
                 return
 
+    @property
+    def must_write_ahead(self) -> bool:
+        """True if ``write_ahead`` would look for pages to copy."""
+        return self._has_inserted and self.tiers.device.pool.num_free < self.policy.clean_ahead_pages
+
     def write_ahead(self) -> None:
         """With ``write_back``, copy the pages that will be evicted next, once free device pages run short.
 
         It acts only after an insertion, so that an idle scheduler does not repeat a failing copy.
         """
         tiers, wanted = self.tiers, self.policy.clean_ahead_pages
-        if not self._has_inserted or tiers.device.pool.num_free >= wanted:
+        if not self.must_write_ahead:
             return
         self._has_inserted = False
         oldest: list[RadixNode] = []

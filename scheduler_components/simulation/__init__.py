@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from scheduler_components.simulation.request import SimulatedRequest
     from scheduler_components.simulation.router import LeastLoaded, RoundRobin, Router
     from scheduler_components.simulation.simulation import Outage, Progress, Scaling, Simulation, SimulationConfig
+    from scheduler_components.simulation.tiers import TierConfig
 
 __all__ = [
     "ARRIVAL_QUANTUM_S",
@@ -63,6 +64,7 @@ __all__ = [
     "Simulation",
     "SimulationConfig",
     "SimulationReport",
+    "TierConfig",
     "TimelinePoint",
     "TraceRequest",
     "VirtualClock",
@@ -86,5 +88,6 @@ __getattr__ = lazy_exports(
         "scheduler_components.simulation.request": "SimulatedRequest",
         "scheduler_components.simulation.router": "LeastLoaded RoundRobin Router",
         "scheduler_components.simulation.simulation": "Outage Progress Scaling Simulation SimulationConfig",
+        "scheduler_components.simulation.tiers": "TierConfig",
     },
 )

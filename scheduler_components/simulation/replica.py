@@ -6,7 +6,8 @@ the results, and publishes. It makes the calls of the reference engine in the sa
 **Fast-forward.** Most steps decode: nothing waits that could be admitted, no request is in prefill, none ends. What
 such a step does follows from the step before it: each request gets one token and, every ``page_size`` steps, one page.
 ``fast_forward`` makes exactly these changes without building the batches. It ends before a step that does anything
-else, and ``tests/simulation/test_replica.py`` compares decisions, times and events with those of single steps.
+else, such as one that polls the end of a transfer between tiers. ``tests/simulation/test_replica.py`` compares
+decisions, times and events with those of single steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.errors import ConfigError
 from scheduler_components.events import EventBatch
+from scheduler_components.hicache import HiRadixCache, MemoryPageStore
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load.work_counters import WorkCounters
@@ -38,9 +40,17 @@ from scheduler_components.request_queues import RequestQueues
 from scheduler_components.scheduling_policy import check_policy_name, make_policy
 from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.simulated_model import CostModel, SimulatedModel
+from scheduler_components.simulation.tiers import DeviceOnly, SimulatedTiers, TierConfig, make_storage
 from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
-from scheduler_components.values import BatchShape, FinishReason, LoadSnapshot, PublisherStats, ScheduledBatch
+from scheduler_components.values import (
+    BatchShape,
+    FinishReason,
+    LoadSnapshot,
+    PublisherStats,
+    ScheduledBatch,
+    TierStats,
+)
 
 __all__ = ["EncodedEventSink", "ReplicaConfig", "ReplicaCounts", "SimulatedReplica"]
 
@@ -63,6 +73,7 @@ class ReplicaConfig:
         cost: the duration of a batch.
         speed: divides the duration.
         model: the generated tokens.
+        tiers: what keeps pages that the device evicts; None for nothing.
 
     Raises:
         ConfigError: a value is invalid; the error names it.
@@ -82,11 +93,14 @@ class ReplicaConfig:
     cost: CostModel = attrs.field(factory=CostModel)
     speed: float = attrs.field(default=1.0, validator=number_validator("is not a speed"))
     model: SimulatedModel = attrs.field(factory=SimulatedModel)
+    tiers: TierConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.kv_tokens < self.page_size:
             hint = f"give at least page_size={self.page_size}"
             raise ConfigError("kv_tokens", self.kv_tokens, "does not hold one page", hint)
+        if self.tiers is not None:
+            self.tiers.check_page_size(self.page_size)
         self.make_ratio()
 
     @property
@@ -153,6 +167,7 @@ class ReplicaCounts:
         recomputed_tokens: of the prefilled positions, those that were computed before, here or on another replica.
         num_retractions: requests that lost their pages to others.
         peak_running: most requests that ran together.
+        tiers: counters of the tiers; None without.
     """
 
     num_steps: int = 0
@@ -163,6 +178,7 @@ class ReplicaCounts:
     recomputed_tokens: int = 0
     num_retractions: int = 0
     peak_running: int = 0
+    tiers: TierStats | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,7 +214,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     Attributes:
         config: sizes and policies.
         clock: the time of this replica: the end of its last step.
-        queues, cache, kv_cache, batcher, results, kv_events, load: the parts.
+        queues, tiers, cache, kv_cache, batcher, results, kv_events, load: the parts.
         work: tickets of received requests, for load reports.
         decisions: the log that all parts note in.
         counts: what it has done.
@@ -209,7 +225,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     config: ReplicaConfig
     clock: VirtualClock
     queues: RequestQueues[SimulatedRequest]
-    cache: RadixCache
+    tiers: SimulatedTiers | DeviceOnly
+    cache: RadixCache | HiRadixCache
     kv_cache: RequestKvCache[RadixNode]
     batcher: Batcher[SimulatedRequest]
     results: BatchResultProcessor[SimulatedRequest]
@@ -220,6 +237,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     counts: ReplicaCounts
     observer: _RequestClock
     inbox: list[SimulatedRequest] = field(default_factory=list)
+    _waits_for_tiers: bool = field(default=False, init=False)
 
     @classmethod
     def compose(
@@ -229,6 +247,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         start_ns: int = 0,
         deliver_events: Callable[[bytes], None] | None = None,
         decisions: DecisionLog | NullDecisionLog | None = None,
+        storage: MemoryPageStore | None = None,
     ) -> SimulatedReplica:
         """Wire a replica.
 
@@ -237,15 +256,15 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             start_ns: virtual time of its start.
             deliver_events: receives encoded KV events. Without it the cache records none.
             decisions: the log of its decisions. The default notes none.
+            storage: what ``make_storage`` returned, for several replicas. The default makes its own.
         """
         parallel, clock, counts = ParallelState.trivial(), VirtualClock(now_ns=start_ns), ReplicaCounts()
         decisions = decisions or NullDecisionLog()
         limits = config.limits
-        cache = RadixCache(
-            page_size=config.page_size, capacity_tokens=config.kv_tokens, record=deliver_events is not None
-        )
-        cache.record_decisions(decisions)
         queues = RequestQueues[SimulatedRequest](max_running_requests=limits.max_running_requests)
+        tiers = _open_tiers(config, queues, clock, storage, record=deliver_events is not None)
+        cache = tiers.cache
+        cache.record_decisions(decisions)
         kv_cache = RequestKvCache[RadixNode](cache=cache, decisions=decisions)
         observer, work = _RequestClock(clock=clock, counts=counts), WorkCounters()
         batcher = Batcher[SimulatedRequest](
@@ -255,7 +274,9 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             policy=make_policy(config.schedule_policy, match_length=kv_cache.match_length),
             preemption=make_preemption_policy(config.preemption_policy),
             conditions=BatchConditions(
-                new_token_ratio=config.make_ratio(), chunk_sizer=DynamicChunkSizer(page_size=config.page_size)
+                new_token_ratio=config.make_ratio(),
+                chunk_sizer=DynamicChunkSizer(page_size=config.page_size),
+                prefetcher=tiers.prefetcher,
             ),
             observer=observer,
             decisions=decisions,
@@ -275,6 +296,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             config=config,
             clock=clock,
             queues=queues,
+            tiers=tiers,
             cache=cache,
             kv_cache=kv_cache,
             batcher=batcher,
@@ -289,8 +311,20 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
 
     @property
     def has_work(self) -> bool:
-        """True if a step would do something."""
+        """True if a step would do something, now or after a transfer between tiers."""
+        return self.is_serving or self.tiers.num_operations > 0
+
+    @property
+    def is_serving(self) -> bool:
+        """True if it has a request."""
         return bool(self.inbox) or self.batcher.has_work
+
+    @property
+    def ready_ns(self) -> int:
+        """When the next step can do something: immediately, or when the next transfer ends if it waits for that."""
+        if self.inbox or not self._waits_for_tiers:
+            return self.clock.now_ns
+        return max(self.clock.now_ns, self.tiers.next_end_ns)
 
     def submit(self, request: SimulatedRequest) -> None:
         """Queue a request, which the next step receives."""
@@ -298,8 +332,11 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
 
     def step(self) -> float:
         """Take one step and advance the clock by its duration. Return the duration in seconds."""
+        tiers, num_calls = self.tiers, self.tiers.num_calls
         self._receive()
+        tiers.begin_step()
         batch = self.batcher.next_batch()
+        tiers.submit()
         duration_ns = self._duration_ns(batch) if batch.has_work else 0
         self.clock.now_ns += duration_ns
         if batch.num_prefill_tokens:
@@ -323,6 +360,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         if self.decisions.wants_decisions:
             self._note_step(len(updated), [chunk.request for chunk in batch.chunks])
         self.kv_events.publish_kv_events()
+        tiers.submit()
+        self._waits_for_tiers = not batch.has_work and tiers.num_calls == num_calls
         self._count(batch, duration_ns)
         return duration_ns / 1e9
 
@@ -332,8 +371,9 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         Return their number. A request that ends, a request that may be admitted, and a pool without a free page each
         need a real step.
         """
-        running, clock = self.queues.running, self.clock
-        if self.inbox or clock.now_ns >= until_ns or not self.batcher.repeats_decodes:
+        running, clock, tiers = self.queues.running, self.clock, self.tiers
+        until_ns = min(until_ns, tiers.next_end_ns)
+        if self.inbox or clock.now_ns >= until_ns or tiers.must_write_ahead or not self.batcher.repeats_decodes:
             return 0
         most = min(request.num_output_tokens_left for request in running) - 1
         if most <= 0:
@@ -360,6 +400,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
                 self._note_decodes(num_context_tokens)
             if due:
                 self.kv_events.publish_kv_events()
+                if tiers.must_write_ahead:
+                    break
         if not num_steps:
             return 0
         if not notes:
@@ -390,11 +432,13 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         for request in received:
             if request.ticket is not None:
                 self.work.on_request_received(*request.ticket)
+            self.tiers.receive(request)
             request.num_cached_tokens = self.kv_cache.match_length(request)
             self.batcher.add(request)
 
     def _duration_ns(self, batch: ScheduledBatch[SimulatedRequest]) -> int:
-        return nanoseconds(self.config.cost.batch_s(batch) / self.config.speed)
+        duration_ns = nanoseconds(self.config.cost.batch_s(batch) / self.config.speed)
+        return self.tiers.end_of_forward_ns(duration_ns) - self.clock.now_ns
 
     def _count(self, batch: ScheduledBatch[SimulatedRequest], duration_ns: int) -> None:
         counts = self.counts
@@ -403,6 +447,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         counts.prefill_tokens += batch.num_prefill_tokens
         counts.decode_tokens += batch.num_decode_tokens
         counts.peak_running = max(counts.peak_running, len(batch.chunks))
+        counts.tiers = self.tiers.stats()
 
     def _count_recomputed(self, batch: ScheduledBatch[SimulatedRequest]) -> None:
         """Count positions that were computed before. Output means that all tokens but the last one were computed."""
@@ -431,9 +476,38 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
 
     def _note_step(self, num_updated: int, computed: Sequence[SimulatedRequest]) -> None:
         """Note the results and the state of a step, as the reference engine does."""
-        cache = self.cache
+        cache, tiers = self.cache, self.tiers
         self.decisions.note("result", num_updated, *[request.token_ids[-1] for request in computed])
-        self.decisions.note("state", cache.used_tokens, cache.free_tokens, cache.evictable_tokens, 0, 0)
+        self.decisions.note(
+            "state",
+            cache.used_tokens,
+            cache.free_tokens,
+            cache.evictable_tokens,
+            tiers.num_operations,
+            tiers.state_digest,
+        )
+
+
+def _open_tiers(
+    config: ReplicaConfig,
+    queues: RequestQueues[SimulatedRequest],
+    clock: VirtualClock,
+    storage: MemoryPageStore | None,
+    *,
+    record: bool,
+) -> SimulatedTiers | DeviceOnly:
+    page_size, kv_tokens = config.page_size, config.kv_tokens
+    if config.tiers is None:
+        return DeviceOnly(cache=RadixCache(page_size=page_size, capacity_tokens=kv_tokens, record=record), clock=clock)
+    return SimulatedTiers.open(
+        config.tiers,
+        page_size=page_size,
+        kv_tokens=kv_tokens,
+        queues=queues,
+        clock=clock,
+        storage=make_storage(config.tiers, page_size) if storage is None else storage,
+        record=record,
+    )
 
 
 def _drop(payload: bytes) -> None:

@@ -9,11 +9,12 @@ import msgspec
 
 from scheduler_components.cache import RadixNode
 from scheduler_components.simulation.trace import TraceRequest, prompt_tokens
-from scheduler_components.values import FinishReason, RequestHints, RequestState, TokenOutput
+from scheduler_components.values import CachedTokens, FinishReason, RequestHints, RequestState, TokenOutput
 
 __all__ = ["OutputLength", "SimulatedRequest"]
 
 _NO_HINTS = RequestHints()
+_NOT_CACHED = CachedTokens()
 
 
 class OutputLength(msgspec.Struct, frozen=True, gc=False):
@@ -42,6 +43,7 @@ class SimulatedRequest:
         num_migrations: how often its replica failed.
         num_cached_prompt_tokens: tokens that were cached at its first admission.
         num_prefilled_tokens: end of the longest prefill so far, on any replica.
+        cached_prompt: the tiers on which they were found; all 0 on a replica without tiers.
         arrived_ns, admitted_ns, first_token_ns, finished_ns: virtual times; -1 before.
     """
 
@@ -52,6 +54,7 @@ class SimulatedRequest:
         "admitted_ns",
         "arrival",
         "arrived_ns",
+        "cached_prompt",
         "finish_reason",
         "finished_ns",
         "first_token_ns",
@@ -88,6 +91,7 @@ class SimulatedRequest:
         self.num_retractions = 0
         self.num_cached_prompt_tokens = -1
         self.num_prefilled_tokens = 0
+        self.cached_prompt = _NOT_CACHED
         self.arrived_ns = self.admitted_ns = self.first_token_ns = self.finished_ns = -1
         self._tokens: array[int] | None = None
         self._text_hash: int | None = None

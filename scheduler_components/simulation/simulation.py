@@ -7,7 +7,8 @@ step, as by an engine.
 **Horizon.** A replica influences others only through the router, and the router acts only on arrivals. So a replica may
 run ahead to the next time at which an input can reach it: the next arrival, outage or sample. What it causes on the way
 (events, reports, ends) has its own time and waits in the heap. Runs with and without ``fast_forward`` are therefore
-equal, which ``tests/simulation/test_simulation.py`` checks.
+equal, which ``tests/simulation/test_simulation.py`` checks. Replicas that share storage influence each other through
+it, too, so they take their steps in the order of time. Fast-forwarded steps do not touch storage.
 
 **Outages.** A replica that fails ends its running step, then loses its requests and its cache. The router learns it
 after ``detection_s``; until then it may send requests, which are lost, too. Lost requests are routed again and continue
@@ -16,7 +17,7 @@ with the tokens that their clients have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -26,6 +27,7 @@ import msgspec
 
 from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.errors import ConfigError
+from scheduler_components.hicache import MemoryPageStore
 from scheduler_components.simulation.replica import ReplicaConfig, ReplicaCounts, SimulatedReplica
 from scheduler_components.simulation.report import (
     ReplicaReport,
@@ -36,6 +38,7 @@ from scheduler_components.simulation.report import (
 )
 from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.router import Router
+from scheduler_components.simulation.tiers import make_storage
 from scheduler_components.simulation.trace import TraceRequest
 from scheduler_components.simulation.virtual_clock import NEVER_NS, EventHeap, nanoseconds
 from scheduler_components.validators import integer_validator, number_validator
@@ -136,6 +139,7 @@ class SimulationConfig:
             **own,
             **replica,
             **{name: value for name, value in attrs.asdict(self.replica.cost).items() if name != "eager_ms"},
+            **(self.replica.tiers.settings() if self.replica.tiers is not None else {}),
             "num_outages": len(self.outages),
             "num_scalings": len(self.scalings),
         }
@@ -145,7 +149,7 @@ def _at_s(change: Outage | Scaling) -> float:
     return change.at_s
 
 
-_NOT_PLAIN = ("replica", "outages", "scalings", "cost", "model", "fast_forward")
+_NOT_PLAIN = ("replica", "outages", "scalings", "cost", "model", "tiers", "fast_forward")
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):
@@ -171,7 +175,7 @@ class _Place:
         known: the scheduler that the router knows of; None after it was reported as down.
         counts: of all schedulers that have run here.
         in_flight: requests that were sent here and have not ended, by id.
-        is_stepping: a step is in the heap.
+        step_ns: time of the next step in the heap; None without one.
         is_drained: it gets no further requests.
         next_report_ns: earliest time of the next load report.
         num_finished: requests that ended here.
@@ -183,7 +187,7 @@ class _Place:
     known: SimulatedReplica | None = None
     counts: list[ReplicaCounts] = field(default_factory=list)
     in_flight: dict[str, SimulatedRequest] = field(default_factory=dict)
-    is_stepping: bool = False
+    step_ns: int | None = None
     is_drained: bool = False
     next_report_ns: int = 0
     num_finished: int = 0
@@ -227,6 +231,11 @@ class Simulation:
     _input_times: list[int] = field(default_factory=list, init=False, repr=False)
     _places: list[_Place] = field(default_factory=list, init=False, repr=False)
     _totals: _Totals = field(default_factory=_Totals, init=False, repr=False)
+    _storage: MemoryPageStore | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        replica = self.config.replica
+        self._storage = make_storage(replica.tiers, replica.page_size)
 
     def run(self) -> Iterator[Progress]:
         """Serve all arrivals, and yield the progress now and then, and at the end.
@@ -316,7 +325,11 @@ class Simulation:
         deliver = partial(self._publish, place) if self.router.wants_events else None
         place.decisions = DecisionLog() if config.notes_decisions else NullDecisionLog()
         place.scheduler = place.known = SimulatedReplica.compose(
-            config.replica, start_ns=self._heap.now_ns, deliver_events=deliver, decisions=place.decisions
+            config.replica,
+            start_ns=self._heap.now_ns,
+            deliver_events=deliver,
+            decisions=place.decisions,
+            storage=self._storage,
         )
         place.counts.append(place.scheduler.counts)
         place.next_report_ns = 0
@@ -328,7 +341,7 @@ class Simulation:
         if place.scheduler is None:
             return
         failed, now_ns = place.scheduler, self._heap.now_ns
-        place.scheduler, place.is_stepping = None, False
+        place.scheduler, place.step_ns = None, None
         self._push_input(now_ns + nanoseconds(outage.detection_s), partial(self._detect, place, failed))
         if outage.down_s is not None:
             self._push_input(now_ns + nanoseconds(outage.down_s), partial(self._restart, place, failed))
@@ -384,17 +397,18 @@ class Simulation:
             self._route(request)
 
     def _push_step(self, place: _Place, scheduler: SimulatedReplica) -> None:
-        """Take a step when the running one has ended, if none is planned yet."""
-        if not place.is_stepping:
-            place.is_stepping = True
-            time_ns = max(scheduler.clock.now_ns, self._heap.now_ns)
+        """Take a step when the running one has ended, and when there is something to do. A later plan lapses."""
+        time_ns = max(scheduler.ready_ns, self._heap.now_ns)
+        assert time_ns < NEVER_NS, f"replica {place.index} waits for nothing"
+        if place.step_ns is None or time_ns < place.step_ns:
+            place.step_ns = time_ns
             self._heap.push(time_ns, partial(self._step, place, scheduler), order=_STEP + place.index)
 
     def _step(self, place: _Place, scheduler: SimulatedReplica) -> None:
         """Take the steps up to the next input."""
-        if place.scheduler is not scheduler:
-            return  # it has failed
-        place.is_stepping = False
+        if place.scheduler is not scheduler or place.step_ns != self._heap.now_ns:
+            return  # it has failed, or stepped earlier
+        place.step_ns = None
         clock, router = scheduler.clock, self.router
         clock.now_ns = max(clock.now_ns, self._heap.now_ns)
         until_ns = self._input_times[0] if self._input_times else NEVER_NS
@@ -410,9 +424,10 @@ class Simulation:
                     self._report_load(place, scheduler)
             if not scheduler.has_work:
                 return
-            if clock.now_ns >= until_ns:
+            if scheduler.ready_ns >= until_ns or self._storage is not None:
                 self._push_step(place, scheduler)
                 return
+            clock.now_ns = scheduler.ready_ns
 
     def _end_requests(self, place: _Place, scheduler: SimulatedReplica) -> None:
         for request in scheduler.pop_finished():
@@ -431,7 +446,7 @@ class Simulation:
     def _report_load(self, place: _Place, scheduler: SimulatedReplica) -> None:
         """Report the load if a report is due, or if the replica has become idle."""
         now_ns = scheduler.clock.now_ns
-        if not self.router.wants_load or (now_ns < place.next_report_ns and scheduler.has_work):
+        if not self.router.wants_load or (now_ns < place.next_report_ns and scheduler.is_serving):
             return
         place.next_report_ns = now_ns + nanoseconds(self.config.load_interval_s)
         report = partial(self.router.on_load_report, place.index, scheduler.get_loads())
@@ -480,7 +495,7 @@ class Simulation:
             duration_s=duration_s,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
-            hit_rate={"device": cached_tokens / prompt_tokens if prompt_tokens else 0.0},
+            hit_rate=self._hit_rates(finished),
             generated_tokens=generated_tokens,
             recomputed_tokens=sum(each.recomputed_tokens for each in counts),
             output_tokens_per_s=generated_tokens * per_s,
@@ -496,6 +511,19 @@ class Simulation:
             replicas=replicas,
             timeline=tuple(totals.timeline),
         )
+
+    def _hit_rates(self, finished: Sequence[SimulatedRequest]) -> dict[str, float]:
+        """Return the cached share of the prompts, by tier."""
+        prompt_tokens = sum(request.num_prompt_tokens for request in finished) or 1
+        num_host = sum(request.cached_prompt.host for request in finished)
+        num_storage = sum(request.cached_prompt.storage for request in finished)
+        num_device = sum(request.num_cached_prompt_tokens for request in finished) - num_host - num_storage
+        rates = {"device": num_device / prompt_tokens}
+        if self.config.replica.tiers is not None:
+            rates["host"] = num_host / prompt_tokens
+        if self._storage is not None:
+            rates["storage"] = num_storage / prompt_tokens
+        return rates
 
     def _is_good(self, request: SimulatedRequest) -> bool:
         config = self.config

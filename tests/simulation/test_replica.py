@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components import ParallelState
 from scheduler_components.admission_budget import BatchMode
 from scheduler_components.decision_log import DecisionLog
+from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.reference.device.device import SimulatedDevice
 from scheduler_components.reference.device.sampling import SamplingLimits
@@ -20,8 +21,10 @@ from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler
 from scheduler_components.simulation.replica import ReplicaConfig, SimulatedReplica
 from scheduler_components.simulation.request import SimulatedRequest
+from scheduler_components.simulation.tiers import TierConfig
 from scheduler_components.simulation.trace import TraceRequest
 from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock
+from scheduler_components.values import CachedTokens, TierStats
 
 SMALL = ReplicaConfig(page_size=4, kv_tokens=512, max_running_requests=4, max_prefill_tokens=64, chunk_tokens=32)
 
@@ -34,6 +37,8 @@ class Run:
     events: list[bytes] = field(default_factory=list)
     num_steps: int = 0
     num_skipped_steps: int = 0
+    cached: dict[str, CachedTokens] = field(default_factory=dict)
+    tiers: TierStats | None = None
     refusals: dict[str, int] = field(default_factory=dict)
     new_token_ratio: float = 0.0
 
@@ -49,18 +54,22 @@ def serve(config: ReplicaConfig, requests: list[TraceRequest], *, fast: bool) ->
     replica = SimulatedReplica.compose(config, deliver_events=run.events.append, decisions=log)
     waiting = sorted(requests, key=lambda each: each.arrival_s)
     while waiting or replica.has_work:
-        if waiting and not replica.has_work:
-            replica.clock.now_ns = max(replica.clock.now_ns, round(waiting[0].arrival_s * 1e9))
+        arrival_ns = round(waiting[0].arrival_s * 1e9) if waiting else NEVER_NS
+        ready_ns = replica.ready_ns if replica.has_work else NEVER_NS
+        assert min(ready_ns, arrival_ns) < NEVER_NS, "it waits for nothing"
+        replica.clock.now_ns = max(replica.clock.now_ns, min(ready_ns, arrival_ns))
         while waiting and round(waiting[0].arrival_s * 1e9) <= replica.clock.now_ns:
             replica.submit(SimulatedRequest(waiting.pop(0)))
         replica.step()
         finished = replica.pop_finished()
         run.tips += [(request.rid, log.tip, replica.clock.now_ns) for request in finished]
+        run.cached |= {request.rid: request.cached_prompt for request in finished}
         if fast:
             replica.fast_forward(round(waiting[0].arrival_s * 1e9) if waiting else NEVER_NS)
     replica.cache.check_integrity()
     assert not replica.results.failures.counts
     run.num_steps, run.num_skipped_steps = replica.counts.num_steps, replica.counts.num_skipped_steps
+    run.tiers = replica.counts.tiers
     run.refusals = dict(replica.batcher.refusals)
     run.new_token_ratio = replica.batcher.conditions.new_token_ratio.current
     return run
@@ -71,6 +80,7 @@ def assert_fast_forward_equals_steps(config: ReplicaConfig, requests: list[Trace
     assert fast.tips == slow.tips
     assert fast.events == slow.events
     assert (fast.num_steps, fast.refusals) == (slow.num_steps, slow.refusals)
+    assert (fast.cached, fast.tiers) == (slow.cached, slow.tiers)
     assert fast.new_token_ratio == slow.new_token_ratio
     assert slow.num_skipped_steps == 0
     return fast
@@ -136,6 +146,54 @@ def test_fast_forward_equals_single_steps(
     )
     requests = [recorded(index, at / 50, *sizes, prefix) for index, (at, *sizes, prefix) in enumerate(workload)]
     assert_fast_forward_equals_steps(config, requests)
+
+
+SLOW_TIERS = TierConfig(
+    host_tokens=256,
+    write_gb_per_s=0.1,  # a page of 4 tokens in 5 ms, as long as a step
+    load_gb_per_s=0.1,
+    storage_tokens=400,
+    storage_write_gb_per_s=0.05,
+    storage_read_gb_per_s=0.05,
+)
+
+
+@given(
+    workload=workloads,
+    kv_tokens=st.sampled_from([132, 200]),
+    slots=st.integers(1, 5),
+    storage_tokens=st.sampled_from([0, 100, 4000]),
+    write=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
+    prefetch=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
+    load=st.sampled_from(["whole", "by_layer"]),
+    speed=st.sampled_from([0.1, 10.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_fast_forward_equals_single_steps_with_tiers(
+    workload: list[tuple[int, int, int, int]],
+    kv_tokens: int,
+    slots: int,
+    storage_tokens: int,
+    write: WritePolicy,
+    prefetch: PrefetchPolicy,
+    load: LoadBackMode,
+    speed: float,
+) -> None:
+    policy = HiCachePolicy(write=write, prefetch=prefetch, load=load, clean_ahead_pages=8, prefetch_threshold_pages=1)
+    tiers = attrs.evolve(
+        SLOW_TIERS, policy=policy, storage_tokens=storage_tokens, write_gb_per_s=speed, load_gb_per_s=speed
+    )
+    config = attrs.evolve(SMALL, kv_tokens=kv_tokens, max_running_requests=slots, tiers=tiers)
+    requests = [recorded(index, at / 10, *sizes, prefix) for index, (at, *sizes, prefix) in enumerate(workload)]
+    assert_fast_forward_equals_steps(config, requests)
+
+
+def test_fast_forward_skips_steps_while_pages_are_copied() -> None:
+    requests = [recorded(index, 0.05 * index, 40, 60) for index in range(4)]
+    run = assert_fast_forward_equals_steps(attrs.evolve(SMALL, tiers=SLOW_TIERS), requests)
+    assert run.num_skipped_steps > 0.4 * run.num_steps
+    assert run.tiers is not None
+    assert run.tiers.pages_written > 0
 
 
 @pytest.mark.parametrize("kv_tokens", [160, 4096])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
-from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored
+from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, medium_group
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.simulation import (
     LeastLoaded,
@@ -25,10 +25,12 @@ from scheduler_components.simulation import (
     Simulation,
     SimulationConfig,
     SimulationReport,
+    TierConfig,
     TraceRequest,
     encode_report,
 )
 from scheduler_components.values import LoadSnapshot
+from tests.simulation.test_replica import SLOW_TIERS
 
 SMALL = ReplicaConfig(page_size=4, kv_tokens=256, max_running_requests=4, max_prefill_tokens=64, chunk_tokens=32)
 
@@ -44,14 +46,14 @@ class ObservingRouter:
     Attributes:
         inner: decides.
         up: replicas that serve, as the simulation says.
-        blocks: what each replica's events say that it holds.
+        blocks: what each replica's events say that it holds, by tier.
         event_times_s: when events came.
         routed: replica of each request, in order.
     """
 
     inner: Router
     up: set[int] = field(default_factory=set)
-    blocks: dict[int, set[object]] = field(default_factory=dict)
+    blocks: dict[int, dict[object, set[object]]] = field(default_factory=dict)
     event_times_s: list[float] = field(default_factory=list)
     routed: list[tuple[float, str, int | None]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -78,12 +80,12 @@ class ObservingRouter:
         self.event_times_s.append(now_s - batch.ts)
         held = self.blocks[replica]
         for event in batch.events:
-            if isinstance(event, BlockStored):
-                held.update(event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                held.difference_update(event.block_hashes)
-            elif isinstance(event, AllBlocksCleared):
+            if isinstance(event, AllBlocksCleared):
                 held.clear()
+                continue
+            assert isinstance(event, BlockStored | BlockRemoved)
+            blocks = held.setdefault(medium_group(event.medium), set())
+            (blocks.update if isinstance(event, BlockStored) else blocks.difference_update)(event.block_hashes)
         self.inner.on_events(replica, payload, now_s)
 
     def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:
@@ -101,7 +103,7 @@ class ObservingRouter:
         self.at(now_s)
         assert replica not in self.up
         self.up.add(replica)
-        self.blocks[replica] = set()
+        self.blocks[replica] = {}
         self.inner.on_replica_up(replica, now_s)
 
     def on_replica_down(self, replica: int, now_s: float) -> None:
@@ -238,6 +240,7 @@ scalings = st.lists(
     scalings=scalings,
     lags=st.tuples(st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from([0.0, 0.05])),
     make_router=st.sampled_from([RoundRobin, LeastLoaded]),
+    tiers=st.sampled_from([None, SLOW_TIERS, attrs.evolve(SLOW_TIERS, storage_tokens=0)]),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_history_is_deterministic_and_loses_no_request(
@@ -246,13 +249,14 @@ def test_every_history_is_deterministic_and_loses_no_request(
     scalings: list[Scaling],
     lags: tuple[float, float],
     make_router: type[RoundRobin | LeastLoaded],
+    tiers: TierConfig | None,
 ) -> None:
     arrivals = [
         recorded(index, at / 40, prompt, output, prefix)
         for index, (at, prompt, output, prefix) in enumerate(sorted(workload))
     ]
     config = SimulationConfig(
-        replica=attrs.evolve(SMALL, kv_tokens=160),
+        replica=attrs.evolve(SMALL, kv_tokens=160, tiers=tiers),
         num_replicas=2,
         event_lag_s=lags[0],
         load_lag_s=lags[1],
@@ -279,4 +283,7 @@ def test_every_history_is_deterministic_and_loses_no_request(
             assert not place.scheduler.kv_events.failures.counts
             place.scheduler.cache.check_integrity()
             if place.index in router.up:
-                assert router.blocks[place.index] == set(place.scheduler.cache.block_hashes())
+                held = {group: set(blocks) for group, blocks in place.scheduler.cache.held_blocks().items()}
+                said = router.blocks[place.index]
+                assert {group: said.get(group, set()) for group in held} == held
+                assert said.keys() <= held.keys()
