@@ -76,15 +76,26 @@ class WorkCounters:
         """
         time_us = round(busy_s * 1e6)
         if num_requests > 0 and time_us > 0:
-            last = self.decode_moments or _NO_MOMENTS
-            self.decode_moments = DecodeMoments(
-                last.steps + 1,
-                last.requests + num_requests,
-                last.time_us + time_us,
-                last.requests_squared + num_requests * num_requests,
-                last.requests_time_us + num_requests * time_us,
-                last.tokens + num_tokens,
-            )
+            self.record_decodes(1, num_requests, time_us, num_tokens)
+
+    def record_decodes(self, num_steps: int, num_requests: int, time_us: int, num_tokens: int) -> None:
+        """Count steps that only decoded, all with the same requests.
+
+        Args:
+            num_steps: number of steps. Each of them took time.
+            num_requests: size of each batch.
+            time_us: duration of all steps, the sum of whole microseconds per step.
+            num_tokens: tokens that all steps generated.
+        """
+        last = self.decode_moments or _NO_MOMENTS
+        self.decode_moments = DecodeMoments(
+            last.steps + num_steps,
+            last.requests + num_steps * num_requests,
+            last.time_us + time_us,
+            last.requests_squared + num_steps * num_requests * num_requests,
+            last.requests_time_us + num_requests * time_us,
+            last.tokens + num_tokens,
+        )
 
 
 _NO_MOMENTS = DecodeMoments()

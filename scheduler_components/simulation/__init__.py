@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Distribution,
         ReplicaReport,
         SimulationReport,
+        TenantReport,
         TimelinePoint,
         WallTime,
         encode_report,
@@ -64,6 +65,7 @@ __all__ = [
     "Simulation",
     "SimulationConfig",
     "SimulationReport",
+    "TenantReport",
     "TierConfig",
     "TimelinePoint",
     "TraceRequest",
@@ -83,7 +85,7 @@ __getattr__ = lazy_exports(
         "scheduler_components.simulation.conversations": "ConversationWorkload generate_conversations",
         "scheduler_components.simulation.replica": "ReplicaConfig SimulatedReplica",
         "scheduler_components.simulation.report": (
-            "Distribution ReplicaReport SimulationReport TimelinePoint WallTime encode_report"
+            "Distribution ReplicaReport SimulationReport TenantReport TimelinePoint WallTime encode_report"
         ),
         "scheduler_components.simulation.request": "SimulatedRequest",
         "scheduler_components.simulation.router": "LeastLoaded RoundRobin Router",

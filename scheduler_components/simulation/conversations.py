@@ -2,6 +2,7 @@
 
 - Start of the conversations: a Poisson process of ``conversations_per_s``.
 - System prompt: one of ``num_system_prompts``, by a Zipf law (weight 1/k).
+- Tenant of a conversation: one of ``num_tenants``, by the same law, so the first one asks most.
 - Turns: geometric with mean ``mean_turns``. The prompt of a turn is that of the turn before, its output and a message.
 - Messages and outputs: exponential around their means, at least one token.
 - Time between two turns: exponential with mean ``mean_think_s`` after the arrival of the turn before. It does not
@@ -31,6 +32,8 @@ __all__ = ["ConversationWorkload", "generate_conversations"]
 class ConversationWorkload:
     """Sizes of the generated conversations. The module docstring describes the distributions.
 
+    A single tenant has no name.
+
     Raises:
         ConfigError: a value is not positive, or the mean is less than one turn.
     """
@@ -44,6 +47,7 @@ class ConversationWorkload:
     mean_output_tokens: float = attrs.field(default=300.0, validator=number_validator("is not a length"))
     num_system_prompts: int = attrs.field(default=6, validator=integer_validator("is not a count"))
     system_prompt_tokens: int = attrs.field(default=2048, validator=integer_validator("is not a length"))
+    num_tenants: int = attrs.field(default=1, validator=integer_validator("is not a count"))
 
     def __attrs_post_init__(self) -> None:
         if self.mean_turns < 1:
@@ -56,14 +60,18 @@ def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequ
     num_blocks = -(-workload.system_prompt_tokens // TRACE_BLOCK_TOKENS)
     systems = [tuple(next(ids) for _ in range(num_blocks)) for _ in range(workload.num_system_prompts)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
-    turns: list[tuple[float, int, int, tuple[int, ...]]] = []  # (time, number, prompt tokens before, hash ids before)
+    tenants = [f"tenant-{rank}" for rank in range(1, workload.num_tenants + 1)]
+    shares = [1 / rank for rank in range(1, len(tenants) + 1)]
+    # (time, number, prompt tokens before, hash ids before, tenant)
+    turns: list[tuple[float, int, int, tuple[int, ...], str]] = []
     numbers, next_start_s = count(), 0.0
     for index in range(workload.num_requests):
         while not turns or next_start_s <= turns[0][0]:
             system = random.choices(systems, weights)[0]
-            heappush(turns, (next_start_s, next(numbers), workload.system_prompt_tokens, system))
+            tenant = random.choices(tenants, shares)[0] if len(tenants) > 1 else ""
+            heappush(turns, (next_start_s, next(numbers), workload.system_prompt_tokens, system, tenant))
             next_start_s += random.expovariate(workload.conversations_per_s)
-        arrival_s, number, num_tokens, hash_ids = heappop(turns)
+        arrival_s, number, num_tokens, hash_ids, tenant = heappop(turns)
         num_tokens += _draw_tokens(random, workload.mean_message_tokens)
         hash_ids += tuple(next(ids) for _ in range(-(-num_tokens // TRACE_BLOCK_TOKENS) - len(hash_ids)))
         num_output_tokens = _draw_tokens(random, workload.mean_output_tokens)
@@ -73,10 +81,11 @@ def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequ
             input_length=num_tokens,
             output_length=num_output_tokens,
             hash_ids=hash_ids,
+            tenant=tenant,
         )
         if random.random() < 1 - 1 / workload.mean_turns:
             again_s = arrival_s + random.expovariate(1 / workload.mean_think_s)
-            heappush(turns, (again_s, number, num_tokens + num_output_tokens, hash_ids))
+            heappush(turns, (again_s, number, num_tokens + num_output_tokens, hash_ids, tenant))
 
 
 def _draw_tokens(random: Random, mean: float) -> int:

@@ -30,6 +30,7 @@ from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load.work_counters import WorkCounters
 from scheduler_components.load_inquirer import LoadInquirer
+from scheduler_components.metrics import RateMeter
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from scheduler_components.output_streamer import OutputStreamer
 from scheduler_components.parallel_state import ParallelState
@@ -187,17 +188,22 @@ class _RequestClock:
 
     clock: VirtualClock
     counts: ReplicaCounts
+    rates: RateMeter
     finished: list[SimulatedRequest] = field(default_factory=list)
 
     def on_admitted(self, request: SimulatedRequest) -> None:
         if request.admitted_ns < 0:
             request.admitted_ns = self.clock.now_ns
             request.num_cached_prompt_tokens = request.num_cached_tokens
+        if not request.num_retractions:
+            self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
 
     def on_retracted(self, request: SimulatedRequest) -> None:  # noqa: ARG002 - the port's
         self.counts.num_retractions += 1
+        self.rates.observe_preemption()
 
-    def on_tokens(self, requests: Sequence[SimulatedRequest], num_tokens: Sequence[int]) -> None:  # noqa: ARG002
+    def on_tokens(self, requests: Sequence[SimulatedRequest], num_tokens: Sequence[int]) -> None:
+        self.rates.observe_decode(sum(num_tokens))
         for request in requests:
             if request.first_token_ns < 0:
                 request.first_token_ns = self.clock.now_ns
@@ -215,7 +221,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         config: sizes and policies.
         clock: the time of this replica: the end of its last step.
         queues, tiers, cache, kv_cache, batcher, results, kv_events, load: the parts.
-        work: tickets of received requests, for load reports.
+        work: tickets of received requests and the work done, for load reports.
         decisions: the log that all parts note in.
         counts: what it has done.
         inbox: requests that the next step receives.
@@ -266,7 +272,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         cache = tiers.cache
         cache.record_decisions(decisions)
         kv_cache = RequestKvCache[RadixNode](cache=cache, decisions=decisions)
-        observer, work = _RequestClock(clock=clock, counts=counts), WorkCounters()
+        rates, work = RateMeter(clock=clock), WorkCounters()
+        observer = _RequestClock(clock=clock, counts=counts, rates=rates)
         batcher = Batcher[SimulatedRequest](
             limits=limits,
             queues=queues,
@@ -284,7 +291,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         results = BatchResultProcessor[SimulatedRequest](
             kv=kv_cache, requests=batcher, output=OutputStreamer(sink=NullOutputSink()), observer=observer
         )
-        load = LoadInquirer(parallel=parallel, queues=queues, pool=cache, work=work, clock=clock)
+        load = LoadInquirer(parallel=parallel, queues=queues, pool=cache, rates=rates, work=work, clock=clock)
         kv_events = SchedulerKvEventsPublisher(
             parallel=parallel,
             source=cache,
@@ -385,7 +392,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             growing.setdefault(num_left % page_size, []).append(request)
         shape_s, speed, num_requests = self.config.cost.shape_s, self.config.speed, len(running)
         num_context_tokens = sum(request.num_computed_tokens for request in running)
-        started_ns, now_ns, num_steps = clock.now_ns, clock.now_ns, 0
+        started_ns, now_ns, num_steps, num_timed, time_us = clock.now_ns, clock.now_ns, 0, 0, 0
+        rates = self.observer.rates
         while num_steps < most and now_ns < until_ns:
             due = growing.get(num_steps % page_size, ())
             num_ahead = 1 if notes else num_steps + 1
@@ -394,8 +402,13 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             num_steps += 1
             num_context_tokens += num_requests
             shape = BatchShape(0, num_requests, num_context_tokens)
-            now_ns += nanoseconds(shape_s(shape) / speed)
+            step_ns = nanoseconds(shape_s(shape) / speed)
+            now_ns += step_ns
             clock.now_ns = now_ns
+            step_us = round(step_ns / 1e9 * 1e6)
+            num_timed += step_us > 0
+            time_us += step_us
+            rates.observe_decode(num_requests)
             if notes:
                 self._note_decodes(num_context_tokens)
             if due:
@@ -407,6 +420,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         if not notes:
             self._append_tokens(running, num_steps)
         self.batcher.skip_decodes(num_steps)
+        if num_timed:
+            self.work.record_decodes(num_timed, num_requests, time_us, num_timed * num_requests)
         counts = self.counts
         counts.num_steps += num_steps
         counts.num_skipped_steps += num_steps
@@ -448,6 +463,10 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         counts.decode_tokens += batch.num_decode_tokens
         counts.peak_running = max(counts.peak_running, len(batch.chunks))
         counts.tiers = self.tiers.stats()
+        if batch.num_prefill_tokens:
+            self.work.record_prefill(batch.num_prefill_tokens, duration_ns / 1e9)
+        else:
+            self.work.record_decode(batch.num_decode_tokens, duration_ns / 1e9, batch.num_decode_tokens)
 
     def _count_recomputed(self, batch: ScheduledBatch[SimulatedRequest]) -> None:
         """Count positions that were computed before. Output means that all tokens but the last one were computed."""

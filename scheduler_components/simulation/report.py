@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from scheduler_components.values import TierStats
+
 __all__ = [
     "Distribution",
     "ReplicaReport",
     "SimulationReport",
+    "TenantReport",
     "TimelinePoint",
     "WallTime",
     "distribution_of",
@@ -51,6 +54,9 @@ class ReplicaReport(msgspec.Struct, frozen=True):
         peak_running: most requests that ran together.
         num_retractions: requests that lost their pages to others.
         decision_tip: digest of all decisions; 0 if none were noted.
+        running, waiting: requests at each point of the timeline. Requests that were sent to a replica which is away
+            wait.
+        tiers: counters of host and storage; None without.
     """
 
     num_requests: int
@@ -61,6 +67,29 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     peak_running: int
     num_retractions: int
     decision_tip: int = 0
+    running: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    tiers: TierStats | None = None
+
+
+class TenantReport(msgspec.Struct, frozen=True):
+    """The finished requests of one tenant.
+
+    Attributes:
+        name: of the tenant.
+        num_requests: that ended.
+        prompt_tokens, generated_tokens: of these requests.
+        mean_queue_s, mean_ttft_s, p99_ttft_s, mean_e2e_s: from their arrival to admission, first and last token.
+    """
+
+    name: str
+    num_requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    mean_queue_s: float
+    mean_ttft_s: float
+    p99_ttft_s: float
+    mean_e2e_s: float
 
 
 class TimelinePoint(msgspec.Struct, frozen=True, array_like=True):
@@ -102,8 +131,11 @@ class SimulationReport(msgspec.Struct, frozen=True):
         goodput_share, goodput_per_s: finished requests within both bounds of the SLO: / all, and per second.
         replica_fairness: Jain's index of the computed positions of the replicas that served to the end; 1 is equal.
         tenant_fairness: Jain's index of the mean end-to-end time of tenants; 1 is equal.
+        deadline_share: requests whose first token came before their deadline / those that arrived with a deadline; 1
+            without any.
         replicas: by index.
         timeline: at equal distances.
+        tenants: sorted by name; empty if no request has a tenant.
     """
 
     title: str
@@ -130,8 +162,10 @@ class SimulationReport(msgspec.Struct, frozen=True):
     goodput_per_s: float
     replica_fairness: float
     tenant_fairness: float
+    deadline_share: float
     replicas: tuple[ReplicaReport, ...]
     timeline: tuple[TimelinePoint, ...]
+    tenants: tuple[TenantReport, ...] = ()
 
 
 class WallTime(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from scheduler_components._extras import require_modules
-from scheduler_components.simulation.report import Distribution, SimulationReport, TimelinePoint
+from scheduler_components.simulation.report import Distribution, SimulationReport, TenantReport, TimelinePoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_can_draw", "render_page"]
 
+_MAX_TENANTS = 20  # rows of a page; the report has all
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490", "#be185d", "#4b5563")
 _STYLE = """
 body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #111827; }
@@ -47,14 +48,24 @@ def render_page(reports: Sequence[SimulationReport]) -> str:
         f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for name, *values in _rows(reports)
     )
-    settings = "".join(f"<tr><td>{escape(name)}</td>{cells}</tr>" for name, cells in _setting_rows(reports))
+    settings = _table("setting", titles, _setting_rows(reports))
+    tenants = _tenant_rows(reports)
+    of_tenants = (
+        "<h2>Tenants</h2>\n<p>Requests; mean and 99th percentile of the time to the first token, mean end to end, in "
+        f"seconds.</p>\n{_table('tenant', titles, tenants)}"
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Simulated runs</title>'
         f"<style>{_STYLE}</style></head><body>\n<h1>Simulated runs</h1>\n"
         f"<table><thead><tr><th>run</th>{titles}</tr></thead><tbody>{rows}</tbody></table>\n{_draw(reports)}\n"
-        f"<h2>Settings</h2>\n<table><thead><tr><th>setting</th>{titles}</tr></thead><tbody>{settings}</tbody></table>\n"
+        f"{of_tenants if tenants else ''}<h2>Settings</h2>\n{settings}"
         "</body></html>\n"
     )
+
+
+def _table(head: str, titles: str, rows: Sequence[tuple[str, str]]) -> str:
+    body = "".join(f"<tr><td>{escape(name)}</td>{cells}</tr>" for name, cells in rows)
+    return f"<table><thead><tr><th>{head}</th>{titles}</tr></thead><tbody>{body}</tbody></table>\n"
 
 
 def _rows(reports: Sequence[SimulationReport]) -> list[tuple[str, ...]]:
@@ -80,7 +91,26 @@ def _rows(reports: Sequence[SimulationReport]) -> list[tuple[str, ...]]:
         row("preemptions, migrations", *(f"{each.num_retractions:,}, {each.num_migrations:,}" for each in reports)),
         row("fairness among replicas", *(f"{each.replica_fairness:.3f}" for each in reports)),
         row("fairness among tenants", *(f"{each.tenant_fairness:.3f}" for each in reports)),
+        row("first token before the deadline", *(f"{each.deadline_share:.1%}" for each in reports)),
     ]
+
+
+def _tenant_rows(reports: Sequence[SimulationReport]) -> list[tuple[str, str]]:
+    """Return a row of cells per tenant, for the tenants with the most requests."""
+    sizes: dict[str, int] = {}
+    for report in reports:
+        for tenant in report.tenants:
+            sizes[tenant.name] = max(sizes.get(tenant.name, 0), tenant.num_requests)
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))[:_MAX_TENANTS]
+    by_name = [{tenant.name: tenant for tenant in report.tenants} for report in reports]
+    return [(name, "".join(_tenant_cell(tenants.get(name)) for tenants in by_name)) for name in names]
+
+
+def _tenant_cell(tenant: TenantReport | None) -> str:
+    if tenant is None:
+        return "<td></td>"
+    times = f"{tenant.mean_ttft_s:.3f} / {tenant.p99_ttft_s:.3f} / {tenant.mean_e2e_s:.3f}"
+    return f"<td>{tenant.num_requests:,}; {times}</td>"
 
 
 def _setting_rows(reports: Sequence[SimulationReport]) -> list[tuple[str, str]]:
@@ -97,8 +127,8 @@ def _draw(reports: Sequence[SimulationReport]) -> str:
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": "simulate-trace", "svg.fonttype": "none"}):  # the same runs, the same page
-        figure: Figure = Figure(figsize=(11, 9), layout="constrained")
-        ttft, tpot, e2e, running, waiting, usage = figure.subplots(3, 2).flat
+        figure: Figure = Figure(figsize=(11, 12), layout="constrained")
+        ttft, tpot, e2e, running, waiting, usage, queues, hits = figure.subplots(4, 2).flat
         for axes, name, title in (
             (ttft, "ttft_s", "Time to first token (s)"),
             (tpot, "tpot_s", "Time per output token (s)"),
@@ -111,6 +141,8 @@ def _draw(reports: Sequence[SimulationReport]) -> str:
             (usage, 3, "Share of the pools in use"),
         ):
             _draw_timeline(axes, [(each.title, each.timeline) for each in reports], at, title)
+        _draw_queues(queues, reports)
+        _draw_hit_rates(hits, reports)
         ttft.legend(frameon=False, loc="lower right", fontsize="small")
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -132,6 +164,32 @@ def _draw_timeline(axes: Axes, runs: Sequence[tuple[str, Sequence[TimelinePoint]
         axes.plot([time for time, _ in values], [value for _, value in values], color=colour, linewidth=0.9)
     axes.set(xlabel="virtual time (s)", ylim=(0, None), xlim=(0, None))
     _style(axes, title)
+
+
+def _draw_queues(axes: Axes, reports: Sequence[SimulationReport]) -> None:
+    """Draw the longest and the shortest queue of a replica over time."""
+    for report, colour in zip(reports, _colours(len(reports)), strict=True):
+        times = [point.time_s for point in report.timeline]
+        queues = list(zip(*(replica.waiting for replica in report.replicas), strict=True))
+        axes.plot(times, [max(lengths) for lengths in queues], color=colour, linewidth=0.9)
+        axes.plot(times, [min(lengths) for lengths in queues], color=colour, linewidth=0.9, linestyle=":")
+    axes.set(xlabel="virtual time (s)", ylim=(0, None), xlim=(0, None))
+    _style(axes, "Longest and shortest (dotted) queue of a replica")
+
+
+def _draw_hit_rates(axes: Axes, reports: Sequence[SimulationReport]) -> None:
+    """Draw a bar per run: the share of the prompt tokens that each tier held."""
+    names = [report.title for report in reports]
+    left = [0.0] * len(reports)
+    for tier, alpha in (("device", 1.0), ("host", 0.6), ("storage", 0.3)):
+        rates = [report.hit_rate.get(tier, 0.0) for report in reports]
+        bars = axes.barh(range(len(names)), rates, left=left, color=_colours(len(names)), alpha=alpha)
+        if any(rates):
+            axes.bar_label(bars, [tier if rate > 0.05 else "" for rate in rates], label_type="center", fontsize="small")
+        left = [before + rate for before, rate in zip(left, rates, strict=True)]
+    axes.set(yticks=range(len(names)), yticklabels=names, xlim=(0, 1))
+    axes.invert_yaxis()
+    _style(axes, "Share of the prompt tokens found in each tier")
 
 
 def _colours(count: int) -> list[str]:

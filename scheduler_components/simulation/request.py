@@ -13,7 +13,6 @@ from scheduler_components.values import CachedTokens, FinishReason, RequestHints
 
 __all__ = ["OutputLength", "SimulatedRequest"]
 
-_NO_HINTS = RequestHints()
 _NOT_CACHED = CachedTokens()
 
 
@@ -32,7 +31,7 @@ class SimulatedRequest:
         recorded: lengths and hash ids.
         rid: unique in the simulation.
         limits: the recorded length of the output.
-        hints: what the client says about the order.
+        hints: what the client says about the order; by default what the trace says.
         stream_interval: 0, because no client reads the tokens while the request runs.
         arrival, state, finish_reason: as in ``TrackedRequest``.
         pages, num_cached_pages, node, num_computed_tokens, num_cached_tokens, prefill_end, is_sampled: as in
@@ -80,12 +79,12 @@ class SimulatedRequest:
         "ticket",
     )
 
-    def __init__(self, recorded: TraceRequest, *, rid: str = "", hints: RequestHints = _NO_HINTS) -> None:
+    def __init__(self, recorded: TraceRequest, *, rid: str = "", hints: RequestHints | None = None) -> None:
         self.recorded = recorded
         self.rid = rid or f"r{recorded.index}"
         self.num_prompt_tokens = recorded.input_length
         self.limits = OutputLength(recorded.output_length)
-        self.hints = hints
+        self.hints = recorded.hints if hints is None else hints
         self.stream_interval = 0
         self.num_migrations = 0
         self.num_retractions = 0

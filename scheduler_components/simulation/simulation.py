@@ -32,6 +32,7 @@ from scheduler_components.simulation.replica import ReplicaConfig, ReplicaCounts
 from scheduler_components.simulation.report import (
     ReplicaReport,
     SimulationReport,
+    TenantReport,
     TimelinePoint,
     distribution_of,
     jain_index,
@@ -42,6 +43,7 @@ from scheduler_components.simulation.tiers import make_storage
 from scheduler_components.simulation.trace import TraceRequest
 from scheduler_components.simulation.virtual_clock import NEVER_NS, EventHeap, nanoseconds
 from scheduler_components.validators import integer_validator, number_validator
+from scheduler_components.values import TierStats
 
 __all__ = ["Outage", "Progress", "Scaling", "Simulation", "SimulationConfig"]
 
@@ -179,6 +181,7 @@ class _Place:
         is_drained: it gets no further requests.
         next_report_ns: earliest time of the next load report.
         num_finished: requests that ended here.
+        running, waiting: requests at each point of the timeline.
         decisions: the log of the last scheduler.
     """
 
@@ -191,6 +194,8 @@ class _Place:
     is_drained: bool = False
     next_report_ns: int = 0
     num_finished: int = 0
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
     decisions: DecisionLog | NullDecisionLog = field(default_factory=NullDecisionLog)
 
 
@@ -203,6 +208,7 @@ class _Totals:
     timeline: list[TimelinePoint] = field(default_factory=list)
     num_arrived: int = 0
     num_refused: int = 0
+    num_deadlines: int = 0
     num_migrations: int = 0
     has_all_arrived: bool = False
 
@@ -287,6 +293,7 @@ class Simulation:
         request, totals = SimulatedRequest(recorded), self._totals
         request.arrived_ns = self._heap.now_ns
         totals.num_arrived += 1
+        totals.num_deadlines += recorded.deadline_s is not None
         if self.config.replica.can_hold(request):
             self._route(request)
         else:
@@ -298,12 +305,15 @@ class Simulation:
         num_running = num_waiting = num_used = num_tokens = num_serving = 0
         for place in self._places:
             scheduler = place.scheduler
+            place.running.append(0 if scheduler is None else len(scheduler.queues.running))
+            place.waiting.append(
+                len(place.in_flight) if scheduler is None else len(scheduler.queues.waiting) + len(scheduler.inbox)
+            )
+            num_running += place.running[-1]
+            num_waiting += place.waiting[-1]
             if scheduler is None:
-                num_waiting += len(place.in_flight)
                 continue
             num_serving += not place.is_drained
-            num_running += len(scheduler.queues.running)
-            num_waiting += len(scheduler.queues.waiting) + len(scheduler.inbox)
             num_used += scheduler.cache.used_tokens
             num_tokens += scheduler.cache.capacity_tokens
         num_waiting += len(self._totals.unrouted)
@@ -315,7 +325,8 @@ class Simulation:
     # --- replicas that come and go ---
 
     def _add_place(self) -> None:
-        place = _Place(index=len(self._places))
+        num_points = len(self._totals.timeline)
+        place = _Place(index=len(self._places), running=[0] * num_points, waiting=[0] * num_points)
         self._places.append(place)
         self._start(place)
 
@@ -482,6 +493,8 @@ class Simulation:
         generated_tokens = sum(request.num_output_tokens for request in finished)
         counts = [each for place in self._places for each in place.counts]
         replicas = tuple(_report_place(place, duration_ns) for place in self._places)
+        tenants = _report_tenants(finished)
+        num_in_time = sum(_is_in_time(request) for request in finished)
         serving = [replicas[place.index] for place in self._places if not place.is_drained]
         return SimulationReport(
             title=self.title,
@@ -507,9 +520,11 @@ class Simulation:
             goodput_share=len(good) / totals.num_arrived if totals.num_arrived else 0.0,
             goodput_per_s=len(good) * per_s,
             replica_fairness=jain_index([each.prefill_tokens + each.decode_tokens for each in serving]),
-            tenant_fairness=jain_index(_tenant_means_s(finished)),
+            tenant_fairness=jain_index([each.mean_e2e_s for each in tenants]),
+            deadline_share=num_in_time / totals.num_deadlines if totals.num_deadlines else 1.0,
             replicas=replicas,
             timeline=tuple(totals.timeline),
+            tenants=tenants if any(each.name for each in tenants) else (),
         )
 
     def _hit_rates(self, finished: Sequence[SimulatedRequest]) -> dict[str, float]:
@@ -537,11 +552,43 @@ def _tpot_ns(request: SimulatedRequest) -> int:
     return (request.finished_ns - request.first_token_ns) // num_gaps if num_gaps else 0
 
 
-def _tenant_means_s(finished: Iterable[SimulatedRequest]) -> list[float]:
-    spans: dict[str, list[int]] = {}
+def _is_in_time(request: SimulatedRequest) -> bool:
+    """Return True if the first token came before the deadline of a request that has one."""
+    deadline_s = request.recorded.deadline_s
+    return deadline_s is not None and request.first_token_ns - request.arrived_ns <= nanoseconds(deadline_s)
+
+
+def _report_tenants(finished: Iterable[SimulatedRequest]) -> tuple[TenantReport, ...]:
+    by_tenant: dict[str, list[SimulatedRequest]] = {}
     for request in finished:
-        spans.setdefault(request.hints.tenant, []).append(request.finished_ns - request.arrived_ns)
-    return [sum(each) / len(each) / 1e9 for each in spans.values()]
+        by_tenant.setdefault(request.hints.tenant, []).append(request)
+    return tuple(_report_tenant(name, requests) for name, requests in sorted(by_tenant.items()))
+
+
+def _report_tenant(name: str, requests: Sequence[SimulatedRequest]) -> TenantReport:
+    ttft_s = distribution_of(request.first_token_ns - request.arrived_ns for request in requests)
+    return TenantReport(
+        name=name,
+        num_requests=len(requests),
+        prompt_tokens=sum(request.num_prompt_tokens for request in requests),
+        generated_tokens=sum(request.num_output_tokens for request in requests),
+        mean_queue_s=sum(request.admitted_ns - request.arrived_ns for request in requests) / len(requests) / 1e9,
+        mean_ttft_s=ttft_s.mean,
+        p99_ttft_s=ttft_s.p99,
+        mean_e2e_s=sum(request.finished_ns - request.arrived_ns for request in requests) / len(requests) / 1e9,
+    )
+
+
+def _sum_stats(stats: Iterable[TierStats | None]) -> TierStats | None:
+    """Return the sum of counters; None if there are none."""
+    total: TierStats | None = None
+    for each in stats:
+        if each is not None and total is not None:
+            sums = {name: getattr(total, name) + getattr(each, name) for name in each.__struct_fields__}
+            total = TierStats(**sums)
+        elif each is not None:
+            total = each
+    return total
 
 
 def _report_place(place: _Place, duration_ns: int) -> ReplicaReport:
@@ -555,4 +602,7 @@ def _report_place(place: _Place, duration_ns: int) -> ReplicaReport:
         peak_running=max((each.peak_running for each in counts), default=0),
         num_retractions=sum(each.num_retractions for each in counts),
         decision_tip=place.decisions.tip,
+        running=tuple(place.running),
+        waiting=tuple(place.waiting),
+        tiers=_sum_stats(each.tiers for each in counts),
     )

@@ -4,6 +4,9 @@ A line of a trace is ``{"timestamp": ms, "input_length": tokens, "output_length"
 id identifies 512 prompt tokens; equal ids mean equal tokens, and the last block may be partial. Mooncake publishes such
 traces with its FAST'25 release (``conversation_trace.jsonl`` and others). They do not contain the prompts, so the
 tokens are derived from the hash ids. Prompts share prefixes exactly where the recorded prompts did.
+
+A line may also have what a scheduling policy reads: ``tenant``, ``priority`` (a larger one runs first), and
+``deadline_ms``, from the arrival to the first token. Mooncake's traces have none of them. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import attrs
 import msgspec
 
 from scheduler_components.errors import ConfigError
+from scheduler_components.values import RequestHints
 
 __all__ = [
     "ARRIVAL_QUANTUM_S",
@@ -43,6 +47,8 @@ _MAX_LINE_BYTES = 1 << 20  # a prompt of ten million tokens; keeps a file withou
 
 _MAX_TIMESTAMP_MS = 366 * 24 * 3600 * 1000  # refuses milliseconds since 1970, for which a replay would wait for decades
 
+_MAX_TENANT_CHARACTERS = 256  # a report has a row per tenant
+
 _TOKEN_BYTES = 4
 _CACHED_BLOCKS = 4096  # 8 MiB of tokens: the shared system prompts and the recent conversations
 _TOKEN_MASK = int.from_bytes(
@@ -58,6 +64,9 @@ class _Line(msgspec.Struct, frozen=True):
     input_length: _Positive
     output_length: _Positive
     hash_ids: Annotated[tuple[_NotNegative, ...], msgspec.Meta(min_length=1)]
+    tenant: Annotated[str, msgspec.Meta(max_length=_MAX_TENANT_CHARACTERS)] = ""
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=_MAX_TIMESTAMP_MS)] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -69,6 +78,8 @@ class TraceRequest:
         arrival_s: seconds after the start of the trace.
         input_length, output_length: tokens.
         hash_ids: one per block of ``TRACE_BLOCK_TOKENS`` prompt tokens; the last block may be partial.
+        tenant, priority: as in ``RequestHints``.
+        deadline_s: seconds from the arrival to the first token that the client accepts; None for no limit.
     """
 
     index: int
@@ -76,6 +87,15 @@ class TraceRequest:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+
+    @property
+    def hints(self) -> RequestHints:
+        """What a scheduling policy may read. The deadline is in seconds after the start of the trace."""
+        deadline_s = None if self.deadline_s is None else self.arrival_s + self.deadline_s
+        return RequestHints(priority=self.priority, tenant=self.tenant, deadline_s=deadline_s)
 
     @property
     def conversation(self) -> str:
@@ -179,6 +199,9 @@ def parse_trace(lines: Iterable[bytes], *, name: str = "trace") -> Iterator[Trac
             input_length=line.input_length,
             output_length=line.output_length,
             hash_ids=line.hash_ids,
+            tenant=line.tenant,
+            priority=line.priority,
+            deadline_s=None if line.deadline_ms is None else line.deadline_ms / 1000,
         )
         index += 1
 

@@ -109,3 +109,12 @@ def test_a_request_between_two_reads_is_counted_twice_and_never_missed() -> None
     )
     assert inquirer.get_loads().dispatched_watermarks == (("a", 7),)
     assert inquirer.get_loads().dispatched_watermarks == (("a", 8),)
+
+
+def test_several_decode_steps_count_like_single_ones() -> None:
+    one_by_one, together = WorkCounters(), WorkCounters()
+    for time_us in (1000, 1200, 1300):
+        one_by_one.record_decode(7, time_us / 1e6, 7)
+    together.record_decodes(2, 7, 2200, 14)
+    together.record_decodes(1, 7, 1300, 7)
+    assert together.decode_moments == one_by_one.decode_moments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import attrs
 import pytest
 
 from scheduler_components import ConfigError
@@ -43,3 +44,14 @@ def test_a_later_turn_begins_with_the_prompt_before() -> None:
 def test_less_than_one_turn_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mean_turns=0.5: is less than one turn"):
         ConversationWorkload(mean_turns=0.5)
+
+
+def test_tenants_keep_their_conversations_and_change_nothing_else() -> None:
+    plain, shared = generate_conversations(WORKLOAD), generate_conversations(attrs.evolve(WORKLOAD, num_tenants=3))
+    assert {request.tenant for request in plain} == {""}
+    tenants: dict[str, set[str]] = {}
+    for request in shared:
+        if len(request.hash_ids) > 4:  # beyond the shared system prompt
+            tenants.setdefault(str(request.hash_ids[4]), set()).add(request.tenant)
+    assert all(len(each) == 1 for each in tenants.values())
+    assert set.union(*tenants.values()) == {"tenant-1", "tenant-2", "tenant-3"}

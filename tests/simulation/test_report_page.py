@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from scheduler_components.simulation import LeastLoaded, RoundRobin
+from scheduler_components.simulation import LeastLoaded, RoundRobin, TenantReport
 from scheduler_components.simulation.report_page import render_page
 from tests.simulation.test_report import report_of
 
@@ -18,3 +19,28 @@ def test_a_page_compares_runs() -> None:
     assert "<one>" not in page
     assert "6 of 6" in page
     assert "<svg" in page
+    assert "<h2>Tenants" not in page
+
+
+def test_a_page_shows_the_tenants_with_the_most_requests_and_the_hit_rate_of_each_tier() -> None:
+    pytest.importorskip("matplotlib")
+    [report] = [report_of("one", RoundRobin())]
+    tenants = tuple(
+        TenantReport(
+            name=f"<tenant-{number}>",
+            num_requests=number,
+            prompt_tokens=1,
+            generated_tokens=1,
+            mean_queue_s=0.0,
+            mean_ttft_s=0.25,
+            p99_ttft_s=0.5,
+            mean_e2e_s=1.0,
+        )
+        for number in range(1, 31)
+    )
+    rates = {"device": 0.3, "host": 0.2, "storage": 0.1}
+    page = render_page([msgspec.structs.replace(report, tenants=tenants, hit_rate=rates), report])
+    assert "<td>&lt;tenant-30&gt;</td><td>30; 0.250 / 0.500 / 1.000</td><td></td>" in page
+    assert page.count("&lt;tenant-") == 20
+    assert "device 30.0%, host 20.0%, storage 10.0%" in page
+    assert ">storage</text>" in page

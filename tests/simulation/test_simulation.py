@@ -49,6 +49,7 @@ class ObservingRouter:
         blocks: what each replica's events say that it holds, by tier.
         event_times_s: when events came.
         routed: replica of each request, in order.
+        loads: load reports, in order.
     """
 
     inner: Router
@@ -57,6 +58,7 @@ class ObservingRouter:
     event_times_s: list[float] = field(default_factory=list)
     routed: list[tuple[float, str, int | None]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    loads: list[LoadSnapshot] = field(default_factory=list)
     last_s: float = 0.0
 
     wants_events: ClassVar[bool] = True
@@ -91,6 +93,7 @@ class ObservingRouter:
     def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:
         self.at(now_s)
         assert now_s >= load.timestamp
+        self.loads.append(load)
         self.inner.on_load_report(replica, load, now_s)
 
     def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:
@@ -206,6 +209,63 @@ def test_an_outage_of_a_replica_that_never_exists_is_refused() -> None:
         SimulationConfig(
             num_replicas=3, scalings=(Scaling(at_s=1, num_replicas=5),), outages=(Outage(replica=5, at_s=1),)
         )
+
+
+def test_the_report_has_the_queue_of_each_replica() -> None:
+    arrivals = [recorded(index, 0.0, output=60, prefix=index) for index in range(12)]
+    scalings = (Scaling(at_s=0.3, num_replicas=2),)
+    config = SimulationConfig(replica=SMALL, num_replicas=1, sample_s=0.1, scalings=scalings)
+    _, report = simulate(config, arrivals, RoundRobin())
+    first, second = report.replicas
+    assert len(first.running) == len(first.waiting) == len(second.running) == len(report.timeline)
+    for at, point in enumerate(report.timeline):
+        assert first.running[at] + second.running[at] == point.num_running
+        assert first.waiting[at] + second.waiting[at] == point.num_waiting
+    assert max(first.waiting) >= 8, "four slots"
+    assert set(second.running) == {0}
+
+
+def test_the_report_has_tenants_and_deadlines() -> None:
+    arrivals = [
+        attrs.evolve(
+            recorded(index, 0.0, prefix=index), tenant="ab"[index % 2], deadline_s=[0.05, 30.0, None][index % 3]
+        )
+        for index in range(12)
+    ]
+    _, report = simulate(SimulationConfig(replica=SMALL, num_replicas=1), arrivals, RoundRobin())
+    assert [(each.name, each.num_requests, each.generated_tokens) for each in report.tenants] == [
+        ("a", 6, 120),
+        ("b", 6, 120),
+    ]
+    assert report.deadline_share == pytest.approx(6 / 8), "of four requests with 50 ms, two get a slot in time"
+    means = [each.mean_e2e_s for each in report.tenants]
+    assert report.tenant_fairness == pytest.approx(sum(means) ** 2 / (2 * sum(mean**2 for mean in means)))
+    _, plain = simulate(SimulationConfig(replica=SMALL, num_replicas=1), [recorded(0, 0.0)], RoundRobin())
+    assert (plain.tenants, plain.deadline_share) == ((), 1.0)
+
+
+def test_a_policy_reads_the_hints_of_the_trace() -> None:
+    arrivals = [attrs.evolve(recorded(index, 0.0, prefix=index), priority=index) for index in range(8)]
+    config = SimulationConfig(replica=attrs.evolve(SMALL, max_running_requests=1, schedule_policy="priority"))
+    router = ObservingRouter(inner=RoundRobin())
+    simulate(attrs.evolve(config, num_replicas=1), arrivals, router)
+    assert router.ended == [f"r{index}" for index in (7, 6, 5, 4, 3, 2, 1, 0)]
+
+
+def test_load_reports_have_the_work_that_was_done() -> None:
+    """The differences of two reports give the rates of prefill and decode, as those of an engine do."""
+    router = ObservingRouter(inner=LeastLoaded())
+    config = SimulationConfig(replica=SMALL, num_replicas=1, load_interval_s=0.01)
+    _, report = simulate(config, [recorded(index, 0.2 * index, output=50, prefix=index) for index in range(4)], router)
+    last = router.loads[-1]
+    moments = last.decode_moments
+    assert moments is not None
+    assert last.total_prefill_uncached_tokens == report.replicas[0].prefill_tokens == 160
+    assert moments.steps + 4 * 2 == report.replicas[0].num_steps, "each prompt takes two chunks"
+    assert last.total_prefill_busy_us + moments.time_us == pytest.approx(
+        report.replicas[0].busy_share * report.duration_s * 1e6, abs=99
+    )
+    assert any(load.gen_throughput > 0 for load in router.loads)
 
 
 def test_least_loaded_does_not_herd_while_reports_are_old() -> None:

@@ -55,7 +55,7 @@ TIERS = TierConfig(
     token_bytes=1000,
     policy=HiCachePolicy(prefetch_threshold_pages=1),
 )
-ONE_PROMPT = attrs.evolve(SMALL, kv_tokens=48)
+ONE_PROMPT = attrs.evolve(SMALL, kv_tokens=44)
 """A pool that holds one prompt of 40 tokens."""
 
 
@@ -66,7 +66,7 @@ def test_an_evicted_prefix_comes_back_from_the_host() -> None:
     assert run.tiers is not None
     assert (run.tiers.pages_loaded, run.tiers.pages_dropped) == (9, 0)
     computed = serve(ONE_PROMPT, requests, fast=True)
-    saved_s = 36 * 40e-6
+    saved_s = 5e-3 + 36 * 40e-6 + 32 * 40e-9  # the step of the first chunk, and 36 of 40 tokens
     late_s = (run.tips[2][2] - computed.tips[2][2]) / 1e9
     assert late_s == pytest.approx(9 * PAGE_S - saved_s, abs=1e-6), "here loading is slower than computing"
 
@@ -141,7 +141,7 @@ def test_a_replica_that_fails_has_not_written_what_was_under_way() -> None:
 
 def test_events_say_which_tier_holds_what() -> None:
     payloads: list[bytes] = []
-    config = attrs.evolve(ONE_PROMPT, tiers=attrs.evolve(TIERS, storage_tokens=60))
+    config = attrs.evolve(ONE_PROMPT, tiers=attrs.evolve(TIERS, storage_tokens=400))
     replica = SimulatedReplica.compose(config, deliver_events=payloads.append)
     for index, prefix in enumerate((1, 2, 1, 3)):
         replica.submit(SimulatedRequest(recorded(index, 0.0, 40, 2, prefix)))
@@ -155,7 +155,7 @@ def test_events_say_which_tier_holds_what() -> None:
             blocks = held.setdefault(medium_group(event.medium), set())
             (blocks.update if isinstance(event, BlockStored) else blocks.difference_update)(event.block_hashes)
     assert held == {group: set(blocks) for group, blocks in replica.cache.held_blocks().items()}
-    assert sorted(map(len, held.values())) == [10, 20, 30]
+    assert sorted(map(len, held.values())) == [10, 30, 30]
 
 
 def test_impossible_sizes_are_refused() -> None:

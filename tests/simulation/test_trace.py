@@ -24,6 +24,7 @@ from scheduler_components.simulation.trace import (
     prompt_tokens,
     spread_arrivals,
 )
+from scheduler_components.values import RequestHints
 
 
 def line(
@@ -48,6 +49,20 @@ def request(
 def test_a_line_becomes_a_request() -> None:
     (parsed,) = parse_trace([line(timestamp=3000)])
     assert parsed == TraceRequest(index=0, arrival_s=3.0, input_length=600, output_length=5, hash_ids=(1, 2))
+
+
+def test_a_line_may_have_what_a_policy_reads() -> None:
+    text = json.loads(line(timestamp=3000)) | {"tenant": "acme", "priority": -2, "deadline_ms": 500.0, "other": [1]}
+    (parsed,) = parse_trace([json.dumps(text).encode()])
+    assert (parsed.tenant, parsed.priority, parsed.deadline_s) == ("acme", -2, 0.5)
+    assert parsed.hints == RequestHints(tenant="acme", priority=-2, deadline_s=3.5)
+    (plain,) = parse_trace([line()])
+    assert plain.hints == RequestHints()
+
+
+def test_a_deadline_moves_with_its_arrival() -> None:
+    one = TraceRequest(index=0, arrival_s=0.0, input_length=1, output_length=1, hash_ids=(1,), deadline_s=2.0)
+    assert [each.hints.deadline_s for each in spread_arrivals([one, one], quantum_s=3.0)] == [2.0, 3.5]
 
 
 def test_blank_lines_are_skipped_and_not_numbered_as_requests() -> None:
@@ -75,6 +90,13 @@ def test_blank_lines_are_skipped_and_not_numbered_as_requests() -> None:
         (line(timestamp=1999), "before the previous"),
         (line(timestamp=1e300), "timestamp 1e+300 is more than a year after the start"),
         (line(timestamp=1.7e12), "more than a year after the start"),
+        (line()[:-1] + b', "tenant": 7}', "tenant"),
+        (line()[:-1] + b', "tenant": "' + b"x" * 257 + b'"}', "tenant"),
+        (line()[:-1] + b', "priority": "high"}', "priority"),
+        (line()[:-1] + b', "priority": 1e300}', "priority"),
+        (line()[:-1] + b', "priority": 2147483648}', "priority"),
+        (line()[:-1] + b', "deadline_ms": 0}', "deadline_ms"),
+        (line()[:-1] + b', "deadline_ms": NaN}', ""),
     ],
 )
 def test_a_bad_line_is_named(bad: bytes, complaint: str) -> None:

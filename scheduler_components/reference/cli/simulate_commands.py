@@ -1,4 +1,4 @@
-"""The group ``simulate``: recorded traces in virtual time, and rules of the kit, shown on simulated ranks."""
+"""The group ``simulate``: arrivals served in virtual time, and rules of the kit, shown on simulated ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from cyclopts import App
 
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
-from scheduler_components.reference.cli.simulate_trace_command import simulate_trace
+from scheduler_components.reference.cli.simulate_trace_command import simulate_conversations, simulate_trace
 
 __all__ = ["SIMULATE_COMMANDS", "make_simulate_app"]
 
 SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {
     "trace": simulate_trace,
+    "conversations": simulate_conversations,
     "ranks": hicache_sim,
     "dp-attention": dp_attn_sim,
 }
@@ -24,7 +25,7 @@ def make_simulate_app() -> App:
     """Make the parser of the group."""
     app = App(
         name="simulate",
-        help="Serve traces in virtual time, and show on simulated ranks why the kit's rules are as they are.",
+        help="Serve arrivals in virtual time, and show on simulated ranks why the kit's rules are as they are.",
     )
     for name, command in SIMULATE_COMMANDS.items():
         app.command(command, name=name)

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from scheduler_components.reference.cli.commands import run_command
-from scheduler_components.reference.cli.simulate_trace_command import SimulationProgress, parse_outage, parse_seconds
-from scheduler_components.simulation import Outage, Progress
+from scheduler_components.reference.cli.simulate_trace_command import (
+    SimulationProgress,
+    parse_outage,
+    parse_scaling,
+    parse_seconds,
+)
+from scheduler_components.simulation import Outage, Progress, Scaling
 
 
 @pytest.fixture
@@ -50,6 +55,64 @@ def test_runs_are_compared_on_one_page(trace: Path, tmp_path: Path, capsys: pyte
         assert f"{title}: 6 of 6 requests" in out
 
 
+def test_sizes_of_the_host_tier_are_compared(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--kv-tokens", 800, "--replicas", 1, "--host-tokens", 0, "--host-tokens", 8000, "--storage-latency", "2ms")
+    assert simulate(trace, *sizes, "--json") == (0, "")
+    without, with_host = (json.loads(each) for each in capsys.readouterr().out.splitlines())
+    assert (without["title"], with_host["title"]) == (
+        "fcfs, round-robin, no host",
+        "fcfs, round-robin, host 8,000",
+    )
+    assert set(without["hit_rate"]) == {"device"}
+    assert set(with_host["hit_rate"]) == {"device", "host"}
+    assert with_host["settings"]["host_tokens"] == 8000
+
+
+def test_storage_and_policies_of_the_tiers_are_settings(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ("--host-tokens", 4096, "--host-gb-per-s", 50, "--storage-tokens", 99_000, "--storage-gb-per-s", 3)
+    assert simulate(trace, *tiers, "--hicache-prefetch", "wait_complete", "--json") == (0, "")
+    report = json.loads(capsys.readouterr().out)
+    found = report["settings"]
+    assert (found["load_gb_per_s"], found["write_gb_per_s"], found["storage_read_gb_per_s"]) == (50, 50, 3)
+    assert (found["storage_tokens"], found["hicache_prefetch"]) == (99_000, "wait_complete")
+    assert set(report["hit_rate"]) == {"device", "host", "storage"}
+
+
+def test_replicas_are_scaled(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(trace, "--replicas", 1, "--scale", "3@1s", "--scale", "2@2s", "--json") == (0, "")
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["replicas"]) == 3
+    assert all(each["num_requests"] for each in report["replicas"])
+
+
+def test_conversations_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--requests", 20, "--output-tokens", 5, "--message-tokens", 50, "--system-prompt-tokens", 100)
+    outputs = []
+    for seed in (1, 1, 2):
+        command = ["simulate", "conversations", *sizes, "--tenants", 2, "--rate", 5, "--json", "--seed", seed]
+        assert run_command(list(map(str, command))) == (0, "")
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    report = json.loads(outputs[0])
+    assert report["num_finished"] == 20
+    assert [each["name"] for each in report["tenants"]] == ["tenant-1", "tenant-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--turns", 0.5), "mean_turns=0.5: is less than one turn"),
+        (("--rate", 0), "conversations_per_s=0.0: is not a rate"),
+        (("--think", "soon"), "'soon' is no time span"),
+    ],
+)
+def test_a_mistake_in_conversations_is_one_sentence(arguments: tuple[object, ...], problem: str) -> None:
+    status, sentence = run_command(["simulate", "conversations", *map(str, arguments)])
+    assert status == 2
+    assert problem in sentence
+    assert "\n" not in sentence.strip()
+
+
 def test_unfinished_requests_are_an_exit_code(trace: Path) -> None:
     assert simulate(trace, "--replicas", 1, "--outage", "0@1s")[0] == 1
 
@@ -64,6 +127,14 @@ def test_unfinished_requests_are_an_exit_code(trace: Path) -> None:
         (("--kv-tokens", 3), "kv_tokens=3: does not hold one page"),
         (("--speed", 0), "speed=0.0: is not a speed"),
         (("--preemption", "none"), "preemption_policy='none'"),
+        (("--scale", "8"), "scale='8': is no number of replicas and time"),
+        (("--scale", "0@5s"), "num_replicas=0"),
+        (("--host-tokens", 3), "host_tokens=3: does not hold one page"),
+        (("--host-tokens", -3), "host_tokens=-3: is not a size"),
+        (("--host-tokens", 64, "--host-gb-per-s", 0), "write_gb_per_s=0.0: is not a bandwidth"),
+        (("--storage-tokens", 640), "storage_tokens=640: needs a host tier"),
+        (("--host-tokens", 64, "--storage-tokens", 3), "storage_tokens=3: does not hold one page"),
+        (("--router", "magic"), "magic"),
     ],
 )
 def test_a_mistake_is_one_sentence(trace: Path, arguments: tuple[object, ...], problem: str) -> None:
@@ -99,6 +170,10 @@ def test_time_spans(text: str, seconds: float) -> None:
 def test_outages() -> None:
     assert parse_outage("2@60s+30s") == Outage(replica=2, at_s=60, down_s=30)
     assert parse_outage("0@1") == Outage(replica=0, at_s=1)
+
+
+def test_scalings() -> None:
+    assert parse_scaling("8@2min") == Scaling(num_replicas=8, at_s=120)
 
 
 def test_progress_is_shown_every_ten_seconds_without_a_terminal() -> None:
