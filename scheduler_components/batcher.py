@@ -321,7 +321,7 @@ class Batcher(Generic[R]):  # noqa: SCH003 - seven parts, and where its decision
     def _lasting_refusal(self) -> RefusalReason | None:
         """Return why a step with these running requests in decode admits no request; None if it may admit one."""
         num_running, limits = len(self.queues.running), self.limits
-        if limits.counts_decodes and num_running >= limits.max_prefill_tokens:
+        if limits.counts_decodes and limits.mode == "mixed" and num_running >= limits.max_prefill_tokens:
             return "tokens"
         return "slots" if num_running >= self.queues.max_running_requests else None
 

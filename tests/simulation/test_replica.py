@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ParallelState
@@ -125,6 +125,14 @@ workloads = st.lists(
     kv_tokens=st.sampled_from([132, 200, 2000]),
     slots=st.integers(1, 5),
     counts_decodes=st.booleans(),
+)
+@example(  # in this mode decodes leave the tokens of a step to prefills, although they count
+    workload=[(4, 1, 6, 0), (5, 1, 1, 0), (5, 1, 3, 0), (5, 1, 3, 0), (5, 1, 1, 0)],
+    policy="fcfs",
+    mode="prefill_first",
+    kv_tokens=132,
+    slots=4,
+    counts_decodes=True,
 )
 @settings(max_examples=40, deadline=None)
 def test_fast_forward_equals_single_steps(
