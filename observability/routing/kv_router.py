@@ -26,7 +26,7 @@ from observability.routing.picker import Candidate, LeastCost, Picker
 from observability.routing.replica_set import ReplicaSet
 from observability.routing.speculative_entries import SpeculativeEntries
 from scheduler_components import BlockStored, DecodeError, KVCacheEvent
-from scheduler_components.cache import PrefixNamespace, hash_pages
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.load import DispatchLedger
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from scheduler_components.simulation import SimulatedRequest
 
 __all__ = ["KvRouter", "Pick"]
+
+
+_MAX_ADAPTERS = 4096
+"""Adapters whose numbers are kept per replica."""
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -73,6 +77,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
         open_tickets: of those that have not ended.
         adapters: loaded or waited for, in the last report.
         sent_adapters: adapters of the requests that were sent, with the last ticket of each.
+        lora_ids: numbers of adapters, as its events say.
     """
 
     rank: int
@@ -86,6 +91,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
     open_tickets: set[int] = field(default_factory=set)
     adapters: frozenset[str] = frozenset()
     sent_adapters: dict[str, int] = field(default_factory=dict)
+    lora_ids: dict[str, int] = field(default_factory=dict)
 
     def _add_up(self) -> None:
         self.tokens_to_compute = self.load.num_waiting_uncached_tokens + self.to_compute.unreported_tokens
@@ -93,6 +99,12 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
 
     def has_adapter(self, name: str) -> bool:
         return name in self.adapters or name in self.sent_adapters
+
+    def note_lora_id(self, name: str, number: int) -> None:
+        """Note under which number an adapter is loaded. The name comes from a peer, so their number is bounded."""
+        self.lora_ids[name] = number
+        if len(self.lora_ids) > _MAX_ADAPTERS:
+            del self.lora_ids[next(iter(self.lora_ids))]
 
     def issue_ticket(self, num_uncached_tokens: int, num_tokens: int) -> int:
         self.num_dispatched += 1
@@ -197,7 +209,7 @@ class KvRouter:
             now_s: monotonic seconds.
             session: requests of one session prefer one replica, with a picker that reads it.
             lora: name of the adapter.
-            namespace: of the prompt's blocks; by default that of ``lora``.
+            namespace: of the prompt's blocks; by default that of ``lora`` on each replica, as its events say.
             exclude: replicas that must not be picked, such as those that have failed this request.
 
         Returns:
@@ -206,11 +218,13 @@ class KvRouter:
         Raises:
             ConfigError: a token id does not fit u32.
         """
-        space = PrefixNamespace(lora_name=lora) if namespace is None else namespace
-        hashes = hash_pages(token_ids, self.page_size, space.seed())
-        return self.route_hashes(
-            hashes, num_tokens=len(token_ids), now_s=now_s, session=session, lora=lora, exclude=exclude
-        )
+        names = self._available(now_s, exclude)
+        if namespace is not None or lora is None:
+            spaces = {namespace or DEFAULT_NAMESPACE: names}
+        else:
+            spaces = self._lora_namespaces(names, lora)
+        groups = [(each, hash_pages(token_ids, self.page_size, space.seed())) for space, each in spaces.items() if each]
+        return self._pick(groups, len(token_ids), now_s=now_s, session=session, lora=lora)
 
     def route_hashes(
         self,
@@ -223,18 +237,46 @@ class KvRouter:
         exclude: Collection[ReplicaId] = (),
     ) -> Pick | None:
         """Do the same for a prompt of ``num_tokens`` whose whole blocks have these hashes."""
+        names = self._available(now_s, exclude)
+        return self._pick([(names, hashes)] if names else [], num_tokens, now_s=now_s, session=session, lora=lora)
+
+    def _available(self, now_s: float, exclude: Collection[ReplicaId]) -> list[ReplicaId]:
         names = self.replicas.up(now_s)
-        if exclude:
-            names = [name for name in names if name not in exclude]
-        if not names:
+        return [name for name in names if name not in exclude] if exclude else names
+
+    def _lora_namespaces(self, names: Sequence[ReplicaId], lora: str) -> dict[PrefixNamespace, list[ReplicaId]]:
+        """Return the replicas by the namespace of an adapter's blocks: each may have loaded it under another number.
+
+        The events of a replica name its number. Before the first one, the number on another replica is assumed.
+        """
+        numbers = [self._known[name].lora_ids.get(lora) for name in names]
+        usual = next((known.lora_ids[lora] for known in self._known.values() if lora in known.lora_ids), None)
+        spaces: dict[PrefixNamespace, list[ReplicaId]] = {}
+        for name, number in zip(names, numbers, strict=True):
+            space = PrefixNamespace(lora_id=usual if number is None else number, lora_name=lora)
+            spaces.setdefault(space, []).append(name)
+        return spaces
+
+    def _pick(
+        self,
+        groups: Sequence[tuple[Sequence[ReplicaId], tuple[int, ...]]],
+        num_tokens: int,
+        *,
+        now_s: float,
+        session: str | None,
+        lora: str | None,
+    ) -> Pick | None:
+        """Choose among groups of replicas, each with the hashes that the prompt's blocks have there."""
+        if not groups:
             return None
         cost = self.cost_model.cost
-        candidates = [
-            Candidate(facts, cost(facts))
-            for facts in self.facts_of(names, hashes, num_tokens=num_tokens, now_s=now_s, lora=lora)
-        ]
+        candidates, hashes_of = [], {}
+        for names, hashes in groups:
+            facts = self.facts_of(names, hashes, num_tokens=num_tokens, now_s=now_s, lora=lora)
+            candidates += [Candidate(each, cost(each)) for each in facts]
+            hashes_of |= dict.fromkeys(names, hashes)
         chosen = self.picker.pick(candidates, session=session, now_s=now_s)
-        return self._dispatch(chosen, hashes, num_tokens, now_s=now_s, lora=lora)
+        return self._dispatch(chosen, hashes_of[chosen.facts.replica], num_tokens, now_s=now_s, lora=lora)
 
     def facts_of(
         self,
@@ -377,8 +419,10 @@ class KvRouter:
         (self.view if staging is None else staging).apply(known.rank, events)
         self.speculative.on_events(replica, events)
         for event in events:
-            if isinstance(event, BlockStored) and event.block_size != self.page_size:
-                self.num_other_page_sizes += 1
+            if isinstance(event, BlockStored):
+                self.num_other_page_sizes += event.block_size != self.page_size
+                if event.lora_name is not None and event.lora_id is not None:
+                    known.note_lora_id(event.lora_name, event.lora_id)
 
     def clear_blocks(self, replica: ReplicaId) -> None:
         """Forget the blocks of a replica, because its stream cannot be followed. What was sent still counts."""

@@ -34,7 +34,7 @@ class Picker(Protocol):
     """Chooses a replica."""
 
     def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
-        """Return one of ``candidates``, which is not empty. Replicas keep their order from call to call."""
+        """Return one of ``candidates``, which is not empty."""
         ...
 
 

@@ -82,6 +82,28 @@ def test_what_was_sent_counts_until_a_report_includes_it() -> None:
     assert [route(router, prompt_of(number)).replica for number in (5, 6, 7)] == ["a", "a", "b"]
 
 
+def test_a_sent_request_has_tokens_to_compute_and_tokens_to_hold() -> None:
+    router = make_router("a")
+    router.apply_events("a", [stored_page(*HASHES[:2])], 0.0)
+    pick = route(router)
+    load = LoadSnapshot(sequence=1, num_waiting_uncached_tokens=PAGE, num_total_tokens=6 * PAGE)
+
+    def loads() -> tuple[float, float, int]:
+        [facts] = router.facts_of(["a"], (), num_tokens=1, now_s=0.0)
+        return facts.queued_blocks, facts.decode_blocks, facts.num_dispatched
+
+    assert loads() == (3, 5, 1), "two of its five blocks are cached"
+    router.on_load_report("a", load, 0.0)
+    assert loads() == (1 + 3, 6 + 5, 1)
+    route(router, prompt_of(1))
+    assert loads() == (1 + 3 + 5, 6 + 5 + 5, 2)
+    router.finish(pick)
+    assert loads() == (1 + 5, 6 + 5, 2)
+    received = LoadSnapshot(sequence=2, num_total_tokens=PAGE, dispatched_watermarks=((pick.ticket[0], 2),))
+    router.on_load_report("a", received, 0.0)
+    assert loads() == (0, 1, 2)
+
+
 def test_ended_and_cancelled_requests_count_no_more() -> None:
     router = make_router("a", "b")
     first, second = route(router), route(router, prompt_of(1))
@@ -135,6 +157,29 @@ def test_adapters_attract_their_requests() -> None:
     gone = LoadSnapshot(sequence=2, lora=LoraLoad(0, 2, 0.0), dispatched_watermarks=((pick.ticket[0], 9),))
     router.on_load_report("a", gone, 0.0)
     assert not router.facts_of(["a"], (), num_tokens=1, now_s=0.0, lora="maths")[0].has_adapter
+
+
+def test_an_adapter_has_another_number_on_each_replica() -> None:
+    """The number is part of each block's hash. A replica's own events name it."""
+    router = make_router("a", "b", "c")
+    for name, number in (("a", 3), ("b", 7)):
+        space = PrefixNamespace(lora_id=number, lora_name="poems")
+        hashes = hash_pages(PROMPT, PAGE, space.seed())
+        router.apply_events(name, [BlockStored(hashes[: number // 2], None, (), PAGE, number, lora_name="poems")], 0.0)
+    pick = route(router, lora="poems")
+    assert (pick.replica, pick.device_blocks) == ("b", 3)
+    assert pick.block_hashes == hash_pages(PROMPT, PAGE, PrefixNamespace(lora_id=7, lora_name="poems").seed())
+    pick = route(router, lora="poems", exclude={"a", "b"})
+    assert pick.block_hashes == hash_pages(PROMPT, PAGE, PrefixNamespace(lora_id=3, lora_name="poems").seed())
+
+
+def test_the_numbers_of_adapters_are_bounded() -> None:
+    router = make_router("a")
+    events = [BlockStored((number,), None, (), PAGE, number, lora_name=f"l{number}") for number in range(1, 4100)]
+    router.apply_events("a", events, 0.0)
+    first, last = (route(router, lora=name).block_hashes for name in ("l1", "l4099"))
+    assert first == hash_pages(PROMPT, PAGE, PrefixNamespace(lora_name="l1").seed())
+    assert last == hash_pages(PROMPT, PAGE, PrefixNamespace(lora_id=4099, lora_name="l4099").seed())
 
 
 def test_namespaces_share_no_blocks() -> None:
