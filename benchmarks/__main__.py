@@ -43,6 +43,7 @@ _SECTIONS = (
     "batching",
     "policies",
     "simulation",
+    "routing",
     "model",
     "shadow",
     "start",
