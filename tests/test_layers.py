@@ -83,6 +83,7 @@ EDGE_PREFIXES = (
     "nats_",
     "otel_",
     "llguidance_",
+    "ray_",
 )
 EDGE_MODULES = {
     "zmq",
@@ -95,6 +96,7 @@ EDGE_MODULES = {
     "nats",
     "opentelemetry",
     "llguidance",
+    "ray",
 }
 HYPOTHESIS_ROOMS = {
     "scheduler_components/refactor/harness.py",  # for a type

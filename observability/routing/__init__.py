@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from observability.routing.cost_model import CandidateFacts, ReplicaId, RoutingCostModel
 from observability.routing.kv_router import KvRouter, Pick
+from observability.routing.locked_listener import LockedListener
 from observability.routing.picker import (
     BoundedLoad,
     Candidate,
@@ -43,4 +44,5 @@ __all__ = [
     "ReplicaState",
     # what feeds it
     "RouterListener",
+    "LockedListener",
 ]

@@ -23,15 +23,14 @@ import msgspec
 from observability.kv_stream import (
     AsyncSubscriber,
     NoStreamsError,
-    NullStreamListener,
     open_async_subscriber,
     parse_addresses,
 )
 from observability.kv_stream.thread_fair_rlock import FairRLock
 from observability.kv_stream.view import CountingView
-from observability.routing import KvRouter, Pick, ReplicaId, RouterListener
+from observability.routing import KvRouter, LockedListener, Pick, ReplicaId, RouterListener
 from scheduler_components import ComponentError, ConfigError, DecodeError
-from scheduler_components.kv_events import DecodedBatch, StreamAddress
+from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.proxy.config import ProxyConfig
 from scheduler_components.reference.proxy.http_replica import (
     EngineClient,
@@ -188,29 +187,6 @@ class Placement(msgspec.Struct, frozen=True):
     engine: Engine
     replica: Replica
     pick: Pick
-
-
-class _LockedListener(NullStreamListener):
-    """Feeds the router from a subscriber's thread, under the lock that the event loop holds when it uses the router."""
-
-    def __init__(self, inner: RouterListener, lock: FairRLock) -> None:
-        self._inner, self._lock = inner, lock
-
-    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
-        with self._lock:
-            self._inner.on_batch_applied(rank, seq, batch, replayed=replayed)
-
-    def on_view_cleared(self, rank: int, reason: str) -> None:
-        with self._lock:
-            self._inner.on_view_cleared(rank, reason)
-
-    def on_snapshot_begin(self, rank: int) -> None:
-        with self._lock:
-            self._inner.on_snapshot_begin(rank)
-
-    def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
-        with self._lock:
-            self._inner.on_snapshot_end(rank, was_used=was_used)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -403,7 +379,7 @@ class Fleet:
             return
         opened = open_async_subscriber(
             addresses,
-            listener=_LockedListener(listener, self._lock),
+            listener=LockedListener(listener, self._lock),
             keys=self.config.stream_keys,
             view=CountingView(),  # the router's view has the blocks
         )
