@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kit.agreed_queue_replica import worlds
 from kit.lora_replica import LIMITS, MAX_LOAD_STEPS, AdaptedRequest, LoraReplica, ScriptedLoader
 from kit.searches import num_examples
+from kit.waiting_ranks import ManualLoader
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.errors import QueueFullError
@@ -343,3 +344,16 @@ def test_each_refusal_names_its_field() -> None:
         rank.enter("r2", "a")
     rank.queue.end(AdaptedRequest("r2", RequestHints(lora="a"), 1))
     assert rank.queue.stats().requests_refused == 1
+
+
+def test_a_load_that_has_ended_counts_in_the_next_step_however_many_adapters_are_wanted() -> None:
+    loader = ManualLoader()
+    queue = Queue(loader=loader, limits=LoraLimits(max_loaded=1))
+    agreement = StepAgreement(parts=[queue], clock=lambda: 0.0)
+    for number, name in enumerate("abcd"):
+        queue.register(name, "folder", request_id=number)
+    for step in range(1, 4):
+        agreement.step(step)
+    loader.finish("a", "")
+    agreement.step(4)
+    assert [each.request_id for each in queue.pop_replies()] == [0]
