@@ -1,8 +1,8 @@
 """ZmqEventPublisher: send live batches on a PUB socket and answer replays on a ROUTER socket.
 
-The file is ordered from the sockets up: ``ZmqLiveSender`` (encode, number, send), ``ZmqReplayServer`` (answers in
-slices), ``ZmqStreamSockets`` (both, and everything else of one stream), ``ZmqEventPublisher`` (which thread works, and
-when).
+The file is ordered from the sockets up: the live socket (its rules are in ``live_sender``), ``ZmqReplayServer``
+(answers in slices), ``ZmqStreamSockets`` (both, and everything else of one stream), ``ZmqEventPublisher`` (which thread
+works, and when).
 
 Work: ``publish()`` appends. ``idle()``, called where the scheduler waits for its device, drains: it encodes, sends and
 serves replays. A scheduler that never calls ``idle()`` hands its batches over to the backstop thread. A sending thread
@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -33,24 +32,18 @@ import zmq
 from msgspec import UNSET, UnsetType
 
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
-from scheduler_components.events import AllBlocksCleared, EventBatch, KVCacheEvent, KVEventBatch, ValidatedEvents
+from scheduler_components.events import AllBlocksCleared, EventBatch, KVEventBatch
 from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING, Backlog
-from scheduler_components.kv_events.codec import (
-    ENCODE_ERRORS,
-    MAX_PAYLOAD_BYTES,
-    BatchEncoder,
-    batch_rank,
-    oversize_reason,
-    split_events,
-)
+from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.event_publisher import EventPublisher
-from scheduler_components.kv_events.file_sequence_floor import SequenceFloor, open_sequence_floor
+from scheduler_components.kv_events.file_sequence_floor import open_sequence_floor
+from scheduler_components.kv_events.live_sender import HEAVY_BYTES, LiveSender
 from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.replay_messages import END_SEQ
-from scheduler_components.kv_events.snapshot import merge_batches
+from scheduler_components.kv_events.sequence_floor import SequenceFloor
 from scheduler_components.kv_events.stream import EventStream
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 from scheduler_components.kv_events.thread_backstop import Backstop
@@ -66,7 +59,6 @@ from scheduler_components.validators import check_integer
 from scheduler_components.values import PublisherStats
 
 __all__ = [
-    "ZmqLiveSender",
     "ZmqReplayServer",
     "ZmqStreamSockets",
     "open_zmq_stream",
@@ -76,219 +68,29 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# Send live batches: encode, number, send. Only ``pending.append`` may be called without owning the sockets.
-
-_LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
-"""A larger batch is sent in several parts, so that no reader refuses it for its size."""
-
-_HEAVY_BYTES = 4 * 1024
-"""Size of a payload from which batches are sent one by one: together they would only wait longer."""
-
-_SMALL_TOGETHER = 3
-"""Small batches that are sent together also if the time is over. In a loop that never waits, on a busy machine, three
-took 39 to 56 us per call of ``publish()`` in the mean and 2 at the median; one took 72 to 98 and 91 to 113.
-"""
-
-_MAX_ATTEMPTS = 2
-"""A batch during which an exception was raised twice is dropped, because it may be the cause."""
-
-_MAX_REFUSALS_LOGGED = 100
-"""Maximum log lines about refused events; further ones are only counted."""
-
-_INVALID_BATCH_ERRORS = (*ENCODE_ERRORS, AttributeError, RecursionError)
-"""Raised while encoding an object that is not a valid batch of events."""
+# Send live batches. ``live_sender`` has the rules; this is its socket.
 
 
-class ZmqLiveSender:
-    """Encode, number and send batches on the PUB socket, and count them.
+class _LiveSocket:
+    """Sends the frames of live batches on the PUB socket."""
 
-    Attributes:
-        pending: accepted batches, oldest first; any thread may append.
-        num_batches, num_events, num_bytes: sent.
-        num_refused: events that readers would refuse, and that were omitted from their batch.
-        num_collapsed: batches that were merged with others, because more than ``max_pending`` were pending.
-        num_dropped: batches that could not be sent at all.
-        num_stalls: times that the sockets were found in use for too long, or left in use by an interrupted call.
-        payload_bytes: size of the last payload.
-    """
+    __slots__ = ("_has_failed", "_send")
 
-    __slots__ = (
-        "_attempted",
-        "_encoder",
-        "_is_failing",
-        "_is_overflowing",
-        "_max_pending",
-        "_num_attempts",
-        "_rank",
-        "_send",
-        "_stream",
-        "_topic",
-        "num_batches",
-        "num_bytes",
-        "num_collapsed",
-        "num_dropped",
-        "num_events",
-        "num_refused",
-        "num_stalls",
-        "payload_bytes",
-        "pending",
-    )
-
-    def __init__(
-        self,
-        socket: Socket,
-        *,
-        topic: bytes,
-        encoder: BatchEncoder,
-        stream: EventStream,
-        rank: int,
-        max_pending: int,
-    ) -> None:
+    def __init__(self, socket: Socket) -> None:
         self._send = MessageSender(socket).send
-        self._topic = topic
-        self._encoder = encoder
-        self._stream = stream
-        self._rank = rank
-        self._max_pending = max_pending
-        self._is_overflowing = self._is_failing = False
-        self._attempted: EventBatch | None = None
-        self._num_attempts = 0
-        self.pending: deque[EventBatch] = deque()
-        self.payload_bytes = 0
-        self.num_batches = self.num_events = self.num_bytes = self.num_refused = 0
-        self.num_collapsed = self.num_dropped = self.num_stalls = 0
+        self._has_failed = False
 
-    def send_pending(self, until_s: float = math.inf) -> None:
-        """Send pending batches, including those that arrive meanwhile, and fold as many.
-
-        Start no further batch after ``until_s`` (``time.monotonic``), but send at least one, or some small ones.
-        """
-        num_left = _SMALL_TOGETHER
-        while self.pending:
-            self._send_oldest()
-            self._stream.fold_oldest()
-            num_left -= 1
-            if (num_left <= 0 or self.payload_bytes >= _HEAVY_BYTES) and time.monotonic() >= until_s:
-                return
-
-    def _send_oldest(self) -> None:
-        """Send the oldest pending batch, or all together if they are too many.
-
-        They stay pending meanwhile. If a signal handler raises, they are sent again, which changes nothing for readers.
-        """
-        oldest, is_overflowing = self.pending[0], len(self.pending) > self._max_pending
-        self._num_attempts = self._num_attempts + 1 if oldest is self._attempted else 1
-        self._attempted = oldest
-        if is_overflowing and self._num_attempts == 1:
-            self._collapse_overflow()
-        elif self._num_attempts <= _MAX_ATTEMPTS:
-            self._send_batch(oldest)
-            self.pending.popleft()
-        else:
-            self.pending.popleft()
-            self.num_dropped += 1
-        self._is_overflowing = is_overflowing
-        self._attempted = None
-
-    def send_until(self, deadline: float, *, at_least: int) -> None:
-        """Send pending batches until ``deadline`` (``time.monotonic``), but no fewer than ``at_least``."""
-        num_sent = 0
-        while self.pending and (num_sent < at_least or time.monotonic() < deadline):
-            self._send_oldest()
-            num_sent += 1
-
-    def drop_pending(self) -> None:
-        """Count the batches that cannot be sent any more."""
-        count = len(self.pending)
-        if count:
-            self.num_dropped += count
-            self.pending.clear()
-            _log.warning("%d KV-event batches were not sent before the deadline", count)
-
-    def _collapse_overflow(self) -> None:
-        """Replace too many pending batches by one with the same effect. No information is lost."""
-        batches = list(self.pending)
-        if not self._is_overflowing:
-            self._is_overflowing = True
-            _log.warning("%d KV-event batches were pending: collapsed into one", len(batches))
-        merged = self._merge(batches)
-        if merged is not None:
-            self._send_batch(merged)
-        for _ in batches:
-            self.pending.popleft()
-        self.num_collapsed += len(batches)
-
-    def _merge(self, batches: list[EventBatch]) -> EventBatch | None:
+    def send(self, frames: tuple[bytes, bytes, bytes]) -> bool:
+        """Send one batch. Return False if nothing can be sent any more, and log it once."""
         try:
-            return merge_batches(batches)
-        except _INVALID_BATCH_ERRORS:
-            return merge_batches([batch for batch in batches if self._is_batch(batch)])
-
-    def _is_batch(self, batch: EventBatch) -> bool:
-        """Return True for a batch, and refuse another object."""
-        try:
-            merge_batches((batch,))
-        except _INVALID_BATCH_ERRORS as error:
-            self._refuse_batch(batch, error)
-            return False
-        return True
-
-    def _send_batch(self, batch: EventBatch) -> None:
-        """Encode before taking a number, so that an invalid event takes none and costs no valid event."""
-        try:
-            payload: bytes | None
-            payload, changes = self._encoder.encode_with_changes(batch, self._rank)
-            events = batch.events
-        except _INVALID_BATCH_ERRORS:
-            payload, events = self._encode_valid_events(batch)
-            changes = None
-        if payload is None:
-            return
-        if len(payload) > _LARGE_PAYLOAD_BYTES:
-            reason = oversize_reason(events, self._encoder)
-            if reason is not None:
-                self._refuse(1, f"{type(events[0]).__name__} ({reason})")
-                return
-            parts = split_events(events)
-            if parts is not None:
-                for part in parts:
-                    self._send_batch(
-                        EventBatch(ts=batch.ts, events=ValidatedEvents(part), attn_dp_rank=batch_rank(batch))
-                    )
-                return
-        sequence = self._stream.append(payload, changes)
-        try:
-            self._send((self._topic, sequence.to_bytes(8, "big"), payload))
+            self._send(frames)
         except zmq.ZMQError as error:
             # Only code that closed a shared context causes this. The scheduler continues.
-            self.num_dropped += 1
-            if not self._is_failing:
-                self._is_failing = True
+            if not self._has_failed:
+                self._has_failed = True
                 _log.error("KV events cannot be sent any more: %s", error)
-            return
-        self.num_batches += 1
-        self.num_events += len(events)
-        self.num_bytes += len(payload)
-        self.payload_bytes = len(payload)
-
-    def _encode_valid_events(self, batch: EventBatch) -> tuple[bytes | None, tuple[KVCacheEvent, ...]]:
-        try:
-            payload, events, refused = self._encoder.encode_valid(batch, self._rank)
-        except _INVALID_BATCH_ERRORS as error:
-            self._refuse_batch(batch, error)
-            return None, ()
-        if refused:
-            self._refuse(len(refused), ", ".join(f"{event.name} ({event.reason})" for event in refused))
-        return payload, events
-
-    def _refuse_batch(self, batch: EventBatch, error: Exception) -> None:
-        self._refuse(1, f"{type(batch).__name__}, which is not a batch of events: {error}")
-
-    def _refuse(self, count: int, what: str) -> None:
-        """Count refused events, and log them until a scheduler's bug would fill its log with them."""
-        if self.num_refused < _MAX_REFUSALS_LOGGED:
-            _log.error("KV events that readers would refuse are omitted: %s", what)
-        self.num_refused += count
+            return False
+        return True
 
 
 # Serve replays on the ROUTER, and never wait.
@@ -453,7 +255,7 @@ class ZmqStreamSockets:
         sockets: StreamSockets,
         stream: EventStream,
         cursors: ReplaySessions,
-        live: ZmqLiveSender,
+        live: LiveSender,
         *,
         floor: SequenceFloor,
         is_open_bind: bool,
@@ -589,8 +391,14 @@ def open_zmq_stream(settings: KVEventsConfig, rank: int, inproc_context: Context
             events_at, replay_at, hwm=settings.hwm, bind=binds, access=access, inproc_context=inproc_context
         )
         undo.pop_all()
-    live = ZmqLiveSender(
-        sockets.pub, topic=topic, encoder=encoder, stream=stream, rank=rank, max_pending=settings.max_queue_size
+    live = LiveSender(
+        _LiveSocket(sockets.pub).send,
+        topic=topic,
+        encoder=encoder,
+        stream=stream,
+        rank=rank,
+        max_pending=settings.max_queue_size,
+        clock=time.monotonic,
     )
     is_open_bind = access is None and _warn_if_open(events_at if binds else None, replay_at)
     return ZmqStreamSockets(sockets, stream, cursors, live, floor=floor, is_open_bind=is_open_bind)
@@ -825,7 +633,7 @@ class ZmqEventPublisher(EventPublisher):
         is_prompt = self._is_thread_prompt(now_s)
         if not self._backlog.may_wait(now_s, len(self._pending), is_prompt=is_prompt):
             return False
-        if self._edge.live.payload_bytes >= _HEAVY_BYTES and not is_prompt:
+        if self._edge.live.payload_bytes >= HEAVY_BYTES and not is_prompt:
             return False
         # The thread watches waiting batches. A signal handler may have closed just before the batch became pending.
         return self._backstop.watch() and self._closed is None
@@ -1030,7 +838,7 @@ class ZmqEventPublisher(EventPublisher):
         can_progress = sessions.can_progress(now_s)
         last_s, num_waiting = self._backlog.last_s, len(self._pending)
         if num_waiting or (self._is_handing_over and (can_progress or now_s - last_s <= _LULL_AFTER_S)):
-            is_heavy = self._edge.live.payload_bytes >= _HEAVY_BYTES
+            is_heavy = self._edge.live.payload_bytes >= HEAVY_BYTES
             return self._backlog.next_poll_in_s(now_s, num_waiting, is_heavy=is_heavy)
         if can_progress:
             return _POLL_S

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import StartError
-from scheduler_components.kv_events import file_sequence_floor
-from scheduler_components.kv_events.file_sequence_floor import open_sequence_floor
+from scheduler_components.kv_events import sequence_floor
+from scheduler_components.kv_events.file_sequence_floor import LockedFloorFile, open_sequence_floor
 
 NOW = 1_800_000_000_000_000
 EPOCHS = st.lists(
@@ -32,7 +32,7 @@ EPOCHS = st.lists(
 @example(epochs=[(0, [], False), (-1, [], True), (-2, [1], True)])
 def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(epochs: list[tuple[int, list[int], bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(file_sequence_floor, "_RESERVED", 100)  # fewer than an epoch may send
+        patched.setattr(sequence_floor, "_RESERVED", 100)  # fewer than an epoch may send
         path = Path(directory) / "floor"
         highest = -1
         for offset, sent, is_closed in epochs:
@@ -47,7 +47,7 @@ def test_every_epoch_starts_above_all_numbers_of_all_earlier_ones(epochs: list[t
             if is_closed:
                 floor.close(number)
             else:
-                floor._lock.remove()  # type: ignore[union-attr]  # as the system does when a process is killed
+                floor._file.close()  # type: ignore[union-attr]  # as the system does when a process is killed
         if epochs[-1][2]:
             assert {each.name for each in Path(directory).iterdir()} == {"floor"}
 
@@ -67,10 +67,10 @@ def test_a_clean_close_returns_unused_numbers(tmp_path: Path) -> None:
 
 
 def test_it_is_written_sparsely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    write = file_sequence_floor._write
+    written: list[bytes] = []
+    write = LockedFloorFile.replace
     monkeypatch.setattr(
-        file_sequence_floor, "_write", lambda path, number: (written.append(number), write(path, number))
+        LockedFloorFile, "replace", lambda file, content: (written.append(content), write(file, content))
     )
     floor = open_sequence_floor(tmp_path / "floor", wanted=0)
     for number in range(10_000):

@@ -28,6 +28,7 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
     backlog,
     codec,
+    live_sender,
     replay,
     stream,
     zmq_publisher,
@@ -268,7 +269,7 @@ def test_a_handler_that_raises_while_too_many_batches_are_merged_loses_none(
         raise LeaveError
 
     with monkeypatch.context() as patched:
-        patched.setattr(zmq_publisher, "merge_batches", leave)
+        patched.setattr(live_sender, "merge_batches", leave)
         with pytest.raises(LeaveError):
             publisher.idle()
     assert publisher.stats().batches_pending == 5
