@@ -174,7 +174,10 @@ class _ExtendedRequest:
         if role is _MetaRole.SNAPSHOT_BEGINS:
             self.staging = Position(meta.epoch, meta.start, meta.chain)
         elif role is not _MetaRole.STATUS:
-            if not (self.staging or self.position).matches(meta):
+            position = self.staging or self.position
+            if role is _MetaRole.END and meta.epoch == position.epoch and meta.start > position.next:
+                return _Fit.BROKEN  # the last batches of the answer are missing
+            if not position.matches(meta):
                 return _Fit.SPLICED if self.staging is None else _Fit.BROKEN
             if self.phase is _Phase.CHUNKS and meta.chunks not in (None, self.num_chunks):
                 return _Fit.BROKEN

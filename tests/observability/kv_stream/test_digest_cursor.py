@@ -75,6 +75,15 @@ def test_a_wrong_digest_at_the_end_requests_a_snapshot() -> None:
     assert cursor.state is StreamState.LIVE
 
 
+def test_an_answer_without_its_last_batches_is_continued_and_is_no_splice() -> None:
+    cursor = live_cursor()
+    cursor.on_live_batch(6, b"future")
+    meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 3))
+    cursor.handle(ReplayBatchReceived(2, 3, payload(3)))
+    assert meta(cursor, ReplayMetaKind.END, at(OLD, 6)) == (SendReplayRequest(3, 4, ReplayVerb.SYNC, OLD),)
+    assert (cursor.counters.splices, cursor.counters.replays_cut, cursor.last_seq) == (0, 1, 3)
+
+
 def test_another_epoch_replaces_the_view_by_a_snapshot() -> None:
     cursor = live_cursor()
     cursor.handle(ProbeDue())
