@@ -3,7 +3,8 @@
 ``recovery_model`` judges a view after the traffic has ended. This model judges each promise of delivery during the
 traffic, after every turn. A turn publishes, folds, serves a slice of the open answers and delivers:
 
-- a reader is LIVE within ``limit_turns`` of its join, its last pause or its last lost batch, and stays LIVE;
+- a reader is LIVE within ``limit_turns`` of its join, its last pause or its last lost batch, and stays LIVE, except
+  for ``MAX_AGE_TURNS`` in which it reads a short replay;
 - from then on it has every batch that is older than ``MAX_AGE_TURNS``;
 - a joining reader receives at most ``max_join_bytes`` by replay;
 - the stream keeps at most twice the bounds of its replay buffer, and only the buffer when no answer is open;
@@ -17,8 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from observability.kv_stream import StreamCursor, StreamState
-from observability.testing.recovery_model import POLICY, ModelSubscriber, RecoverySimulation, Steps
+from observability.kv_stream import StreamState
+from observability.simulation import LinkFault, LiveFrame
+from observability.testing.recovery_model import POLICY, RecoverySimulation, SteppedReader, Steps
 from scheduler_components import BlockRemoved, BlockStored
 
 __all__ = ["MAX_AGE_TURNS", "TrafficReader", "TrafficShape", "TrafficSimulation"]
@@ -41,19 +43,15 @@ _SPARE_TURNS = 20
 """Turns for requests, probes and the rounding of the others."""
 
 
-class TrafficReader(ModelSubscriber):
-    """A subscriber that counts the bytes of its replays and may stop reading for a while."""
+class TrafficReader(SteppedReader):
+    """A subscriber that may stop reading for a while, and what it owes."""
 
-    num_bytes = 0
     joined_turn = 0
     due_turn = 0
     paused_until = 0
+    live_turn = 0
     loses_next = False
     has_arrived = False
-
-    def receive(self, request_id: int, sequence: int, payload: bytes, now_s: float) -> None:
-        self.num_bytes += len(payload)
-        super().receive(request_id, sequence, payload, now_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +116,8 @@ class TrafficSimulation(RecoverySimulation):
             self.publisher,
             f"reader {index} of turn {self.turn_number} ",
             has_extension=self.has_extension[index],
-            cursor=StreamCursor(has_replay=True),
+            now_s=self.now_s,
         )
-        reader.now_s = self.now_s
         reader.joined_turn = self.turn_number
         reader.due_turn = self.turn_number + self.limit_turns
         self.readers[index] = reader
@@ -177,26 +174,27 @@ class TrafficSimulation(RecoverySimulation):
         awake = [each for each in readers if each.paused_until < self.turn_number]
         self._serve(awake)
         for reader in awake:
-            if reader.loses_next and reader.connection is not None and reader.connection.frames:
-                reader.connection.frames.popleft()
+            if reader.loses_next and reader.connection is not None and reader.connection.live.in_transit:
+                reader.connection.live.deliver(LinkFault.LOSE)
                 reader.loses_next = False
             reader.deliver(10**6, "none", self.now_s)
         for reader in readers:
-            while reader.follower.next_deadline_s <= self.now_s:
-                reader.tick(self.now_s)
-            reader.now_s = self.now_s
+            reader.actor.tick_until(self.now_s)
 
     def _publish(self, count: int) -> None:
         for _ in range(count):
             block, is_removal = divmod(self.num_blocks, 2)
             self.num_blocks += 1
             if is_removal:
-                self.publisher.publish(BlockRemoved((max(0, block - self.shape.standing),)))
+                self.publisher.publish_events((BlockRemoved((max(0, block - self.shape.standing),)),))
             else:
-                self.publisher.publish(BlockStored((block,), block - 1 if block else None, (block,), 1, None))
-            frames = self.publisher.send_pending()
-            self.published_turn.update((sequence, self.turn_number) for sequence, _ in frames)
-            self.broadcast(frames)
+                parent = block - 1 if block else None
+                self.publisher.publish_events((BlockStored((block,), parent, (block,), 1, None),))
+            self.publisher.idle()
+
+    def broadcast(self, frame: LiveFrame) -> None:
+        self.published_turn[frame.sequence] = self.turn_number
+        super().broadcast(frame)
 
     def _serve(self, readers: list[TrafficReader]) -> None:
         """Serve one slice of the open answers, in turns."""
@@ -206,8 +204,8 @@ class TrafficSimulation(RecoverySimulation):
             if not asking:
                 return
             for reader in asking:
-                is_planning = reader.client in self.publisher.cursors.clients and (
-                    self.publisher.cursors.message(reader.client or b"") is None
+                is_planning = reader.client in self.publisher.sessions.clients and (
+                    self.publisher.sessions.message(reader.client or b"") is None
                 )
                 reader.serve(1, "none", self.now_s)
                 sends_left -= self.shape.sends if is_planning else 1
@@ -219,23 +217,28 @@ class TrafficSimulation(RecoverySimulation):
         kept = stream.next_sequence - stream.oldest
         assert kept <= 2 * window, f"the stream keeps {kept} batches"
         assert not stream.has_stuck_pins, "an answer that cannot be completed stays open"
-        if len(self.publisher.cursors):
+        if len(self.publisher.sessions):
             self.last_open_turn = self.turn_number
         elif self.turn_number - self.last_open_turn >= _TRIM_TURNS:
             assert kept <= window, f"the stream keeps {kept} batches although no answer is open"
         for reader in self.subscribers:
-            reader.check()
+            reader.actor.check()
             if isinstance(reader, TrafficReader):
                 self._judge_reader(reader)
 
     def _judge_reader(self, reader: TrafficReader) -> None:
         is_live = reader.state is StreamState.LIVE
         if not reader.has_arrived:
-            assert reader.num_bytes <= self.max_join_bytes, f"{reader.name} has received {reader.num_bytes} bytes"
+            num_bytes = reader.actor.num_answer_bytes
+            assert num_bytes <= self.max_join_bytes, f"{reader.name} has received {num_bytes} bytes"
             reader.has_arrived = is_live
+        if is_live:
+            reader.live_turn = self.turn_number
         if self.turn_number < reader.due_turn:
             return
-        assert is_live, f"{reader.name} is {reader.state} after {self.turn_number - reader.joined_turn} turns"
-        last = reader.follower.cursor.last_seq
+        # A status that overtakes live batches costs a short replay.
+        is_known = self.turn_number - reader.live_turn <= MAX_AGE_TURNS
+        assert is_known, f"{reader.name} is {reader.state} after {self.turn_number - reader.joined_turn} turns"
+        last = reader.actor.follower.cursor.last_seq
         next_turn = self.published_turn.get(last + 1, self.turn_number)
         assert self.turn_number - next_turn <= MAX_AGE_TURNS, f"{reader.name} is late: it is at {last}"

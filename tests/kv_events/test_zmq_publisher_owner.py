@@ -217,7 +217,7 @@ def test_a_handler_that_raises_at_any_call_leaves_the_publisher_usable(
         number += 1
         was_interrupted = False
         try:
-            with interrupted_at_call(number, zmq_publisher, zmq_sockets, backlog, codec, stream, replay):
+            with interrupted_at_call(number, zmq_publisher, live_sender, zmq_sockets, backlog, codec, stream, replay):
                 for _ in range(4):
                     publisher.publish(numbered_batch(number))
                 publisher.idle()

@@ -1,4 +1,4 @@
-"""The group ``simulate``: arrivals served in virtual time, and rules of the kit, shown on simulated ranks."""
+"""The group ``simulate``: arrivals and event streams in virtual time, and rules of the kit on simulated ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from cyclopts import App
 
 from scheduler_components.reference.cli.dp_attn_sim_command import dp_attn_sim
 from scheduler_components.reference.cli.hicache_sim_command import hicache_sim
+from scheduler_components.reference.cli.simulate_delivery_command import simulate_delivery
 from scheduler_components.reference.cli.simulate_trace_command import simulate_conversations, simulate_trace
 
 __all__ = ["SIMULATE_COMMANDS", "make_simulate_app"]
@@ -15,6 +16,7 @@ __all__ = ["SIMULATE_COMMANDS", "make_simulate_app"]
 SIMULATE_COMMANDS: dict[str, Callable[..., int]] = {
     "trace": simulate_trace,
     "conversations": simulate_conversations,
+    "delivery": simulate_delivery,
     "ranks": hicache_sim,
     "dp-attention": dp_attn_sim,
 }
@@ -25,7 +27,7 @@ def make_simulate_app() -> App:
     """Make the parser of the group."""
     app = App(
         name="simulate",
-        help="Serve arrivals in virtual time, and show on simulated ranks why the kit's rules are as they are.",
+        help="Serve arrivals and event streams in virtual time, and show on simulated ranks why the kit's rules exist.",
     )
     for name, command in SIMULATE_COMMANDS.items():
         app.command(command, name=name)

@@ -20,6 +20,7 @@ from observability.routing import KvRouter
 from scheduler_components import ConfigError, StartError
 from scheduler_components.admission_budget import BatchMode
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
+from scheduler_components.reference.cli.progress_line import ProgressLine
 from scheduler_components.reference.cli.run_reporter import print_lines
 from scheduler_components.simulation import (
     ConversationWorkload,
@@ -59,8 +60,6 @@ __all__ = [
     "simulate_trace",
 ]
 
-_PROGRESS_EVERY_S = 10.0
-_PROGRESS_TERMINAL_S = 0.2
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 RouterName = Literal["round-robin", "least-loaded", "kv"]
@@ -423,32 +422,20 @@ class SimulationProgress:
     title: str
     num_requests: int
     clock: Callable[[], float] = time.monotonic
-    _next_s: float = field(init=False)
+    _line: ProgressLine = field(init=False)
 
     def __post_init__(self) -> None:
-        self._next_s = self.clock() + self._interval_s
-
-    @property
-    def _interval_s(self) -> float:
-        return _PROGRESS_TERMINAL_S if self.out.isatty() else _PROGRESS_EVERY_S
+        self._line = ProgressLine(out=self.out, clock=self.clock)
 
     def show(self, progress: Progress) -> None:
         """Show the progress, if the last time is long enough ago."""
-        now_s = self.clock()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self._interval_s
-        text = f"{self.title}: {progress.num_finished:,} of {self.num_requests:,} requests, at {progress.now_s:,.0f} s"
-        self._write(f"\r\033[K{text}" if self.out.isatty() else f"{text}\n")
+        self._line.show(
+            f"{self.title}: {progress.num_finished:,} of {self.num_requests:,} requests, at {progress.now_s:,.0f} s"
+        )
 
     def clear(self) -> None:
         """Clear the line for other text."""
-        if self.out.isatty():
-            self._write("\r\033[K")
-
-    def _write(self, text: str) -> None:
-        self.out.write(text)
-        self.out.flush()
+        self._line.clear()
 
 
 def _check_writable(path: Path) -> None:

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
-from observability.kv_stream import BlockView, StreamCursor, StreamState, Tier
+from observability.kv_stream import BlockView, StreamState, Tier
 from observability.relay.source_merger import SourceMerger
 from observability.relay.stream import RelayedStream, SourceListener
 from observability.testing import RecoverySimulation
-from observability.testing.recovery_model import ModelSubscriber
+from observability.testing.recovery_model import SteppedReader
 from scheduler_components import EventBatch
 from scheduler_components.kv_events import EventStream
 from scheduler_components.values import PublisherStats
@@ -37,14 +37,13 @@ class ModelSink:
         self.world = world
 
     def publish(self, events: EventBatch) -> None:
-        for event in events.events:
-            self.world.publisher.publish(event)
+        self.world.publisher.publish(events)
 
     def idle(self) -> None:
         self.world.send()
 
     def set_upstream_state(self, state: str | None) -> None:
-        self.world.publisher.cursors.upstream = state
+        self.world.publisher.set_upstream_state(state)
 
     def stats(self) -> PublisherStats:
         return PublisherStats()
@@ -72,16 +71,14 @@ class RelayWorld:
         for key, engine in enumerate(self.engines):
             (before,) = engine.subscribers
             engine.subscribers = [
-                ModelSubscriber(
+                SteppedReader(
                     engine.publisher,
                     f"relay of engine {key}",
                     has_extension=before.has_extension,
-                    cursor=StreamCursor(has_replay=True),
+                    now_s=engine.now_s,
                 )
             ]
-            engine.subscribers[0].now_s = engine.now_s
-            engine.subscribers[0].follower.begin(engine.now_s)
-            engine.subscribers[0].follower.applier.listener = SourceListener(key, {0: self.stream})
+            engine.subscribers[0].actor.follower.applier.listener = SourceListener(key, {0: self.stream})
             self.stream.merger.add_source(key)
         self.stream.send_upstream_state()
 
@@ -111,7 +108,7 @@ class RelayWorld:
         assert self.readers.publisher.held == self.known()
 
     def known(self) -> State:
-        views = [each.follower.applier for engine in self.engines for each in engine.subscribers]
+        views = [each.actor.follower.applier for engine in self.engines for each in engine.subscribers]
         return frozenset().union(*[_blocks(each.view) | _blocks(each.staging) for each in views])
 
     def run(self, steps: list[tuple]) -> None:
@@ -133,7 +130,7 @@ class RelayWorld:
         """Check that the relay's view equals the engine's state, and is LIVE where it can be proved."""
         (relayed,) = engine.subscribers
         assert relayed.blocks == engine.publisher.held
-        can_prove = relayed.follower.cursor.is_extended or len(engine.publisher.stream) > 0
+        can_prove = relayed.actor.follower.cursor.is_extended or len(engine.publisher.stream) > 0
         if can_prove and not engine.publisher.is_poisoned:
             assert relayed.state is StreamState.LIVE
 
@@ -142,7 +139,7 @@ class RelayWorld:
         is_whole = all(each.state is StreamState.LIVE for each in relayed)
         for each in self.readers.subscribers:
             assert each.blocks == self.known()
-            if each.follower.cursor.is_extended:  # a plain reader has no such field
+            if each.actor.follower.cursor.is_extended:  # a plain reader has no such field
                 assert (each.state is StreamState.LIVE) == is_whole, f"{each.state}, and the relay knows {is_whole}"
 
 

@@ -1,0 +1,71 @@
+"""Simulated delivery: publishers, readers, networks and disks in virtual time, drawn from one seed.
+
+All parts of a stream are the kit's real cores. The actors bring their messages and know the truth, so that every
+promise of docs/explanation/delivery.md can be judged while the world runs.
+
+- ``DeliveryWorld``: draws a history from a seed, carries it out and judges it.
+- ``PublisherActor``, ``SubscriberActor``: the cores with the truth next to them, for a world or a test of yours.
+- ``FaultyLink``, ``TimedLink``, ``FaultyDisk``: what fails between and below them.
+"""
+
+from __future__ import annotations
+
+from observability.simulation.delivery_report import (
+    DeliveryReport,
+    DeliverySummary,
+    Violation,
+    encode_delivery_report,
+    summarize_deliveries,
+)
+from observability.simulation.delivery_world import WORLD_KINDS, DeliveryWorld, WorldPart, run_world
+from observability.simulation.faulty_disk import DiskFaults, FaultyDisk
+from observability.simulation.faulty_link import PERFECT, FaultyLink, LinkCounters, LinkFault, LinkQuality, TimedLink
+from observability.simulation.publisher_actor import (
+    FORGED_PAYLOAD,
+    OTHER_TOPIC,
+    TOPIC,
+    LiveFrame,
+    PublisherActor,
+    PublisherShape,
+    State,
+)
+from observability.simulation.stream_part import StreamPart
+from observability.simulation.subscriber_actor import Answer, SubscriberActor, begins_chunks
+from observability.simulation.timeline import BrokenPromise, Timeline
+
+__all__ = [
+    # a world
+    "DeliveryWorld",
+    "run_world",
+    "WORLD_KINDS",
+    "WorldPart",
+    "StreamPart",
+    "DeliveryReport",
+    "DeliverySummary",
+    "Violation",
+    "encode_delivery_report",
+    "summarize_deliveries",
+    # actors
+    "PublisherActor",
+    "PublisherShape",
+    "SubscriberActor",
+    "State",
+    "Answer",
+    "LiveFrame",
+    "begins_chunks",
+    "TOPIC",
+    "OTHER_TOPIC",
+    "FORGED_PAYLOAD",
+    # what fails
+    "FaultyLink",
+    "TimedLink",
+    "LinkFault",
+    "LinkQuality",
+    "LinkCounters",
+    "PERFECT",
+    "FaultyDisk",
+    "DiskFaults",
+    # time
+    "Timeline",
+    "BrokenPromise",
+]

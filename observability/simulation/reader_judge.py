@@ -1,0 +1,201 @@
+"""ReaderJudge: the promises to one reader, judged while the world runs.
+
+A fault excuses a reader for as long as recovery may take. After that it must be ``LIVE`` and on time until the next
+fault. Whatever happens, a ``LIVE`` view is never wrong, and no lost batch goes unreported.
+"""
+
+from __future__ import annotations
+
+import math
+
+from observability.kv_stream import FollowPolicy, StreamState
+from observability.simulation.publisher_actor import LiveFrame
+from observability.simulation.publisher_process import MAX_SEND_DELAY_S, PublisherProcess
+from observability.simulation.stream_connection import ReaderNetwork
+from observability.simulation.subscriber_actor import SubscriberActor
+from observability.simulation.timeline import BrokenPromise, Timeline
+from observability.simulation.world_counters import WorldCounters
+
+__all__ = ["ReaderJudge", "recovery_limit_s"]
+
+_LONGEST_REOPEN_S = 4.0
+"""Pauses between attempts to connect, one after the other: up to 2 s each."""
+
+_SLACK_S = 0.1
+"""Slices of serving, and rounding."""
+
+_RESYNC_ROUND_TRIPS = 4
+"""A status that overtakes live batches costs an incremental replay. One about a position that a short replay buffer has
+passed costs a snapshot."""
+
+_BLOCK_BYTES = 64
+"""At least the size of a block's event in the snapshot."""
+
+_REQUEST_BYTES = 600
+"""At least the size of the META messages of a few answers."""
+
+
+def recovery_limit_s(policy: FollowPolicy, network: ReaderNetwork) -> float:
+    """Return how long recovery may take after the last fault.
+
+    Two probe intervals plus the replay, after one lost request and the pause that follows. A status, an incremental
+    replay and a snapshot may each have to wait for credit. Before all that, the reader may have to connect.
+    """
+    rules_s = 2 * policy.probe_interval_s + policy.answer_timeout_s + policy.retry_max_s + 3 * policy.request_interval_s
+    return rules_s + _LONGEST_REOPEN_S + 10 * (network.live.max_latency_s + network.replay.max_latency_s) + _SLACK_S
+
+
+class ReaderJudge:
+    """Judges one reader. It is the ``ConnectionListener`` of its connection.
+
+    Args:
+        timeline, counters: of the world.
+        process: the reader's publisher.
+        reader: the reader.
+        network: the reader's network without faults.
+        policy: how long its follower waits.
+
+    Attributes:
+        due_s: from then on the reader must be LIVE and on time; infinite while faults go on.
+    """
+
+    __slots__ = (
+        "_counters", "_has_arrived", "_left_s", "_live_since_s", "_lost", "_max_age_s", "_max_bytes", "_num_reported",
+        "_process", "_reader", "_resync_s", "_since_s", "_state", "_timeline", "due_s", "limit_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        counters: WorldCounters,
+        process: PublisherProcess,
+        reader: SubscriberActor,
+        *,
+        network: ReaderNetwork,
+        policy: FollowPolicy,
+    ) -> None:
+        self._timeline = timeline
+        self._counters = counters
+        self._process = process
+        self._reader = reader
+        self.limit_s = recovery_limit_s(policy, network)
+        # While a probe is open, live batches wait in the socket.
+        self._max_age_s = MAX_SEND_DELAY_S + network.live.max_latency_s + 2 * network.replay.max_latency_s + _SLACK_S
+        self._resync_s = (
+            3 * policy.request_interval_s + _RESYNC_ROUND_TRIPS * 2 * network.replay.max_latency_s + _SLACK_S
+        )
+        self._state = reader.state
+        self._live_since_s = self._left_s = -math.inf
+        self._since_s: float | None = timeline.now_s
+        self._has_arrived = False
+        self._max_bytes = 0
+        self._lost: tuple[int, int] | None = None
+        self._num_reported = 0
+        self.due_s = math.inf
+
+    # --- the connection's listener ---
+
+    def on_fault(self, kind: str) -> None:
+        """Excuse the reader for as long as recovery may take."""
+        self._counters.faults[kind] += 1
+        self._timeline.record(f"{self._reader.name}: {kind}")
+        self.excuse()
+
+    def excuse(self) -> None:
+        """Excuse the reader: something happened that may cost it a recovery."""
+        self._since_s = self._timeline.now_s
+        self._has_arrived = True
+        if self.due_s < math.inf:
+            self.begin()
+
+    def begin(self) -> None:
+        """Expect the reader to be LIVE and on time when recovery is over."""
+        self.due_s = max(self._timeline.now_s, self._process.stalled_until_s) + self.limit_s
+
+    def end(self) -> None:
+        """Expect nothing while faults go on, except what holds always."""
+        self.due_s = math.inf
+
+    def on_frame_lost(self, frame: LiveFrame) -> None:
+        """Expect the reader to report the loss before it is LIVE beyond this batch."""
+        if self._lost is None and frame.epoch is not None and frame.sequence > self._reader.follower.cursor.last_seq:
+            self._lost = frame.epoch, frame.sequence
+            self._num_reported = self._reported
+
+    @property
+    def _reported(self) -> int:
+        """What the reader's statistics say about losses."""
+        counters = self._reader.follower.cursor.counters
+        return counters.gaps + counters.losses + counters.recovered + counters.snapshots + counters.restarts
+
+    def on_change(self) -> None:
+        """Check what holds always."""
+        reader = self._reader
+        reader.check()
+        state = reader.state
+        if state is not self._state:
+            self._timeline.record(f"{reader.name} is {state} at {reader.follower.cursor.last_seq}")
+            if self._state is StreamState.LIVE:
+                self._left_s = self._timeline.now_s
+            elif state is StreamState.LIVE:
+                self._note_live()
+            self._state = state
+        self._check_bytes()
+        if self._lost is not None:
+            self._check_reported(self._lost)
+
+    def _note_live(self) -> None:
+        self._live_since_s = now_s = self._timeline.now_s
+        self._has_arrived = True
+        self._counters.counts["recoveries"] += 1
+        if self._since_s is not None:
+            self._counters.max_until_live_s = max(self._counters.max_until_live_s, now_s - self._since_s)
+            self._since_s = None
+
+    def _check_bytes(self) -> None:
+        if self._has_arrived:
+            return
+        stream = self._process.actor.stream
+        snapshot_bytes = _BLOCK_BYTES * (stream.num_snapshot_blocks + 1)
+        self._max_bytes = max(self._max_bytes, snapshot_bytes + 2 * stream.buffered_bytes + _REQUEST_BYTES)
+        if self._reader.num_answer_bytes > self._max_bytes:
+            detail = f"{self._reader.name} has received {self._reader.num_answer_bytes} bytes of {self._max_bytes}"
+            raise BrokenPromise("the cost of a joining reader is bounded", detail)
+
+    def _check_reported(self, lost: tuple[int, int]) -> None:
+        epoch, sequence = lost
+        reader = self._reader
+        if reader.state is not StreamState.LIVE or reader.epoch is None or reader.epoch < epoch:
+            return
+        if reader.epoch > epoch:
+            self._lost = None
+            return
+        if reader.follower.cursor.last_seq < sequence:
+            return
+        self._lost = None
+        if self._reported == self._num_reported:
+            raise BrokenPromise("every loss is reported", f"{reader.name} is LIVE beyond {sequence} without a report")
+
+    # --- while the world is calm ---
+
+    def judge(self) -> None:
+        """Check that the reader is LIVE and on time, once its recovery must be over.
+
+        Raises:
+            BrokenPromise: it is not.
+        """
+        now_s, reader, actor = self._timeline.now_s, self._reader, self._process.actor
+        if now_s < self.due_s or not actor.can_be_live(has_extension=reader.has_extension):
+            return
+        cursor = reader.follower.cursor
+        if reader.state is not StreamState.LIVE:
+            if now_s - self._left_s > self._resync_s:
+                raise BrokenPromise("every reader is LIVE in time", f"{reader.name} is {reader.state}: {cursor!r}")
+            return
+        if now_s - self._live_since_s < self._max_age_s:
+            return
+        published_s = actor.stamps.get((actor.epoch, cursor.last_seq + 1), now_s)
+        self._counters.max_age_s = max(self._counters.max_age_s, now_s - published_s)
+        if now_s - published_s > self._max_age_s:
+            detail = f"{reader.name} is at {cursor.last_seq} and lacks a batch of {published_s:.6f}"
+            raise BrokenPromise("batches arrive in time", detail)

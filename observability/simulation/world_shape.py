@@ -1,0 +1,152 @@
+"""WorldShape: what a world consists of and which faults it has, drawn from its seed.
+
+As in TigerBeetle's VOPR, a world has only some of the faults, each with a rate of its own. Worlds with every fault at
+once would hide what a single one does.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal, TypeAlias
+
+import attrs
+
+from observability.kv_stream import FollowPolicy
+from observability.simulation.faulty_disk import DiskFaults
+from observability.simulation.faulty_link import LinkQuality
+from observability.simulation.publisher_actor import PublisherShape
+from observability.simulation.publisher_process import ProcessShape
+from observability.simulation.stream_connection import ReaderNetwork, ReaderShape
+
+__all__ = ["STREAM_FAULTS", "StreamFault", "StreamShape", "TrafficShape", "draw_stream_shape"]
+
+StreamFault: TypeAlias = Literal[
+    "disconnect", "lose answer", "pause", "forge", "other topic", "stall", "crash", "restart", "hidden restart",
+    "poison", "truncate answers", "burst",
+]  # fmt: skip
+"""What happens to a stream at random times."""
+
+STREAM_FAULTS: tuple[StreamFault, ...] = (
+    "disconnect", "lose answer", "pause", "forge", "other topic", "stall", "crash", "restart", "hidden restart",
+    "poison", "truncate answers", "burst",
+)  # fmt: skip
+
+_POLICY = FollowPolicy(
+    answer_timeout_s=1.0,
+    retry_min_s=0.1,
+    retry_max_s=0.5,
+    request_interval_s=0.2,
+    probe_interval_s=1.0,
+    dead_after_s=5.0,
+)
+"""Shorter times than the defaults, so that a world has more recoveries in a second."""
+
+
+@attrs.frozen(kw_only=True)
+class TrafficShape:
+    """What a cache publishes.
+
+    Attributes:
+        rate_per_s: batches per second, on average.
+        num_blocks: blocks that it may hold.
+        clear_share: share of the batches that clear the cache.
+    """
+
+    rate_per_s: float = 30.0
+    num_blocks: int = 32
+    clear_share: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class StreamShape:
+    """A publisher, its readers, and their faults.
+
+    Attributes:
+        process: the publisher.
+        traffic: what it publishes.
+        readers: each with its network in a storm; faults on its links are part of it.
+        faults: what happens at random times in a storm.
+        faults_per_s: how often.
+        disk: of the publisher's machine.
+        set_back_s: how far its wall clock may be set back by a restart.
+    """
+
+    process: ProcessShape
+    traffic: TrafficShape
+    readers: tuple[tuple[ReaderShape, ReaderNetwork], ...]
+    faults: tuple[StreamFault, ...]
+    faults_per_s: float
+    disk: DiskFaults
+    set_back_s: float = 0.0
+
+
+def draw_stream_shape(draw: random.Random, *, name: str = "reader", num_readers: int | None = None) -> StreamShape:
+    """Draw a stream.
+
+    Args:
+        draw: of the world.
+        name: of its readers, before their number.
+        num_readers: None draws it.
+    """
+    seq_base = draw.choice(("zero", "clock"))
+    publisher = PublisherShape(
+        window=_draw_size(draw, 1, 128),
+        max_pending=_draw_size(draw, 1, 64),
+        seq_base=seq_base,
+    )
+    process = ProcessShape(
+        publisher=publisher, has_floor=seq_base == "clock" and draw.random() < 0.7, calls_idle=draw.random() < 0.3
+    )
+    traffic = TrafficShape(
+        rate_per_s=10 ** draw.uniform(0.3, 2.0),
+        num_blocks=_draw_size(draw, 4, 128),
+        clear_share=draw.choice((0.0, 0.0, 0.01, 0.05)),
+    )
+    count = draw.randint(1, 3) if num_readers is None else num_readers
+    readers = tuple(_draw_reader(draw, f"{name} {number}") for number in range(count))
+    return StreamShape(
+        process=process,
+        traffic=traffic,
+        readers=readers,
+        faults=tuple(each for each in STREAM_FAULTS if draw.random() < 0.4),
+        faults_per_s=10 ** draw.uniform(-0.7, 0.5),
+        disk=DiskFaults(lies=draw.choice((0.0, 0.0, 0.5)), lost=0.5, torn=0.5),
+        set_back_s=draw.choice((0.0, 0.0, 100.0)),
+    )
+
+
+def _draw_size(draw: random.Random, least: int, most: int) -> int:
+    """Draw a size, small ones as often as large ones."""
+    return min(most, int(least * (most / least + 1) ** draw.random()))
+
+
+def _draw_reader(draw: random.Random, name: str) -> tuple[ReaderShape, ReaderNetwork]:
+    has_extension, network = draw.random() < 0.7, _draw_network(draw)
+    if not has_extension:
+        # TCP loses the rest of an answer, not a message inside it. Nothing but a digest would show such a loss.
+        network = attrs.evolve(network, replay=attrs.evolve(network.replay, loss=0.0))
+    return ReaderShape(name=name, policy=_POLICY, has_extension=has_extension), network
+
+
+def _draw_network(draw: random.Random) -> ReaderNetwork:
+    latency_s = 10 ** draw.uniform(-4, -1.3)
+
+    def rate(share: float) -> float:
+        return 10 ** draw.uniform(-3, -0.7) if draw.random() < share else 0.0
+
+    live = LinkQuality(
+        latency_s=latency_s,
+        jitter_s=latency_s * draw.random(),
+        loss=rate(0.5),
+        duplication=rate(0.3),
+        reordering=rate(0.3),
+        capacity=draw.choice((None, None, _draw_size(draw, 8, 256))),
+    )
+    replay = LinkQuality(
+        latency_s=latency_s,
+        jitter_s=latency_s * draw.random(),
+        loss=rate(0.4),
+        duplication=rate(0.2),
+        capacity=_draw_size(draw, 2, 256),
+    )
+    return ReaderNetwork(live=live, replay=replay, garbling=rate(0.2), alteration=rate(0.2), lateness=rate(0.3))

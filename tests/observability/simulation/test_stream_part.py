@@ -1,0 +1,62 @@
+"""A publisher with its readers: every kind of fault happens, and a calm judges each reader."""
+
+from __future__ import annotations
+
+from random import Random
+
+import attrs
+import pytest
+
+from observability.simulation import BrokenPromise, Timeline
+from observability.simulation.stream_part import StreamPart
+from observability.simulation.world_counters import WorldCounters
+from observability.simulation.world_shape import STREAM_FAULTS, draw_stream_shape
+
+SHAPE = attrs.evolve(draw_stream_shape(Random(2), num_readers=2), faults=STREAM_FAULTS, faults_per_s=30.0)
+
+
+def make_part() -> tuple[StreamPart, Timeline, WorldCounters]:
+    timeline, counters = Timeline(seed=5), WorldCounters()
+    return StreamPart(timeline, counters, SHAPE), timeline, counters
+
+
+def test_a_storm_has_every_fault_of_its_shape() -> None:
+    part, timeline, counters = make_part()
+    part.begin_storm(6.0)
+    timeline.run_until(6.0)
+    for kind in (
+        "disconnects", "pauses", "stalls", "bursts", "unreadable batches", "answers truncated", "publisher: crash",
+        "publisher: restart", "publisher: hidden restart", "frames of another topic",
+    ):  # fmt: skip
+        assert counters.faults[kind], kind
+    before = dict(counters.faults)
+    part.begin_calm()
+    assert part.process.is_up and not part.process.is_stalled and not part.process.actor.is_poisoned
+    timeline.run_until(6.0 + part.limit_s)
+    part.judge()
+    new = {kind: count - before.get(kind, 0) for kind, count in counters.faults.items()}
+    assert sum(new.values()) <= 2 * len(part.readers), new  # the restart after unreadable batches
+
+
+def test_another_reader_joins_in_place_of_the_one_before() -> None:
+    part, timeline, _ = make_part()
+    names = [each.reader.name for each in part.readers]
+    for _ in range(2):
+        part.join()
+        assert [each.reader.name for each in part.readers] == [*names, f"joining {names[0]}"]
+        timeline.run_until(timeline.now_s + 1.0)
+    assert len(part.process.peers) == 3
+
+
+def test_quiet_readers_have_what_the_publisher_has() -> None:
+    part, timeline, _ = make_part()
+    timeline.run_until(3.0)
+    part.begin_quiet()
+    num_published = part.process.actor.num_published
+    timeline.run_until(3.0 + part.limit_s)
+    part.check_converged()
+    assert part.process.actor.num_published == num_published > 0
+    part.readers[0].reader.view.clear(0)
+    if part.process.actor.held:
+        with pytest.raises(BrokenPromise, match="every view converges"):
+            part.check_converged()
