@@ -154,9 +154,12 @@ def test_adapters_attract_their_requests() -> None:
     assert route(router, prompt_of(1), lora="maths").replica == "a", "it will be loaded there"
     router.on_load_report("a", LoadSnapshot(sequence=1, lora=LoraLoad(0, 2, 0.0)), 0.0)
     assert route(router, prompt_of(2, 40), lora="maths").replica == "a", "the report does not include the request"
-    gone = LoadSnapshot(sequence=2, lora=LoraLoad(0, 2, 0.0), dispatched_watermarks=((pick.ticket[0], 9),))
-    router.on_load_report("a", gone, 0.0)
-    assert not router.facts_of(["a"], (), num_tokens=1, now_s=0.0, lora="maths")[0].has_adapter
+    for sequence, watermark in ((2, 2), (3, 3)):
+        watermarks = ((pick.ticket[0], watermark), ("another router", 9))
+        report = LoadSnapshot(sequence=sequence, lora=LoraLoad(0, 2, 0.0), dispatched_watermarks=watermarks)
+        router.on_load_report("a", report, 0.0)
+        [facts] = router.facts_of(["a"], (), num_tokens=1, now_s=0.0, lora="maths")
+        assert facts.has_adapter == (watermark == 2), "three requests were sent"
 
 
 def test_an_adapter_has_another_number_on_each_replica() -> None:
@@ -253,7 +256,9 @@ def test_a_replica_that_returns_is_empty_and_has_new_tickets() -> None:
     router = make_router("a", "b")
     router.apply_events("a", [stored_page(*HASHES)], 0.0)
     lost = route(router)
+    router.speculative.add("a", [1], 0.0)
     router.on_replica_down("a", 1.0)
+    assert len(router.speculative) == 0
     assert {route(router, prompt_of(number)).replica for number in range(3)} == {"b"}
     assert (router.rank_of("a"), router.num_in_flight("a")) == (None, 0)
     router.on_load_report("a", LoadSnapshot(num_total_tokens=10**6), 1.0)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from observability.routing import KvRouter, Pick, PowerOfTwo, ReplicaSet, Softmax
+from observability.routing import KvRouter, LeastCost, Pick, Picker, PowerOfTwo, ReplicaSet, Softmax
 from scheduler_components.simulation import (
     Outage,
     ReplicaConfig,
@@ -76,13 +76,14 @@ class Server:
 
 @dataclass(slots=True, kw_only=True)
 class Fleet:
-    """Servers behind a router that gets their reports ``lag_s`` late. Pages have one token, prompts are distinct.
+    """Servers behind routers that get their reports ``lag_s`` late. Pages have one token, prompts are distinct.
 
     Attributes:
+        routers: take turns. None knows what the others send before a report includes it.
         forgets: break the router: it does not count what it has sent.
     """
 
-    router: KvRouter
+    routers: list[KvRouter]
     servers: list[Server]
     lag_s: float
     forgets: bool = False
@@ -95,16 +96,18 @@ class Fleet:
     def __post_init__(self) -> None:
         self.counts = [0] * len(self.servers)
         for place in range(len(self.servers)):
-            self.router.on_replica_up(place, 0.0)
+            for router in self.routers:
+                router.on_replica_up(place, 0.0)
 
     def send(self, blocks: int) -> int:
         self._num_prompts += 1
         prompt = range(1000 * self._num_prompts, 1000 * self._num_prompts + blocks)
-        pick = self.router.route_tokens(prompt, now_s=self.now_s)
+        router = self.routers[self._num_prompts % len(self.routers)]
+        pick = router.route_tokens(prompt, now_s=self.now_s)
         assert pick is not None
         assert isinstance(pick.replica, int)
         if self.forgets:
-            self.router.finish(pick)
+            router.finish(pick)
         self.servers[pick.replica].receive(pick, blocks)
         self.counts[pick.replica] += 1
         return pick.replica
@@ -119,7 +122,8 @@ class Fleet:
             self._reports += [(self.now_s + self.lag_s, place, server.report()) for place, server in alive]
         while self._reports and self._reports[0][0] <= self.now_s:
             _, place, load = self._reports.popleft()
-            self.router.on_load_report(place, load, self.now_s)
+            for router in self.routers:
+                router.on_load_report(place, load, self.now_s)
 
     def imbalances(self, rng: random.Random, *, blocks: int, usage: float, duration_s: float) -> Iterator[float]:
         """Serve random arrivals, and yield the difference between the most and the least loaded server."""
@@ -137,7 +141,7 @@ class Fleet:
 
 def make_fleet(num_servers: int, blocks_per_s: float, **settings: object) -> Fleet:
     servers = [Server(blocks_per_s=blocks_per_s) for _ in range(num_servers)]
-    return Fleet(**{"router": KvRouter(page_size=1), "servers": servers, "lag_s": 1.0, **settings})  # type: ignore[arg-type]
+    return Fleet(**{"routers": [KvRouter(page_size=1)], "servers": servers, "lag_s": 1.0, **settings})  # type: ignore[arg-type]
 
 
 def bound(blocks_per_s: float, blocks: int, lag_s: float = 1.0) -> float:
@@ -161,6 +165,19 @@ def test_a_router_that_does_not_count_what_it_sent_makes_herds() -> None:
     assert worst > 3 * bound(40.0, 8)
 
 
+def test_routers_that_do_not_know_of_each_other_pick_at_random() -> None:
+    """All of them see the same old reports, so the cheapest replica is the same for all."""
+
+    def worst(pickers: list[Picker]) -> float:
+        routers = [KvRouter(page_size=1, picker=picker, name=f"r{number}") for number, picker in enumerate(pickers)]
+        fleet = make_fleet(8, 40.0, routers=routers)
+        return max(fleet.imbalances(random.Random(4), blocks=8, usage=0.8, duration_s=10.0))
+
+    least = worst([LeastCost() for _ in range(16)])
+    assert worst([Softmax(rng=random.Random(seed), temperature=0.5) for seed in range(16)]) < 0.8 * least
+    assert worst([PowerOfTwo(rng=random.Random(seed)) for seed in range(16)]) < 0.8 * least
+
+
 def test_no_replica_starves_under_load() -> None:
     fleet = make_fleet(6, 20.0)
     for _ in fleet.imbalances(random.Random(2), blocks=5, usage=0.9, duration_s=20.0):
@@ -173,7 +190,7 @@ def test_no_replica_starves_under_load() -> None:
     "picker", [Softmax(rng=random.Random(1)), PowerOfTwo(rng=random.Random(1))], ids=["softmax", "power-of-two"]
 )
 def test_no_replica_starves_with_a_random_picker(picker: Softmax | PowerOfTwo, usage: float) -> None:
-    fleet = make_fleet(6, 20.0, router=KvRouter(page_size=1, picker=picker))
+    fleet = make_fleet(6, 20.0, routers=[KvRouter(page_size=1, picker=picker)])
     for _ in fleet.imbalances(random.Random(2), blocks=5, usage=usage, duration_s=30.0):
         pass
     assert min(fleet.counts) > sum(fleet.counts) / 6 / 3
@@ -192,7 +209,7 @@ def test_idle_replicas_take_turns() -> None:
 @settings(max_examples=10)
 def test_a_dead_replica_receives_nothing_after_its_bound(seed: int, silence_s: float) -> None:
     router = KvRouter(page_size=1, replicas=ReplicaSet(silence_s=silence_s))
-    fleet = make_fleet(3, 20.0, router=router, lag_s=0.2)
+    fleet = make_fleet(3, 20.0, routers=[router], lag_s=0.2)
     rng = random.Random(seed)
     for _ in fleet.imbalances(rng, blocks=4, usage=0.5, duration_s=2.0):
         pass
