@@ -24,7 +24,12 @@ from scheduler_components.reference.engine.config import DEFAULT_HOST
 from scheduler_components.reference.engine.frontend.access import AccessPolicy, is_loopback
 from scheduler_components.reference.engine.frontend.http_body import BodyReceiver
 from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
-from scheduler_components.reference.proxy.config import ProxyConfig
+from scheduler_components.reference.proxy.config import (
+    ANSWER_TIMEOUT_S,
+    MAX_REQUESTS,
+    POLL_INTERVAL_S,
+    ProxyConfig,
+)
 from scheduler_components.reference.proxy.http_app import make_proxy_app
 from scheduler_components.reference.proxy.http_fleet import open_fleet
 from scheduler_components.reference.proxy.http_proxy import ProxyEndpoint
@@ -33,8 +38,6 @@ from scheduler_components.reference.proxy.prometheus_proxy import ProxyCollector
 __all__ = ["route"]
 
 _log = logging.getLogger("scheduler_components.proxy")
-
-_DEFAULTS = attrs.fields(ProxyConfig)
 
 
 @attrs.frozen(kw_only=True)
@@ -83,13 +86,13 @@ def route(
     ] = (),
     max_requests: Annotated[
         int, Parameter(validator=Number(gte=1), help="Open requests; further ones get 503.")
-    ] = _DEFAULTS.max_requests.default,
+    ] = MAX_REQUESTS,
     answer_timeout: Annotated[
         float, Parameter(validator=Number(gt=0), help="Longest silence of an engine that serves a request, in seconds.")
-    ] = _DEFAULTS.answer_timeout_s.default,
+    ] = ANSWER_TIMEOUT_S,
     poll_interval: Annotated[
         float, Parameter(validator=Number(gt=0), help="Seconds between two questions for an engine's load.")
-    ] = _DEFAULTS.poll_interval_s.default,
+    ] = POLL_INTERVAL_S,
     drain_timeout: Annotated[
         float, Parameter(validator=Number(gte=0), help="Seconds that open requests may take after SIGTERM.")
     ] = DRAIN_TIMEOUT_S,

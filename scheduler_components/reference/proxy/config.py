@@ -9,10 +9,14 @@ from scheduler_components import ConfigError
 from scheduler_components.kv_events import CurveClientKeys
 from scheduler_components.validators import integer_validator, number_validator
 
-__all__ = ["MAX_ENGINES", "ProxyConfig"]
+__all__ = ["ANSWER_TIMEOUT_S", "MAX_ENGINES", "MAX_REQUESTS", "POLL_INTERVAL_S", "ProxyConfig"]
 
 MAX_ENGINES = 256
 """Each has a thread that follows its streams, and is polled twice per ``poll_interval_s``."""
+
+MAX_REQUESTS = 1024
+ANSWER_TIMEOUT_S = 600.0
+POLL_INTERVAL_S = 0.5
 
 _positive = number_validator("is not a time span")
 
@@ -64,13 +68,13 @@ class ProxyConfig:
     urls: tuple[str, ...] = attrs.field(converter=_urls, validator=_check_urls)
     api_key: str | None = attrs.field(default=None, repr=False)
     stream_keys: CurveClientKeys | None = None
-    max_requests: int = attrs.field(default=1024, validator=integer_validator())
+    max_requests: int = attrs.field(default=MAX_REQUESTS, validator=integer_validator())
     max_pending_bytes: int = attrs.field(default=256 * 2**20, validator=integer_validator())
     max_attempts: int = attrs.field(default=3, validator=integer_validator())
     connect_timeout_s: float = attrs.field(default=2.0, validator=_positive)
-    answer_timeout_s: float = attrs.field(default=600.0, validator=_positive)
+    answer_timeout_s: float = attrs.field(default=ANSWER_TIMEOUT_S, validator=_positive)
     tokenize_timeout_s: float = attrs.field(default=5.0, validator=_positive)
-    poll_interval_s: float = attrs.field(default=0.5, validator=_positive)
+    poll_interval_s: float = attrs.field(default=POLL_INTERVAL_S, validator=_positive)
     poll_timeout_s: float = attrs.field(default=1.0, validator=_positive)
     max_failed_polls: int = attrs.field(default=3, validator=integer_validator())
     description_interval_s: float = attrs.field(default=5.0, validator=_positive)

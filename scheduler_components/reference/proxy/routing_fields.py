@@ -52,6 +52,12 @@ class _SessionId(msgspec.Struct, frozen=True):
     id: str
 
 
+_TEXT = msgspec.json.Decoder(str)
+_SESSION = msgspec.json.Decoder(_SessionId)
+_TOKENS = msgspec.json.Decoder(_Tokens)
+_PROMPT = msgspec.json.Decoder(_Prompt)
+
+
 def read_routing_fields(body: bytes | bytearray) -> RoutingFields:
     """Read the body of any generating route. Their prompts have different names.
 
@@ -63,15 +69,15 @@ def read_routing_fields(body: bytes | bytearray) -> RoutingFields:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadBodyError("body", str(error)) from None
     token_ids, tokenize_body = _prompt(fields)
-    session = _field(fields, "session_params", _SessionId)
-    opened = _field(fields, "session_id", str) if session is None else session.id
-    named = _field(fields, "conversation", str) if opened is None else opened
+    session = _field(fields, "session_params", _SESSION)
+    opened = _field(fields, "session_id", _TEXT) if session is None else session.id
+    named = _field(fields, "conversation", _TEXT) if opened is None else opened
     return RoutingFields(
         token_ids=token_ids,
         tokenize_body=tokenize_body,
         session=named if named is None else named[:_MAX_KEY_CHARACTERS],
-        lora=_field(fields, "lora_path", str),
-        model=_field(fields, "model", str),
+        lora=_field(fields, "lora_path", _TEXT),
+        model=_field(fields, "model", _TEXT),
         open_session=opened,
     )
 
@@ -80,12 +86,12 @@ def _prompt(fields: _Fields) -> tuple[Sequence[int] | None, bytes]:
     """Return the tokens of the first prompt, or the body with which a replica tokenizes it."""
     if "messages" in fields:
         return None, msgspec.json.encode({name: fields[name] for name in _TEMPLATE_FIELDS if name in fields})
-    given = _field(fields, "input_ids", _Tokens)
+    given = _field(fields, "input_ids", _TOKENS)
     if given is not None:
         return given, b""
-    prompt: str | Sequence[str | int | list[int]] | None = _field(fields, "text", str)
+    prompt: str | Sequence[str | int | list[int]] | None = _field(fields, "text", _TEXT)
     if prompt is None:
-        prompt = _field(fields, "prompt", _Prompt)
+        prompt = _field(fields, "prompt", _PROMPT)
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -94,12 +100,12 @@ def _prompt(fields: _Fields) -> tuple[Sequence[int] | None, bytes]:
     return tokens if prompt and len(tokens) == len(prompt) else None, b""
 
 
-def _field(fields: _Fields, name: str, kind: type[T]) -> T | None:
+def _field(fields: _Fields, name: str, decoder: msgspec.json.Decoder[T]) -> T | None:
     """Return a field, or None if it is missing, null or of another type."""
     text = fields.get(name)
     if text is None:
         return None
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
