@@ -108,11 +108,11 @@ def proxy_status(endpoint: ProxyEndpoint) -> dict[str, Any]:
         "is_draining": endpoint.is_draining,
         **msgspec.to_builtins(endpoint.counters),
         "unknown_prompts": endpoint.fleet.num_unknown_prompts,
-        "engines": [_engine_status(engine) for engine in endpoint.fleet.engines],
+        "engines": [_engine_status(endpoint.fleet, engine) for engine in endpoint.fleet.engines],
     }
 
 
-def _engine_status(engine: Engine) -> dict[str, Any]:
+def _engine_status(fleet: Fleet, engine: Engine) -> dict[str, Any]:
     streams = {} if engine.subscriber is None else engine.subscriber.positions()
     return {
         "engine": engine.number,
@@ -126,6 +126,7 @@ def _engine_status(engine: Engine) -> dict[str, Any]:
                 "dp_rank": rank,
                 "stream": streams[rank].state.value if rank in streams else None,
                 "last_seq": streams[rank].last_seq if rank in streams else None,
+                "in_flight": fleet.num_in_flight(replica),
                 **msgspec.to_builtins(replica.stats),
             }
             for rank, replica in engine.replicas.items()

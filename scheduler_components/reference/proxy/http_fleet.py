@@ -310,6 +310,10 @@ class Fleet:
             self._lose(placement.engine, error)
         placement.engine.check_now.set()
 
+    def num_in_flight(self, replica: Replica) -> int:
+        """Return how many requests were sent to a replica and have not ended."""
+        return 0 if self._router is None else self._router.num_in_flight(replica.id)
+
     # --- following ---
 
     async def keep(self, engine: Engine) -> None:

@@ -181,12 +181,10 @@ class EngineClient:
         async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 held += chunk
-                end = max(held.rfind(end) + len(end) if end in held else 0 for end in _EVENT_ENDS)
-                if len(held) > max_bytes:
-                    end = len(held)
-                if end:
-                    yield held[:end]
-                    held = held[end:]
+                whole = len(held) if len(held) > max_bytes else _length_of_whole_events(held)
+                if whole:
+                    yield held[:whole]
+                    held = held[whole:]
         if held:
             yield held
 
@@ -255,6 +253,11 @@ class EngineClient:
     def _unreadable(self, path: str, error: Exception) -> ReplicaError:
         reason = escape_unprintable(str(error))[:_MAX_SHOWN]
         return ReplicaError(f"{self.url}{path} cannot be read: {reason}")
+
+
+def _length_of_whole_events(text: bytes) -> int:
+    """Return the length of the whole server-sent events at the beginning of ``text``."""
+    return max(text.rfind(end) + len(end) if end in text else 0 for end in _EVENT_ENDS)
 
 
 @asynccontextmanager

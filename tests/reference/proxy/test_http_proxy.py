@@ -380,6 +380,40 @@ def test_a_turn_that_an_engine_may_have_received_is_not_repeated() -> None:
     assert sum(len(engine.received) for engine in engines) == 1
 
 
+def test_a_request_counts_at_its_replica_until_it_has_ended_in_any_way() -> None:
+    held = asyncio.Event()
+
+    async def busy(_: Request) -> Response:
+        return JSONResponse({}, 503)
+
+    async def good(_: Request) -> Response:
+        return JSONResponse({})
+
+    answers = [good, events(b"data: 1\n\n"), events(b"data: 1\n\n", then=fail), busy, _hold(held)]
+    engine = FakeEngine()
+
+    async def scenario(running: Proxied) -> list[int]:
+        [replica] = running.fleet.engines[0].replicas.values()
+        counts = []
+        for engine.answer in answers:
+            before = len(engine.received)
+            asking = asyncio.create_task(running.client.post("/generate", json=PROMPT))
+            await until(lambda: len(engine.received) > before)  # noqa: B023 - awaited here
+            counts.append(running.fleet.num_in_flight(replica))
+            if engine.answer is not answers[-1]:
+                await asking
+            else:
+                asking.cancel()
+            await until(lambda: not running.endpoint.counters.open)
+            counts.append(running.fleet.num_in_flight(replica))
+        held.set()
+        return counts
+
+    found = run(scenario, engine)
+    assert found[1::2] == [0] * len(answers)
+    assert found[-2] == 1
+
+
 # --- limits and the end ---
 
 
