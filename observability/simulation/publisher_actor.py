@@ -123,7 +123,7 @@ class PublisherActor:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._shape = shape
-        self._broadcast = broadcast
+        self._broadcast = broadcast  # noqa: SCH005  network, sequence floor and clock are three parties
         self._first_sequence = first_sequence
         self._clock = clock
         self._encoder = BatchEncoder("array")
