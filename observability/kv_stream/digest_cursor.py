@@ -177,6 +177,8 @@ class _ExtendedRequest:
             position = self.staging or self.position
             if role is _MetaRole.END and meta.epoch == position.epoch and meta.start > position.next:
                 return _Fit.BROKEN  # the last batches of the answer are missing
+            if self.phase is _Phase.SYNC_SENT and meta.chunks is not None:
+                return _Fit.BROKEN  # the snapshot before these batches is missing
             if not position.matches(meta):
                 return _Fit.SPLICED if self.staging is None else _Fit.BROKEN
             if self.phase is _Phase.CHUNKS and meta.chunks not in (None, self.num_chunks):

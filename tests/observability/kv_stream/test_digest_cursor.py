@@ -84,6 +84,13 @@ def test_an_answer_without_its_last_batches_is_continued_and_is_no_splice() -> N
     assert (cursor.counters.splices, cursor.counters.replays_cut, cursor.last_seq) == (0, 1, 3)
 
 
+def test_an_answer_without_its_snapshot_is_requested_again_and_is_no_splice() -> None:
+    cursor = live_cursor()
+    cursor.on_live_batch(6, b"future")
+    assert meta(cursor, ReplayMetaKind.BEGIN, at(OLD, 5), chunks=1) == (RetryLater(1),)
+    assert (cursor.counters.splices, cursor.counters.replays_cut, cursor.last_seq) == (0, 1, 2)
+
+
 def test_another_epoch_replaces_the_view_by_a_snapshot() -> None:
     cursor = live_cursor()
     cursor.handle(ProbeDue())
