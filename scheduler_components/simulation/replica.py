@@ -413,7 +413,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
                 self._note_decodes(num_context_tokens)
             if due:
                 self.kv_events.publish_kv_events()
-                if tiers.must_write_ahead:
+                if self.tiers.must_write_ahead:
                     break
         if not num_steps:
             return 0
