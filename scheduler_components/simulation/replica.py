@@ -166,6 +166,7 @@ class ReplicaCounts:
         busy_ns: duration of all steps.
         prefill_tokens, decode_tokens: computed positions.
         recomputed_tokens: of the prefilled positions, those that were computed before, here or on another replica.
+        migrated_tokens: of these, those that were computed again because a replica failed, and not after a preemption.
         num_retractions: requests that lost their pages to others.
         peak_running: most requests that ran together.
         tiers: counters of the tiers; None without.
@@ -177,6 +178,7 @@ class ReplicaCounts:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     recomputed_tokens: int = 0
+    migrated_tokens: int = 0
     num_retractions: int = 0
     peak_running: int = 0
     tiers: TierStats | None = None
@@ -198,7 +200,8 @@ class _RequestClock:
         if not request.num_retractions:
             self.rates.observe_prefill(request.num_prompt_tokens, request.num_cached_tokens)
 
-    def on_retracted(self, request: SimulatedRequest) -> None:  # noqa: ARG002 - the port's
+    def on_retracted(self, request: SimulatedRequest) -> None:
+        request.has_lost_replica = False
         self.counts.num_retractions += 1
         self.rates.observe_preemption()
 
@@ -475,7 +478,9 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
                 request = chunk.request
                 num_decoded = request.num_input_tokens - 1 if request.num_output_tokens else 0
                 num_before = max(request.num_prefilled_tokens, num_decoded)
-                self.counts.recomputed_tokens += max(0, min(chunk.end, num_before) - chunk.start)
+                num_again = max(0, min(chunk.end, num_before) - chunk.start)
+                self.counts.recomputed_tokens += num_again
+                self.counts.migrated_tokens += num_again * request.has_lost_replica
                 request.num_prefilled_tokens = max(request.num_prefilled_tokens, chunk.end)
 
     def _append_tokens(self, requests: Sequence[SimulatedRequest], num_tokens: int) -> None:

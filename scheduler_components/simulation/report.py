@@ -122,7 +122,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
         prompt_tokens, cached_tokens: of finished requests; how many were cached at the first admission.
         hit_rate: cached / prompt tokens, by tier.
         generated_tokens, recomputed_tokens: tokens of finished requests, and positions that were computed again after a
-            preemption.
+            preemption or a migration.
         output_tokens_per_s, requests_per_s: of finished requests, over the duration.
         queue_s: from arrival to admission.
         ttft_s: from arrival to the first token.
@@ -136,6 +136,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
         replicas: by index.
         timeline: at equal distances.
         tenants: sorted by name; empty if no request has a tenant.
+        recomputed_by_cause: what ``recomputed_tokens`` consists of: after a ``preemption``, and after a ``migration``.
     """
 
     title: str
@@ -166,6 +167,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaReport, ...]
     timeline: tuple[TimelinePoint, ...]
     tenants: tuple[TenantReport, ...] = ()
+    recomputed_by_cause: dict[str, int] = {}
 
 
 class WallTime(msgspec.Struct, frozen=True):

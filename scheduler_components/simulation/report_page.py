@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["check_can_draw", "render_page"]
 
 _MAX_TENANTS = 20  # rows of a page; the report has all
+_CAUSES = ("preemption", "migration")
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490", "#be185d", "#4b5563")
 _STYLE = """
 body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #111827; }
@@ -87,7 +88,10 @@ def _rows(reports: Sequence[SimulationReport]) -> list[tuple[str, ...]]:
         row("output tokens per second", *(f"{each.output_tokens_per_s:,.0f}" for each in reports)),
         row("within the SLO", *(f"{each.goodput_share:.1%}, {each.goodput_per_s:.2f}/s" for each in reports)),
         row("hit rate", *(", ".join(f"{tier} {rate:.1%}" for tier, rate in each.hit_rate.items()) for each in reports)),
-        row("positions computed again", *(f"{each.recomputed_tokens:,}" for each in reports)),
+        row(
+            "positions computed again after a preemption, after a failure",
+            *(", ".join(f"{each.recomputed_by_cause[cause]:,}" for cause in _CAUSES) for each in reports),
+        ),
         row("preemptions, migrations", *(f"{each.num_retractions:,}, {each.num_migrations:,}" for each in reports)),
         row("fairness among replicas", *(f"{each.replica_fairness:.3f}" for each in reports)),
         row("fairness among tenants", *(f"{each.tenant_fairness:.3f}" for each in reports)),

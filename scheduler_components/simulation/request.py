@@ -40,6 +40,7 @@ class SimulatedRequest:
         ticket: of the router's dispatch ledger, with the ledger's name; None for a router without one.
         replica: index of the replica that has it; -1 before it is routed.
         num_migrations: how often its replica failed.
+        has_lost_replica: True if it lost its pages last by such a failure, and not by a preemption.
         num_cached_prompt_tokens: tokens that were cached at its first admission.
         num_prefilled_tokens: end of the longest prefill so far, on any replica.
         cached_prompt: the tiers on which they were found; all 0 on a replica without tiers.
@@ -56,6 +57,7 @@ class SimulatedRequest:
         "cached_prompt",
         "finish_reason",
         "finished_ns",
+        "has_lost_replica",
         "first_token_ns",
         "hints",
         "is_sampled",
@@ -87,6 +89,7 @@ class SimulatedRequest:
         self.hints = recorded.hints if hints is None else hints
         self.stream_interval = 0
         self.num_migrations = 0
+        self.has_lost_replica = False
         self.num_retractions = 0
         self.num_cached_prompt_tokens = -1
         self.num_prefilled_tokens = 0

@@ -368,6 +368,7 @@ class Simulation:
         for request in lost:
             request.reset()
             request.num_migrations += 1
+            request.has_lost_replica = True
             self._totals.num_migrations += 1
             self._route(request)
 
@@ -493,6 +494,8 @@ class Simulation:
         generated_tokens = sum(request.num_output_tokens for request in finished)
         counts = [each for place in self._places for each in place.counts]
         replicas = tuple(_report_place(place, duration_ns) for place in self._places)
+        num_recomputed = sum(each.recomputed_tokens for each in counts)
+        num_migrated = sum(each.migrated_tokens for each in counts)
         tenants = _report_tenants(finished)
         num_in_time = sum(_is_in_time(request) for request in finished)
         serving = [replicas[place.index] for place in self._places if not place.is_drained]
@@ -510,7 +513,8 @@ class Simulation:
             cached_tokens=cached_tokens,
             hit_rate=self._hit_rates(finished),
             generated_tokens=generated_tokens,
-            recomputed_tokens=sum(each.recomputed_tokens for each in counts),
+            recomputed_tokens=num_recomputed,
+            recomputed_by_cause={"preemption": num_recomputed - num_migrated, "migration": num_migrated},
             output_tokens_per_s=generated_tokens * per_s,
             requests_per_s=len(finished) * per_s,
             queue_s=distribution_of(request.admitted_ns - request.arrived_ns for request in finished),
