@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from observability.jetstream.addresses import LogAddress
+from observability.jetstream.log_ownership import LogOwnership
 from observability.jetstream.log_writer import LogWriter
 from observability.kv_stream.log_records import LogMessage
 from scheduler_components import EventBatch
@@ -37,10 +38,7 @@ class WrittenStream:
         has_work: messages may be waiting to be sent.
         snapshot_due: a snapshot may be due.
         in_flight: messages that await their acknowledgement, with the time of sending, the oldest first.
-        slot: the object that the pointer names, whichever writer wrote it; -1 without a pointer.
-        revision: of that pointer.
-        has_begun: this writer has stored a pointer. From then on, a pointer with an epoch that is not in ``epochs``
-            means that another writer took over.
+        ownership: whether this writer still owns the stream.
         is_woken: the thread was woken and has not checked for work.
     """
 
@@ -49,11 +47,7 @@ class WrittenStream:
     has_work: asyncio.Event = field(default_factory=asyncio.Event)
     snapshot_due: asyncio.Event = field(default_factory=asyncio.Event)
     in_flight: dict[asyncio.Future[PubAck], tuple[LogMessage, float]] = field(default_factory=dict)
-    slot: int = -1
-    revision: int = 0
-    has_begun: bool = False
-    epochs: set[bytes] = field(default_factory=set)
-    is_superseded: bool = False
+    ownership: LogOwnership = field(default_factory=LogOwnership)
     is_woken: bool = False
 
 

@@ -166,7 +166,7 @@ class JetStreamWriter:
             rank=stream.address.rank,
             subject=stream.address.subject,
             is_connected=self.thread.is_connected,
-            is_superseded=stream.is_superseded,
+            is_superseded=stream.ownership.is_superseded,
             last_seq=writer.stream.next_sequence - 1,
             waiting=writer.num_waiting,
             stored=counters.stored,
@@ -180,7 +180,8 @@ class JetStreamWriter:
     def _is_stored(self, stream: WrittenStream) -> bool:
         """Return True when the broker has every batch of the stream."""
         with self._lock:
-            return stream.is_superseded or (stream.writer.heartbeat() is not None and not stream.writer.num_waiting)
+            writer = stream.writer
+            return stream.ownership.is_superseded or (writer.heartbeat() is not None and not writer.num_waiting)
 
     def _wake(self, stream: WrittenStream) -> None:
         """Wake the thread, because a batch waits to be sent."""
@@ -252,8 +253,8 @@ class JetStreamWriter:
         subscription = await self._broker.client.subscribe(stream.address.heartbeat_subject)
         async for message in subscription.messages:
             try:
-                is_foreign = LogHeartbeat.decode(message.data).epoch not in stream.epochs
-                if is_foreign and not stream.is_superseded:
+                is_foreign = LogHeartbeat.decode(message.data).epoch not in stream.ownership.epochs
+                if is_foreign and not stream.ownership.is_superseded:
                     await self._refresh_pointer(self._broker, stream)
             except (*NATS_ERRORS, DecodeError) as error:
                 _log.debug("%s: cannot check the heartbeat of another writer: %r", stream.address, error)
@@ -334,27 +335,22 @@ class JetStreamWriter:
 
     async def _check_pointer(self, broker: _Broker, stream: WrittenStream, info: StreamInfo) -> None:
         """Schedule a new snapshot if the broker has lost messages of this writer."""
-        is_own = await self._refresh_pointer(broker, stream)
+        is_known = await self._refresh_pointer(broker, stream)
         with self._lock:
-            writer, last_seq = stream.writer, info.state.last_seq
-            if not stream.has_begun:
-                writer.log_seq = last_seq
-            elif not is_own or last_seq < writer.log_seq:
-                writer.log_seq = last_seq
-                writer.on_snapshot_lost()
+            stream.ownership.on_broker_checked(stream.writer, is_known=is_known, last_log_seq=info.state.last_seq)
 
     async def _refresh_pointer(self, broker: _Broker, stream: WrittenStream) -> bool:
         """Read the pointer; return False if it is not the one that this writer stored last.
 
         If it names an epoch that is not this writer's, another writer has taken the stream over.
         """
+        ownership = stream.ownership
+        was_superseded, num_stored = ownership.is_superseded, ownership.num_stored
         pointer, revision = await _read_pointer(broker, stream.address)
-        is_own = revision == stream.revision
-        stream.revision, stream.slot = revision, -1 if pointer is None else pointer.slot
-        if not is_own and stream.has_begun and pointer is not None and pointer.epoch not in stream.epochs:
-            stream.is_superseded = True
+        is_known = ownership.on_pointer_read(pointer, revision, num_stored=num_stored)
+        if ownership.is_superseded and not was_superseded:
             _log.warning("%s: another writer has taken the stream over; this one stops", stream.address)
-        return is_own
+        return is_known
 
     async def _send_heartbeats(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -370,7 +366,7 @@ class JetStreamWriter:
         with self._lock:
             heartbeat = stream.writer.heartbeat()
         broker = self._broker
-        if heartbeat is None or broker is None or stream.is_superseded or not self.thread.is_connected:
+        if heartbeat is None or broker is None or stream.ownership.is_superseded or not self.thread.is_connected:
             return
         try:
             await broker.client.publish(stream.address.heartbeat_subject, heartbeat.encode())
@@ -398,9 +394,9 @@ class JetStreamWriter:
                 stream.snapshot_due.set()
 
     async def _send_waiting(self, stream: WrittenStream) -> None:
-        broker = self._broker
+        broker, ownership = self._broker, stream.ownership
         assert broker is not None
-        while len(stream.in_flight) < _MAX_IN_FLIGHT and self._is_prepared.is_set() and not stream.is_superseded:
+        while len(stream.in_flight) < _MAX_IN_FLIGHT and self._is_prepared.is_set() and not ownership.is_superseded:
             with self._lock:
                 message = stream.writer.pop_message(broker.max_payload_bytes)
             if message is None:
@@ -448,7 +444,7 @@ class JetStreamWriter:
                 await asyncio.wait_for(stream.snapshot_due.wait(), 1.0)
             stream.snapshot_due.clear()
             await self._is_prepared.wait()
-            while not stream.is_superseded:
+            while not stream.ownership.is_superseded:
                 with self._lock:
                     reason = stream.writer.snapshot_reason(self._clock())
                 if not reason or not await self._store_snapshot(stream):
@@ -497,19 +493,18 @@ class JetStreamWriter:
 
         Return False if another writer has taken over, or the pointer has changed in between.
         """
-        if not await self._refresh_pointer(broker, stream) and stream.is_superseded:
+        ownership = stream.ownership
+        await self._refresh_pointer(broker, stream)
+        if ownership.is_superseded:
             return False
-        revision = stream.revision
-        pointer = SnapshotPointer(snapshot.epoch, snapshot.end, 0 if stream.slot else 1)
-        stream.epochs.add(snapshot.epoch)
+        revision, pointer = ownership.revision, ownership.next_pointer(snapshot)
         await broker.snapshots.put(stream.address.snapshot_object(pointer.slot), snapshot.encode())
         try:
-            stream.revision = await broker.pointers.update(stream.address.pointer_key, pointer.encode(), revision)
+            stored = await broker.pointers.update(stream.address.pointer_key, pointer.encode(), revision)
         except KeyWrongLastSequenceError:
             await self._refresh_pointer(broker, stream)
             return False
-        stream.slot = pointer.slot
-        stream.has_begun = True
+        ownership.on_pointer_stored(pointer, stored)
         return True
 
 

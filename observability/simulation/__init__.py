@@ -17,7 +17,7 @@ from observability.simulation.delivery_report import (
     encode_delivery_report,
     summarize_deliveries,
 )
-from observability.simulation.delivery_world import WORLD_KINDS, DeliveryWorld, WorldPart, run_world
+from observability.simulation.delivery_world import WORLD_KINDS, DeliveryWorld, WorldKind, WorldPart, run_world
 from observability.simulation.faulty_disk import DiskFaults, FaultyDisk
 from observability.simulation.faulty_link import PERFECT, FaultyLink, LinkCounters, LinkFault, LinkQuality, TimedLink
 from observability.simulation.publisher_actor import (
@@ -38,6 +38,7 @@ __all__ = [
     "DeliveryWorld",
     "run_world",
     "WORLD_KINDS",
+    "WorldKind",
     "WorldPart",
     "StreamPart",
     "DeliveryReport",

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from observability.simulation.delivery_report import DeliveryReport, Violation
+from observability.simulation.jetstream_part import JetStreamPart
+from observability.simulation.plain_publisher import PlainPart
+from observability.simulation.relay_part import RelayPart
 from observability.simulation.stream_part import StreamPart
 from observability.simulation.timeline import BrokenPromise, Timeline
 from observability.simulation.world_counters import WorldCounters
 from observability.simulation.world_shape import draw_stream_shape
 
-__all__ = ["WORLD_KINDS", "DeliveryWorld", "WorldPart", "run_world"]
+__all__ = ["WORLD_KINDS", "DeliveryWorld", "WorldKind", "WorldPart", "run_world"]
 
 _JUDGE_EVERY_S = 0.05
 """Time between two judgements of what must hold in a calm."""
@@ -73,7 +76,14 @@ def _make_stream(timeline: Timeline, counters: WorldCounters) -> WorldPart:
     return StreamPart(timeline, counters, draw_stream_shape(timeline.random))
 
 
-WORLD_KINDS: dict[str, PartFactory] = {"stream": _make_stream}
+WorldKind: TypeAlias = Literal["stream", "relay", "jetstream", "plain"]
+
+WORLD_KINDS: dict[WorldKind, PartFactory] = {
+    "stream": _make_stream,
+    "relay": RelayPart,
+    "jetstream": JetStreamPart,
+    "plain": PlainPart,
+}
 """What a world may consist of. The seed chooses one."""
 
 
@@ -92,7 +102,7 @@ class DeliveryWorld:
 
     __slots__ = ("_counters", "kind", "phase", "timeline")
 
-    def __init__(self, seed: int, *, kind: str | None = None) -> None:
+    def __init__(self, seed: int, *, kind: WorldKind | None = None) -> None:
         self.timeline = Timeline(seed=seed)
         chosen = self.timeline.random.choice(tuple(WORLD_KINDS))
         self.kind = kind or chosen
@@ -162,6 +172,6 @@ class DeliveryWorld:
         )
 
 
-def run_world(seed: int, *, kind: str | None = None) -> DeliveryReport:
+def run_world(seed: int, *, kind: WorldKind | None = None) -> DeliveryReport:
     """Run the world of a seed."""
     return DeliveryWorld(seed, kind=kind).run()

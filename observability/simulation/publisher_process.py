@@ -13,6 +13,7 @@ import attrs
 
 from observability.simulation.faulty_disk import FaultyDisk, FloorOnFaultyDisk
 from observability.simulation.publisher_actor import LiveFrame, PublisherActor, PublisherShape
+from observability.simulation.subscriber_actor import SubscriberActor
 from observability.simulation.timeline import BrokenPromise, Timeline
 from observability.simulation.world_counters import WorldCounters
 from scheduler_components import KVCacheEvent, StartError
@@ -154,6 +155,10 @@ class PublisherProcess:
     def _poll(self) -> None:
         """Send what is pending, as the publisher's thread does."""
         self._is_poll_due = False
+        self.idle()
+
+    def idle(self) -> None:
+        """Send what is pending, unless nothing can be sent now."""
         if self.is_up and not self.is_stalled:
             self.actor.idle()
             self.check()
@@ -178,12 +183,17 @@ class PublisherProcess:
         if pending and self._timeline.now_s - pending[0].ts > MAX_SEND_DELAY_S:
             raise BrokenPromise("no batch waits for long", f"one waits since {pending[0].ts:.6f}")
         kept = stream.next_sequence - stream.oldest
-        if kept > 2 * window:
+        # One drain sends all that is pending before it looks at the bound.
+        if kept > 2 * window + self._shape.publisher.max_pending:
             raise BrokenPromise("memory is bounded", f"the stream keeps {kept} batches of {window}")
         if stream.has_stuck_pins:
             raise BrokenPromise("memory is bounded", "an answer that cannot be completed stays open")
         if self._num_since_answer >= _TRIM_BATCHES and kept > window + len(pending):
             raise BrokenPromise("memory is bounded", f"the stream keeps {kept} batches and no answer is open")
+
+    def can_prove(self, reader: SubscriberActor) -> bool:
+        """Return whether ``reader`` can prove that it has everything."""
+        return self.actor.can_be_live(has_extension=reader.has_extension)
 
     # --- replays ---
 

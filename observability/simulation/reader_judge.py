@@ -185,7 +185,7 @@ class ReaderJudge:
             BrokenPromise: it is not.
         """
         now_s, reader, actor = self._timeline.now_s, self._reader, self._process.actor
-        if now_s < self.due_s or not actor.can_be_live(has_extension=reader.has_extension):
+        if now_s < self.due_s or not self._process.can_prove(reader):
             return
         cursor = reader.follower.cursor
         if reader.state is not StreamState.LIVE:

@@ -66,6 +66,7 @@ class StreamPart:
         shape: of the stream.
         listener: receives every change of each reader's view; None without one.
         is_source: False for a stream whose batches come from elsewhere, as a relay's do.
+        make_process: the publisher's rules.
 
     Attributes:
         process: the publisher.
@@ -85,13 +86,14 @@ class StreamPart:
         *,
         listener: StreamListener | None = None,
         is_source: bool = True,
+        make_process: type[PublisherProcess] = PublisherProcess,
     ) -> None:
         self.timeline = timeline
         self.counters = counters
         self.listener = listener
         self._shape = shape
         disk = FaultyDisk(random=timeline.random, faults=shape.disk)
-        self.process = PublisherProcess(timeline, shape.process, disk=disk, counters=counters)
+        self.process = make_process(timeline, shape.process, disk=disk, counters=counters)
         self._storm_ends_s = 0.0
         self._is_publishing = is_source
         self._joined: JudgedReader | None = None
@@ -142,7 +144,8 @@ class StreamPart:
             self.timeline.after(delay_s, self._break_next)
 
     def _break_next(self) -> None:
-        self._break(self.timeline.random.choice(self._shape.faults))
+        if self.readers:
+            self._break(self.timeline.random.choice(self._shape.faults))
         self._break_later()
 
     def _draw_duration_s(self) -> float:
@@ -256,4 +259,4 @@ class StreamPart:
     @property
     def limit_s(self) -> float:
         """How long the recovery of its readers may take."""
-        return max(each.judge.limit_s for each in self.readers)
+        return max((each.judge.limit_s for each in self.readers), default=0.0)

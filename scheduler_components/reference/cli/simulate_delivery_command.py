@@ -15,6 +15,7 @@ from observability.simulation import (
     DeliveryReport,
     DeliverySummary,
     Violation,
+    WorldKind,
     encode_delivery_report,
     run_world,
     summarize_deliveries,
@@ -35,6 +36,9 @@ def simulate_delivery(
         int | None, Parameter(validator=Number(gte=1), help="Worlds. Default: 100, or 1 with --seed.")
     ] = None,
     seed: Annotated[int | None, Parameter(validator=Number(gte=0), help="First seed. Default: 0.")] = None,
+    kind: Annotated[
+        WorldKind | None, Parameter(help="What each world consists of. Without it, the seed chooses.")
+    ] = None,
     as_json: Annotated[
         bool, Parameter(name="--json", show_default=False, help="Print each world's report as one line of JSON.")
     ] = False,
@@ -53,7 +57,7 @@ def simulate_delivery(
     num_violations = 0
     wall_s = time.perf_counter()
     for number in range(first, first + count):
-        report = run_world(number)
+        report = run_world(number, kind=kind)
         reports.append(report)
         if as_json:
             print_lines((encode_delivery_report(report).decode(),))
@@ -79,7 +83,7 @@ def format_violation(report: DeliveryReport, violation: Violation) -> Iterator[s
     yield f"  {violation.detail}"
     yield "  the last events:"
     yield from (f"    {line}" for line in violation.last_events)
-    yield f"  repeat it: scheduler-components simulate delivery --seed {report.seed}"
+    yield f"  repeat it: scheduler-components simulate delivery --seed {report.seed} --kind {report.kind}"
 
 
 def format_summary(summary: DeliverySummary, wall_s: float) -> Iterator[str]:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from kit import broken_log_cores
 from kit.searches import num_examples
 
 from observability.jetstream.log_follower import LogFollower
+from observability.jetstream.log_ownership import LogOwnership
 from observability.jetstream.log_writer import LogLimits, LogTraffic, LogWriter
 from observability.kv_stream import (
     BatchApplier,
@@ -24,7 +26,6 @@ from observability.kv_stream import (
     NullStreamListener,
     StreamState,
     Tier,
-    log_cursor,
 )
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
@@ -95,9 +96,8 @@ class ModelWriter:
         )
         self.held: frozenset[int] = frozenset()
         self.unacked: list[tuple[LogMessage, tuple[int, bool] | None]] = []
-        self.revision = world.broker.revision
-        self.epochs: set[bytes] = set()
-        self.has_begun = self.is_superseded = False
+        self.ownership = LogOwnership()
+        self.refresh_pointer()
 
     def new_epoch(self) -> bytes:
         self.num_epochs += 1
@@ -118,7 +118,7 @@ class ModelWriter:
     def send(self, count: int, fate: str) -> None:
         """Send messages: the broker stores them, they are lost, or their acknowledgements are lost."""
         for _ in range(count):
-            message = None if self.is_superseded else self.core.pop_message(LARGEST_BYTES)
+            message = None if self.ownership.is_superseded else self.core.pop_message(LARGEST_BYTES)
             if message is None:
                 return
             answer = None if fate == "lose" else self.world.broker.store(message)
@@ -136,32 +136,28 @@ class ModelWriter:
     def store_snapshot(self, fate: str) -> None:
         """Build a snapshot if one is due, and store it or fail on the way."""
         broker, now_s = self.world.broker, self.world.now_s
-        if self.is_superseded or not self.core.snapshot_reason(now_s):
+        if self.ownership.is_superseded or not self.core.snapshot_reason(now_s):
             return
         snapshot, traffic = run_to_end(self.core.build_snapshot())
         self.refresh_pointer()
-        if fate == "lose" or self.is_superseded:
+        if fate == "lose" or self.ownership.is_superseded:
             self.core.on_snapshot_failed()
             return
-        self.epochs.add(snapshot.epoch)
-        found = SnapshotPointer.decode(broker.pointer) if broker.pointer else None
-        pointer = SnapshotPointer(snapshot.epoch, snapshot.end, 0 if found is None or found.slot else 1)
+        pointer = self.ownership.next_pointer(snapshot)
         broker.objects[pointer.slot] = snapshot.encode()
         if fate != "lose object":
             broker.pointer, broker.revision = pointer.encode(), broker.revision + 1
         if fate != "none":
             self.core.on_snapshot_failed()
             return
-        self.revision, self.has_begun = broker.revision, True
+        self.ownership.on_pointer_stored(pointer, broker.revision)
         self.core.on_snapshot_stored(snapshot, traffic, now_s)
 
     def refresh_pointer(self) -> None:
         """Detect another writer's pointer, which means that the writer was replaced."""
         broker = self.world.broker
-        if self.revision != broker.revision:
-            self.revision = broker.revision
-            is_foreign = broker.pointer is not None and SnapshotPointer.decode(broker.pointer).epoch not in self.epochs
-            self.is_superseded = self.is_superseded or (self.has_begun and is_foreign)
+        found = SnapshotPointer.decode(broker.pointer) if broker.pointer else None
+        self.ownership.on_pointer_read(found, broker.revision, num_stored=self.ownership.num_stored)
 
 
 def run_to_end(slices: Any) -> tuple[Snapshot, int]:
@@ -295,7 +291,7 @@ class LogModel:
         """Deliver a heartbeat of the current writer, or of a replaced one, to one reader."""
         self.now_s += HEARTBEAT_INTERVAL_S / 4
         for writer in self.writers[-2:] if index > 1 else self.writers[-1:]:
-            heartbeat = None if writer.is_superseded else writer.core.heartbeat()
+            heartbeat = None if writer.ownership.is_superseded else writer.core.heartbeat()
             if heartbeat is not None:
                 self.readers[index % 2].receive_heartbeat(heartbeat)
 
@@ -317,7 +313,7 @@ class LogModel:
 
     def replaced_writer_sends(self, count: int) -> None:
         """Let the replaced writer send, until it stores a snapshot and notices."""
-        if len(self.writers) > 1 and self.writers[-2].has_begun:
+        if len(self.writers) > 1 and self.writers[-2].ownership.has_begun:
             old = self.writers[-2]
             old.send(count, "none")
             old.store_snapshot("none")
@@ -344,8 +340,8 @@ class LogModel:
         self.broker = Broker()
         for writer in self.writers:
             writer.acknowledge(len(writer.unacked))
-            writer.core.log_seq = writer.revision = 0
-            writer.core.on_snapshot_lost()
+            writer.ownership.on_pointer_read(None, 0, num_stored=writer.ownership.num_stored)
+            writer.ownership.on_broker_checked(writer.core, is_known=False, last_log_seq=0)
 
     def forge(self, kind: str, ahead: int) -> None:
         """Forge a message on the subject."""
@@ -472,160 +468,51 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: list[Any] = []
 
 
-def caught_by(*steps: tuple[Any, ...], is_searched: bool = False) -> Callable[[Mutate], Mutate]:
+def caught_by(mutate: Mutate, *steps: tuple[Any, ...], is_searched: bool = False) -> None:
     """Register a mutant with steps that expose it.
 
     Args:
+        mutate: breaks one rule.
         steps: pass with the unchanged cores.
         is_searched: ``make soak`` checks that random steps expose the mutant too. They rarely expose the others.
     """
-
-    def register(mutate: Mutate) -> Mutate:
-        MUTANTS.append(pytest.param(mutate, list(steps), is_searched, id=mutate.__name__))
-        return mutate
-
-    return register
+    MUTANTS.append(pytest.param(mutate, list(steps), is_searched, id=mutate.__name__))
 
 
-@caught_by(("forge", "epoch", 0), is_searched=True)
-def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
-
-
-@caught_by(("forge", "other", 0), is_searched=True)
-def epoch_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
-    on_message = LogCursor._on_message
-    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
-
-    def accept_any_epoch(self: LogCursor, message: LogMessage) -> Any:
-        epoch = self._target.at.epoch
-        return on_message(self, LogMessage(message.log_seq, epoch, message.seq, message.digest, message.payload))
-
-    patch.setattr(LogCursor, "_on_message", accept_any_epoch)
-
-
-@caught_by(("forge", "epoch", 1), is_searched=True)
-def future_messages_applied(patch: pytest.MonkeyPatch) -> None:
-    on_message = LogCursor._on_message
-    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
-
-    def accept_ahead(self: LogCursor, message: LogMessage) -> Any:
-        at = self._target.at
-        if message.epoch == at.epoch and message.seq > at.next:
-            at.next = message.seq
-        return on_message(self, message)
-
-    patch.setattr(LogCursor, "_on_message", accept_ahead)
-
-
-@caught_by(SNAPSHOT, ONE, TWO, ("send", 1, "lose"), ("send", 1, "none"), ("acknowledge", 2))
-def reordered_messages_are_dropped_without_recovery(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor._LogPosition, "hold", lambda self, message: None)
-    patch.setattr(LogCursor, "_on_writer_ahead", lambda self: ())
-
-
-@caught_by(SNAPSHOT, ONE, ("send", 1, "none"), ("expire", 1))
-def stalled_readers_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
-
-
-@caught_by(SNAPSHOT, ("store", 5, 1), ("send", 1, "lose"), ("forge", "epoch", -1), is_searched=True)
-def every_heartbeat_is_a_proof(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogCursor, "_on_digest_mismatch", lambda self: self._on_verified())
-    patch.setattr(log_cursor._LogPosition, "is_next", lambda self, message: True)
-
-
-@caught_by(*JOINED, ("restart_writer",))
-def another_epoch_is_never_read(patch: pytest.MonkeyPatch) -> None:
-    on_other_epoch = LogCursor._on_other_epoch
-    patch.setattr(
-        LogCursor, "_on_other_epoch", lambda self: on_other_epoch(self) if self.epoch == log_cursor.NO_EPOCH else ()
-    )
-
-
-@caught_by(SNAPSHOT, ("heartbeat", 0), ("answer", 0, "lose"))
-def failed_requests_are_not_retried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogCursor, "_on_retry_due", lambda self: ())
-
-
-@caught_by(ONE, is_searched=True)
-def batches_of_the_snapshot_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor._on_snapshot_read
-
-    def read_less(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
-        for each in read(self, request_id, snapshot):
-            if not (isinstance(each, log_cursor.ApplyStaged) and not each.is_snapshot_chunk):
-                yield each
-
-    patch.setattr(LogCursor, "_on_snapshot_read", read_less)
-
-
-@caught_by(SNAPSHOT, ONE, is_searched=True)
-def the_log_is_read_from_a_later_number(patch: pytest.MonkeyPatch) -> None:
-    read = LogCursor._on_snapshot_read
-
-    def read_on(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
-        for each in read(self, request_id, snapshot):
-            yield log_cursor.ReadLog(each.log_seq + 3) if isinstance(each, log_cursor.ReadLog) else each
-
-    patch.setattr(LogCursor, "_on_snapshot_read", read_on)
-
-
-@caught_by(*JOINED, ONE, ("send", 1, "lose"), ("acknowledge", 1))
-def no_message_is_retried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogWriter, "on_failed", lambda self, message: self._in_flight.discard(message.seq))
-
-
-@caught_by(
-    SNAPSHOT, *[step for block in range(20) for step in (("store", block, 1), ("send", 1, "none"), ("acknowledge", 1))]
+caught_by(broken_log_cores.digest_of_a_message_not_compared, ("forge", "epoch", 0), is_searched=True)
+caught_by(broken_log_cores.epoch_of_a_message_not_compared, ("forge", "other", 0), is_searched=True)
+caught_by(broken_log_cores.future_messages_applied, ("forge", "epoch", 1), is_searched=True)
+caught_by(
+    broken_log_cores.reordered_messages_are_dropped_without_recovery,
+    SNAPSHOT,
+    ONE,
+    TWO,
+    ("send", 1, "lose"),
+    ("send", 1, "none"),
+    ("acknowledge", 2),
 )
-def messages_sent_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
-    why = LogWriter.snapshot_reason
-    patch.setattr(
-        LogWriter, "snapshot_reason", lambda self, now_s: "" if "max" in why(self, now_s) else why(self, now_s)
-    )
-    patch.setattr(ModelWriter, "limits", LogLimits(10**6, 10**9, 1e9, 100, 3, 10_000))
-
-
-@caught_by(SNAPSHOT, *FIVE)
-def batches_before_the_buffer_are_skipped(patch: pytest.MonkeyPatch) -> None:
-    why, pop_message = LogWriter.snapshot_reason, LogWriter.pop_message
-
-    def skip(self: LogWriter, max_payload_bytes: int) -> LogMessage | None:
-        self._next_out = max(self._next_out, self.stream.first)
-        return pop_message(self, max_payload_bytes)
-
-    patch.setattr(LogWriter, "pop_message", skip)
-    patch.setattr(
-        LogWriter, "snapshot_reason", lambda self, now_s: "" if "unreachable" in why(self, now_s) else why(self, now_s)
-    )
-
-
-@caught_by(SNAPSHOT, ("store", 0, 4))
-def large_batches_wait(patch: pytest.MonkeyPatch) -> None:
-    why = LogWriter.snapshot_reason
-    patch.setattr(
-        LogWriter, "snapshot_reason", lambda self, now_s: "" if "larger" in why(self, now_s) else why(self, now_s)
-    )
-
-
-@caught_by(*FIVE, SNAPSHOT)
-def the_snapshot_is_older_than_its_number(patch: pytest.MonkeyPatch) -> None:
-    making = LogWriter.build_snapshot
-
-    def make_less(self: LogWriter) -> Any:
-        snapshot, traffic = yield from making(self)
-        return Snapshot(
-            snapshot.epoch,
-            snapshot.first,
-            snapshot.digest,
-            snapshot.chunks[:0],
-            snapshot.batches,
-            snapshot.end_digest,
-            snapshot.log_seq,
-        ), traffic
-
-    patch.setattr(LogWriter, "build_snapshot", make_less)
+caught_by(broken_log_cores.stalled_readers_wait, SNAPSHOT, ONE, ("send", 1, "none"), ("expire", 1))
+caught_by(
+    broken_log_cores.every_heartbeat_is_a_proof,
+    SNAPSHOT,
+    ("store", 5, 1),
+    ("send", 1, "lose"),
+    ("forge", "epoch", -1),
+    is_searched=True,
+)
+caught_by(broken_log_cores.another_epoch_is_never_read, *JOINED, ("restart_writer",))
+caught_by(broken_log_cores.failed_requests_are_not_retried, SNAPSHOT, ("heartbeat", 0), ("answer", 0, "lose"))
+caught_by(broken_log_cores.batches_of_the_snapshot_are_left_out, ONE, is_searched=True)
+caught_by(broken_log_cores.the_log_is_read_from_a_later_number, SNAPSHOT, ONE, is_searched=True)
+caught_by(broken_log_cores.no_message_is_retried, *JOINED, ONE, ("send", 1, "lose"), ("acknowledge", 1))
+caught_by(
+    broken_log_cores.messages_sent_beyond_the_limit,
+    SNAPSHOT,
+    *[step for block in range(20) for step in (("store", block, 1), ("send", 1, "none"), ("acknowledge", 1))],
+)
+caught_by(broken_log_cores.batches_before_the_buffer_are_skipped, SNAPSHOT, *FIVE)
+caught_by(broken_log_cores.large_batches_wait, SNAPSHOT, ("store", 0, 4))
+caught_by(broken_log_cores.the_snapshot_is_older_than_its_number, *FIVE, SNAPSHOT)
 
 
 @pytest.mark.broken_variants

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from kit import broken_relay_cores
 from kit.events import removed_run, stored_run
 from kit.searches import num_examples
 
 from observability.kv_stream import BlockView, StreamState, Tier
-from observability.relay import source_merger
 from observability.relay.source_merger import SourceMerger, least_trusted_state
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
@@ -138,57 +138,26 @@ Break = Callable[[pytest.MonkeyPatch], None]
 BROKEN: list[Any] = []
 
 
-def caught_by(num_sources: int, *steps: tuple) -> Callable[[Break], Break]:
+def caught_by(broken: Break, num_sources: int, *steps: tuple) -> None:
     """Register a broken merger with steps that expose it; `make soak` checks that random steps expose it too."""
-
-    def register(broken: Break) -> Break:
-        BROKEN.append(pytest.param(broken, num_sources, list(steps), id=broken.__name__))
-        return broken
-
-    return register
+    BROKEN.append(pytest.param(broken, num_sources, list(steps), id=broken.__name__))
 
 
-@caught_by(1, ("store", 0, 0, 1, False), ("restart", 0))
-def a_restart_forgets_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "on_view_cleared", lambda *_: ())
-
-
-@caught_by(2, ("store", 0, 0, 1, False), ("clear", 1))
-def a_clear_of_one_source_clears_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "_remove_unheld", lambda *_: (AllBlocksCleared(),))
-
-
-@caught_by(2, ("store", 0, 0, 1, False), ("store", 1, 0, 1, False), ("clear", 0))
-def a_removal_counts_for_all_sources(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "_is_held", lambda *_: False)
-
-
-@caught_by(1, ("store", 0, 0, 1, False), ("begin", 0), ("end", 0, True))
-def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
-    def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple:
-        source = self._sources[key]
-        for place, blocks in (source.staged or {}).items():
-            source.held.setdefault(place, source_merger.BlockSet()).update(blocks)
-        source.staged = None
-        return ()
-
-    patch.setattr(SourceMerger, "on_snapshot_end", ended)
-
-
-@caught_by(1, ("begin", 0), ("store", 0, 0, 1, False), ("begin", 0))
-def a_cut_snapshot_is_kept(patch: pytest.MonkeyPatch) -> None:
-    right = SourceMerger.on_snapshot_end
-    patch.setattr(SourceMerger, "on_snapshot_end", lambda self, key, *, was_used: right(self, key, was_used=True))
-
-
-@caught_by(1, ("store", 0, 0, 1, False), ("begin", 0), ("clear", 0))
-def a_snapshot_is_applied_to_the_view(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "on_snapshot_begin", lambda *_: None)
-
-
-@caught_by(2, ("store", 0, 0, 1, False), ("store", 0, 0, 1, True))
-def media_are_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(source_merger, "location_of", lambda *_: ("GPU", None, None, None))
+caught_by(broken_relay_cores.a_restart_forgets_nothing, 1, ("store", 0, 0, 1, False), ("restart", 0))
+caught_by(broken_relay_cores.a_clear_of_one_source_clears_all, 2, ("store", 0, 0, 1, False), ("clear", 1))
+caught_by(
+    broken_relay_cores.a_removal_counts_for_all_sources,
+    2,
+    ("store", 0, 0, 1, False),
+    ("store", 1, 0, 1, False),
+    ("clear", 0),
+)
+caught_by(broken_relay_cores.a_snapshot_replaces_nothing, 1, ("store", 0, 0, 1, False), ("begin", 0), ("end", 0, True))
+caught_by(broken_relay_cores.a_cut_snapshot_is_kept, 1, ("begin", 0), ("store", 0, 0, 1, False), ("begin", 0))
+caught_by(
+    broken_relay_cores.a_snapshot_is_applied_to_the_view, 1, ("store", 0, 0, 1, False), ("begin", 0), ("clear", 0)
+)
+caught_by(broken_relay_cores.media_are_one, 2, ("store", 0, 0, 1, False), ("store", 0, 0, 1, True))
 
 
 @pytest.mark.broken_variants

@@ -1,8 +1,9 @@
 """A relay between faulty networks: publishers, the relay that follows them, and the readers that follow it.
 
-All parts are the kit's real cores. Properties, whatever is lost, restarted or cut on either side:
+All parts are actors of the simulated world, moved by steps. Properties, whatever is lost, restarted or cut on either
+side:
 
-- after every step, the published state is the union of the relay's views;
+- after every step, the published state is the union of what the relay knows (``RelayActor.check``);
 - no reader is ``LIVE`` with a view that differs from the relay's stream (the simulation checks this);
 - once the faults stop, every reader has the engines' blocks, and is ``LIVE`` if and only if the relay knows all of
 them.
@@ -11,45 +12,32 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from kit import broken_relay_cores
 from kit.searches import num_examples
 
-from observability.kv_stream import BlockView, StreamState, Tier
-from observability.relay.source_merger import SourceMerger
-from observability.relay.stream import RelayedStream, SourceListener
+from observability.kv_stream import StreamListener, StreamState
+from observability.simulation import SubscriberActor
+from observability.simulation.relay_actor import RelayActor
 from observability.testing import RecoverySimulation
 from observability.testing.recovery_model import SteppedReader
-from scheduler_components import EventBatch
-from scheduler_components.kv_events import EventStream
-from scheduler_components.values import PublisherStats
-
-State = frozenset[tuple[int, Tier]]
 
 
-class ModelSink:
-    """Publishes to the relay's readers."""
+@dataclass
+class SteppedSource:
+    """One engine, as the relay follows it."""
 
-    def __init__(self, world: RecoverySimulation) -> None:
-        self.world = world
+    engine: RecoverySimulation
+    reader: SubscriberActor
 
-    def publish(self, events: EventBatch) -> None:
-        self.world.publisher.publish(events)
-
-    def idle(self) -> None:
-        self.world.send()
-
-    def set_upstream_state(self, state: str | None) -> None:
-        self.world.publisher.set_upstream_state(state)
-
-    def stats(self) -> PublisherStats:
-        return PublisherStats()
-
-    def shutdown(self) -> None:
-        """Do nothing."""
+    def close(self) -> None:
+        self.engine.disconnect(0)
 
 
 class RelayWorld:
@@ -57,41 +45,37 @@ class RelayWorld:
 
     def __init__(self, *, windows: tuple[int, int], seq_base: str, engines: tuple[bool, ...]) -> None:
         self.engines = [
-            RecoverySimulation(
-                window=windows[0], seq_base=seq_base, num_extended=is_extended, num_plain=not is_extended
-            )
-            for is_extended in engines
+            RecoverySimulation(window=windows[0], seq_base=seq_base, num_extended=0, num_plain=0) for _ in engines
         ]
+        self.has_extension = engines
         self.readers = RecoverySimulation(window=windows[1], seq_base="clock", num_extended=1, num_plain=1)
-        self.begin_relay()
+        self.relay = RelayActor(
+            [partial(self.follow, key) for key in range(len(engines))],
+            self.readers.publisher,
+        )
+        self.relay.begin()
 
-    def begin_relay(self) -> None:
-        """Restart the relay with an empty state."""
-        self.stream = RelayedStream(0, ModelSink(self.readers), wall_clock=lambda: 0.0)
-        for key, engine in enumerate(self.engines):
-            (before,) = engine.subscribers
-            engine.subscribers = [
-                SteppedReader(
-                    engine.publisher,
-                    f"relay of engine {key}",
-                    has_extension=before.has_extension,
-                    now_s=engine.now_s,
-                )
-            ]
-            engine.subscribers[0].actor.follower.applier.listener = SourceListener(key, {0: self.stream})
-            self.stream.merger.add_source(key)
-        self.stream.send_upstream_state()
+    def follow(self, key: int, listener: StreamListener) -> SteppedSource:
+        """Follow an engine with an empty view."""
+        engine = self.engines[key]
+        reader = SteppedReader(
+            engine.publisher, f"relay of {key}", has_extension=self.has_extension[key], now_s=engine.now_s
+        )
+        reader.actor.follower.applier.listener = listener
+        engine.subscribers = [reader]
+        return SteppedSource(engine, reader.actor)
 
     def restart_relay(self) -> None:
-        for engine in self.engines:
-            engine.disconnect(0)
+        self.relay.end()
         self.readers.restart(False)
-        self.begin_relay()
+        self.relay.begin()
 
     def play(self, steps: list[tuple]) -> None:
         for where, *step in steps:
             if where == "relay":
                 self.restart_relay()
+            elif where == "again":
+                self.relay.follow_again(step[0] % len(self.engines))
             elif where == "wait":
                 for world in (*self.engines, self.readers):
                     world.play([("wait", *step)])
@@ -100,16 +84,7 @@ class RelayWorld:
                 self.engines[which % len(self.engines)].play([tuple(rest)])
             else:
                 self.readers.play([tuple(step)])
-            self.stream.flush()
-            self.check()
-
-    def check(self) -> None:
-        """Check that the published state is the union of the sources."""
-        assert self.readers.publisher.held == self.known()
-
-    def known(self) -> State:
-        views = [each.actor.follower.applier for engine in self.engines for each in engine.subscribers]
-        return frozenset().union(*[_blocks(each.view) | _blocks(each.staging) for each in views])
+            self.relay.flush()
 
     def run(self, steps: list[tuple]) -> None:
         for which in range(len(self.engines)):
@@ -120,31 +95,17 @@ class RelayWorld:
         self.play(steps)
         for engine in self.engines:
             engine.recover()
-            self.check_relayed(engine)
-            self.stream.flush()
-        self.check()
+            engine.check_converged()
+        self.relay.flush()
         self.readers.recover()
         self.check_readers()
 
-    def check_relayed(self, engine: RecoverySimulation) -> None:
-        """Check that the relay's view equals the engine's state, and is LIVE where it can be proved."""
-        (relayed,) = engine.subscribers
-        assert relayed.blocks == engine.publisher.held
-        can_prove = relayed.actor.follower.cursor.is_extended or len(engine.publisher.stream) > 0
-        if can_prove and not engine.publisher.is_poisoned:
-            assert relayed.state is StreamState.LIVE
-
     def check_readers(self) -> None:
-        relayed = [engine.subscribers[0] for engine in self.engines]
-        is_whole = all(each.state is StreamState.LIVE for each in relayed)
+        is_whole = self.relay.is_whole
         for each in self.readers.subscribers:
-            assert each.blocks == self.known()
+            assert each.blocks == self.relay.known
             if each.actor.follower.cursor.is_extended:  # a plain reader has no such field
                 assert (each.state is StreamState.LIVE) == is_whole, f"{each.state}, and the relay knows {is_whole}"
-
-
-def _blocks(view: BlockView | None) -> State:
-    return frozenset((each, tier) for tier in Tier for each in view.blocks(0, tier)) if view else frozenset()
 
 
 FAULTS = ("none", "none", "none", "lose", "repeat")
@@ -165,6 +126,7 @@ STEPS = st.lists(
         st.tuples(st.just("reader"), st.sampled_from(["connect", "connect", "disconnect"]), READER),
         st.tuples(st.just("wait"), st.sampled_from([1, 5, 21, 60])),
         st.just(("relay",)),
+        st.tuples(st.just("again"), ENGINE),
     ),
     max_size=30,
 )  # fmt: skip
@@ -196,63 +158,35 @@ Break = Callable[[pytest.MonkeyPatch], None]
 BROKEN: list[Any] = []
 
 
-def caught_by(*steps: tuple, engines: tuple[bool, ...] = (True,), seq_base: str = "clock") -> Callable[[Break], Break]:
+def caught_by(broken: Break, *steps: tuple, engines: tuple[bool, ...] = (True,), seq_base: str = "clock") -> None:
     """Register a broken relay with steps that expose it; `make soak` checks that random steps expose it too."""
-
-    def register(broken: Break) -> Break:
-        BROKEN.append(pytest.param(broken, list(steps), engines, seq_base, id=broken.__name__))
-        return broken
-
-    return register
+    BROKEN.append(pytest.param(broken, list(steps), engines, seq_base, id=broken.__name__))
 
 
-@caught_by(("engine", 0, "restart", False), engines=(False,), seq_base="zero")
-def a_clear_after_a_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceListener, "on_view_cleared", lambda *_: None)
+caught_by(
+    broken_relay_cores.a_clear_after_a_restart_is_forgotten,
+    ("engine", 0, "restart", False),
+    engines=(False,),
+    seq_base="zero",
+)
 
 
-@caught_by(("engine", 0, "poison"))
-def partial_is_told_as_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceMerger, "upstream", property(lambda _: None))
-
-
-@caught_by(("engine", 0, "store", 0, 1, False), ("engine", 0, "poison"), engines=(True, True))
-def the_best_source_sets_the_state(patch: pytest.MonkeyPatch) -> None:
-    def best(self: SourceMerger) -> str | None:
-        return None if any(each.state is StreamState.LIVE for each in self._sources.values()) else "partial"
-
-    patch.setattr(SourceMerger, "upstream", property(best))
-
-
-@caught_by()
-def the_end_of_a_doubt_is_not_published(patch: pytest.MonkeyPatch) -> None:
-    def send_doubts(self: RelayedStream) -> None:
-        if self.merger.upstream is not None:
-            self.sink.set_upstream_state(self.merger.upstream)
-
-    patch.setattr(RelayedStream, "send_upstream_state", send_doubts)
-
-
-@caught_by()
-def the_begin_of_a_snapshot_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceListener, "on_snapshot_begin", lambda *_: None)
-
-
-@caught_by(*CUT_IN_A_SNAPSHOT)
-def a_cut_snapshot_stays(patch: pytest.MonkeyPatch) -> None:
-    right = SourceListener.on_snapshot_end
-
-    def ended(self: SourceListener, rank: int, *, was_used: bool) -> None:
-        if was_used:
-            right(self, rank, was_used=True)
-
-    patch.setattr(SourceListener, "on_snapshot_end", ended)
-
-
-@caught_by(("relay",), ("engine", 0, "store", 0, 1, False), engines=(False,))
-def the_base_does_not_begin_with_a_clear(patch: pytest.MonkeyPatch) -> None:
-    right = EventStream.encode_chunk
-    patch.setattr(EventStream, "encode_chunk", lambda *args, clear: right(*args, clear=False))
+caught_by(broken_relay_cores.partial_is_told_as_whole, ("engine", 0, "poison"))
+caught_by(
+    broken_relay_cores.the_best_source_sets_the_state,
+    ("engine", 0, "store", 0, 1, False),
+    ("engine", 0, "poison"),
+    engines=(True, True),
+)
+caught_by(broken_relay_cores.the_end_of_a_doubt_is_not_published)
+caught_by(broken_relay_cores.the_begin_of_a_snapshot_is_ignored)
+caught_by(broken_relay_cores.a_cut_snapshot_stays, *CUT_IN_A_SNAPSHOT)
+caught_by(
+    broken_relay_cores.the_base_does_not_begin_with_a_clear,
+    ("relay",),
+    ("engine", 0, "store", 0, 1, False),
+    engines=(False,),
+)
 
 
 @pytest.mark.broken_variants

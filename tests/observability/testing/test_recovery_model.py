@@ -12,27 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from kit import broken_stream_cores
 from kit.searches import num_examples
 
-from observability.kv_stream import BlockView, FrameParser, digest_cursor, follower, stream_cursor
-from observability.kv_stream.cursor_events import CursorEvent, ReplayBatchReceived
-from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
-from observability.kv_stream.instructions import Apply, Instruction
-from observability.kv_stream.plain_cursor import PlainCursor
-from observability.kv_stream.stream_cursor import dispatch
-from observability.kv_stream.stream_state import ReplayCredit
 from observability.testing import RecoverySimulation
 from observability.testing.recovery_model import Steps
-from scheduler_components import BlockStored
-from scheduler_components.events import TIER_MEDIUM
-from scheduler_components.kv_events import EventStream
-from scheduler_components.kv_events import stream as event_stream
-from scheduler_components.kv_events.replay import ReplaySessions
-from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
 
 INDEX = st.integers(0, 2)
 FAULTS = ("none", "none", "none", "lose", "repeat")
@@ -116,22 +103,18 @@ MUTANTS: list[Any] = []
 
 
 def caught_by(
-    *trace: tuple, window: int = 2, seq_base: str = "zero", is_searched: bool = False
-) -> Callable[[Mutate], Mutate]:
+    mutate: Mutate, *trace: tuple, window: int = 2, seq_base: str = "zero", is_searched: bool = False
+) -> None:
     """Register a mutant with a trace that exposes it.
 
     Args:
+        mutate: breaks one rule.
         trace: passes with the unchanged cores.
         window: size of the publisher's replay buffer.
         seq_base: first sequence number of an epoch.
         is_searched: ``make soak`` checks that random traces expose the mutant too. They rarely expose the others.
     """
-
-    def register(mutate: Mutate) -> Mutate:
-        MUTANTS.append(pytest.param(mutate, list(trace), window, seq_base, is_searched, id=mutate.__name__))
-        return mutate
-
-    return register
+    MUTANTS.append(pytest.param(mutate, list(trace), window, seq_base, is_searched, id=mutate.__name__))
 
 
 FOUR_MORE = [
@@ -139,232 +122,89 @@ FOUR_MORE = [
 ]
 REJOIN_AFTER_THE_BUFFER_MOVED = [("disconnect", 0), *FOUR_MORE, ("connect", 0)]
 
-
-@caught_by(
+caught_by(
+    broken_stream_cores.digest_is_not_compared,
     *[("store", 3, 1, False), ("send",), ("store", 4, 1, False), ("send",), ("restart", True)],
     *[("store", 5, 1, False), ("send",), ("wait", 21), ("serve", 0, 1, "none"), ("serve", 0, 9, "none")],
     *[("deliver", 0, 2, "none"), ("remove", 5, 1, False), ("send",), ("store", 2, 1, False), ("send",)],
 )
-def digest_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Position, "matches", lambda self, meta: (self.epoch, self.next) == (meta.epoch, meta.start))
-
-
-@caught_by(("store", 0, 1, False), ("forge", 0, 0, 1), is_searched=True)
-def neither_epoch_nor_digest_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Position, "matches", lambda self, meta: self.next == meta.start)
-    compare, extended = DigestCursor._check_status, ReplaySessions._extended
-
-    def compare_any_epoch(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
-        request.initial.epoch = meta.epoch
-        return compare(self, request, meta)
-
-    def answer_any_epoch(self: ReplaySessions, client: bytes, request: Any) -> Any:
-        known = request.epoch != NO_EPOCH
-        request = type(request)(request.start, request.verb, request.token, self._stream.epoch if known else NO_EPOCH)
-        return extended(self, client, request)
-
-    patch.setattr(DigestCursor, "_check_status", compare_any_epoch)
-    patch.setattr(ReplaySessions, "_extended", answer_any_epoch)
-
-
-@caught_by(("wait", 21), ("store", 3, 1, False), ("send",), ("deliver", 0, 1, "none"), ("serve", 0, 1, "none"))
-def status_compared_with_the_digest_at_answer_time(patch: pytest.MonkeyPatch) -> None:
-    compare = DigestCursor._check_status
-
-    def compare_now(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
-        request.initial.digest = self._position.digest
-        return compare(self, request, meta)
-
-    patch.setattr(DigestCursor, "_check_status", compare_now)
-
-
-@caught_by(("wait", 21), ("restart", True), ("serve", 0, 1, "none"))
-def epoch_not_compared_in_a_status(patch: pytest.MonkeyPatch) -> None:
-    compare = DigestCursor._check_status
-
-    def distrust(self: DigestCursor, request: Any, meta: ReplayMeta) -> tuple[Instruction, ...]:
-        if meta.epoch != request.initial.epoch:
-            return self._on_digest_mismatch()  # the digest includes the epoch
-        return compare(self, request, meta)
-
-    patch.setattr(DigestCursor, "_check_status", distrust)
-
-
-def _accept_meta_without(patch: pytest.MonkeyPatch, is_checked: Callable[[Any, ReplayMeta], bool]) -> None:
-    accept_meta = digest_cursor._ExtendedRequest.accept_meta
-
-    def accept_less(self: Any, meta: ReplayMeta) -> Any:
-        position = self.staging or self.position
-        if not is_checked(self, meta):
-            meta = msgspec.structs.replace(
-                meta, epoch=position.epoch, start=position.next, chain=position.digest, chunks=None
-            )
-        return accept_meta(self, meta)
-
-    patch.setattr(digest_cursor._ExtendedRequest, "accept_meta", accept_less)
+caught_by(
+    broken_stream_cores.neither_epoch_nor_digest_compared, ("store", 0, 1, False), ("forge", 0, 0, 1), is_searched=True
+)
+caught_by(
+    broken_stream_cores.status_compared_with_the_digest_at_answer_time,
+    ("wait", 21),
+    ("store", 3, 1, False),
+    ("send",),
+    ("deliver", 0, 1, "none"),
+    ("serve", 0, 1, "none"),
+)
+caught_by(broken_stream_cores.epoch_not_compared_in_a_status, ("wait", 21), ("restart", True), ("serve", 0, 1, "none"))
 
 
 ALTERED_LAST_BATCH = [
     *[("store", 3, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("wait", 21), ("serve", 0, 1, "none")],
     *[("serve", 0, 1, "none"), ("serve", 0, 1, "alter"), ("serve", 0, 1, "none")],
 ]
-
-
-@caught_by(*ALTERED_LAST_BATCH)
-def end_not_checked(patch: pytest.MonkeyPatch) -> None:
-    _accept_meta_without(patch, lambda request, meta: meta.kind is not ReplayMetaKind.END)
-
-
-def _accept_holes(patch: pytest.MonkeyPatch, in_phase: str) -> None:
-    accept_payload = digest_cursor._ExtendedRequest.accept_payload
-
-    def accept_any(self: Any, seq: int, payload: bytes) -> Any:
-        position = self.staging or self.position
-        expected = self.num_chunks if self.phase is digest_cursor._Phase.CHUNKS else position.next
-        return accept_payload(self, expected if self.phase.name == in_phase and seq > expected else seq, payload)
-
-    patch.setattr(digest_cursor._ExtendedRequest, "accept_payload", accept_any)
-
-
-@caught_by(
+caught_by(broken_stream_cores.end_not_checked, *ALTERED_LAST_BATCH)
+caught_by(
+    broken_stream_cores.holes_inside_an_answer_accepted,
     *[("store", 3, 1, False), ("store", 4, 1, False), ("send",), ("deliver", 0, 1, "lose"), ("deliver", 0, 1, "none")],
     *[("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none")],
 )
-def holes_inside_an_answer_accepted(patch: pytest.MonkeyPatch) -> None:
-    _accept_holes(patch, "BATCHES")
-
-
-@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
-def holes_in_the_chunks_accepted(patch: pytest.MonkeyPatch) -> None:
-    _accept_holes(patch, "CHUNKS")
-    _accept_meta_without(patch, lambda request, meta: meta.chunks is None)
-
-
-@caught_by(*[("store", 0, 1, False)] * 2, ("forge", 0, 0, 1), is_searched=True)
-def snapshot_is_not_folded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_stream.StreamSnapshot, "fold", lambda self, payload, changes: None)
-
-
-@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED)
-def buffer_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    fold_oldest = EventStream.fold_oldest
-
-    def fold_and_forget_one(self: EventStream) -> None:
-        fold_oldest(self)
-        if self.has_folded and len(self) > 1 and not self.pins:
-            lost = self._batches.popleft()
-            self._folded = (lost.sequence + 1, lost.num_bytes)
-
-    patch.setattr(EventStream, "fold_oldest", fold_and_forget_one)
-
-
-@caught_by(("store", 0, 1, False), ("send",), ("wait", 21), *[("store", 0, 1, False)] * 2, is_searched=True)
-def plain_snapshot_without_its_clear(patch: pytest.MonkeyPatch) -> None:
-    chunk_of = ReplaySessions._chunk
-    patch.setattr(
-        ReplaySessions, "_chunk", lambda self, number, chunk, *, clear: chunk_of(self, number, chunk, clear=False)
-    )
-
-
-def _accept_live(patch: pytest.MonkeyPatch, is_accepted: Callable[[int, int], bool]) -> None:
-    """Apply live frames for which ``is_accepted(seq, expected)``, and continue from them."""
-    live = DigestCursor.on_live_batch
-
-    def accept_more(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
-        if self.is_accepting_live and is_accepted(seq, self._position.next):
-            self._position.next = max(seq, self._position.next - 1)
-            self._position.advance(payload)
-            return (Apply(seq, payload, False),)
-        return live(self, seq, payload)
-
-    patch.setattr(DigestCursor, "on_live_batch", accept_more)
-
-
-@caught_by(
-    ("forge", 0, 3, 40), *[step for _ in range(9) for step in (("deliver", 0, 9, "none"), ("serve", 0, 9, "none"))]
+caught_by(
+    broken_stream_cores.holes_in_the_chunks_accepted,
+    *REJOIN_AFTER_THE_BUFFER_MOVED,
+    ("serve", 0, 1, "none"),
+    ("serve", 0, 1, "lose"),
+    ("serve", 0, 9, "none"),
 )
-def requests_without_a_credit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(follower, "MAX_REPLAY_CREDIT", 10**6)
-    patch.setattr(ReplayCredit, "__init__", lambda self: setattr(self, "available", 10**6))
+caught_by(
+    broken_stream_cores.snapshot_is_not_folded, *[("store", 0, 1, False)] * 2, ("forge", 0, 0, 1), is_searched=True
+)
+caught_by(broken_stream_cores.buffer_is_off_by_one, *REJOIN_AFTER_THE_BUFFER_MOVED)
+caught_by(
+    broken_stream_cores.plain_snapshot_without_its_clear,
+    ("store", 0, 1, False),
+    ("send",),
+    ("wait", 21),
+    *[("store", 0, 1, False)] * 2,
+    is_searched=True,
+)
+caught_by(
+    broken_stream_cores.requests_without_a_credit,
+    ("forge", 0, 3, 40),
+    *[step for _ in range(9) for step in (("deliver", 0, 9, "none"), ("serve", 0, 9, "none"))],
+)
 
 
 ONE_LOST_OF_TWO = [
     *[("store", 4, 1, False), ("store", 5, 1, False), ("send",), ("deliver", 0, 1, "lose")],
     *[("deliver", 0, 1, "none"), ("serve", 0, 9, "none")],
 ]
-
-
-@caught_by(*ONE_LOST_OF_TWO * 6)
-def gap_without_credit_forgotten(patch: pytest.MonkeyPatch) -> None:
-    for each in (DigestCursor, PlainCursor):
-        patch.setattr(each, "on_credit_available", lambda self: ())
-
-
-@caught_by(("send_other_topic", 2, 0), is_searched=True)
-def topic_not_compared(patch: pytest.MonkeyPatch) -> None:
-    live = FrameParser.parse_live
-
-    def read_any(self: FrameParser, frames: Any) -> tuple[int, bytes] | None:
-        return live(self, (self.topic, *frames[1:]))
-
-    patch.setattr(FrameParser, "parse_live", read_any)
-
-
-@caught_by(("forge", 0, 1, 1), is_searched=True)
-def future_frame_kept(patch: pytest.MonkeyPatch) -> None:
-    _accept_live(patch, lambda seq, expected: seq > expected)
-
-
-@caught_by(("store", 0, 1, False), ("wait", 21), is_searched=True)
-def duplicate_applied(patch: pytest.MonkeyPatch) -> None:
-    _accept_live(patch, lambda seq, expected: seq < expected)
-
-
-@caught_by(("forge", 0, 0, 1), is_searched=True)
-def future_frame_causes_no_request(patch: pytest.MonkeyPatch) -> None:
-    live = DigestCursor.on_live_batch
-    patch.setattr(
-        DigestCursor,
-        "on_live_batch",
-        lambda self, seq, payload: () if seq > self._position.next else live(self, seq, payload),
-    )
-    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
-
-
-@caught_by(*[("store", 0, 1, False)] * 2, ("restart", False), is_searched=True)
-def snapshot_applied_without_clear(patch: pytest.MonkeyPatch) -> None:
-    replace = BlockView.replace
-
-    def add(self: BlockView, rank: int, other: BlockView) -> None:
-        before = [(medium, tuple(self.blocks(rank, tier))) for tier, medium in TIER_MEDIUM.items()]
-        replace(self, rank, other)
-        self.apply(rank, [BlockStored(blocks, None, (), 1, None, medium) for medium, blocks in before])
-
-    patch.setattr(BlockView, "replace", add)
-
-
-@caught_by(("restart", True), seq_base="clock", is_searched=True)
-def truncated_answer_accepted_as_complete(patch: pytest.MonkeyPatch) -> None:
-    def believe(self: DigestCursor) -> tuple[Instruction, ...]:
-        request = self._request
-        end = ReplayMeta(b"", b"", 0, 0, ReplayMetaKind.END, False, 0, b"")
-        return () if request is None or request.is_status else self._finish(request, end)
-
-    patch.setattr(DigestCursor, "on_replay_end", believe)
-
-
-@caught_by(*REJOIN_AFTER_THE_BUFFER_MOVED, ("serve", 0, 1, "none"), ("serve", 0, 1, "lose"), ("serve", 0, 9, "none"))
-def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
-    encode = ReplayMeta.encode
-
-    def without_chunks(self: ReplayMeta) -> bytes:
-        fields = (self.token, self.epoch, self.first, self.next, self.kind, self.snap, self.start, self.chain)
-        return encode(ReplayMeta(*fields))
-
-    patch.setattr(ReplayMeta, "encode", without_chunks)
-
-
-@caught_by(
+caught_by(broken_stream_cores.gap_without_credit_forgotten, *ONE_LOST_OF_TWO * 6)
+caught_by(broken_stream_cores.topic_not_compared, ("send_other_topic", 2, 0), is_searched=True)
+caught_by(broken_stream_cores.future_frame_kept, ("forge", 0, 1, 1), is_searched=True)
+caught_by(broken_stream_cores.duplicate_applied, ("store", 0, 1, False), ("wait", 21), is_searched=True)
+caught_by(broken_stream_cores.future_frame_causes_no_request, ("forge", 0, 0, 1), is_searched=True)
+caught_by(
+    broken_stream_cores.snapshot_applied_without_clear,
+    *[("store", 0, 1, False)] * 2,
+    ("restart", False),
+    is_searched=True,
+)
+caught_by(
+    broken_stream_cores.truncated_answer_accepted_as_complete, ("restart", True), seq_base="clock", is_searched=True
+)
+caught_by(
+    broken_stream_cores.lost_chunks_not_counted,
+    *REJOIN_AFTER_THE_BUFFER_MOVED,
+    ("serve", 0, 1, "none"),
+    ("serve", 0, 1, "lose"),
+    ("serve", 0, 9, "none"),
+)
+caught_by(
+    broken_stream_cores.answers_to_older_requests_accepted,
     *[
         *REJOIN_AFTER_THE_BUFFER_MOVED,
         ("serve", 0, 1, "none"),
@@ -374,34 +214,9 @@ def lost_chunks_not_counted(patch: pytest.MonkeyPatch) -> None:
     ],
     *[("serve", 0, 1, "none"), ("deliver_late", 0), ("serve", 0, 9, "none")],
 )
-def answers_to_older_requests_accepted(patch: pytest.MonkeyPatch) -> None:
-    def answer_any_request(rules: DigestCursor | PlainCursor, event: CursorEvent) -> tuple[Instruction, ...]:
-        if isinstance(event, ReplayBatchReceived):
-            event = ReplayBatchReceived(rules.open_request_id or 0, event.seq, event.payload)
-        return dispatch(rules, event)
-
-    patch.setattr(stream_cursor, "dispatch", answer_any_request)
-
-
-@caught_by(("disconnect", 1), ("connect", 1), ("serve", 1, 8, "lose"), is_searched=True)
-def retry_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "on_retry_due", lambda self: ())
-
-
-@caught_by(("forge", 0, 0, 1), is_searched=True)
-def probe_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DigestCursor, "on_probe_due", lambda self: ())
-
-
-@caught_by(("restart", True), ("clear",), is_searched=True)
-def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
-    on_first_batch = PlainCursor._on_first_batch
-
-    def believe(self: PlainCursor, request: Any, seq: int, payload: bytes) -> tuple[Instruction, ...]:
-        self._run.payload = payload if seq == self._run.last else self._run.payload
-        return on_first_batch(self, request, seq, payload)
-
-    patch.setattr(PlainCursor, "_on_first_batch", believe)
+caught_by(broken_stream_cores.retry_never, ("disconnect", 1), ("connect", 1), ("serve", 1, 8, "lose"), is_searched=True)
+caught_by(broken_stream_cores.probe_never, ("forge", 0, 0, 1), is_searched=True)
+caught_by(broken_stream_cores.plain_payload_not_compared, ("restart", True), ("clear",), is_searched=True)
 
 
 @pytest.mark.broken_variants

@@ -43,7 +43,7 @@ def test_a_broken_promise_is_an_exit_code_and_can_be_repeated(
     assert simulate("--seed", seed)[0] == 1
     out = capsys.readouterr().out
     assert f"seed {seed} breaks a promise at " in out
-    assert f"repeat it: scheduler-components simulate delivery --seed {seed}\n" in out
+    assert f"repeat it: scheduler-components simulate delivery --seed {seed} --kind " in out
     assert f"1 of 1 worlds broke a promise: seeds {seed}\n" in out
 
 
