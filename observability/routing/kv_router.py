@@ -270,7 +270,8 @@ class KvRouter:
         if not groups:
             return None
         cost = self.cost_model.cost
-        candidates, hashes_of = [], {}
+        candidates: list[Candidate] = []
+        hashes_of: dict[ReplicaId, tuple[int, ...]] = {}
         for names, hashes in groups:
             facts = self.facts_of(names, hashes, num_tokens=num_tokens, now_s=now_s, lora=lora)
             candidates += [Candidate(each, cost(each)) for each in facts]

@@ -14,7 +14,7 @@ from observability.routing import KvRouter, Pick, ReplicaSet, ReplicaState, Rout
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.kv_events import BatchEncoder
-from scheduler_components.simulation import Router
+from scheduler_components.simulation import Router, SimulatedRequest, TraceRequest
 from scheduler_components.values import AdapterLoad, LoadSnapshot, LoraLoad
 
 PAGE = 4
@@ -285,6 +285,17 @@ def test_sessions_reach_the_picker() -> None:
     router = make_router(picker=StickySessions())
     first = route(router, session="s")
     assert {route(router, prompt_of(number), session="s").replica for number in range(4)} == {first.replica}
+
+
+def test_the_session_of_a_simulated_request_is_its_conversation() -> None:
+    router = make_router(0, 1, 2, picker=StickySessions())
+    requests = [
+        SimulatedRequest(
+            TraceRequest(index=index, arrival_s=0, input_length=600, output_length=1, hash_ids=(index, conversation))
+        )
+        for index, conversation in enumerate((7, 8, 7, 7, 8))
+    ]
+    assert [router.route(each, 0.0) for each in requests] == [0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("setting", [{"page_size": 0}, {"page_size": 4, "name": "\n"}])

@@ -80,6 +80,11 @@ def test_the_least_loaded_replica_is_within_any_bound(loads: list[float], factor
     assert chosen.facts.load_blocks <= max(min(loads), factor * sum(loads) / len(loads) * (1 + 1e-9))
 
 
+def test_equal_loads_are_within_their_mean_whatever_it_is_rounded_to() -> None:
+    load = 0.7258526014465152  # the sum of six, divided by six, is below it
+    assert pick(BoundedLoad(factor=1), candidates(*range(6), loads=[load] * 6)) == 0
+
+
 def test_a_session_stays_while_its_replica_is_a_candidate() -> None:
     picker = StickySessions(ttl_s=10)
     assert pick(picker, candidates(1, 2, 3), "a", 0.0) == 0

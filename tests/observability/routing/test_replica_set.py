@@ -21,6 +21,13 @@ def test_a_silent_replica_is_down_until_it_is_heard() -> None:
     assert replicas.up(8.0) == ["a", "b"]
 
 
+def test_an_old_sign_of_life_does_not_age_a_replica() -> None:
+    replicas = ReplicaSet(silence_s=5)
+    replicas.add("a", 10.0)
+    replicas.on_heartbeat("a", 1.0)
+    assert replicas.up(15.0) == ["a"]
+
+
 def test_a_draining_replica_gets_nothing_and_stays_known() -> None:
     replicas = ReplicaSet()
     replicas.add("a", 0.0)

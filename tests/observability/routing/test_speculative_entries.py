@@ -59,6 +59,14 @@ def test_entries_expire_after_the_last_request_with_the_block() -> None:
     assert (len(entries), entries.num_expired) == (0, 4)
 
 
+def test_a_block_that_is_sent_again_does_not_hide_older_ones() -> None:
+    entries = SpeculativeEntries(ttl_s=2)
+    for now_s, block in ((0.0, 1), (0.5, 2), (1.5, 1)):
+        entries.add("a", (block,), now_s)
+    entries.expire(2.5)
+    assert (len(entries), entries.num_expired) == (1, 1)
+
+
 def test_entries_are_bounded() -> None:
     entries = SpeculativeEntries(max_blocks_per_replica=3)
     entries.add("a", PROMPT, 0.0)

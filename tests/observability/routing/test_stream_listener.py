@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.events import batch, removed_run, stored_run
 
-from observability.kv_stream import BatchApplier, BlockView, StreamState
+from observability.kv_stream import BatchApplier, BlockView, StreamState, Tier
 from observability.kv_stream.instructions import Clear
 from observability.kv_stream.view import CountingView
 from observability.routing import KvRouter, RouterListener
@@ -69,6 +69,26 @@ def test_an_event_in_a_snapshot_confirms_what_was_sent() -> None:
     assert len(router.speculative) == 1
     applier.commit_staging()
     assert router.overlaps(["worker"], [1, 2], now_s=0.0) == [(2, 0, 0)]
+
+
+def test_a_discarded_snapshot_leaves_nothing_in_memory() -> None:
+    """Neither one that was aborted, nor one that began again, nor one of a replica that has gone."""
+    router = KvRouter(page_size=1)
+    router.on_replica_up("worker", 0.0)
+    listener = RouterListener(router=router, replicas={0: "worker"}, clock=clock)
+    decoded = BatchDecoder().decode(payload(stored_run(1, 300)))
+    for end in ("abort", "begin", "gone"):
+        listener.on_snapshot_begin(0)
+        listener.on_batch_applied(0, 0, decoded, replayed=True)
+        assert router.view.has_blocks(Tier.DEVICE)
+        if end == "begin":
+            listener.on_snapshot_begin(0)
+        elif end == "gone":
+            router.remove_replica("worker")
+        listener.on_snapshot_end(0, was_used=end == "gone")
+        while router.view.sweep():
+            pass
+        assert not router.view.has_blocks(Tier.DEVICE)
 
 
 def test_streams_of_other_ranks_are_ignored() -> None:
