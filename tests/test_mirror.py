@@ -59,6 +59,7 @@ TOGETHER = {
 SUBJECTS = {
     "benchmarks": "tests of benchmarks/",
     "refactor": "docs/refactor, and the package of that name",
+    "observability/simulation/test_planted_bugs.py": "bugs planted in simulated worlds",
     "observability/test_alerts.py": "the alert rules",
     "test_deploy.py": "the files of deploy/",
     "test_docs.py": "the documents",

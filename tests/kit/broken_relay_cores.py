@@ -16,7 +16,7 @@ def a_clear_after_a_restart_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceListener, "on_view_cleared", lambda *_: None)
 
 
-def partial_is_told_as_whole(patch: pytest.MonkeyPatch) -> None:
+def partial_is_published_as_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceMerger, "upstream", property(lambda _: None))
 
 

@@ -171,7 +171,7 @@ caught_by(
 )
 
 
-caught_by(broken_relay_cores.partial_is_told_as_whole, ("engine", 0, "poison"))
+caught_by(broken_relay_cores.partial_is_published_as_whole, ("engine", 0, "poison"))
 caught_by(
     broken_relay_cores.the_best_source_sets_the_state,
     ("engine", 0, "store", 0, 1, False),
