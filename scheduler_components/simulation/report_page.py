@@ -20,11 +20,12 @@ _MAX_TENANTS = 20  # rows of a page; the report has all
 _CAUSES = ("preemption", "migration")
 _COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490", "#be185d", "#4b5563")
 _STYLE = """
-body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #111827; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: 0.25rem 0.75rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
+body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; color: #111827; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { padding: 0.25rem 0.75rem; border-bottom: 1px solid #e5e7eb; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; }
+summary { cursor: pointer; }
+svg { width: 100%; max-width: 70rem; height: auto; }
 """
 
 
@@ -49,7 +50,8 @@ def render_page(reports: Sequence[SimulationReport]) -> str:
         f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for name, *values in _rows(reports)
     )
-    settings = _table("setting", titles, _setting_rows(reports))
+    different, equal = _setting_rows(reports)
+    settings = _table("setting", titles, different) if different else ""
     tenants = _tenant_rows(reports)
     of_tenants = (
         "<h2>Tenants</h2>\n<p>Requests; mean and 99th percentile of the time to the first token, mean end to end, in "
@@ -60,6 +62,8 @@ def render_page(reports: Sequence[SimulationReport]) -> str:
         f"<style>{_STYLE}</style></head><body>\n<h1>Simulated runs</h1>\n"
         f"<table><thead><tr><th>run</th>{titles}</tr></thead><tbody>{rows}</tbody></table>\n{_draw(reports)}\n"
         f"{of_tenants if tenants else ''}<h2>Settings</h2>\n{settings}"
+        f"<details{'' if different else ' open'}><summary>Equal in all runs</summary>\n"
+        f"{_table('setting', '<th>value</th>', equal)}</details>\n"
         "</body></html>\n"
     )
 
@@ -75,8 +79,8 @@ def _rows(reports: Sequence[SimulationReport]) -> list[tuple[str, ...]]:
 
     def times(name: str, distributions: Sequence[Distribution]) -> tuple[str, ...]:
         return row(
-            f"{name}, p50 / p90 / p99 (s)",
-            *(f"{each.p50:.3f} / {each.p90:.3f} / {each.p99:.3f}" for each in distributions),
+            f"{name}, p50 / p90 / p99 (ms)",
+            *(" / ".join(_milliseconds(value) for value in (each.p50, each.p90, each.p99)) for each in distributions),
         )
 
     return [
@@ -99,6 +103,11 @@ def _rows(reports: Sequence[SimulationReport]) -> list[tuple[str, ...]]:
     ]
 
 
+def _milliseconds(value_s: float) -> str:
+    value_ms = 1e3 * value_s
+    return f"{value_ms:.1f}" if value_ms < 100 else f"{value_ms:,.0f}"
+
+
 def _tenant_rows(reports: Sequence[SimulationReport]) -> list[tuple[str, str]]:
     """Return a row of cells per tenant, for the tenants with the most requests."""
     sizes: dict[str, int] = {}
@@ -117,12 +126,16 @@ def _tenant_cell(tenant: TenantReport | None) -> str:
     return f"<td>{tenant.num_requests:,}; {times}</td>"
 
 
-def _setting_rows(reports: Sequence[SimulationReport]) -> list[tuple[str, str]]:
-    names = dict.fromkeys(name for report in reports for name in report.settings)
-    return [
-        (name, "".join(f"<td>{escape(str(report.settings.get(name, '')))}</td>" for report in reports))
-        for name in names
-    ]
+def _setting_rows(reports: Sequence[SimulationReport]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the rows of the settings that differ, with a cell per run, and of those that are equal, with one cell."""
+    different, equal = list[tuple[str, str]](), list[tuple[str, str]]()
+    for name in dict.fromkeys(name for report in reports for name in report.settings):
+        cells = [f"<td>{escape(str(report.settings.get(name, '')))}</td>" for report in reports]
+        if len(set(cells)) > 1:
+            different.append((name, "".join(cells)))
+        else:
+            equal.append((name, cells[0]))
+    return different, equal
 
 
 def _draw(reports: Sequence[SimulationReport]) -> str:
@@ -147,7 +160,7 @@ def _draw(reports: Sequence[SimulationReport]) -> str:
             _draw_timeline(axes, [(each.title, each.timeline) for each in reports], at, title)
         _draw_queues(queues, reports)
         _draw_hit_rates(hits, reports)
-        ttft.legend(frameon=False, loc="lower right", fontsize="small")
+        figure.legend(*ttft.get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()
@@ -155,10 +168,16 @@ def _draw(reports: Sequence[SimulationReport]) -> str:
 
 
 def _draw_distribution(axes: Axes, runs: Sequence[tuple[str, Distribution]], title: str) -> None:
-    for (name, values), colour in zip(runs, _colours(len(runs)), strict=True):
-        axes.plot(values.percentiles, range(len(values.percentiles)), label=name, color=colour)
-    axes.set_xscale("symlog", linthresh=0.01)
-    axes.set(ylabel="percentile", ylim=(0, 100), xlim=(0, None))
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for number, ((name, values), colour) in enumerate(zip(runs, _colours(len(runs)), strict=True)):
+        width = 3.2 - 2 * number / max(1, len(runs) - 1)  # the first ones show where later ones lie on top of them
+        axes.plot(values.percentiles, range(len(values.percentiles)), label=name, color=colour, linewidth=width)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set(ylabel="percentile", ylim=(0, 100))
     _style(axes, title)
 
 
@@ -203,4 +222,5 @@ def _colours(count: int) -> list[str]:
 def _style(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
     axes.grid(axis="y", color="#e5e7eb")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

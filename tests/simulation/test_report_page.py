@@ -44,3 +44,15 @@ def test_a_page_shows_the_tenants_with_the_most_requests_and_the_hit_rate_of_eac
     assert page.count("&lt;tenant-") == 20
     assert "device 30.0%, host 20.0%, storage 10.0%" in page
     assert ">storage</text>" in page
+
+
+def test_settings_that_differ_have_a_column_per_run_and_others_are_folded() -> None:
+    pytest.importorskip("matplotlib")
+    page = render_page([report_of("one", RoundRobin()), report_of("two", LeastLoaded())])
+    different, equal = page.split("<h2>Settings</h2>")[1].split("<details><summary>Equal in all runs</summary>")
+    assert "<td>router</td><td>RoundRobin</td><td>LeastLoaded</td>" in different
+    assert "<td>page_size</td>" not in different
+    assert "<td>page_size</td><td>4</td></tr>" in equal
+    alone = render_page([report_of("one", RoundRobin())])
+    assert "<details open>" in alone
+    assert "<td>router</td><td>RoundRobin</td></tr>" in alone

@@ -261,6 +261,20 @@ def test_a_drained_replica_ends_its_requests_and_is_not_heard() -> None:
     assert [each.num_requests for each in run.report.replicas] == [2, 1]
 
 
+def test_what_a_failed_replica_sent_is_dropped_after_it_was_missed() -> None:
+    """Its events of 10 ms would come at 60 ms, when another scheduler with an empty cache serves there."""
+    outage = Outage(replica=0, at_s=0.02, down_s=0.02, detection_s=0.01)
+    run = simulate(attrs.evolve(ONE, event_lag_s=0.05, outages=(outage,)), [recorded(0, 0.0, output=6)])
+    assert run.router.changes == [(0, 0, True), (0, 30 * MS, False), (0, 40 * MS, True)]
+    assert [time_ns // MS for _, time_ns in run.router.event_times] == [100, 130]
+    assert run.times_ms(0) == (0, 10, 80)
+
+
+def test_the_router_learns_of_an_end_before_an_arrival_of_the_same_time() -> None:
+    run = simulate(ONE, [recorded(0, 0.0, output=5), recorded(1, 0.05)], BusyRouter(1))
+    assert [(replica, time_ns // MS) for replica, time_ns, _ in run.router.routed] == [(0, 0), (0, 50)]
+
+
 @pytest.mark.parametrize("change", ["down", "drained"])
 def test_a_router_may_not_name_a_replica_that_does_not_serve(change: str) -> None:
     class Stubborn(RoundRobin):
