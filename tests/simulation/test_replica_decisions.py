@@ -9,9 +9,10 @@ What is equal, when both get the same requests before the same steps:
 
 With the same arrival times the requests also arrive before the same steps, in virtual and in real time.
 
-What is not compared: rates in load reports, which depend on a clock. What is not equal: the digest that the processes of
-an engine report, because they also note the input messages. Requests that need a session, a grammar or an adapter are
-not simulated.
+What is not compared: rates in load reports, which depend on a clock.
+
+What is not equal: the digest that the processes of an engine report, because they also note the input messages.
+Requests that need a session, a grammar or an adapter are not simulated.
 """
 
 from __future__ import annotations
