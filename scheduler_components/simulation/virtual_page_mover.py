@@ -165,8 +165,6 @@ class VirtualPageMover:
         for link in (self.to_host, self.to_device, self.to_storage, self.from_storage):
             for piece in link.pop_ended(now_ns):
                 events.append(self._end(piece))
-        if self._layers_end_ns <= now_ns:
-            self._layers_end_ns = 0
         self.num_calls += len(events)
         return events
 
