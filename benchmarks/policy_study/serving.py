@@ -56,6 +56,13 @@ FIGURES = {
     "replica_fairness": "Jain's index of the computed positions of replicas",
     "peak_waiting": "most waiting requests at a full second",
     "idle_pool_share": "share of the pools that no request holds, mean of the full seconds in which requests wait",
+    "itl_mean_s": "time between two tokens of a request, mean",
+    "itl_p50_s": "median",
+    "itl_p99_s": "99th percentile",
+    "steps": "steps of replicas that step together",
+    "eager_share": "of them, those without a captured graph",
+    "padded_tokens": "padding of all batches to the longest of their step",
+    "delayed_steps": "steps in which prefills waited for others",
     "duration_s": "from the first arrival to the last token",
     "output_tokens_per_s": "generated tokens / duration",
 }

@@ -16,7 +16,7 @@ from benchmarks.policy_study.cases import FACTORS, STANDARD, Case, make_cases
 from benchmarks.policy_study.findings import Finding
 from benchmarks.policy_study.page import BLOCKS, broken_findings, with_blocks
 from benchmarks.policy_study.plots import PLOTS, digest_of, draw
-from benchmarks.policy_study.serving import percentile
+from benchmarks.policy_study.serving import FIGURES, percentile
 from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
 from benchmarks.policy_study.workloads import continued, describe, make_workload
 from scheduler_components.simulation import ConversationWorkload, TraceRequest, generate_conversations
@@ -101,6 +101,10 @@ def test_every_request_of_the_stored_runs_was_served(stored: Study) -> None:
         and run.figures["finished"] + run.figures["refused"] != stored.workloads[workload].num_requests
     ]
     assert unserved == []
+
+
+def test_every_figure_has_a_meaning(stored: Study) -> None:
+    assert {name for run in stored.runs for name in run.figures} == set(FIGURES)
 
 
 def test_stored_results_are_read_as_they_were_written(stored: Study) -> None:
