@@ -188,6 +188,8 @@ class ReaderJudge:
         if now_s < self.due_s or not self._process.can_prove(reader):
             return
         cursor = reader.follower.cursor
+        if reader.has_extension and not cursor.is_extended and reader.state is StreamState.PARTIAL:
+            return  # its first requests were lost: it asks for the extension again when the stream pauses
         if reader.state is not StreamState.LIVE:
             if now_s - self._left_s > self._resync_s:
                 raise BrokenPromise("every reader is LIVE in time", f"{reader.name} is {reader.state}: {cursor!r}")

@@ -87,7 +87,7 @@ class _Truth:
 
     Attributes:
         connected_epoch: the publisher's epoch when the live connection began; None without a connection.
-        was_restarted: the publisher has restarted since, behind a proxy that kept the connection.
+        was_restarted: the connection has brought frames of another epoch since, or of another sender.
         verified_epoch: the epoch of the last proof.
         is_spliced: a frame of another epoch was applied after the last proof.
         spliced_after: newest request at that time.
@@ -204,6 +204,8 @@ class SubscriberActor:
         self.follower.on_live_batch(*read, now_s)
         if counters.applied > applied and frame.epoch != truth.verified_epoch:
             truth.is_spliced, truth.spliced_after = True, counters.replays_asked
+        if counters.applied > applied and frame.epoch != truth.connected_epoch:
+            truth.was_restarted |= self.has_extension  # others get no such frames
 
     def on_answer(self, answer: Answer, now_s: float) -> None:
         """A message of an answer came, perhaps of one to an older request."""
