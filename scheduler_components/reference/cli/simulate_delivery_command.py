@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -48,8 +49,6 @@ def simulate_delivery(
     A seed is a history: it draws the publishers, the readers, the traffic and the faults, and gives the same report on
     every run. The exit code is 1 if a promise was broken. ``--seed`` with the printed seed repeats that history.
     """
-    # The publishers' logs would be those of a hundred processes.
-    logging.getLogger("scheduler_components").addHandler(logging.NullHandler())
     first = seed or 0
     count = seeds or (_NUM_SEEDS if seed is None else 1)
     progress = ProgressLine(out=sys.stderr)
@@ -57,7 +56,8 @@ def simulate_delivery(
     num_violations = 0
     wall_s = time.perf_counter()
     for number in range(first, first + count):
-        report = run_world(number, kind=kind)
+        with _without_logs():
+            report = run_world(number, kind=kind)
         reports.append(report)
         if as_json:
             print_lines((encode_delivery_report(report).decode(),))
@@ -74,6 +74,18 @@ def simulate_delivery(
     else:
         print_lines(format_summary(summary, wall_s))
     return int(bool(summary.violations))
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Hide the logs of simulated publishers, which would be those of a hundred processes."""
+    log = logging.getLogger("scheduler_components.kv_events")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def format_violation(report: DeliveryReport, violation: Violation) -> Iterator[str]:
