@@ -270,7 +270,8 @@ class JetStreamPart:
     def _lose_tail(self) -> None:
         """The broker starts again after a power failure, so every connection is lost with the newest messages."""
         self.broker.lose_tail(self.timeline.random.randint(1, 6))
-        for actor in (*self.writers, *self.readers):
+        actors: list[LogWriterActor | LogReaderActor] = [*self.writers, *self.readers]
+        for actor in actors:
             if not actor.is_closed:
                 self._disconnect(actor)
 

@@ -54,8 +54,11 @@ class ReaderNetwork:
 
     def without_faults(self) -> ReaderNetwork:
         """Return the same network without faults. Latency, jitter and capacities stay."""
-        keep = {"loss": 0.0, "duplication": 0.0, "reordering": 0.0}
-        return ReaderNetwork(live=attrs.evolve(self.live, **keep), replay=attrs.evolve(self.replay, **keep))
+        return ReaderNetwork(live=_without_faults(self.live), replay=_without_faults(self.replay))
+
+
+def _without_faults(quality: LinkQuality) -> LinkQuality:
+    return attrs.evolve(quality, loss=0.0, duplication=0.0, reordering=0.0)
 
 
 @attrs.frozen(kw_only=True)

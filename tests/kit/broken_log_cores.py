@@ -13,6 +13,8 @@ import pytest
 from observability.jetstream.log_ownership import LogOwnership
 from observability.jetstream.log_writer import LogWriter
 from observability.kv_stream import log_cursor
+from observability.kv_stream.digest_cursor import NO_EPOCH
+from observability.kv_stream.instructions import ApplyStaged, ReadLog
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.log_records import LogMessage, Snapshot, SnapshotPointer
 from observability.simulation.jetstream_actor import LogWriterActor
@@ -62,9 +64,7 @@ def every_heartbeat_is_a_proof(patch: pytest.MonkeyPatch) -> None:
 
 def another_epoch_is_never_read(patch: pytest.MonkeyPatch) -> None:
     on_other_epoch = LogCursor._on_other_epoch
-    patch.setattr(
-        LogCursor, "_on_other_epoch", lambda self: on_other_epoch(self) if self.epoch == log_cursor.NO_EPOCH else ()
-    )
+    patch.setattr(LogCursor, "_on_other_epoch", lambda self: on_other_epoch(self) if self.epoch == NO_EPOCH else ())
 
 
 def failed_requests_are_not_retried(patch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def batches_of_the_snapshot_are_left_out(patch: pytest.MonkeyPatch) -> None:
 
     def read_less(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
         for each in read(self, request_id, snapshot):
-            if not (isinstance(each, log_cursor.ApplyStaged) and not each.is_snapshot_chunk):
+            if not (isinstance(each, ApplyStaged) and not each.is_snapshot_chunk):
                 yield each
 
     patch.setattr(LogCursor, "_on_snapshot_read", read_less)
@@ -87,7 +87,7 @@ def the_log_is_read_from_a_later_number(patch: pytest.MonkeyPatch) -> None:
 
     def read_on(self: LogCursor, request_id: int, snapshot: Snapshot | None) -> Any:
         for each in read(self, request_id, snapshot):
-            yield log_cursor.ReadLog(each.log_seq + 3) if isinstance(each, log_cursor.ReadLog) else each
+            yield ReadLog(each.log_seq + 3) if isinstance(each, ReadLog) else each
 
     patch.setattr(LogCursor, "_on_snapshot_read", read_on)
 

@@ -6,6 +6,7 @@ import pytest
 
 from observability.kv_stream import StreamState
 from observability.relay import source_merger
+from observability.relay.block_set import BlockSet
 from observability.relay.source_merger import Events, SourceMerger
 from observability.relay.stream import RelayedStream, SourceListener
 from scheduler_components import AllBlocksCleared
@@ -91,10 +92,10 @@ def a_removal_counts_for_all_sources(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_snapshot_replaces_nothing(patch: pytest.MonkeyPatch) -> None:
-    def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple:
+    def ended(self: SourceMerger, key: int, *, was_used: bool) -> tuple[()]:
         source = self._sources[key]
         for place, blocks in (source.staged or {}).items():
-            source.held.setdefault(place, source_merger.BlockSet()).update(blocks)
+            source.held.setdefault(place, BlockSet()).update(blocks)
         source.staged = None
         return ()
 

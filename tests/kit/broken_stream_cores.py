@@ -18,9 +18,9 @@ from observability.kv_stream.stream_state import ReplayCredit
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
 from scheduler_components.kv_events import EventStream
-from scheduler_components.kv_events import stream as event_stream
 from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
+from scheduler_components.kv_events.snapshot import StreamSnapshot
 
 
 def digest_is_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def holes_in_the_chunks_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot_is_not_folded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(event_stream.StreamSnapshot, "fold", lambda self, payload, changes: None)
+    patch.setattr(StreamSnapshot, "fold", lambda self, payload, changes: None)
 
 
 def buffer_is_off_by_one(patch: pytest.MonkeyPatch) -> None:
