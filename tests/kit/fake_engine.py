@@ -60,7 +60,7 @@ class FakeEngine:
         return Starlette(routes=[everything])
 
     async def _respond(self, request: Request) -> Response:
-        path = request.url.path
+        path = str(request.scope["path"])
         self.asked.append(path)
         if path in self.pages:
             return await self.pages[path](request)

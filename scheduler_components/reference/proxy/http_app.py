@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -18,13 +19,11 @@ from scheduler_components import ComponentError, __version__
 from scheduler_components.reference.engine.frontend.access import AccessPolicy, RouteAccess
 from scheduler_components.reference.engine.frontend.http_access import AccessGuard, ApiRoute
 from scheduler_components.reference.proxy.http_fleet import Engine, EngineState, Fleet
-from scheduler_components.reference.proxy.http_proxy import OPEN_SESSION, ProxyEndpoint
+from scheduler_components.reference.proxy.http_proxy import FORWARDED_PATHS, GENERATING_PATHS, ProxyEndpoint
 
 __all__ = ["GENERATING_PATHS", "make_proxy_app", "proxy_status"]
 
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
-_SESSION_PATHS = (OPEN_SESSION, "/close_session")
-
+_MODELS = "/v1/models"
 _JSON = "application/json"
 
 
@@ -40,9 +39,16 @@ def make_proxy_app(
     """
     fleet = endpoint.fleet
 
-    async def models(request: Request) -> Response:
+    async def models(_: Request) -> Response:
         """The models that the engines serve, as one of them says."""
-        return await _ask_an_engine(fleet, request.url.path)
+        return await _ask_an_engine(fleet, _MODELS)
+
+    async def model(request: Request) -> Response:
+        """One of these models."""
+        name = str(request.path_params["model"])
+        if not _can_be_asked_for(name):
+            return error_response(404, "a model name has no empty part, no '.' or '..' and only printable characters")
+        return await _ask_an_engine(fleet, f"{_MODELS}/{quote(name)}")
 
     async def health(_: Request) -> Response:
         """Liveness of the proxy itself."""
@@ -69,9 +75,9 @@ def make_proxy_app(
 
     public = RouteAccess.PUBLIC
     routes = [
-        *(ApiRoute(path, endpoint, methods=["POST"]) for path in GENERATING_PATHS + _SESSION_PATHS),
-        ApiRoute("/v1/models", models, methods=["GET"]),
-        ApiRoute("/v1/models/{model:path}", models, methods=["GET"]),
+        *(ApiRoute(path, endpoint, methods=["POST"]) for path in FORWARDED_PATHS),
+        ApiRoute(_MODELS, models, methods=["GET"]),
+        ApiRoute(_MODELS + "/{model:path}", model, methods=["GET"]),
         ApiRoute("/health", health, methods=["GET"], access=public),
         ApiRoute("/ready", ready, methods=["GET"], access=public),
         ApiRoute("/status", status, methods=["GET"]),
@@ -79,6 +85,11 @@ def make_proxy_app(
     ]
     guard = Middleware(AccessGuard, policy=AccessPolicy() if access is None else access, routes=routes)
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _respond_to_http_error})
+
+
+def _can_be_asked_for(name: str) -> bool:
+    """Return whether a path of an engine with this model name at its end is still one of its models."""
+    return name.isprintable() and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 async def _ask_an_engine(fleet: Fleet, path: str) -> Response:

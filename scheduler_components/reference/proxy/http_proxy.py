@@ -31,9 +31,15 @@ from scheduler_components.reference.proxy.http_fleet import Engine, Fleet, Place
 from scheduler_components.reference.proxy.http_replica import EngineDownError, ReplicaError
 from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields
 
-__all__ = ["OPEN_SESSION", "REPLICA_HEADER", "ProxyCounters", "ProxyEndpoint"]
+__all__ = ["FORWARDED_PATHS", "GENERATING_PATHS", "REPLICA_HEADER", "ProxyCounters", "ProxyEndpoint"]
+
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 
 OPEN_SESSION = "/open_session"
+CLOSE_SESSION = "/close_session"
+
+FORWARDED_PATHS = (*GENERATING_PATHS, OPEN_SESSION, CLOSE_SESSION)
+"""Routes of engines that clients may use through the proxy, besides their models."""
 
 REPLICA_HEADER = "x-replica"
 """In a response: which replica answered, as the number of its engine in the command line from 0."""
@@ -136,6 +142,9 @@ class ProxyEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to one POST."""
+        if scope["path"] not in FORWARDED_PATHS:  # a route also matches its path with a line break at the end
+            await error_response(404, "Not Found")(scope, receive, send)
+            return
         problem = self._refusal()
         if problem is not None:
             self.counters.refused += 1
@@ -171,7 +180,7 @@ class ProxyEndpoint:
     async def _serve(self, request: Request, send: Send) -> None:
         try:
             async with self.bodies.receive(request) as body:
-                path, fields = request.url.path, read_routing_fields(body)
+                path, fields = request.scope["path"], read_routing_fields(body)
                 if path == OPEN_SESSION:
                     fields = RoutingFields()  # its field session_id names a session that does not exist yet
                 headers = _request_headers(request)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 from kit.fake_engine import FakeEngine
 from kit.proxied import Proxied, proxied, until
@@ -38,6 +39,81 @@ def test_models_are_those_of_an_engine_and_unknown_paths_are_not_forwarded() -> 
 
     run(scenario, engine)
     assert "/flush_cache" not in engine.asked
+
+
+async def raw_request(url: httpx.URL, method: str, target: str, host: str = "127.0.0.1") -> tuple[int, bytes]:
+    """Send a request whose target is not changed by any client. Return the status and all that was answered."""
+    body = b'{"prompt": [1, 2, 3]}' if method == "POST" else b""
+    head = f"{method} {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        writer.write(head.encode("latin-1") + body)
+        answer = await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    return int(answer.split(b" ", 2)[1]), answer
+
+
+OTHER_PATHS = (
+    "/v1/models/../../flush_cache",
+    "/v1/models/%2e%2e/%2e%2e/flush_cache",
+    "/v1/models/..%2f..%2fflush_cache",
+    "/v1/models/x/../../../flush_cache",
+    "/v1/models/./x",
+    "/v1/models/",
+    "/v1/models//x",
+    "/v1/models/a%0ab",
+    "/v1/models/a%00b",
+    "/v1/models/a%0d",
+)
+
+
+def test_a_model_cannot_name_another_route_of_an_engine() -> None:
+    engine = FakeEngine(name="m")
+
+    async def scenario(running: Proxied) -> list[int]:
+        url = running.client.base_url
+        return [(await raw_request(url, "GET", target))[0] for target in OTHER_PATHS]
+
+    assert run(scenario, engine) == [404] * len(OTHER_PATHS)
+    assert set(engine.asked) <= {"/server_info", "/model_info", "/ready", "/v1/loads"}
+
+
+MODEL_PATHS = {
+    "/v1/models/org/name.v1..2": "/v1/models/org/name.v1..2",
+    "/v1/models/a%20b": "/v1/models/a b",
+    "/v1/models/a%3fb%23c": "/v1/models/a?b#c",
+    "/v1/models/%252e%252e": "/v1/models/%2e%2e",
+    "/v1/models/..%5c..%5cflush_cache": "/v1/models/..\\..\\flush_cache",
+    "/v1/models?x=/flush_cache": "/v1/models",
+}
+
+
+def test_a_model_is_asked_for_by_its_name_and_nothing_else() -> None:
+    engine = FakeEngine()
+
+    async def scenario(running: Proxied) -> None:
+        for target in MODEL_PATHS:
+            await raw_request(running.client.base_url, "GET", target)
+
+    run(scenario, engine)
+    assert [path for path in engine.asked if path.startswith("/v1/models")] == list(MODEL_PATHS.values())
+    assert not any("flush_cache" in path and "models" not in path for path in engine.asked)
+
+
+def test_neither_a_host_header_nor_a_line_break_chooses_the_route_of_an_engine() -> None:
+    engine = FakeEngine()
+    hosts = ("127.0.0.1", "127.0.0.1/flush_cache?", "127.0.0.1/flush_cache#", "[::1]/flush_cache")
+
+    async def scenario(running: Proxied) -> None:
+        for host in hosts:
+            for target in ("/generate", "/generate%0a", "/close_session%0a"):
+                status, _ = await raw_request(running.client.base_url, "POST", target, host)
+                assert status in ({404, 403} if "%" in target else {200, 403}), (host, target)
+
+    run(scenario, engine)
+    assert set(engine.asked) <= {"/server_info", "/model_info", "/ready", "/v1/loads", "/generate"}
 
 
 def test_a_proxy_with_a_key_wants_it_for_all_but_probes() -> None:
