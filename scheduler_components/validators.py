@@ -55,8 +55,16 @@ def check_integer(
         raise ConfigError(field, value, problem, f"give an integer of at most {at_most}")
 
 
-def check_number(field: str, value: Any, problem: str = "is not a time span", *, or_zero: bool = False) -> None:
-    """Raise unless `value` is a finite number above 0, or 0 with `or_zero`.
+def check_number(
+    field: str,
+    value: Any,
+    problem: str = "is not a time span",
+    *,
+    or_zero: bool = False,
+    at_least: float = 0.0,
+    at_most: float = sys.float_info.max,
+) -> None:
+    """Raise unless `value` is a finite number above 0, or 0 with `or_zero`, from `at_least` to `at_most`.
 
     Raises:
         ConfigError: naming the field.
@@ -65,6 +73,9 @@ def check_number(field: str, value: Any, problem: str = "is not a time span", *,
     # An integer above the largest float cannot be converted to one.
     if not is_one or not (0 < value <= sys.float_info.max or (or_zero and value == 0)):
         raise ConfigError(field, value, problem, f"give a finite number {'of at least' if or_zero else 'above'} 0")
+    if not at_least <= value <= at_most:
+        bound = f"at least {at_least:g}" if value < at_least else f"at most {at_most:g}"
+        raise ConfigError(field, value, problem, f"give a number of {bound}")
 
 
 def check_share(field: str, value: float) -> None:
@@ -91,12 +102,16 @@ def integer_validator(
 
 
 def number_validator(
-    problem: str = "is not a time span", *, or_zero: bool = False
+    problem: str = "is not a time span",
+    *,
+    or_zero: bool = False,
+    at_least: float = 0.0,
+    at_most: float = sys.float_info.max,
 ) -> Callable[[object, attrs.Attribute[float], Any], None]:
     """Return the validator of an attrs field that calls `check_number`."""
 
     def validate(_: object, attribute: attrs.Attribute[float], value: object) -> None:
-        check_number(attribute.name, value, problem, or_zero=or_zero)
+        check_number(attribute.name, value, problem, or_zero=or_zero, at_least=at_least, at_most=at_most)
 
     return validate
 

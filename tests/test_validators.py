@@ -57,6 +57,11 @@ def test_an_integer_that_json_cannot_show_is_refused() -> None:
 
 def test_zero_passes_only_with_or_zero() -> None:
     check_number("pause_s", 0, or_zero=True)
+    check_number("pause_s", 5, at_least=5, at_most=5)
+    with pytest.raises(ConfigError, match="pause_s=4: is not a time span; give a number of at least 5"):
+        check_number("pause_s", 4, at_least=5)
+    with pytest.raises(ConfigError, match="pause_s=6: is not a time span; give a number of at most 5"):
+        check_number("pause_s", 6, at_most=5)
     check_number("pause_s", -0.0, or_zero=True)
     with pytest.raises(ConfigError, match="give a finite number of at least 0"):
         check_number("pause_s", -1e-9, or_zero=True)

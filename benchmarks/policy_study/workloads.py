@@ -18,6 +18,7 @@ from scheduler_components.simulation import (
     generate_conversations,
     open_trace,
 )
+from scheduler_components.simulation.conversations import draw_tokens
 
 __all__ = ["CONVERSATIONS", "WorkloadFacts", "continued", "describe", "make_workload"]
 
@@ -107,22 +108,18 @@ def _ask_documents(num_requests: int) -> list[TraceRequest]:
     for index in range(num_requests):
         arrival_s += random.expovariate(_QUESTIONS_PER_S)
         document = random.choices(documents, weights)[0] if random.random() < _DOCUMENT_SHARE else ()
-        num_own = _draw_tokens(random, _QUESTION_TOKENS if document else _OTHER_TOKENS)
+        num_own = draw_tokens(random, _QUESTION_TOKENS if document else _OTHER_TOKENS)
         num_blocks = -(-num_own // TRACE_BLOCK_TOKENS)
         requests.append(
             TraceRequest(
                 index=index,
                 arrival_s=arrival_s,
                 input_length=len(document) * TRACE_BLOCK_TOKENS + num_own,
-                output_length=_draw_tokens(random, _ANSWER_TOKENS),
+                output_length=draw_tokens(random, _ANSWER_TOKENS),
                 hash_ids=(*document, *(next(ids) for _ in range(num_blocks))),
             )
         )
     return requests
-
-
-def _draw_tokens(random: Random, mean: float) -> int:
-    return max(1, round(random.expovariate(1 / mean)))
 
 
 def describe(requests: Sequence[TraceRequest]) -> WorkloadFacts:

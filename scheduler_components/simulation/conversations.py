@@ -23,9 +23,19 @@ import attrs
 
 from scheduler_components.errors import ConfigError
 from scheduler_components.simulation.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from scheduler_components.simulation.virtual_clock import MAX_SPAN_S
 from scheduler_components.validators import integer_validator, number_validator
 
-__all__ = ["ConversationWorkload", "generate_conversations"]
+__all__ = ["ConversationWorkload", "draw_tokens", "generate_conversations"]
+
+_MAX_MEAN_TOKENS = 10_000_000  # a line of a trace has no longer prompt
+_MAX_COUNT = 10_000
+_MAX_SYSTEM_BLOCKS = 10_000_000  # ids that the system prompts keep in memory
+
+_rate = number_validator("is not a rate", at_least=1e-6)
+_turns = number_validator("is not a number of turns", at_most=_MAX_COUNT)
+_length = number_validator("is not a length", at_most=_MAX_MEAN_TOKENS)
+_few = integer_validator("is not a count", at_most=_MAX_COUNT)
 
 
 @attrs.frozen(kw_only=True)
@@ -35,23 +45,28 @@ class ConversationWorkload:
     A single tenant has no name.
 
     Raises:
-        ConfigError: a value is not positive, or the mean is less than one turn.
+        ConfigError: a value is not positive or too large, or the mean is less than one turn.
     """
 
     num_requests: int = attrs.field(default=1000, validator=integer_validator("is not a count"))
     seed: int = 0
-    conversations_per_s: float = attrs.field(default=1.0, validator=number_validator("is not a rate"))
-    mean_turns: float = attrs.field(default=3.0, validator=number_validator("is not a number of turns"))
-    mean_think_s: float = attrs.field(default=20.0, validator=number_validator())
-    mean_message_tokens: float = attrs.field(default=1000.0, validator=number_validator("is not a length"))
-    mean_output_tokens: float = attrs.field(default=300.0, validator=number_validator("is not a length"))
-    num_system_prompts: int = attrs.field(default=6, validator=integer_validator("is not a count"))
-    system_prompt_tokens: int = attrs.field(default=2048, validator=integer_validator("is not a length"))
-    num_tenants: int = attrs.field(default=1, validator=integer_validator("is not a count"))
+    conversations_per_s: float = attrs.field(default=1.0, validator=_rate)
+    mean_turns: float = attrs.field(default=3.0, validator=_turns)
+    mean_think_s: float = attrs.field(default=20.0, validator=number_validator(at_most=MAX_SPAN_S))
+    mean_message_tokens: float = attrs.field(default=1000.0, validator=_length)
+    mean_output_tokens: float = attrs.field(default=300.0, validator=_length)
+    num_system_prompts: int = attrs.field(default=6, validator=_few)
+    system_prompt_tokens: int = attrs.field(
+        default=2048, validator=integer_validator("is not a length", at_most=_MAX_MEAN_TOKENS)
+    )
+    num_tenants: int = attrs.field(default=1, validator=_few)
 
     def __attrs_post_init__(self) -> None:
         if self.mean_turns < 1:
             raise ConfigError("mean_turns", self.mean_turns, "is less than one turn", "give at least 1")
+        if self.num_system_prompts * self.system_prompt_tokens > _MAX_SYSTEM_BLOCKS * TRACE_BLOCK_TOKENS:
+            hint = "give fewer or shorter system prompts"
+            raise ConfigError("num_system_prompts", self.num_system_prompts, "do not fit into memory", hint)
 
 
 def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequest]:
@@ -72,9 +87,9 @@ def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequ
             heappush(turns, (next_start_s, next(numbers), workload.system_prompt_tokens, system, tenant))
             next_start_s += random.expovariate(workload.conversations_per_s)
         arrival_s, number, num_tokens, hash_ids, tenant = heappop(turns)
-        num_tokens += _draw_tokens(random, workload.mean_message_tokens)
+        num_tokens += draw_tokens(random, workload.mean_message_tokens)
         hash_ids += tuple(next(ids) for _ in range(-(-num_tokens // TRACE_BLOCK_TOKENS) - len(hash_ids)))
-        num_output_tokens = _draw_tokens(random, workload.mean_output_tokens)
+        num_output_tokens = draw_tokens(random, workload.mean_output_tokens)
         yield TraceRequest(
             index=index,
             arrival_s=arrival_s,
@@ -88,5 +103,6 @@ def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequ
             heappush(turns, (again_s, number, num_tokens + num_output_tokens, hash_ids, tenant))
 
 
-def _draw_tokens(random: Random, mean: float) -> int:
+def draw_tokens(random: Random, mean: float) -> int:
+    """Return a length from the exponential distribution around ``mean``, at least one token."""
     return max(1, round(random.expovariate(1 / mean)))

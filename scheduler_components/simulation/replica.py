@@ -41,7 +41,13 @@ from scheduler_components.request_queues import RequestQueues
 from scheduler_components.scheduling_policy import check_policy_name, make_policy
 from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.simulated_model import CostModel, SimulatedModel
-from scheduler_components.simulation.tiers import DeviceOnly, SimulatedTiers, TierConfig, make_storage
+from scheduler_components.simulation.tiers import (
+    DeviceOnly,
+    SimulatedTiers,
+    TierConfig,
+    check_num_pages,
+    make_storage,
+)
 from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 from scheduler_components.values import (
@@ -80,8 +86,8 @@ class ReplicaConfig:
         ConfigError: a value is invalid; the error names it.
     """
 
-    page_size: int = attrs.field(default=16, validator=integer_validator())
-    kv_tokens: int = attrs.field(default=262_144, validator=integer_validator())
+    page_size: int = attrs.field(default=16, validator=integer_validator(at_most=MAX_TOKENS))
+    kv_tokens: int = attrs.field(default=262_144, validator=integer_validator(at_most=MAX_TOKENS))
     max_running_requests: int = attrs.field(default=64, validator=integer_validator())
     max_prefill_tokens: int = attrs.field(default=4096, validator=integer_validator(at_most=MAX_TOKENS))
     chunk_tokens: int = attrs.field(default=2048, validator=integer_validator(at_most=MAX_TOKENS))
@@ -92,7 +98,7 @@ class ReplicaConfig:
     schedule_policy: str = attrs.field(default="fcfs", validator=_check_policy)
     preemption_policy: str = attrs.field(default="latest-arrival", validator=choice_validator(*PREEMPTION_POLICY_NAMES))
     cost: CostModel = attrs.field(factory=CostModel)
-    speed: float = attrs.field(default=1.0, validator=number_validator("is not a speed"))
+    speed: float = attrs.field(default=1.0, validator=number_validator("is not a speed", at_least=1e-6, at_most=1e6))
     model: SimulatedModel = attrs.field(factory=SimulatedModel)
     tiers: TierConfig | None = None
 
@@ -100,6 +106,7 @@ class ReplicaConfig:
         if self.kv_tokens < self.page_size:
             hint = f"give at least page_size={self.page_size}"
             raise ConfigError("kv_tokens", self.kv_tokens, "does not hold one page", hint)
+        check_num_pages("kv_tokens", self.kv_tokens, self.page_size)
         if self.tiers is not None:
             self.tiers.check_page_size(self.page_size)
         self.make_ratio()
@@ -164,6 +171,7 @@ class ReplicaCounts:
     Attributes:
         num_steps: steps, of which ``num_skipped_steps`` were fast-forwarded.
         busy_ns: duration of all steps.
+        busy_until_ns: end of the last step that took time.
         prefill_tokens, decode_tokens: computed positions.
         recomputed_tokens: of the prefilled positions, those that were computed before, here or on another replica.
         migrated_tokens: of these, those that were computed again because a replica failed, and not after a preemption.
@@ -175,6 +183,7 @@ class ReplicaCounts:
     num_steps: int = 0
     num_skipped_steps: int = 0
     busy_ns: int = 0
+    busy_until_ns: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     recomputed_tokens: int = 0
@@ -430,6 +439,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         counts.num_skipped_steps += num_steps
         counts.decode_tokens += num_steps * num_requests
         counts.busy_ns += now_ns - started_ns
+        counts.busy_until_ns = now_ns
         return num_steps
 
     def get_loads(self) -> LoadSnapshot:
@@ -462,6 +472,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         counts = self.counts
         counts.num_steps += 1
         counts.busy_ns += duration_ns
+        if duration_ns:
+            counts.busy_until_ns = self.clock.now_ns
         counts.prefill_tokens += batch.num_prefill_tokens
         counts.decode_tokens += batch.num_decode_tokens
         counts.peak_running = max(counts.peak_running, len(batch.chunks))

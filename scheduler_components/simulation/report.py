@@ -49,7 +49,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     Attributes:
         num_requests: requests that ended on it.
         num_steps: steps of its scheduler.
-        busy_share: time of its steps / time of the simulation.
+        busy_share: time of its steps / time from the first arrival to the last token or the end of the last step.
         prefill_tokens, decode_tokens: computed positions.
         peak_running: most requests that ran together.
         num_retractions: requests that lost their pages to others.
@@ -134,7 +134,8 @@ class SimulationReport(msgspec.Struct, frozen=True):
         deadline_share: requests whose first token came before their deadline / those that arrived with a deadline; 1
             without any.
         replicas: by index.
-        timeline: at equal distances.
+        timeline: at equal distances of the setting ``sample_s``, at most 8193 points. In a long run the distance is a
+            multiple of the configured one.
         tenants: sorted by name; empty if no request has a tenant.
         recomputed_by_cause: what ``recomputed_tokens`` consists of: after a ``preemption``, and after a ``migration``.
     """

@@ -38,9 +38,7 @@ class SimulatedRequest:
             ``KvRequest``.
         num_retractions: how often it lost its pages to other requests.
         ticket: of the router's dispatch ledger, with the ledger's name; None for a router without one.
-        replica: index of the replica that has it; -1 before it is routed.
-        num_migrations: how often its replica failed.
-        has_lost_replica: True if it lost its pages last by such a failure, and not by a preemption.
+        has_lost_replica: True if it lost its pages last by the failure of its replica, and not by a preemption.
         num_cached_prompt_tokens: tokens that were cached at its first admission.
         num_prefilled_tokens: end of the longest prefill so far, on any replica.
         cached_prompt: the tiers on which they were found; all 0 on a replica without tiers.
@@ -67,14 +65,12 @@ class SimulatedRequest:
         "num_cached_prompt_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_migrations",
         "num_prefilled_tokens",
         "num_prompt_tokens",
         "num_retractions",
         "pages",
         "prefill_end",
         "recorded",
-        "replica",
         "rid",
         "state",
         "stream_interval",
@@ -88,7 +84,6 @@ class SimulatedRequest:
         self.limits = OutputLength(recorded.output_length)
         self.hints = recorded.hints if hints is None else hints
         self.stream_interval = 0
-        self.num_migrations = 0
         self.has_lost_replica = False
         self.num_retractions = 0
         self.num_cached_prompt_tokens = -1
@@ -113,7 +108,6 @@ class SimulatedRequest:
         self.prefill_end = 0
         self.is_sampled = False
         self.ticket: tuple[str, int] | None = None
-        self.replica = -1
 
     @property
     def token_ids(self) -> array[int]:

@@ -14,6 +14,9 @@ from scheduler_components.values import BatchShape, ScheduledBatch
 __all__ = ["CostModel", "HashedRequest", "SimulatedModel"]
 
 
+_cost = number_validator("is not a cost", or_zero=True, at_most=1e9)
+
+
 @attrs.frozen(kw_only=True)
 class CostModel:
     """The duration of a forward pass.
@@ -33,14 +36,11 @@ class CostModel:
     replica waits for all others, so a step takes as long as its longest batch in every replica.
     """
 
-    base_ms: float = attrs.field(default=5.0, validator=number_validator("is not a cost", or_zero=True))
-    prefill_us_per_token: float = attrs.field(default=40.0, validator=number_validator("is not a cost", or_zero=True))
-    decode_us_per_request: float = attrs.field(default=20.0, validator=number_validator("is not a cost", or_zero=True))
-    context_us_per_1k_tokens: float = attrs.field(
-        default=40.0, validator=number_validator("is not a cost", or_zero=True)
-    )
-
-    eager_ms: float = attrs.field(default=3.0, validator=number_validator("is not a cost", or_zero=True))
+    base_ms: float = attrs.field(default=5.0, validator=_cost)
+    prefill_us_per_token: float = attrs.field(default=40.0, validator=_cost)
+    decode_us_per_request: float = attrs.field(default=20.0, validator=_cost)
+    context_us_per_1k_tokens: float = attrs.field(default=40.0, validator=_cost)
+    eager_ms: float = attrs.field(default=3.0, validator=_cost)
 
     def batch_s(self, batch: ScheduledBatch[object]) -> float:
         """Return the seconds that ``batch`` takes at speed 1."""

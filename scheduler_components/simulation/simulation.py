@@ -41,7 +41,7 @@ from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.router import Router
 from scheduler_components.simulation.tiers import make_storage
 from scheduler_components.simulation.trace import TraceRequest
-from scheduler_components.simulation.virtual_clock import NEVER_NS, EventHeap, nanoseconds
+from scheduler_components.simulation.virtual_clock import MAX_SPAN_S, NEVER_NS, EventHeap, nanoseconds
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import TierStats
 
@@ -53,7 +53,14 @@ _CONTROL, _TO_ROUTER, _ARRIVAL, _STEP = range(4)
 _PROGRESS_EVERY = 64
 """Events between two reports of progress."""
 
-_lag = number_validator("is not a lag", or_zero=True)
+_MAX_REPLICAS = 10_000
+
+_MAX_POINTS = 8192
+"""Distances of the timeline. At the bound every second point is dropped, and the distance doubles."""
+
+_lag = number_validator("is not a lag", or_zero=True, at_most=MAX_SPAN_S)
+_moment = number_validator(or_zero=True, at_most=MAX_SPAN_S)
+_span = number_validator(at_most=MAX_SPAN_S)
 
 
 @attrs.frozen(kw_only=True)
@@ -68,8 +75,8 @@ class Outage:
     """
 
     replica: int = attrs.field(validator=integer_validator("is not a replica", at_least=0))
-    at_s: float = attrs.field(validator=number_validator(or_zero=True))
-    down_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(number_validator()))
+    at_s: float = attrs.field(validator=_moment)
+    down_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(_span))
     detection_s: float = attrs.field(default=1.0, validator=_lag)
 
 
@@ -82,8 +89,8 @@ class Scaling:
         num_replicas: replicas that serve from then on. New ones get new indices.
     """
 
-    at_s: float = attrs.field(validator=number_validator(or_zero=True))
-    num_replicas: int = attrs.field(validator=integer_validator())
+    at_s: float = attrs.field(validator=_moment)
+    num_replicas: int = attrs.field(validator=integer_validator(at_most=_MAX_REPLICAS))
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +102,7 @@ class SimulationConfig:
         num_replicas: replicas at the start.
         event_lag_s, load_lag_s: from a replica's KV events and load reports to the router.
         load_interval_s: shortest time between two load reports of a replica.
-        sample_s: distance of the points of the timeline.
+        sample_s: distance of the points of the timeline. It doubles whenever there are more than 8193 points.
         ttft_slo_s, tpot_slo_s: bounds of a good request.
         outages, scalings: what happens to replicas.
         fast_forward: False takes every step by itself; the report is the same.
@@ -106,13 +113,13 @@ class SimulationConfig:
     """
 
     replica: ReplicaConfig = attrs.field(factory=ReplicaConfig)
-    num_replicas: int = attrs.field(default=4, validator=integer_validator(at_most=10_000))
+    num_replicas: int = attrs.field(default=4, validator=integer_validator(at_most=_MAX_REPLICAS))
     event_lag_s: float = attrs.field(default=0.0, validator=_lag)
     load_lag_s: float = attrs.field(default=0.0, validator=_lag)
-    load_interval_s: float = attrs.field(default=0.1, validator=number_validator())
-    sample_s: float = attrs.field(default=1.0, validator=number_validator())
-    ttft_slo_s: float = attrs.field(default=2.0, validator=number_validator())
-    tpot_slo_s: float = attrs.field(default=0.05, validator=number_validator())
+    load_interval_s: float = attrs.field(default=0.1, validator=_span)
+    sample_s: float = attrs.field(default=1.0, validator=_span)
+    ttft_slo_s: float = attrs.field(default=2.0, validator=_span)
+    tpot_slo_s: float = attrs.field(default=0.05, validator=_span)
     outages: tuple[Outage, ...] = ()
     scalings: tuple[Scaling, ...] = ()
     fast_forward: bool = True
@@ -132,6 +139,7 @@ class SimulationConfig:
             if outage.at_s <= start_s and start_s:
                 problem = f"fails at {outage.at_s:g} s, and the replica starts at {start_s:g} s"
                 raise ConfigError("outage", outage.replica, problem, "let it fail later")
+        _check_overlap(self.outages)
 
     def settings(self) -> dict[str, int | float | str | bool]:
         """Return the values by name, for a report."""
@@ -145,6 +153,21 @@ class SimulationConfig:
             "num_outages": len(self.outages),
             "num_scalings": len(self.scalings),
         }
+
+
+def _check_overlap(outages: Iterable[Outage]) -> None:
+    """Check that no replica fails while it is away.
+
+    Raises:
+        ConfigError: one does; the error has its index.
+    """
+    until_ns: dict[int, int] = {}
+    for outage in sorted(outages, key=_at_s):
+        at_ns = nanoseconds(outage.at_s)
+        if at_ns <= until_ns.get(outage.replica, -1):
+            problem = f"fails at {outage.at_s:g} s, and is away then"
+            raise ConfigError("outage", outage.replica, problem, "let it fail after it has returned, or once")
+        until_ns[outage.replica] = NEVER_NS if outage.down_s is None else at_ns + nanoseconds(outage.down_s)
 
 
 def _at_s(change: Outage | Scaling) -> float:
@@ -182,7 +205,7 @@ class _Place:
         next_report_ns: earliest time of the next load report.
         num_finished: requests that ended here.
         running, waiting: requests at each point of the timeline.
-        decisions: the log of the last scheduler.
+        decisions: the log of all schedulers that have run here.
     """
 
     index: int
@@ -206,6 +229,7 @@ class _Totals:
     finished: list[SimulatedRequest] = field(default_factory=list)
     unrouted: list[SimulatedRequest] = field(default_factory=list)
     timeline: list[TimelinePoint] = field(default_factory=list)
+    first_arrival_ns: int = 0
     num_arrived: int = 0
     num_refused: int = 0
     num_deadlines: int = 0
@@ -238,9 +262,11 @@ class Simulation:
     _places: list[_Place] = field(default_factory=list, init=False, repr=False)
     _totals: _Totals = field(default_factory=_Totals, init=False, repr=False)
     _storage: MemoryPageStore | None = field(init=False, repr=False)
+    _sample_ns: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         replica = self.config.replica
+        self._sample_ns = nanoseconds(self.config.sample_s)
         self._storage = make_storage(replica.tiers, replica.page_size)
 
     def run(self) -> Iterator[Progress]:
@@ -292,6 +318,8 @@ class Simulation:
     def _arrive(self, recorded: TraceRequest, arrivals: Iterator[TraceRequest]) -> None:
         request, totals = SimulatedRequest(recorded), self._totals
         request.arrived_ns = self._heap.now_ns
+        if not totals.num_arrived:
+            totals.first_arrival_ns = request.arrived_ns
         totals.num_arrived += 1
         totals.num_deadlines += recorded.deadline_s is not None
         if self.config.replica.can_hold(request):
@@ -319,14 +347,28 @@ class Simulation:
         num_waiting += len(self._totals.unrouted)
         now_ns, usage = self._heap.now_ns, num_used / num_tokens if num_tokens else 0.0
         self._totals.timeline.append(TimelinePoint(now_ns / 1e9, num_running, num_waiting, usage, num_serving))
+        if len(self._totals.timeline) > _MAX_POINTS:
+            self._drop_points()
         if len(self._heap) and not self._totals.is_served:
-            self._push_input(now_ns + nanoseconds(self.config.sample_s), self._sample)
+            self._push_input(now_ns + self._sample_ns, self._sample)
+
+    def _drop_points(self) -> None:
+        """Drop every second point, and double the distance of those that follow. The last point stays."""
+        self._sample_ns *= 2
+        del self._totals.timeline[1::2]
+        for place in self._places:
+            del place.running[1::2], place.waiting[1::2]
 
     # --- replicas that come and go ---
 
     def _add_place(self) -> None:
         num_points = len(self._totals.timeline)
-        place = _Place(index=len(self._places), running=[0] * num_points, waiting=[0] * num_points)
+        place = _Place(
+            index=len(self._places),
+            running=[0] * num_points,
+            waiting=[0] * num_points,
+            decisions=DecisionLog() if self.config.notes_decisions else NullDecisionLog(),
+        )
         self._places.append(place)
         self._start(place)
 
@@ -334,7 +376,6 @@ class Simulation:
         """Start a scheduler with an empty cache."""
         config = self.config
         deliver = partial(self._publish, place) if self.router.wants_events else None
-        place.decisions = DecisionLog() if config.notes_decisions else NullDecisionLog()
         place.scheduler = place.known = SimulatedReplica.compose(
             config.replica,
             start_ns=self._heap.now_ns,
@@ -366,15 +407,16 @@ class Simulation:
             self.router.on_replica_down(place.index, self._heap.now_ns / 1e9)
         lost, place.in_flight = list(place.in_flight.values()), {}
         for request in lost:
+            if request.pages:
+                request.has_lost_replica = True
             request.reset()
-            request.num_migrations += 1
-            request.has_lost_replica = True
             self._totals.num_migrations += 1
             self._route(request)
 
     def _restart(self, place: _Place, failed: SimulatedReplica) -> None:
         self._detect(place, failed)
         if not place.is_drained:
+            failed.counts.busy_ns -= max(0, failed.clock.now_ns - self._heap.now_ns)  # the restart ends its last step
             self._start(place)
 
     def _scale(self, num_replicas: int) -> None:
@@ -397,7 +439,6 @@ class Simulation:
         if place is None or place.known is None or place.is_drained:
             hint = "return the index of a replica that is up, or None"
             raise ConfigError("router", index, "is no replica that serves", hint)
-        request.replica = index
         place.in_flight[request.rid] = request
         if place.scheduler is not None:
             place.scheduler.submit(request)
@@ -411,7 +452,10 @@ class Simulation:
     def _push_step(self, place: _Place, scheduler: SimulatedReplica) -> None:
         """Take a step when the running one has ended, and when there is something to do. A later plan lapses."""
         time_ns = max(scheduler.ready_ns, self._heap.now_ns)
-        assert time_ns < NEVER_NS, f"replica {place.index} waits for nothing"
+        assert time_ns != NEVER_NS, f"replica {place.index} waits for nothing"
+        if time_ns > NEVER_NS:
+            hint = "give a faster device, lower costs or more bandwidth"
+            raise ConfigError("speed", self.config.replica.speed, "lets a step end after centuries", hint)
         if place.step_ns is None or time_ns < place.step_ns:
             place.step_ns = time_ns
             self._heap.push(time_ns, partial(self._step, place, scheduler), order=_STEP + place.index)
@@ -484,8 +528,9 @@ class Simulation:
         """Return what was measured so far; after ``run`` it is complete."""
         config, totals = self.config, self._totals
         finished = sorted(totals.finished, key=lambda request: request.recorded.index)
-        first_ns = min((request.arrived_ns for request in finished), default=0)
-        duration_ns = max((request.finished_ns for request in finished), default=0) - first_ns
+        first_ns = totals.first_arrival_ns
+        last_ns = max((request.finished_ns for request in finished), default=first_ns)
+        duration_ns = last_ns - first_ns
         duration_s = duration_ns / 1e9
         per_s = 1 / duration_s if duration_s else 0.0
         good = [request for request in finished if self._is_good(request)]
@@ -493,7 +538,8 @@ class Simulation:
         cached_tokens = sum(request.num_cached_prompt_tokens for request in finished)
         generated_tokens = sum(request.num_output_tokens for request in finished)
         counts = [each for place in self._places for each in place.counts]
-        replicas = tuple(_report_place(place, duration_ns) for place in self._places)
+        span_ns = max([last_ns, *(each.busy_until_ns for each in counts)]) - first_ns
+        replicas = tuple(_report_place(place, span_ns) for place in self._places)
         num_recomputed = sum(each.recomputed_tokens for each in counts)
         num_migrated = sum(each.migrated_tokens for each in counts)
         tenants = _report_tenants(finished)
@@ -501,7 +547,11 @@ class Simulation:
         serving = [replicas[place.index] for place in self._places if not place.is_drained]
         return SimulationReport(
             title=self.title,
-            settings={"router": type(self.router).__name__, **config.settings()},
+            settings={
+                "router": type(self.router).__name__,
+                **config.settings(),
+                **({"sample_s": self._sample_ns / 1e9} if self._sample_ns != nanoseconds(config.sample_s) else {}),
+            },
             num_requests=totals.num_arrived,
             num_finished=len(finished),
             num_refused=totals.num_refused,
@@ -595,12 +645,12 @@ def _sum_stats(stats: Iterable[TierStats | None]) -> TierStats | None:
     return total
 
 
-def _report_place(place: _Place, duration_ns: int) -> ReplicaReport:
+def _report_place(place: _Place, span_ns: int) -> ReplicaReport:
     counts = place.counts
     return ReplicaReport(
         num_requests=place.num_finished,
         num_steps=sum(each.num_steps for each in counts),
-        busy_share=sum(each.busy_ns for each in counts) / duration_ns if duration_ns else 0.0,
+        busy_share=sum(each.busy_ns for each in counts) / span_ns if span_ns else 0.0,
         prefill_tokens=sum(each.prefill_tokens for each in counts),
         decode_tokens=sum(each.decode_tokens for each in counts),
         peak_running=max((each.peak_running for each in counts), default=0),

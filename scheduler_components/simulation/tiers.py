@@ -19,15 +19,31 @@ from scheduler_components.errors import ConfigError
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, MemoryPageStore
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.simulation.request import SimulatedRequest
-from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
+from scheduler_components.simulation.virtual_clock import MAX_SPAN_S, NEVER_NS, VirtualClock, nanoseconds
 from scheduler_components.simulation.virtual_page_mover import TransferLink, VirtualPageMover
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import TierStats
 
-__all__ = ["CountedHostPages", "DeviceOnly", "SimulatedTiers", "TierConfig", "make_storage"]
+__all__ = ["CountedHostPages", "DeviceOnly", "SimulatedTiers", "TierConfig", "check_num_pages", "make_storage"]
 
-_bandwidth = number_validator("is not a bandwidth")
-_latency = number_validator("is not a latency", or_zero=True)
+_MAX_TIER_TOKENS = 2**34  # 2 PB at 131 KB per token
+
+_MAX_PAGES = 2**24
+"""Pages of a pool. Each costs about ten bytes of memory, whatever it would hold."""
+
+_bandwidth = number_validator("is not a bandwidth", at_least=1e-6, at_most=1e9)
+_latency = number_validator("is not a latency", or_zero=True, at_most=MAX_SPAN_S)
+
+
+def check_num_pages(name: str, num_tokens: int, page_size: int) -> None:
+    """Check that the pages of a pool fit into memory.
+
+    Raises:
+        ConfigError: there are too many; the error names the setting.
+    """
+    if num_tokens // page_size > _MAX_PAGES:
+        problem = f"has more than {_MAX_PAGES:,} pages of {page_size:,} tokens"
+        raise ConfigError(name, num_tokens, problem, "give a smaller pool or larger pages")
 
 
 @attrs.frozen(kw_only=True)
@@ -51,26 +67,27 @@ class TierConfig:
         ConfigError: a value is invalid; the error names it.
     """
 
-    host_tokens: int = attrs.field(default=1_048_576, validator=integer_validator())
+    host_tokens: int = attrs.field(default=1_048_576, validator=integer_validator(at_most=_MAX_TIER_TOKENS))
     write_gb_per_s: float = attrs.field(default=25.0, validator=_bandwidth)
     load_gb_per_s: float = attrs.field(default=25.0, validator=_bandwidth)
     host_latency_s: float = attrs.field(default=20e-6, validator=_latency)
-    storage_tokens: int = attrs.field(default=0, validator=integer_validator(at_least=0))
+    storage_tokens: int = attrs.field(default=0, validator=integer_validator(at_least=0, at_most=_MAX_TIER_TOKENS))
     storage_write_gb_per_s: float = attrs.field(default=12.5, validator=_bandwidth)
     storage_read_gb_per_s: float = attrs.field(default=12.5, validator=_bandwidth)
     storage_latency_s: float = attrs.field(default=1e-3, validator=_latency)
-    token_bytes: int = attrs.field(default=131_072, validator=integer_validator())
+    token_bytes: int = attrs.field(default=131_072, validator=integer_validator(at_most=2**30))
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
 
     def check_page_size(self, page_size: int) -> None:
-        """Check that each tier holds a page.
+        """Check that each tier holds a page, and that the pages of the host tier fit into memory.
 
         Raises:
-            ConfigError: one does not; the error names it.
+            ConfigError: one does not, or they do not; the error names it.
         """
         for name, num_tokens in (("host_tokens", self.host_tokens), ("storage_tokens", self.storage_tokens)):
             if 0 < num_tokens < page_size:
                 raise ConfigError(name, num_tokens, "does not hold one page", f"give at least page_size={page_size}")
+        check_num_pages("host_tokens", self.host_tokens, page_size)
 
     def settings(self) -> dict[str, int | float | str | bool]:
         """Return the values by name, for a report."""

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-__all__ = ["NEVER_NS", "EventHeap", "VirtualClock", "nanoseconds"]
+__all__ = ["MAX_SPAN_S", "NEVER_NS", "EventHeap", "VirtualClock", "nanoseconds"]
 
 NEVER_NS = 2**63 - 1
 """A time after the end of every simulation."""
+
+MAX_SPAN_S = 366 * 24 * 3600
+"""The longest time span of a setting: a year, as in a trace."""
 
 
 def nanoseconds(seconds: float) -> int:

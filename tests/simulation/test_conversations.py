@@ -55,3 +55,26 @@ def test_tenants_keep_their_conversations_and_change_nothing_else() -> None:
             tenants.setdefault(str(request.hash_ids[4]), set()).add(request.tenant)
     assert all(len(each) == 1 for each in tenants.values())
     assert set.union(*tenants.values()) == {"tenant-1", "tenant-2", "tenant-3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("conversations_per_s", 1e-300),
+        ("mean_turns", 1e300),
+        ("mean_think_s", 1e300),
+        ("mean_message_tokens", 1e12),
+        ("mean_output_tokens", 1e12),
+        ("num_system_prompts", 10**9),
+        ("system_prompt_tokens", 10**15),
+        ("num_tenants", 10**9),
+    ],
+)
+def test_an_impossible_mean_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}="):
+        attrs.evolve(WORKLOAD, **{name: value})
+
+
+def test_system_prompts_fit_into_memory() -> None:
+    with pytest.raises(ConfigError, match="num_system_prompts=10000: do not fit into memory"):
+        attrs.evolve(WORKLOAD, num_system_prompts=10_000, system_prompt_tokens=10_000_000)

@@ -31,11 +31,11 @@ def test_a_request_of_a_failed_replica_keeps_its_tokens_and_loses_its_pages() ->
     request = a_request()
     request.token_ids.append(7)
     request.pages, request.num_computed_tokens, request.state = [1, 2], 32, RequestState.RUNNING
-    request.ticket, request.replica = ("router", 1), 2
+    request.ticket = ("router", 1)
     request.reset()
     assert request.token_ids[-1] == 7
     assert (request.pages, request.num_computed_tokens, request.state) == ([], 0, RequestState.WAITING)
-    assert (request.ticket, request.replica) == (None, -1)
+    assert request.ticket is None
     assert request.num_uncomputed_tokens == 701
 
 

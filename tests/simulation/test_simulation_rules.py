@@ -330,3 +330,109 @@ def test_runs_without_a_decision_log_skip_steps_in_bulk_and_agree(make_router: C
     assert fast.report.num_retractions > 3
     assert fast.report.recomputed_tokens > 0
     assert all(each.decision_tip == 0 for each in fast.report.replicas)
+
+
+def test_the_duration_begins_with_an_arrival_that_is_refused() -> None:
+    report = simulate(ONE, [recorded(0, 1.0, prompt=300), recorded(1, 2.0, output=4)]).report
+    assert (report.num_refused, report.num_finished) == (1, 1)
+    assert (report.duration_s, report.replicas[0].busy_share) == (1.04, pytest.approx(0.04 / 1.04))
+
+
+@both
+def test_the_work_for_requests_that_never_end_is_a_share_of_the_time(fast: bool) -> None:
+    """One request ends after 30 ms. The replica of the other fails after 500 ms, and the first one before."""
+    outages = (Outage(replica=0, at_s=0.2), Outage(replica=1, at_s=0.5))
+    config = attrs.evolve(TWO, outages=outages, fast_forward=fast)
+    report = simulate(config, [recorded(0, 0.0), recorded(1, 0.0, output=240)]).report
+    assert (report.num_finished, report.num_unfinished, report.duration_s) == (1, 1, 0.03)
+    assert [each.busy_share for each in report.replicas] == [pytest.approx(0.03 / 0.5), 1.0]
+
+
+@both
+def test_a_restart_ends_the_step_of_the_scheduler_that_failed(fast: bool) -> None:
+    outage = Outage(replica=0, at_s=0.005, down_s=0.001, detection_s=0.0)
+    report = simulate(attrs.evolve(ONE, outages=(outage,), fast_forward=fast), [recorded(0, 0.0)]).report
+    assert (report.num_finished, report.replicas[0].busy_share) == (1, 1.0)
+
+
+@both
+def test_the_decisions_of_a_replica_include_those_before_its_restart(fast: bool) -> None:
+    outage = Outage(replica=0, at_s=1.0, down_s=0.5, detection_s=0.0)
+    config = attrs.evolve(ONE, outages=(outage,), fast_forward=fast, notes_decisions=True)
+    tips = [
+        simulate(config, [recorded(0, 0.0, output=output), recorded(1, 2.0)]).report.replicas[0].decision_tip
+        for output in (3, 3, 9)
+    ]
+    assert tips[0] == tips[1] != tips[2]
+
+
+def test_a_request_without_pages_loses_none_with_its_replica() -> None:
+    outage = Outage(replica=0, at_s=0.105, down_s=2.0, detection_s=1.0)
+    run = simulate(attrs.evolve(ONE, outages=(outage,)), [recorded(0, 0.0, output=60), recorded(1, 0.5)])
+    lost = {request.rid: request.has_lost_replica for _, _, request in run.router.routed}
+    assert (run.report.num_migrations, lost) == (2, {"r0": True, "r1": False})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Outage(replica=0, at_s=1.0), Outage(replica=0, at_s=9.0, down_s=1.0)),
+        (Outage(replica=0, at_s=1.0, down_s=2.0), Outage(replica=0, at_s=2.0, down_s=9.0)),
+        (Outage(replica=0, at_s=1.0, down_s=2.0), Outage(replica=0, at_s=3.0)),
+        (Outage(replica=0, at_s=1.0, down_s=2.0), Outage(replica=0, at_s=1.0, down_s=2.0)),
+    ],
+)
+def test_a_replica_that_is_away_cannot_fail(first: Outage, second: Outage) -> None:
+    for outages in ((first, second), (second, first)):
+        with pytest.raises(ConfigError, match=r"outage=0: fails at \d s, and is away then"):
+            attrs.evolve(ONE, outages=outages)
+    attrs.evolve(TWO, outages=(first, attrs.evolve(second, replica=1)))
+
+
+def test_a_long_timeline_has_a_greater_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_components.simulation.simulation._MAX_POINTS", 4)
+    config = attrs.evolve(ONE, sample_s=1.0, scalings=(Scaling(at_s=9.5, num_replicas=2),))
+    report = simulate(config, [recorded(0, 0.0), recorded(1, 13.0, output=240)]).report
+    assert [point.time_s for point in report.timeline] == [0, 8, 16]
+    assert [point.num_replicas for point in report.timeline] == [1, 1, 2]
+    assert [len(each.running) for each in report.replicas] == [3, 3]
+    assert report.settings["sample_s"] == 8.0
+    short = simulate(config, [recorded(0, 0.0)]).report
+    assert (len(short.timeline), short.settings["sample_s"]) == (2, 1.0)
+
+
+def test_the_timeline_of_a_year_has_a_bound() -> None:
+    report = simulate(attrs.evolve(ONE, sample_s=1.0), [recorded(0, 0.0), recorded(1, 366 * 24 * 3600.0)]).report
+    assert report.num_finished == 2
+    assert 4096 < len(report.timeline) <= 8193
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: ReplicaConfig(kv_tokens=2**31), "kv_tokens=2147483648: is not a size"),
+        (
+            lambda: ReplicaConfig(kv_tokens=2**31 - 1, page_size=1),
+            "kv_tokens=2147483647: has more than 16,777,216 pages",
+        ),
+        (lambda: ReplicaConfig(speed=1e-300), "speed=1e-300: is not a speed; give a number of at least 1e-06"),
+        (lambda: CostModel(base_ms=1e300), r"base_ms=1e\+300: is not a cost"),
+        (lambda: Scaling(at_s=1.0, num_replicas=10_001), "num_replicas=10001"),
+        (lambda: Scaling(at_s=1e300, num_replicas=1), "at_s="),
+        (lambda: Outage(replica=0, at_s=1e300), "at_s="),
+        (lambda: Outage(replica=0, at_s=0.0, down_s=1e300), "down_s="),
+        (lambda: SimulationConfig(event_lag_s=1e300), "event_lag_s="),
+        (lambda: SimulationConfig(load_interval_s=1e300), "load_interval_s="),
+        (lambda: SimulationConfig(ttft_slo_s=1e300), "ttft_slo_s="),
+    ],
+)
+def test_impossible_sizes_and_times_are_refused(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make()
+
+
+def test_a_step_of_centuries_is_refused() -> None:
+    cost = attrs.evolve(STEP_10_MS, base_ms=1e9)
+    config = attrs.evolve(ONE, replica=attrs.evolve(SMALL, speed=1e-6, cost=cost))
+    with pytest.raises(ConfigError, match="speed=1e-06: lets a step end after centuries"):
+        simulate(config, [recorded(index, index) for index in range(3)])

@@ -139,6 +139,26 @@ def test_a_replica_that_fails_has_not_written_what_was_under_way() -> None:
         assert report.hit_rate["storage"] == pytest.approx(share)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host_tokens", 2**35),
+        ("storage_tokens", 2**35),
+        ("token_bytes", 2**40),
+        ("load_gb_per_s", 1e-300),
+        ("storage_latency_s", 1e300),
+    ],
+)
+def test_impossible_tiers_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}="):
+        attrs.evolve(TIERS, **{name: value})
+
+
+def test_the_pages_of_the_host_tier_fit_into_memory() -> None:
+    with pytest.raises(ConfigError, match=r"host_tokens=17179869184: has more than 16,777,216 pages of 4 tokens"):
+        attrs.evolve(SMALL, tiers=attrs.evolve(TIERS, host_tokens=2**34))
+
+
 def test_events_say_which_tier_holds_what() -> None:
     payloads: list[bytes] = []
     config = attrs.evolve(ONE_PROMPT, tiers=attrs.evolve(TIERS, storage_tokens=400))

@@ -94,7 +94,6 @@ def _convert_seconds(_: object, tokens: Sequence[Token]) -> float:
 
 
 Seconds = Annotated[float, Parameter(converter=_convert_seconds)]
-Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
 
 def parse_outage(text: str) -> Outage:
@@ -109,9 +108,10 @@ def parse_outage(text: str) -> Outage:
     try:
         if not at:
             raise ValueError(text)
-        return Outage(replica=int(replica), at_s=parse_seconds(begin), down_s=parse_seconds(down) if plus else None)
+        index, at_s, down_s = int(replica), parse_seconds(begin), parse_seconds(down) if plus else None
     except ValueError:
         raise ConfigError("outage", text, "is no outage", hint) from None
+    return Outage(replica=index, at_s=at_s, down_s=down_s)
 
 
 def parse_scaling(text: str) -> Scaling:
@@ -441,9 +441,13 @@ class SimulationProgress:
 def _check_writable(path: Path) -> None:
     """Check before the simulation that the page can be written."""
     check_can_draw()
-    target = path if path.exists() else path.parent
-    if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
-        hint = "name a file in an existing folder that you may write to"
+    hint = "name a file in an existing folder that you may write to"
+    try:
+        target = path if path.exists() else path.parent
+        is_writable = not path.is_dir() and target.exists() and os.access(target, os.W_OK)
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered, a zero byte
+        raise ConfigError("report", str(path), "cannot be written", hint) from error
+    if not is_writable:
         raise ConfigError("report", str(path), "cannot be written", hint)
 
 

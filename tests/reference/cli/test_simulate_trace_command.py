@@ -124,6 +124,9 @@ def test_unfinished_requests_are_an_exit_code(trace: Path) -> None:
         (("--policy", "nope"), "'nope': is not a scheduling policy"),
         (("--outage", "7@1s"), "outage=7: is not one of 4 replicas"),
         (("--outage", "first"), "outage='first': is no outage"),
+        (("--outage", "0@-1s"), "at_s=-1.0: is not a time span"),
+        (("--outage", "0@1s+5s", "--outage", "0@2s+5s"), "outage=0: fails at 2 s, and is away then"),
+        (("--speed", "1e-300"), "speed=1e-300: is not a speed"),
         (("--kv-tokens", 3), "kv_tokens=3: does not hold one page"),
         (("--speed", 0), "speed=0.0: is not a speed"),
         (("--preemption", "none"), "preemption_policy='none'"),
@@ -156,7 +159,9 @@ def test_a_page_that_cannot_be_written_is_refused(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    for path in (tmp_path / "missing" / "out.html", tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    for path in (tmp_path / "missing" / "out.html", tmp_path, tmp_path / ("a" * 300), closed / "in" / "out.html"):
         status, sentence = simulate(trace, "--report", path)
         assert (status, capsys.readouterr().out) == (2, "")
         assert "cannot be written" in sentence
