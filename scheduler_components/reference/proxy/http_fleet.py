@@ -38,7 +38,7 @@ from scheduler_components.reference.proxy.http_replica import (
     ReplicaError,
     open_engine_client,
 )
-from scheduler_components.reference.proxy.routing_fields import RoutingFields
+from scheduler_components.reference.proxy.routing_fields import MAX_KEY_CHARACTERS, RoutingFields
 
 __all__ = ["Engine", "EngineState", "Fleet", "Placement", "Replica", "ReplicaStats", "open_fleet"]
 
@@ -86,6 +86,10 @@ class _Description(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     adapters: frozenset[str]
 
+    def is_followed_as(self, other: _Description) -> bool:
+        """Return whether an engine can be followed further. Adapters come and go while it serves requests."""
+        return self == msgspec.structs.replace(other, adapters=self.adapters)
+
 
 @dataclass(slots=True)
 class ReplicaStats:
@@ -106,20 +110,29 @@ class Replica:
         rank: its data-parallel rank, and the number of its stream.
         stats: counters since the proxy started.
         uncounted: (time, dispatcher, ticket) of the requests that no load report counts yet.
+        counted: (dispatcher, ticket) of the last request that reports count; none before the first one.
     """
 
     id: int
     rank: int
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     uncounted: deque[tuple[float, str, int]] = field(default_factory=lambda: deque(maxlen=_MAX_UNCOUNTED))
+    counted: tuple[tuple[str, int], ...] = ()
+
+    def begin(self) -> None:
+        """Forget the requests that were sent before the engine came back."""
+        self.uncounted.clear()
+        self.counted = ()
 
     def watermarks(self, now_s: float) -> tuple[tuple[str, int], ...]:
-        """Return up to which ticket a report that came now counts the requests."""
-        last: tuple[tuple[str, int], ...] = ()
+        """Return up to which ticket a report that came now counts the requests.
+
+        Each report gets the last mark, also if it is not new: the router may have ignored the report before it.
+        """
         while self.uncounted and self.uncounted[0][0] <= now_s - _SETTLE_S:
             _, dispatcher, ticket = self.uncounted.popleft()
-            last = ((dispatcher, ticket),)
-        return last
+            self.counted = ((dispatcher, ticket),)
+        return self.counted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +178,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
         self.lost = asyncio.Event()
         self.state, self.problem = EngineState.NOT_READY, "has not said that it is ready"
         for replica in self.replicas.values():
-            replica.uncounted.clear()
+            replica.begin()
 
     def end(self) -> bool:
         """Note that the engine is lost. Return False if it was already."""
@@ -253,8 +266,11 @@ class Fleet:
         router, now_s = self._router, self.clock()
         if router is None:
             return None
-        if fields.open_session is not None:
-            exclude = [*exclude, *self._others(fields.open_session)]
+        session = fields.open_session
+        if session is None and fields.new_session in self._sessions:
+            session = fields.new_session  # its engine refuses to open it again
+        if session is not None:
+            exclude = [*exclude, *self._others(session)]
         excluded = frozenset(replica.id for engine in exclude for replica in engine.replicas.values())
         lora = self._adapter(fields)
         with self._lock:
@@ -270,18 +286,29 @@ class Fleet:
         replica.stats.cached_blocks += pick.device_blocks + pick.host_blocks + pick.storage_blocks
         return Placement(engine, replica, pick)
 
-    def add_session(self, name: str, engine: Engine) -> None:
-        """Note that an engine has opened a session. Beyond the limit the oldest one is forgotten."""
+    def add_session(self, name: str, engine: Engine) -> bool:
+        """Note that an engine has, or is asked to open, a session. Return False if it is known or its name too long.
+
+        Beyond the limit the session that was unused for the longest time is forgotten.
+        """
+        if name in self._sessions or len(name) > MAX_KEY_CHARACTERS:
+            return False
         self._sessions[name] = engine
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
+        return True
+
+    def remove_session(self, name: str) -> None:
+        """Note that a session was closed or not opened; an unknown one is ignored."""
+        self._sessions.pop(name, None)
 
     def _others(self, session: str) -> list[Engine]:
-        """Return the engines that do not have a session."""
+        """Return the engines that do not have a session, which is used now."""
         engine = self._sessions.get(session)
         if engine is None:
             hint = "open it through this proxy; it ends with its engine"
             raise ConfigError("session_params.id", session, "is not an open session", hint)
+        self._sessions.move_to_end(session)
         return [each for each in self.engines if each is not engine]
 
     def _adapter(self, fields: RoutingFields) -> str | None:
@@ -415,15 +442,17 @@ class Fleet:
             engine.check_now.clear()
             try:
                 await self._poll(engine)
-                num_failed = 0
                 if self.clock() - described_s >= self.config.description_interval_s:
-                    described_s = self.clock()
-                    if await self._describe(engine) != description:
+                    found = await self._describe(engine)
+                    if not found.is_followed_as(description):
                         _log.warning("%s describes itself differently now, and is followed again", engine.url)
                         return
-            except EngineDownError as error:
+                    engine.adapters, described_s = found.adapters, self.clock()
+                num_failed = 0
+            except ComponentError as error:
                 num_failed += 1
-                if error.is_refused or num_failed >= self.config.max_failed_polls:
+                is_refused = isinstance(error, EngineDownError) and error.is_refused
+                if is_refused or num_failed >= self.config.max_failed_polls:
                     raise
             self._sweep()
             await _wait_for(engine.check_now, self.config.poll_interval_s)

@@ -29,7 +29,7 @@ from scheduler_components.reference.engine.frontend.http_body import (
 from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER
 from scheduler_components.reference.proxy.http_fleet import Engine, Fleet, Placement
 from scheduler_components.reference.proxy.http_replica import EngineDownError, ReplicaError
-from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields
+from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields, read_session_id
 
 __all__ = ["FORWARDED_PATHS", "GENERATING_PATHS", "REPLICA_HEADER", "ProxyCounters", "ProxyEndpoint"]
 
@@ -59,6 +59,7 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_EVENT_BYTES = 4 * 2**20
 """Limit of one server-sent event, which is held until it is complete."""
 
+_CLIENT_ERRORS = range(400, 500)
 _RETRY_AFTER = {"retry-after": "1"}
 
 T = TypeVar("T")
@@ -95,7 +96,8 @@ class _Exchange:
         body: of the request, for each attempt.
         fields: what chooses the replica.
         send: sends to the client.
-        has_begun: whether the client has received the response headers.
+        has_opened: whether an engine has opened the session that it asks for.
+        status: that the client has received; None before it.
     """
 
     path: str
@@ -103,14 +105,24 @@ class _Exchange:
     body: bytes | bytearray
     fields: RoutingFields
     send: Send
-    has_begun: bool = False
+    has_opened: bool = False
+    status: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self.status is not None
 
     @property
     def request_id(self) -> str:
         return self.headers[_REQUEST_ID]
 
+    @property
+    def is_of_a_session(self) -> bool:
+        """Whether it changes a session, so that an engine which may have received it is the only one that may."""
+        return self.path == OPEN_SESSION or self.fields.open_session is not None
+
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.has_begun = True
+        self.status = status
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -180,9 +192,8 @@ class ProxyEndpoint:
     async def _serve(self, request: Request, send: Send) -> None:
         try:
             async with self.bodies.receive(request) as body:
-                path, fields = request.scope["path"], read_routing_fields(body)
-                if path == OPEN_SESSION:
-                    fields = RoutingFields()  # its field session_id names a session that does not exist yet
+                path = request.scope["path"]
+                fields = _fields_of(path, body)
                 headers = _request_headers(request)
                 exchange = _Exchange(path=path, headers=headers, body=body, fields=fields, send=send)
                 await run_until_disconnected(request.receive, self._answer(exchange))
@@ -215,12 +226,14 @@ class ProxyEndpoint:
         Returns:
             its own refusal, if it has said that it takes no requests now.
         """
+        name, engine = exchange.fields.new_session, placement.engine
+        is_reserved = name is not None and self.fleet.add_session(name, engine)  # before another request opens it
         try:
             refusal = await self._attempt(exchange, placement)
         except EngineDownError as error:
             self.fleet.fail(placement, error)
-            if exchange.fields.open_session is not None and not error.is_refused:
-                await exchange.respond(error_response(502, "the engine failed in a turn of its session"))
+            if exchange.is_of_a_session and not error.is_refused:
+                await exchange.respond(error_response(502, "the engine failed in a request of its session"))
             return None
         except TimeoutError:  # another engine would do the same work again
             self.fleet.finish(placement)
@@ -233,9 +246,12 @@ class ProxyEndpoint:
         except BaseException:  # the client has gone
             self.fleet.finish(placement)
             raise
-        if refusal is None:
+        finally:
+            if name is not None and is_reserved and not exchange.has_opened:
+                self.fleet.remove_session(name)
+        if refusal is None and exchange.status not in _CLIENT_ERRORS:
             self.fleet.finish(placement)
-        else:
+        else:  # the engine has not computed the prompt
             self.fleet.cancel(placement)
         return refusal
 
@@ -263,13 +279,20 @@ class ProxyEndpoint:
                 await self._pass_events(exchange, engine, answer, sent)
                 return None
             body = await _unless_lost(engine, engine.client.read(answer, max_bytes=_MAX_ANSWER_BYTES))
-        if exchange.path == OPEN_SESSION and answer.status_code == httpx.codes.OK:
-            self.fleet.add_session(engine.client.session_id(body), engine)
+        if answer.status_code == httpx.codes.OK:
+            self._note_session(exchange, engine, body)
         response = Response(body, answer.status_code, sent)
-        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and exchange.path != OPEN_SESSION:
             return response
         await exchange.respond(response)
         return None
+
+    def _note_session(self, exchange: _Exchange, engine: Engine, body: bytes) -> None:
+        if exchange.path == OPEN_SESSION:
+            exchange.has_opened = True
+            self.fleet.add_session(engine.client.session_id(body), engine)
+        elif exchange.path == CLOSE_SESSION and exchange.fields.open_session is not None:
+            self.fleet.remove_session(exchange.fields.open_session)
 
     async def _pass_events(
         self, exchange: _Exchange, engine: Engine, answer: httpx.Response, headers: Mapping[str, str]
@@ -304,6 +327,13 @@ async def _unless_lost(engine: Engine, work: Awaitable[T]) -> T:
         task.cancel()
         lost.cancel()
         await asyncio.gather(task, lost, return_exceptions=True)
+
+
+def _fields_of(path: str, body: bytes | bytearray) -> RoutingFields:
+    if path in GENERATING_PATHS:
+        return read_routing_fields(body)
+    named = read_session_id(body)
+    return RoutingFields(new_session=named) if path == OPEN_SESSION else RoutingFields(open_session=named)
 
 
 def _request_headers(request: Request) -> dict[str, str]:

@@ -98,11 +98,13 @@ class EngineClient:
         """Return the names of the adapters that the engine serves; none for an engine that does not list them.
 
         Raises:
-            ReplicaError: the engine does not answer.
+            ReplicaError: the engine does not answer, or with an error of its own.
         """
         status, body = await self._ask("GET", "/model_info")
-        if status != httpx.codes.OK:
+        if httpx.codes.is_client_error(status):  # it has no such route
             return frozenset()
+        if status != httpx.codes.OK:
+            raise ReplicaError(f"{self.url}/model_info answers {status}")
         return frozenset(self._decode("/model_info", body, _ModelInfo).adapters)
 
     async def is_ready(self) -> bool:

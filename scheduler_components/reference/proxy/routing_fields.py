@@ -13,7 +13,7 @@ import msgspec
 
 from scheduler_components.reference.engine.frontend.http_body import BadBodyError
 
-__all__ = ["RoutingFields", "read_routing_fields"]
+__all__ = ["MAX_KEY_CHARACTERS", "RoutingFields", "read_routing_fields", "read_session_id"]
 
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Tokens: TypeAlias = Annotated[list[_Token], msgspec.Meta(min_length=1)]
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _TEMPLATE_FIELDS = ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 """Fields of a chat that change its tokens. Not a ``chat_template`` of the client, which engines refuse by default."""
 
-_MAX_KEY_CHARACTERS = 256  # longer than any name that engines accept; bounds what the proxy remembers per session
+MAX_KEY_CHARACTERS = 256  # longer than any name that engines accept; bounds what the proxy remembers per session
 
 
 class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +38,7 @@ class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
         lora: the adapter; None for the base model, or if the field ``model`` names it.
         model: the field ``model``, which may name an adapter.
         open_session: the open session of which the request is a turn, or which it closes. Its state is on one replica.
+        new_session: the session that the request opens; None if it opens none or names none.
     """
 
     token_ids: Sequence[int] | None = None
@@ -46,6 +47,7 @@ class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | None = None
     model: str | None = None
     open_session: str | None = None
+    new_session: str | None = None
 
 
 class _SessionId(msgspec.Struct, frozen=True):
@@ -64,22 +66,35 @@ def read_routing_fields(body: bytes | bytearray) -> RoutingFields:
     Raises:
         BadBodyError: the body is not a JSON object.
     """
-    try:
-        fields = msgspec.json.decode(body, type=_Fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadBodyError("body", str(error)) from None
+    fields = _decode(body)
     token_ids, tokenize_body = _prompt(fields)
     session = _field(fields, "session_params", _SESSION)
-    opened = _field(fields, "session_id", _TEXT) if session is None else session.id
+    opened = None if session is None else session.id
     named = _field(fields, "conversation", _TEXT) if opened is None else opened
     return RoutingFields(
         token_ids=token_ids,
         tokenize_body=tokenize_body,
-        session=named if named is None else named[:_MAX_KEY_CHARACTERS],
+        session=named if named is None else named[:MAX_KEY_CHARACTERS],
         lora=_field(fields, "lora_path", _TEXT),
         model=_field(fields, "model", _TEXT),
         open_session=opened,
     )
+
+
+def read_session_id(body: bytes | bytearray) -> str | None:
+    """Read the body of ``/open_session`` or ``/close_session``: the id of the session, or None if it names none.
+
+    Raises:
+        BadBodyError: the body is not a JSON object.
+    """
+    return _field(_decode(body), "session_id", _TEXT)
+
+
+def _decode(body: bytes | bytearray) -> _Fields:
+    try:
+        return msgspec.json.decode(body, type=_Fields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadBodyError("body", str(error)) from None
 
 
 def _prompt(fields: _Fields) -> tuple[Sequence[int] | None, bytes]:

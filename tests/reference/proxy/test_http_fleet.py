@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from scheduler_components import ConfigError
+from scheduler_components.reference.proxy import http_fleet
 from scheduler_components.reference.proxy.http_fleet import EngineState, Fleet
 from scheduler_components.reference.proxy.routing_fields import RoutingFields
 
@@ -87,6 +88,93 @@ def test_a_report_counts_the_requests_that_were_sent_a_little_before_it() -> Non
         return before, len(placed.replica.uncounted)
 
     assert run(scenario, engine) == (1, 0)
+
+
+def test_a_request_counts_once_also_if_a_report_was_ignored_after_it() -> None:
+    """An engine repeats its report while nothing changes, and the router ignores the repetition."""
+    engine = FakeEngine(loads=[{"dp_rank": 0, "sequence": 1}])
+
+    async def scenario(fleet: Fleet) -> tuple[float, int]:
+        await until(lambda: fleet.num_ready)
+        placed, router = fleet.place(range(64), NO_FIELDS), fleet._router
+        assert placed is not None
+        assert router is not None
+        await until(lambda: not placed.replica.uncounted)
+        num_old = router.num_old_reports
+        await until(lambda: router.num_old_reports > num_old)
+        engine.loads = [{"dp_rank": 0, "sequence": 2, "num_total_tokens": 64}]
+        num_asked = engine.asked.count("/v1/loads")
+        await until(lambda: engine.asked.count("/v1/loads") > num_asked + 1)
+        [facts] = router.facts_of([placed.replica.id], (), num_tokens=0, now_s=0)
+        return facts.load_blocks, router._known[placed.replica.id].to_hold.unreported_tokens
+
+    assert run(scenario, engine) == (16, 0)
+
+
+def test_an_adapter_that_is_loaded_costs_no_request_and_no_session() -> None:
+    engine = FakeEngine()
+
+    async def scenario(fleet: Fleet) -> None:
+        await until(lambda: fleet.num_ready)
+        [found] = fleet.engines
+        placed = fleet.place(range(64), NO_FIELDS)
+        assert placed is not None
+        fleet.add_session("s", found)
+        engine.adapters = ("poet",)
+        await until(lambda: found.adapters == {"poet"})
+        assert (found.num_times_lost, fleet.num_in_flight(placed.replica)) == (0, 1)
+        assert fleet.place((), RoutingFields(open_session="s")) is not None
+
+    run(scenario, engine, description_interval_s=0.02)
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/model_info"])
+def test_a_page_that_fails_a_few_times_does_not_cost_the_engine(path: str) -> None:
+    engine = FakeEngine()
+
+    async def failing(_: Request) -> Response:
+        return JSONResponse({}, 500)
+
+    async def scenario(fleet: Fleet) -> None:
+        await until(lambda: fleet.num_ready)
+        [found] = fleet.engines
+        num_asked = engine.asked.count(path)
+        engine.pages[path] = failing
+        await until(lambda: engine.asked.count(path) == num_asked + 2)
+        del engine.pages[path]
+        await until(lambda: engine.asked.count(path) > num_asked + 3)
+        assert found.num_times_lost == 0
+        engine.pages[path] = failing
+        await until(lambda: found.state is DOWN)
+
+    run(scenario, engine, description_interval_s=0.02, max_failed_polls=4)
+
+
+def test_an_engine_that_describes_other_ranks_is_followed_again() -> None:
+    engine = FakeEngine()
+
+    async def scenario(fleet: Fleet) -> None:
+        await until(lambda: fleet.num_ready)
+        engine.dp_size = 2
+        await until(lambda: list(fleet.engines[0].replicas) == [0, 1])
+
+    run(scenario, engine, description_interval_s=0.02)
+
+
+def test_the_session_that_was_not_used_for_the_longest_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_fleet, "_MAX_SESSIONS", 2)
+
+    async def scenario(fleet: Fleet) -> None:
+        await until(lambda: fleet.num_ready)
+        [engine] = fleet.engines
+        assert [fleet.add_session(name, engine) for name in ("a", "b", "a", "x" * 257)] == [True, True, False, False]
+        assert fleet.place((), RoutingFields(open_session="a")) is not None
+        fleet.add_session("c", engine)
+        assert fleet.place((), RoutingFields(open_session="a")) is not None
+        with pytest.raises(ConfigError):
+            fleet.place((), RoutingFields(open_session="b"))
+
+    run(scenario, FakeEngine())
 
 
 def test_an_engine_that_is_not_ready_gets_nothing_until_it_is() -> None:

@@ -355,6 +355,74 @@ def test_the_turns_of_a_session_go_where_it_was_opened() -> None:
     run(scenario, *engines)
 
 
+def test_an_id_that_is_open_is_opened_nowhere_else() -> None:
+    """Otherwise a client could take over the turns of another one."""
+    engines = [_with_sessions(name) for name in "ab"]
+
+    async def scenario(running: Proxied) -> list[str]:
+        opened = {"session_id": "s"}
+        both = [running.client.post("/open_session", json=opened) for _ in range(2)]
+        answers = [*await asyncio.gather(*both), *[await running.client.post("/open_session", json=opened)] * 2]
+        turn = await running.client.post("/generate", json={**PROMPT, "session_params": {"id": "s"}})
+        return [answer.headers[REPLICA_HEADER] for answer in (*answers, turn)]
+
+    assert len(set(run(scenario, *engines))) == 1
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_session_that_an_engine_does_not_open_is_not_open(status: int) -> None:
+    async def refuse(_: Request) -> Response:
+        return JSONResponse({}, status)
+
+    engines = [FakeEngine(pages={"/open_session": refuse}) for _ in range(2)]
+
+    async def scenario(running: Proxied) -> list[int]:
+        opened = await running.client.post("/open_session", json={"session_id": "s"})
+        turn = await running.client.post("/generate", json={**PROMPT, "session_params": {"id": "s"}})
+        return [opened.status_code, turn.status_code]
+
+    assert run(scenario, *engines) == [status, 400]
+    assert sum(engine.asked.count("/open_session") for engine in engines) == 1
+
+
+def test_an_opening_that_an_engine_may_have_received_is_not_repeated() -> None:
+    engines = [FakeEngine(pages={"/open_session": events(then=fail)}) for _ in range(2)]
+
+    async def scenario(running: Proxied) -> int:
+        return (await running.client.post("/open_session", json={"session_id": "s"})).status_code
+
+    assert run(scenario, *engines) == 502
+    assert sum(engine.asked.count("/open_session") for engine in engines) == 1
+
+
+def test_a_session_that_was_closed_is_forgotten_and_can_be_opened_again() -> None:
+    async def scenario(running: Proxied) -> list[int]:
+        named, turn = {"session_id": "s"}, {**PROMPT, "session_params": {"id": "s"}}
+        asked = (
+            ("/open_session", named),
+            ("/close_session", named),
+            ("/generate", turn),
+            ("/open_session", named),
+            ("/generate", turn),
+        )
+        return [(await running.client.post(path, json=body)).status_code for path, body in asked]
+
+    assert run(scenario, _with_sessions("a")) == [200, 200, 400, 200, 200]
+
+
+def test_a_prompt_that_an_engine_has_refused_does_not_count_as_cached() -> None:
+    async def refuse(_: Request) -> Response:
+        return JSONResponse({}, 400)
+
+    async def scenario(running: Proxied) -> int:
+        for _ in range(2):
+            await running.client.post("/generate", json={"prompt": list(range(64))})
+        [replica] = running.fleet.engines[0].replicas.values()
+        return replica.stats.cached_blocks
+
+    assert run(scenario, FakeEngine(answer=refuse)) == 0
+
+
 def test_a_turn_of_an_unknown_session_is_refused() -> None:
     engine = FakeEngine()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kit.fake_engine import body_of
 
 from scheduler_components.reference.engine.frontend.http_body import BadBodyError
-from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields
+from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields, read_session_id
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,13 @@ def test_a_session_an_adapter_and_a_model_are_read() -> None:
     assert (fields.session, fields.open_session) == ("s", "s")
 
 
+def test_a_session_id_is_read_only_where_a_session_is_opened_or_closed() -> None:
+    body = body_of(prompt=[1], session_id="s")
+    assert read_routing_fields(body).open_session is None
+    assert read_session_id(body) == "s"
+    assert [read_session_id(body_of(session_id=each)) for each in (None, 5, {})] == [None] * 3
+
+
 def test_a_long_session_name_is_cut() -> None:
     session = read_routing_fields(body_of(conversation="c" * 10_000)).session
     assert session is not None
@@ -67,6 +74,8 @@ def test_a_long_session_name_is_cut() -> None:
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(BadBodyError):
         read_routing_fields(body)
+    with pytest.raises(BadBodyError):
+        read_session_id(body)
 
 
 JSON = st.recursive(
