@@ -78,6 +78,7 @@ class FirstComeFirstServed(Generic[R]):
     ``fcfs`` of SGLang 0.5.23 and vLLM 0.32. The head blocks all others while it does not fit.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = "bounded: 1 step per request that arrived earlier"
 
     _waiting: OrderedRequests[R] = field(default_factory=OrderedRequests, init=False, repr=False)
@@ -113,6 +114,7 @@ class PriorityPolicy(Generic[R]):
         ConfigError: ``aging_steps`` is below 1; from ``add``: the priority is not a number.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = (
         "bounded: aging_steps per level that later requests are above it, then 1 step per request before it; "
         "starves with aging_steps=None while requests of a higher priority arrive"
@@ -155,6 +157,7 @@ class EarliestDeadline(Generic[R]):
         ConfigError: from ``add``: the deadline is not a number.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = "starves: a request without a deadline, or a late one, while earlier deadlines arrive"
 
     _waiting: OrderedRequests[R] = field(default_factory=OrderedRequests, init=False, repr=False)
@@ -213,6 +216,7 @@ class LongestPrefixMatch(Generic[R]):
         ConfigError: ``matches_per_step`` is below 1.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = "starves: a request without a cached prefix, while requests with one arrive"
 
     match_length: Callable[[R], int] = _last_match
@@ -279,6 +283,7 @@ class DfsWeight(Generic[R]):
         ConfigError: ``matches_per_step`` is below 1.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = "starves: a request without a cached prefix, while requests that share one arrive"
 
     match_length: Callable[[R], int] = _last_match
@@ -424,6 +429,7 @@ class ShortestRemainingPrefill(Generic[R]):
         ConfigError: ``longest_wait_steps`` or ``matches_per_step`` is below 1.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = "bounded: longest_wait_steps, then 1 step per request that arrived earlier"
 
     longest_wait_steps: int = _LONGEST_WAIT_STEPS
@@ -485,6 +491,7 @@ class HighestResponseRatio(Generic[R]):
         ConfigError: ``matches_per_step`` is below 1.
     """
 
+    reads_batches: ClassVar[bool] = False
     wait_bound: ClassVar[str] = (
         "bounded: its uncached tokens, rounded up to a power of two, times the steps that the others wait"
     )
@@ -556,6 +563,7 @@ class VirtualTokenCounter(Generic[R]):
         ConfigError: a weight is not a finite number above 0.
     """
 
+    reads_batches: ClassVar[bool] = True
     wait_bound: ClassVar[str] = (
         "bounded for tenants that stay: until each other tenant has received as much as its own; "
         "starves while requests of ever new tenants arrive"
@@ -640,6 +648,7 @@ class LoraGrouping(Generic[R]):
         ConfigError: ``longest_wait_steps`` is below 1.
     """
 
+    reads_batches: ClassVar[bool] = True
     wait_bound: ClassVar[str] = "bounded: longest_wait_steps, then 1 step per request that arrived earlier"
 
     longest_wait_steps: int = _LONGEST_WAIT_STEPS
@@ -703,20 +712,17 @@ def check_policy_name(name: str) -> str:
     return name
 
 
-_IGNORE_BATCHES: tuple[type[object], ...] = (
-    FirstComeFirstServed,
-    PriorityPolicy,
-    LongestPrefixMatch,
-    DfsWeight,
-    ShortestRemainingPrefill,
-    HighestResponseRatio,
-    EarliestDeadline,
-)
-
-
 def ignores_batches(policy: SchedulingPolicy[R]) -> bool:
-    """Return True if the ``on_scheduled`` of a policy does nothing. False for a policy of your own."""
-    return type(policy) in _IGNORE_BATCHES
+    """Return True if a policy says by ``reads_batches = False`` in its class that its ``on_scheduled`` does nothing.
+
+    A subclass with an ``on_scheduled`` of its own reads batches, unless it says so again.
+    """
+    for each in type(policy).__mro__:
+        if "reads_batches" in vars(each):
+            return not vars(each)["reads_batches"]
+        if "on_scheduled" in vars(each):
+            return False
+    return False
 
 
 def _import_policy(path: str) -> Callable[..., SchedulingPolicy[R]]:

@@ -488,6 +488,20 @@ def test_a_policy_that_ignores_batches_is_known() -> None:
     assert not ignores_batches(policies["virtual-token-counter"])
 
 
+def test_a_policy_of_a_user_reads_batches_unless_it_denies_it() -> None:
+    class Plain(FirstComeFirstServed[SchedulableRequest]):
+        """Inherits what it says."""
+
+    class Reading(FirstComeFirstServed[SchedulableRequest]):
+        def on_scheduled(self, chunks: object) -> None:
+            """Read them."""
+
+    class Denying(Reading):
+        reads_batches = False
+
+    assert [ignores_batches(make()) for make in (Plain, Reading, Denying)] == [True, False, True]
+
+
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_every_name_makes_a_policy(name: str) -> None:
     policy: Policy = make_policy(name)

@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.policy_study.cases import FACTORS
 from benchmarks.policy_study.page import broken_findings, with_blocks
 from benchmarks.policy_study.plots import PLOTS, draw
-from benchmarks.policy_study.study import Done, RunResult, decode_study, encode_study, run_study
+from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
 from scheduler_components import ConfigError
 from scheduler_components._extras import require_modules
 from scheduler_components.errors import ComponentError
@@ -43,7 +45,7 @@ def _write(options: argparse.Namespace) -> int:
         study = run_study(
             options.trace,
             num_requests=options.requests,
-            kept=_kept_runs(folder, options.only),
+            kept=_kept(folder, options.only),
             processes=options.processes,
             on_done=_show_progress,
         )
@@ -67,11 +69,12 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _kept_runs(folder: Path, only: Sequence[str] | None) -> list[RunResult]:
-    """Return the stored runs of the factors that are not run again."""
+def _kept(folder: Path, only: Sequence[str] | None) -> Study | None:
+    """Return the stored study, with only the runs of the factors that are not run again."""
     if only is None:
-        return []
-    return [run for run in decode_study(_read(folder / RESULTS)).runs if run.factor not in only]
+        return None
+    stored = decode_study(_read(folder / RESULTS))
+    return msgspec.structs.replace(stored, runs=[run for run in stored.runs if run.factor not in only])
 
 
 def _check_folder(folder: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from benchmarks.policy_study.cases import STANDARD, Case, Setting, make_cases
 from benchmarks.policy_study.serving import run_case
 from benchmarks.policy_study.workloads import WorkloadFacts, describe, make_workload
+from scheduler_components.errors import ConfigError
 from scheduler_components.simulation import TraceRequest
 
 __all__ = ["Done", "RunResult", "Study", "decode_study", "encode_study", "run_study"]
@@ -75,7 +76,7 @@ def run_study(
     *,
     num_requests: int,
     cases: Sequence[Case] | None = None,
-    kept: Iterable[RunResult] = (),
+    kept: Study | None = None,
     processes: int = 1,
     on_done: Callable[[Done], None] | None = None,
 ) -> Study:
@@ -85,29 +86,42 @@ def run_study(
         trace: a file in Mooncake's format.
         num_requests: the first requests of each workload.
         cases: what to run; by default the whole study.
-        kept: results of cases that are not run again.
+        kept: stored results, with only those runs that are not run again.
         processes: that run cases; 1 runs them in this process.
         on_done: called after each run.
 
     Raises:
-        ConfigError: the trace cannot be read, or a line is wrong.
+        ConfigError: the trace cannot be read, a line is wrong, or the kept results are of another Python, of other
+            standard settings or of other workloads.
     """
     cases = make_cases() if cases is None else cases
     names = dict.fromkeys(case.workload for case in cases if case.workload is not None)
     workloads = {name: make_workload(name, trace=trace, num_requests=num_requests) for name in names}
-    results = _results_of(cases, kept)
+    study = Study(
+        python=".".join(platform.python_version_tuple()[:2]),
+        standard=dict(STANDARD),
+        workloads={name: describe(requests) for name, requests in workloads.items()},
+        runs=[],
+    )
+    if kept is not None:
+        _check_kept(kept, study)
+    results = _results_of(cases, () if kept is None else kept.runs)
     missing = list({_settings_key(case): case for case in cases if _settings_key(case) not in results}.values())
     measured = _measure(missing, workloads, num_requests, processes)
     for number, (case, (figures, seconds)) in enumerate(zip(missing, measured, strict=True), start=1):
         results[_settings_key(case)] = figures
         if on_done is not None:
             on_done(Done(case.title, number, len(missing), seconds))
-    return Study(
-        python=".".join(platform.python_version_tuple()[:2]),
-        standard=dict(STANDARD),
-        workloads={name: describe(requests) for name, requests in workloads.items()},
-        runs=[RunResult(case.factor, case.varied, case.fixed, results[_settings_key(case)]) for case in cases],
-    )
+    runs = [RunResult(case.factor, case.varied, case.fixed, results[_settings_key(case)]) for case in cases]
+    return msgspec.structs.replace(study, runs=runs)
+
+
+def _check_kept(kept: Study, study: Study) -> None:
+    """Check that stored results were made under the same conditions."""
+    for name in ("python", "standard", "workloads"):
+        if getattr(kept, name) != getattr(study, name):
+            hint = "run all factors, or take the same trace, number of requests and Python"
+            raise ConfigError("only", name, "differs from that of the stored results", hint)
 
 
 def _results_of(cases: Iterable[Case], kept: Iterable[RunResult]) -> dict[bytes, dict[str, float]]:
@@ -156,5 +170,12 @@ def encode_study(study: Study) -> bytes:
 
 
 def decode_study(data: bytes) -> Study:
-    """Return a stored study."""
-    return msgspec.json.decode(data, type=Study)
+    """Return a stored study.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        return msgspec.json.decode(data, type=Study)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("results", None, f"are damaged: {error}", "run the whole study again") from error

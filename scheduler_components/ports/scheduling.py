@@ -52,6 +52,9 @@ class SchedulingPolicy(Protocol[R]):
     """The order of the waiting requests. The batcher calls it.
 
     The docstring of a policy states how long a request may wait, in steps, or shows by which arrivals it starves.
+
+    A class whose ``on_scheduled`` does nothing may say ``reads_batches: ClassVar[bool] = False``. Then a simulation
+    skips decode steps. Without it, a policy reads batches.
     """
 
     def add(self, request: R, step: int) -> None:

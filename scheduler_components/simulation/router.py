@@ -15,8 +15,10 @@ __all__ = ["LeastLoaded", "RoundRobin", "Router"]
 class Router(Protocol):
     """Chooses the replica of each request. ``Simulation`` calls it; time is virtual and comes with each call.
 
-    It has six methods because it sees all that a router in front of engines sees, and nothing else: what it learns of a
-    replica comes through events and reports, with their lags.
+    It has six methods because it learns all that a router in front of engines learns: what it knows of a replica comes
+    through events and reports, with their lags. One thing is different. It gets the live ``SimulatedRequest``, which
+    also has the recorded length of the output, and from which it could read the state of the request on its replica.
+    A router that is to serve real requests reads only the prompt, ``hints`` and ``ticket``.
 
     Attributes:
         wants_events: False for a router that reads no KV events. The replicas then record none.

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import msgspec
 
 from scheduler_components.ports import SchedulingPolicy
+from scheduler_components.scheduling_policy import ignores_batches
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.values import RequestHints, ScheduledChunk
 
@@ -284,7 +285,10 @@ def check_bad_keys_are_refused(
 
 
 def check_computed_tokens_are_counted(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
-    """What a batch computes changes no membership; with fair shares, the tenant that received less is first."""
+    """What a batch computes changes no membership; with fair shares, the tenant that received less is first.
+
+    It changes nothing if the policy says ``reads_batches = False``.
+    """
     use = _Use("Computed tokens change no membership", open_policy)
     requests = _requests(20)
     use.compute([])
@@ -295,8 +299,24 @@ def check_computed_tokens_are_counted(open_policy: OpenPolicy, promises: PolicyP
     use.compute([(request, 9) for request in requests[:10]], is_prefill=False)
     use.compute([(requests[12], 1)])
     use.check_order()
+    if ignores_batches(use.policy):
+        _check_batches_are_ignored(open_policy)
     if promises.shares_by_tenant:
         _check_shares(open_policy)
+
+
+def _check_batches_are_ignored(open_policy: OpenPolicy) -> None:
+    """A policy with ``reads_batches = False`` orders by the same rule, whatever batches compute."""
+    title = "A policy that reads no batches has the same order after them"
+    uses = [_Use(title, open_policy) for _ in range(2)]
+    for use in uses:
+        for request in _requests(20):
+            use.add(request)
+    requests = _requests(20)
+    for step in range(3):
+        uses[1].compute([(request, 100 * (step + 1)) for request in requests[step::4]], is_prefill=step % 2 == 0)
+        expected, found = ([request.arrival for request in use.read(20)] for use in uses)
+        uses[1].trace.expect(expected, found, "order without the batches")
 
 
 def _check_shares(open_policy: OpenPolicy) -> None:

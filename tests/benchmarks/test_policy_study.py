@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from kit.documents import ROOT
 
@@ -19,6 +20,7 @@ from benchmarks.policy_study.plots import PLOTS, digest_of, draw
 from benchmarks.policy_study.serving import FIGURES, percentile
 from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
 from benchmarks.policy_study.workloads import continued, describe, make_workload
+from scheduler_components import ConfigError
 from scheduler_components.simulation import ConversationWorkload, TraceRequest, generate_conversations
 
 PAGE = ROOT / "docs" / "explanation" / "policies.md"
@@ -191,6 +193,52 @@ def test_bad_input_is_one_sentence_before_anything_runs(
     assert command.main() == 2
     error = capsys.readouterr().err
     assert problem in error
+    assert error.count("\n") == 1
+
+
+def test_kept_results_must_have_the_same_conditions(tiny: tuple[Study, list[Done]], trace: Path) -> None:
+    study = tiny[0]
+    done: list[Done] = []
+    assert run_study(trace, num_requests=8, kept=study, on_done=done.append) == study
+    assert done == []
+    for changed in (
+        msgspec.structs.replace(study, python="2.7"),
+        msgspec.structs.replace(study, standard={**study.standard, "speed": 9.0}),
+        msgspec.structs.replace(study, workloads={**study.workloads, "trace": study.workloads["conversations"]}),
+    ):
+        with pytest.raises(ConfigError, match="differs from that of the stored results"):
+            run_study(trace, num_requests=8, kept=changed)
+
+
+def test_only_keeps_the_stored_results_of_equal_conditions(
+    tiny: tuple[Study, list[Done]],
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "PLOTS", ())
+    (tmp_path / command.RESULTS).write_bytes(encode_study(tiny[0]))
+    options = ["policy_study", str(trace), "--out", str(tmp_path), "--only", "blocking", "--requests"]
+    monkeypatch.setattr(sys, "argv", [*options, "8"])
+    assert command.main() == 0
+    assert (tmp_path / command.RESULTS).read_bytes() == encode_study(tiny[0])
+    monkeypatch.setattr(sys, "argv", [*options, "7"])
+    capsys.readouterr()
+    assert command.main() == 2
+    assert "only='workloads': differs from that of the stored results" in capsys.readouterr().err
+    assert (tmp_path / command.RESULTS).read_bytes() == encode_study(tiny[0])
+
+
+def test_damaged_results_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / command.RESULTS).write_text('{"python": 3')
+    monkeypatch.setattr(sys, "argv", ["policy_study", "--out", str(tmp_path)])
+    assert command.main() == 2
+    error = capsys.readouterr().err
+    assert "results" in error
+    assert "are damaged" in error
     assert error.count("\n") == 1
 
 

@@ -291,6 +291,17 @@ class KeepsDiscarded(Sorted):
 FAIR = PolicyPromises(shares_by_tenant=True)
 BOUNDED = PolicyPromises(max_wait_steps=50)
 
+
+class DeniesVirtualTokenCounter(VirtualTokenCounter[checks.PolicyRequest]):
+    """Says that it reads no batches, and counts them."""
+
+    reads_batches = False
+
+
+def denies_batches(match_length: object) -> checks.Policy:
+    return DeniesVirtualTokenCounter()
+
+
 VARIANTS: list[tuple[Callable[..., None], checks.OpenPolicy, PolicyPromises, str]] = [
     (checks.check_each_waiting_request_comes_once, OnePerKey, BOUNDED, "waiting requests that are missing"),
     (checks.check_each_waiting_request_comes_once, KeepsAborted, BOUNDED, "requests in the order that do not wait"),
@@ -329,6 +340,7 @@ VARIANTS: list[tuple[Callable[..., None], checks.OpenPolicy, PolicyPromises, str
     (checks.check_computed_tokens_are_counted, Sorted, FAIR, "first tenant"),
     (checks.check_computed_tokens_are_counted, IgnoresDecodes, FAIR, "first tenant"),
     (checks.check_computed_tokens_are_counted, FairByTenant, FAIR, "8 to 12 of 20 turns"),
+    (checks.check_computed_tokens_are_counted, denies_batches, FAIR, "order without the batches"),
     (checks.check_discarded_requests_are_released, KeepsDiscarded, BOUNDED, "still refers to"),
 ]
 
