@@ -1,4 +1,4 @@
-"""One seed, one history: equal bytes, no broken promise, and every planted defect is found."""
+"""One seed, one history: equal bytes, and no broken promise."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from observability.simulation import WORLD_KINDS, DeliveryWorld, encode_delivery
 from observability.simulation.stream_part import StreamPart
 from scheduler_components.kv_events import EventStream
 
-NUM_SEEDS = 8
+NUM_SEEDS = 4
 """In ``make test``; ``make soak`` runs many more."""
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", WORLD_KINDS)
 def test_every_promise_is_kept(kind: str, soaking: bool) -> None:
     for seed in range(500 if soaking else NUM_SEEDS):

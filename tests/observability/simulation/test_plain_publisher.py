@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from observability.simulation.delivery_world import run_world
 from observability.simulation.faulty_disk import DiskFaults, FaultyDisk
 from observability.simulation.plain_publisher import PlainPublisherProcess
 from observability.simulation.publisher_actor import LiveFrame, PublisherShape
@@ -73,17 +72,3 @@ def test_a_restart_empties_the_ring_and_begins_at_0(process: PlainPublisherProce
     assert answered(process, ReplayRequest(0)) == [-1]
     process.publish((BlockStored((1,), None, (1,), 1, None),))
     assert answered(process, ReplayRequest(0)) == [0, -1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_promise_holds(seed: int) -> None:
-    report = run_world(seed, kind="plain")
-    assert report.violation is None, report.violation
-
-
-@pytest.mark.soak_only
-@pytest.mark.timeout(900)
-def test_every_promise_holds_in_many_histories() -> None:
-    for seed in range(500):
-        report = run_world(seed, kind="plain")
-        assert report.violation is None, (seed, report.violation)

@@ -30,24 +30,17 @@ def check_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_world(seed, kind=kind).violation is None, "the world breaks a promise without the bug"
 
 
+@pytest.mark.soak
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("name", QUICK)
-def test_a_world_finds_the_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_found(name, monkeypatch)
-
-
-@pytest.mark.broken_variants
-@pytest.mark.soak_only
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", sorted(set(FOUND) - set(QUICK)))
-def test_a_world_finds_every_other_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_found(name, monkeypatch)
+@pytest.mark.timeout(900)
+def test_a_world_finds_each_bug(soaking: bool) -> None:
+    for name in FOUND if soaking else QUICK:
+        with pytest.MonkeyPatch.context() as patch:
+            check_found(name, patch)
 
 
 @pytest.mark.broken_variants
-@pytest.mark.soak_only
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["a_clear_after_a_restart_is_forgotten", "snapshot_is_not_folded", "probe_never"])
+@pytest.mark.parametrize("name", ["a_clear_after_a_restart_is_forgotten", "snapshot_is_not_folded"])
 def test_the_search_finds_the_stored_seed(name: str) -> None:
     assert PLANTED[name].search(FOUND[name][1] + 1) == FOUND[name]
 

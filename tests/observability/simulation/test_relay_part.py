@@ -1,4 +1,4 @@
-"""Worlds with a relay keep every promise on both of its sides."""
+"""Worlds with a relay have the faults of a relay (test_delivery_world judges them)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import pytest
 from observability.simulation.delivery_world import run_world
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_promise_holds(seed: int) -> None:
-    report = run_world(seed, kind="relay")
-    assert report.violation is None, report.violation
-
-
 @pytest.mark.soak_only
-@pytest.mark.timeout(900)
-def test_every_promise_holds_in_many_histories() -> None:
-    faults: set[str] = set()
-    for seed in range(300):
-        report = run_world(seed, kind="relay")
-        assert report.violation is None, (seed, report.violation)
-        faults |= set(report.faults)
-    assert {"relay restarts", "source found elsewhere", "source forgotten"} <= faults
+def test_every_fault_of_a_relay_happens() -> None:
+    missing = {"relay restarts", "source found elsewhere", "source forgotten"}
+    for seed in range(40):
+        missing -= set(run_world(seed, kind="relay").faults)
+        if not missing:
+            return
+    pytest.fail(f"never happened: {missing}")
