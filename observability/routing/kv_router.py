@@ -25,11 +25,12 @@ from observability.routing.cost_model import CandidateFacts, ReplicaId, RoutingC
 from observability.routing.picker import Candidate, LeastCost, Picker
 from observability.routing.replica_set import ReplicaSet
 from observability.routing.speculative_entries import SpeculativeEntries
-from scheduler_components import BlockStored, DecodeError, KVCacheEvent
+from scheduler_components import BlockStored, ConfigError, DecodeError, KVCacheEvent
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.load import DispatchLedger
+from scheduler_components.load.token_counted_queue import MAX_DISPATCHER_NAME_CHARACTERS
 from scheduler_components.validators import check_integer
 from scheduler_components.values import LoadSnapshot
 
@@ -40,7 +41,10 @@ __all__ = ["KvRouter", "Pick"]
 
 
 _MAX_ADAPTERS = 4096
-"""Adapters whose numbers are kept per replica."""
+"""Adapters whose numbers are kept per replica, and those that are kept as sent there."""
+
+_MAX_NAME_CHARACTERS = MAX_DISPATCHER_NAME_CHARACTERS - 12
+"""Of a router's name. A ledger's name has a hyphen and the number of the ledger after it."""
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -105,6 +109,13 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
         self.lora_ids[name] = number
         if len(self.lora_ids) > _MAX_ADAPTERS:
             del self.lora_ids[next(iter(self.lora_ids))]
+
+    def note_sent_adapter(self, name: str, ticket: int) -> None:
+        """Note the adapter of a request. The name may come from a client, so their number is bounded."""
+        self.sent_adapters.pop(name, None)
+        self.sent_adapters[name] = ticket
+        if len(self.sent_adapters) > _MAX_ADAPTERS:
+            del self.sent_adapters[next(iter(self.sent_adapters))]
 
     def issue_ticket(self, num_uncached_tokens: int, num_tokens: int) -> int:
         self.num_dispatched += 1
@@ -179,6 +190,9 @@ class KvRouter:
 
     def __post_init__(self) -> None:
         check_integer("page_size", self.page_size)
+        if len(self.name) > _MAX_NAME_CHARACTERS:
+            hint = f"give at most {_MAX_NAME_CHARACTERS} characters; the names of its ledgers are longer"
+            raise ConfigError("name", self.name, "is too long for a load report", hint)
         DispatchLedger(dispatcher=self.name)
 
     # --- choosing ---
@@ -356,7 +370,7 @@ class KvRouter:
         num_uncached = round(self.cost_model.uncached_blocks(facts) * self.page_size)
         ticket = replica.issue_ticket(num_uncached, num_tokens)
         if lora is not None:
-            replica.sent_adapters[lora] = ticket
+            replica.note_sent_adapter(lora, ticket)
         self.speculative.add(facts.replica, hashes[facts.device_blocks :], now_s)
         return Pick(
             replica=facts.replica,

@@ -33,6 +33,7 @@ from scheduler_components import ComponentError, ConfigError, DecodeError
 from scheduler_components.kv_events import StreamAddress
 from scheduler_components.reference.proxy.config import ProxyConfig
 from scheduler_components.reference.proxy.http_replica import (
+    MAX_RANKS,
     EngineClient,
     EngineDownError,
     ReplicaError,
@@ -40,17 +41,19 @@ from scheduler_components.reference.proxy.http_replica import (
 )
 from scheduler_components.reference.proxy.routing_fields import MAX_KEY_CHARACTERS, RoutingFields
 
-__all__ = ["Engine", "EngineState", "Fleet", "Placement", "Replica", "ReplicaStats", "open_fleet"]
+__all__ = ["MAX_HASHED_TOKENS", "Engine", "EngineState", "Fleet", "Placement", "Replica", "ReplicaStats", "open_fleet"]
 
 _log = logging.getLogger("scheduler_components.proxy")
 
-_MAX_RANKS = 1024
 _DEFAULT_PAGE_SIZE = 16
 _CONTACT_S = 1.0
 """Longest wait for the first contact with an engine's streams, so that the blocks of a warm engine count early."""
 
 _SETTLE_S = 0.25
 """A load report that comes so long after a request was sent counts it: the engine has had the time to queue it."""
+
+MAX_HASHED_TOKENS = 2**18
+"""A longer prompt is placed as if it ended there: a client must not hold up the others with a prompt of any length."""
 
 _MAX_UNCOUNTED = 100_000
 _MAX_SESSIONS = 65_536
@@ -68,7 +71,7 @@ class _Info(msgspec.Struct, frozen=True):
     """The part of ``/server_info`` that the proxy reads, besides ``kv_events``."""
 
     page_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
-    dp_size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)] = 1
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
 
 class _Description(msgspec.Struct, frozen=True):
@@ -191,7 +194,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
         return True
 
     def _replica(self, rank: int) -> Replica:
-        return self._known.setdefault(rank, Replica(id=self.number * _MAX_RANKS + rank, rank=rank))
+        return self._known.setdefault(rank, Replica(id=self.number * MAX_RANKS + rank, rank=rank))
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -237,14 +240,18 @@ class Fleet:
             return fields.token_ids
         if not fields.tokenize_body:
             return ()
-        for engine in self._tokenizers():
-            try:
-                return await engine.client.tokenize(fields.tokenize_body)
-            except EngineDownError:
-                engine.check_now.set()
-            except ReplicaError as error:
-                _log.info("%s", error)
-                break  # another engine would refuse the prompt, too
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.tokenize_timeout_s):
+                for engine in self._tokenizers():
+                    try:
+                        return await engine.client.tokenize(fields.tokenize_body)
+                    except EngineDownError as error:
+                        engine.check_now.set()
+                        if not error.is_refused:
+                            break  # the prompt may be what it fails at
+                    except ReplicaError as error:
+                        _log.info("%s", error)
+                        break  # another engine would refuse the prompt, too
         self.num_unknown_prompts += 1
         return ()
 
@@ -263,7 +270,7 @@ class Fleet:
         Raises:
             ConfigError: the request is a turn of a session that is not open.
         """
-        router, now_s = self._router, self.clock()
+        router, now_s, tokens = self._router, self.clock(), tokens[:MAX_HASHED_TOKENS]
         if router is None:
             return None
         session = fields.open_session
@@ -278,8 +285,8 @@ class Fleet:
         if pick is None:
             return None
         assert isinstance(pick.replica, int), "the fleet names replicas by numbers"
-        engine = self.engines[pick.replica // _MAX_RANKS]
-        replica = engine.replicas[pick.replica % _MAX_RANKS]
+        engine = self.engines[pick.replica // MAX_RANKS]
+        replica = engine.replicas[pick.replica % MAX_RANKS]
         replica.uncounted.append((now_s, *pick.ticket))
         replica.stats.picks += 1
         replica.stats.prompt_blocks += len(pick.block_hashes)

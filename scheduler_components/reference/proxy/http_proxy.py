@@ -8,7 +8,7 @@ other answer is read whole first, so it arrives whole or not at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -263,22 +263,22 @@ class ProxyEndpoint:
             ReplicaError: its answer is too long, and the client has received nothing.
             TimeoutError: it was silent for too long, and the client has received nothing.
         """
-        engine = placement.engine
+        engine, lost = placement.engine, placement.engine.lost
         headers = dict(exchange.headers)
         if engine.is_data_parallel and exchange.fields.open_session is None:  # the id of a session determines its rank
             headers[RANK_HEADER] = str(placement.replica.rank)
         async with AsyncExitStack() as stack:
             answer = await _unless_lost(
-                engine,
+                lost,
                 stack.enter_async_context(
                     engine.client.forward("POST", exchange.path, body=exchange.body, headers=headers)
                 ),
             )
             sent = _response_headers(answer, exchange.request_id, engine.number)
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                await self._pass_events(exchange, engine, answer, sent)
+                await self._pass_events(exchange, engine, lost, answer, sent)
                 return None
-            body = await _unless_lost(engine, engine.client.read(answer, max_bytes=_MAX_ANSWER_BYTES))
+            body = await _unless_lost(lost, engine.client.read(answer, max_bytes=_MAX_ANSWER_BYTES))
         if answer.status_code == httpx.codes.OK:
             self._note_session(exchange, engine, body)
         response = Response(body, answer.status_code, sent)
@@ -295,16 +295,21 @@ class ProxyEndpoint:
             self.fleet.remove_session(exchange.fields.open_session)
 
     async def _pass_events(
-        self, exchange: _Exchange, engine: Engine, answer: httpx.Response, headers: Mapping[str, str]
+        self,
+        exchange: _Exchange,
+        engine: Engine,
+        lost: asyncio.Event,
+        answer: httpx.Response,
+        headers: Mapping[str, str],
     ) -> None:
         """Pass on whole events as they arrive. An engine that fails later ends the stream with an error event."""
         try:
             async with aclosing(engine.client.events(answer, max_bytes=_MAX_EVENT_BYTES)) as events:
-                first = await _unless_lost(engine, anext(events, b""))
+                event = await _unless_lost(lost, anext(events, b""))
                 await exchange.begin(answer.status_code, headers)
-                await exchange.write(first)
-                async for event in events:
+                while event:
                     await exchange.write(event)
+                    event = await _unless_lost(lost, anext(events, b""))
         except (EngineDownError, TimeoutError) as error:
             if not exchange.has_begun:
                 raise
@@ -315,18 +320,18 @@ class ProxyEndpoint:
         await exchange.write(b"", is_last=True)
 
 
-async def _unless_lost(engine: Engine, work: Awaitable[T]) -> T:
+async def _unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
     """Await ``work``. Raise EngineDownError as soon as the engine goes down, although its connection may stay open."""
-    task, lost = asyncio.ensure_future(work), asyncio.ensure_future(engine.lost.wait())
+    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(lost.wait())
     try:
-        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise EngineDownError(f"{engine.url} was lost while a request waited for its answer")
+        raise EngineDownError("the engine was lost while a request waited for its answer")
     finally:
         task.cancel()
-        lost.cancel()
-        await asyncio.gather(task, lost, return_exceptions=True)
+        waiting.cancel()
+        await asyncio.gather(task, waiting, return_exceptions=True)
 
 
 def _fields_of(path: str, body: bytes | bytearray) -> RoutingFields:
@@ -340,11 +345,16 @@ def _request_headers(request: Request) -> dict[str, str]:
     """Return the headers for the engine, with the client's request id or a new one."""
     given = request.headers.get(_REQUEST_ID, "")
     is_valid = 0 < len(given) <= _MAX_ID_CHARACTERS and given.isascii() and given.isprintable()
-    headers = {name: request.headers[name] for name in _REQUEST_HEADERS if name in request.headers}
+    headers = _ascii_headers(request.headers, _REQUEST_HEADERS)
     return {"content-type": "application/json", **headers, _REQUEST_ID: given if is_valid else uuid4().hex}
+
+
+def _ascii_headers(given: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return these headers, without those whose values HTTP clients and servers read in different ways."""
+    return {name: given[name] for name in names if given.get(name, "\xff").isascii()}
 
 
 def _response_headers(answer: httpx.Response, request_id: str, number: int) -> dict[str, str]:
     """Return the headers for the client."""
-    headers = {name: answer.headers[name] for name in _RESPONSE_HEADERS if name in answer.headers}
+    headers = _ascii_headers(answer.headers, _RESPONSE_HEADERS)
     return {**headers, _REQUEST_ID: request_id, REPLICA_HEADER: str(number)}

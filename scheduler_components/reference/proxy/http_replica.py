@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import httpx
@@ -20,7 +20,7 @@ from scheduler_components import ComponentError
 from scheduler_components.reference.proxy.config import ProxyConfig
 from scheduler_components.values import LoadSnapshot
 
-__all__ = ["EngineClient", "EngineDownError", "ReplicaError", "open_engine_client"]
+__all__ = ["MAX_RANKS", "EngineClient", "EngineDownError", "ReplicaError", "open_engine_client"]
 
 _MAX_ANSWER_BYTES = 4 * 2**20
 """SGLang's ``/server_info`` with all flags and internal states has 20 KB."""
@@ -31,7 +31,9 @@ _BYTES_PER_TOKEN = 12
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _MAX_SHOWN = 200
-_MAX_RANKS = 1024
+
+MAX_RANKS = 1024
+"""Data-parallel ranks of one engine."""
 
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -60,7 +62,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 class _Loads(msgspec.Struct, frozen=True):
-    loads: Annotated[list[LoadSnapshot], msgspec.Meta(max_length=_MAX_RANKS)]
+    loads: Annotated[list[LoadSnapshot], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class _ModelInfo(msgspec.Struct, frozen=True):
@@ -82,9 +84,6 @@ class EngineClient:
     http: httpx.AsyncClient
     poll_timeout_s: float
     tokenize_timeout_s: float
-    _decode_tokens: msgspec.json.Decoder[_Tokens] = field(
-        default_factory=lambda: msgspec.json.Decoder(_Tokens), init=False, repr=False
-    )
 
     async def server_info(self) -> Any:
         """Return ``/server_info`` as JSON. Raises ReplicaError."""
@@ -128,10 +127,7 @@ class EngineClient:
         status, answer = await self._ask("POST", "/tokenize", body, timeout_s=timeout_s, max_bytes=limit)
         if status != httpx.codes.OK:
             raise ReplicaError(f"{self.url}/tokenize answers {status}")
-        try:
-            return self._decode_tokens.decode(answer).tokens
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise self._unreadable("/tokenize", error) from error
+        return self._decode("/tokenize", answer, _Tokens).tokens
 
     @asynccontextmanager
     async def forward(

@@ -350,3 +350,19 @@ def test_overlaps_equal_those_of_dynamo(changes: list[tuple[int, list[int], bool
         }
         ours = [blocks[0] for blocks in router.overlaps(range(4), prompt, now_s=0.0)]
         assert ours == [found.get(worker, 0) for worker in range(4)]
+
+
+def test_the_adapters_that_clients_name_are_bounded() -> None:
+    router = KvRouter(page_size=4)
+    router.on_replica_up(0, 0.0)
+    for number in range(5000):
+        router.route_tokens((), now_s=0.0, lora=f"a{number}")
+    [known] = router._known.values()
+    assert len(known.sent_adapters) == 4096
+    assert known.has_adapter("a4999")
+
+
+def test_a_name_that_is_too_long_for_a_load_report_is_refused_at_the_start() -> None:
+    KvRouter(page_size=4, name="x" * 52).on_replica_up(0, 0.0)
+    with pytest.raises(ConfigError, match="name"):
+        KvRouter(page_size=4, name="x" * 64)

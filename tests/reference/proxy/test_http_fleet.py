@@ -310,6 +310,35 @@ def test_a_prompt_whose_tokens_no_engine_says_is_routed_by_load(tokens: Any) -> 
     assert run(scenario, FakeEngine(tokens=tokens)) == ((), 1)
 
 
+def test_a_question_for_tokens_is_not_repeated_at_an_engine_that_may_fail_in_the_same_way() -> None:
+    never = asyncio.Event()
+
+    async def hold(_: Request) -> Response:
+        await never.wait()
+        return JSONResponse({})
+
+    engines = [FakeEngine(pages={"/tokenize": hold}) for _ in range(3)]
+
+    async def scenario(fleet: Fleet) -> object:
+        await until(lambda: fleet.num_ready == 3)
+        found = await fleet.tokens_of(RoutingFields(tokenize_body=b'{"prompt": "a"}'))
+        never.set()
+        return found
+
+    assert run(scenario, *engines, tokenize_timeout_s=0.1) == ()
+    assert sum(engine.asked.count("/tokenize") for engine in engines) == 1
+
+
+def test_no_more_of_a_prompt_is_hashed_than_the_limit_says() -> None:
+    async def scenario(fleet: Fleet) -> int:
+        await until(lambda: fleet.num_ready)
+        placed = fleet.place(range(http_fleet.MAX_HASHED_TOKENS + 1000), NO_FIELDS)
+        assert placed is not None
+        return len(placed.pick.block_hashes)
+
+    assert run(scenario, FakeEngine()) == http_fleet.MAX_HASHED_TOKENS // 4
+
+
 def test_a_flood_of_tokens_is_cut_off() -> None:
     fields = RoutingFields(tokenize_body=b'{"prompt": "a"}')
 

@@ -261,6 +261,45 @@ def test_an_engine_that_fails_after_its_first_event_ends_the_stream_with_an_erro
     assert received(engines) == [0, 1]
 
 
+def test_a_stream_of_an_engine_that_is_lost_ends_although_its_connection_stays_open() -> None:
+    held = asyncio.Event()
+
+    async def hold() -> None:
+        await held.wait()
+
+    engine = FakeEngine(answer=events(b"data: 1\n\n", then=hold))
+
+    async def scenario(running: Proxied) -> bytes:
+        asking = asyncio.create_task(running.client.post("/generate", json=PROMPT))
+        await until(lambda: engine.received)
+        engine.pages["/ready"] = engine.pages["/server_info"] = _hold(held)
+        answer = await asking
+        held.set()
+        return answer.content
+
+    content = run(scenario, engine, poll_timeout_s=0.3, max_failed_polls=2)
+    assert content.startswith(b"data: 1\n\n")
+    assert content.endswith(b"data: [DONE]\n\n")
+
+
+def test_headers_that_are_not_ascii_are_left_out() -> None:
+    async def answer(_: Request) -> Response:
+        return Response(b"{}", headers={"cache-control": "caf\xe9", "retry-after": "5"})
+
+    engine = FakeEngine(answer=answer)
+
+    async def scenario(running: Proxied) -> httpx.Response:
+        headers = {b"user-agent": b"caf\xe9", b"tracestate": b"\xff", b"traceparent": b"00-1"}
+        return await running.client.post("/generate", json=PROMPT, headers=headers)
+
+    answered = run(scenario, engine)
+    assert (answered.status_code, answered.headers["retry-after"]) == (200, "5")
+    assert "cache-control" not in answered.headers
+    [got] = engine.received
+    assert got.headers["traceparent"] == "00-1"
+    assert "tracestate" not in got.headers
+
+
 def test_an_answer_that_is_not_a_stream_arrives_whole_from_one_engine() -> None:
     async def half() -> AsyncIterator[bytes]:
         yield b'{"by": '
