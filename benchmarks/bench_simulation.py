@@ -22,9 +22,11 @@ from benchmarks.dynamo_replay import (
     write_arrivals,
 )
 from benchmarks.measure import Goal, Measurement, Scale
-from benchmarks.simulation_process import ROUTERS, measure_simulation
+from benchmarks.simulation_process import measure_simulation
+from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
 from scheduler_components.simulation import (
     ConversationWorkload,
+    SimulationConfig,
     TraceRequest,
     generate_conversations,
     open_trace,
@@ -53,12 +55,12 @@ def _time_a_thousand(scale: Scale, requests: Sequence[TraceRequest]) -> list[Mea
     with tempfile.TemporaryDirectory(prefix="simulation-") as folder:
         path = Path(folder) / "arrivals.jsonl"
         requests = write_arrivals(requests, path)
+        of_replicas = SimulationConfig(replica=config)
         for name, make_router in ROUTERS.items():
             mode, ours, theirs = _DYNAMO_MODES.get(name), list[float](), list[float]()
             for _ in range(scale.turns):
-                ours.append(
-                    _seconds(partial(serve_in_kit, requests, config, _NUM_REPLICAS, router=make_router(config)))
-                )
+                router = make_router(of_replicas)
+                ours.append(_seconds(partial(serve_in_kit, requests, config, _NUM_REPLICAS, router=router)))
                 if mode and has_dynamo_replay():
                     replay = partial(replay_in_dynamo, path, engine_args(config), _NUM_REPLICAS, router_mode=mode)
                     theirs.append(_seconds(replay))

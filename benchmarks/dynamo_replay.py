@@ -28,8 +28,11 @@ import attrs
 import msgspec
 
 from benchmarks.dynamo_rules import DynamoRules
+from benchmarks.measure import count_argument
 from observability.routing import KvRouter, SpeculativeEntries
+from scheduler_components.errors import ComponentError, ConfigError
 from scheduler_components.simulation import (
+    TRACE_BLOCK_TOKENS,
     CostModel,
     ReplicaConfig,
     RoundRobin,
@@ -64,8 +67,6 @@ __all__ = [
     "serve_in_kit",
     "write_arrivals",
 ]
-
-_BLOCK_TOKENS = 512
 
 
 @attrs.frozen(kw_only=True)
@@ -221,7 +222,7 @@ def _replay(trace: Path, arguments: Mapping[str, object], **options: object) -> 
         [str(trace)],
         extra_engine_args=arguments,
         replay_mode="offline",
-        trace_block_size=_BLOCK_TOKENS,
+        trace_block_size=TRACE_BLOCK_TOKENS,
         **options,
     )
 
@@ -423,19 +424,33 @@ def _cell(values: Sequence[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def main() -> None:
+def main() -> int:
+    """Serve a trace by both and print the table; return 2 for invalid arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("what", nargs="?", choices=["round-robin", "kv", "rules"], default="round-robin")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--kv-tokens", type=int, action="append", help="pool per replica; repeat it to compare")
+    parser.add_argument("--requests", type=count_argument, default=1000)
+    parser.add_argument("--replicas", type=count_argument, default=4)
+    parser.add_argument("--page-size", type=count_argument, default=64)
+    parser.add_argument(
+        "--kv-tokens", type=count_argument, action="append", help="pool per replica; repeat it to compare"
+    )
     parser.add_argument("--event-lag-ms", type=float, action="append", help="repeat it to compare")
     parser.add_argument(
-        "--runs", type=int, default=5, help="runs of Dynamo's router, which decides equal costs by chance"
+        "--runs", type=count_argument, default=5, help="runs of Dynamo's router, which decides equal costs by chance"
     )
     options = parser.parse_args()
+    try:
+        _compare(options)
+    except ComponentError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> None:
+    if options.what == "rules" and not has_dynamo_replay():
+        raise ConfigError("what", "rules", "needs Dynamo's replay", "install ai-dynamo-runtime")
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arrivals.jsonl"
@@ -493,4 +508,4 @@ def figures_of_dynamo(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-__all__ = ["Goal", "Measurement", "Scale", "measure_interleaved", "percentile", "ratio_of"]
+__all__ = ["Goal", "Measurement", "Scale", "measure_interleaved", "percentile", "ratio_of", "count_argument"]
 
 Samples = Sequence[float]
 """One value per turn. The turns of compared measurements belong together."""
@@ -110,6 +110,18 @@ def ratio_of(ours: Samples, theirs: Samples) -> float:
     for mine, other in zip(ours, theirs, strict=True):
         ratios.append(mine / other if other else (math.inf if mine else math.nan))
     return median(ratios)
+
+
+def count_argument(text: str) -> int:
+    """Return a count of at least 1 for an argument parser.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -12,34 +12,24 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from observability.routing import KvRouter
+from benchmarks.measure import count_argument
+from scheduler_components.errors import ComponentError
+from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
 from scheduler_components.simulation import (
-    LeastLoaded,
-    ReplicaConfig,
-    RoundRobin,
-    Router,
     Simulation,
     SimulationConfig,
     check_trace,
     open_trace,
 )
 
-__all__ = ["ROUTERS", "SimulationCost", "measure_simulation"]
+__all__ = ["SimulationCost", "measure_simulation"]
 
 _ROOT = Path(__file__).parent.parent
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
-
-ROUTERS: dict[str, Callable[[ReplicaConfig], Router]] = {
-    "round-robin": lambda _: RoundRobin(),
-    "least-loaded": lambda _: LeastLoaded(),
-    "kv": lambda config: KvRouter(page_size=config.page_size),
-}
-"""Routers by their names on the command line."""
 
 
 class SimulationCost(msgspec.Struct, frozen=True):
@@ -69,19 +59,29 @@ def measure_simulation(trace: Path, *, num_replicas: int, router: str) -> Simula
     return msgspec.json.decode(done.stdout, type=SimulationCost)
 
 
-def main() -> None:
+def main() -> int:
+    """Simulate a trace; return 2 for invalid arguments."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--replicas", type=int, default=64)
-    parser.add_argument("--requests", type=int)
+    parser.add_argument("--replicas", type=count_argument, default=64)
+    parser.add_argument("--requests", type=count_argument)
     parser.add_argument("--router", choices=sorted(ROUTERS), default="least-loaded")
     options = parser.parse_args()
+    try:
+        _simulate(options)
+    except ComponentError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> None:
     config = SimulationConfig(num_replicas=options.replicas)
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     check_trace(options.trace, limit=options.requests)
     simulation = Simulation(
         config=config,
-        router=ROUTERS[options.router](config.replica),
+        router=ROUTERS[options.router](config),
         arrivals=open_trace(options.trace, limit=options.requests),
     )
     for _ in simulation.run():
@@ -100,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.measure import count_argument
 from benchmarks.policy_study.cases import FACTORS
 from benchmarks.policy_study.page import broken_findings, with_blocks
 from benchmarks.policy_study.plots import PLOTS, draw
@@ -96,20 +97,15 @@ def _show_progress(done: Done) -> None:
     print(f"{done.number} of {done.num_runs}, {done.seconds:.1f} s: {done.title}", file=sys.stderr)
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_study", description=__doc__)
     parser.add_argument(
         "trace", type=Path, nargs="?", help="a file of Mooncake's JSON lines; without it nothing is run"
     )
-    parser.add_argument("--requests", type=_count, default=NUM_REQUESTS, help="first requests of each workload (1000)")
-    parser.add_argument("--processes", type=_count, default=1, help="processes that run cases (1)")
+    parser.add_argument(
+        "--requests", type=count_argument, default=NUM_REQUESTS, help="first requests of each workload (1000)"
+    )
+    parser.add_argument("--processes", type=count_argument, default=1, help="processes that run cases (1)")
     parser.add_argument(
         "--only",
         action="append",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,11 +11,10 @@ from benchmarks.policy_study.cases import Case, Setting
 from benchmarks.policy_study.workloads import continued
 from observability.routing import KvRouter, RoutingCostModel, SpeculativeEntries
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
+from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
 from scheduler_components.reference.engine.dp_attn_sim import DpSimConfig, simulate_dp_attn
 from scheduler_components.simulation import (
-    LeastLoaded,
     ReplicaConfig,
-    RoundRobin,
     Router,
     SimulatedRequest,
     Simulation,
@@ -25,6 +23,7 @@ from scheduler_components.simulation import (
     TierConfig,
     TraceRequest,
 )
+from scheduler_components.simulation.report import percentile_of
 from scheduler_components.values import LoadSnapshot
 
 __all__ = ["FIGURES", "RESERVATIONS", "RecordingRouter", "make_router", "percentile", "run_case"]
@@ -111,19 +110,15 @@ RESERVATIONS: Mapping[str, tuple[type[ReplicaConfig], Mapping[str, float]]] = {
 """Pages that an admission reserves for future output: none (vLLM), a share that adapts (SGLang), or all."""
 
 
-def make_router(settings: Mapping[str, Setting]) -> Router:
+def make_router(settings: Mapping[str, Setting], config: SimulationConfig) -> Router:
     """Return a new router of a run.
 
     Raises:
         LookupError: there is none of this name.
     """
-    name, page_size = settings["router"], int(settings["page_size"])
-    if name == "round-robin":
-        return RoundRobin()
-    if name == "least-loaded":
-        return LeastLoaded()
-    if name == "kv":
-        return KvRouter(page_size=page_size)
+    name, page_size = str(settings["router"]), config.replica.page_size
+    if name in ROUTERS:
+        return ROUTERS[name](config)
     if name == "kv without load":
         return KvRouter(page_size=page_size, cost_model=RoutingCostModel(queue_weight=0.0, decode_weight=0.0))
     if name == "kv without speculation":
@@ -171,7 +166,7 @@ def _serve(settings: Mapping[str, Setting], requests: Sequence[TraceRequest]) ->
     make, ratios = RESERVATIONS[str(settings["reservation"])]
     replica = make(**_fields(ReplicaConfig, settings), **ratios, tiers=tiers)
     config = SimulationConfig(replica=replica, **_fields(SimulationConfig, settings))
-    router = RecordingRouter(inner=make_router(settings))
+    router = RecordingRouter(inner=make_router(settings, config))
     simulation = Simulation(config=config, router=router, arrivals=requests)
     for _ in simulation.run():
         pass
@@ -221,9 +216,9 @@ def _waits(finished: Sequence[SimulatedRequest], continuing: frozenset[int]) -> 
         group = "continued" if request.recorded.index in continuing else "new"
         waits_s[group].append((request.admitted_ns - request.arrived_ns) / 1e9)
     return {
-        f"{group}_queue_{name}_s": percentile(sorted(values), share)
+        f"{group}_queue_{name}_s": percentile(sorted(values), percent)
         for group, values in waits_s.items()
-        for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+        for name, percent in (("p50", 50), ("p99", 99), ("max", 100))
     }
 
 
@@ -236,11 +231,11 @@ def _delay_prefills(settings: Mapping[str, Setting], most_requests: int) -> dict
     return {
         "finished": len(first_s),
         "ttft_mean_s": _mean(first_s),
-        "ttft_p50_s": percentile(first_s, 0.5),
-        "ttft_p99_s": percentile(first_s, 0.99),
+        "ttft_p50_s": percentile(first_s, 50),
+        "ttft_p99_s": percentile(first_s, 99),
         "itl_mean_s": _mean(between_s),
-        "itl_p50_s": percentile(between_s, 0.5),
-        "itl_p99_s": percentile(between_s, 0.99),
+        "itl_p50_s": percentile(between_s, 50),
+        "itl_p99_s": percentile(between_s, 99),
         "steps": stats.steps,
         "eager_share": stats.eager_steps / max(1, stats.steps),
         "padded_tokens": sum(each.padded_tokens for each in report.stats),
@@ -254,6 +249,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the nearest-rank percentile of sorted values; 0 without any."""
-    return ordered[math.ceil((len(ordered) - 1) * share)] if ordered else 0.0
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Return a percentile of sorted values, as in a report; 0 without any."""
+    return percentile_of(ordered, percent) if ordered else 0.0

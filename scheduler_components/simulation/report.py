@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -18,9 +19,11 @@ __all__ = [
     "distribution_of",
     "encode_report",
     "jain_index",
+    "percentile_of",
 ]
 
 _PERCENTILES = 101
+_Value = TypeVar("_Value", int, float)
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -189,8 +192,7 @@ def distribution_of(values_ns: Iterable[int]) -> Distribution:
     ordered = sorted(values_ns)
     if not ordered:
         return Distribution()
-    last = len(ordered) - 1
-    percentiles = tuple(ordered[-(-last * share // (_PERCENTILES - 1))] / 1e9 for share in range(_PERCENTILES))
+    percentiles = tuple(percentile_of(ordered, percent) / 1e9 for percent in range(_PERCENTILES))
     return Distribution(
         num_values=len(ordered),
         mean=sum(ordered) / len(ordered) / 1e9,
@@ -200,6 +202,11 @@ def distribution_of(values_ns: Iterable[int]) -> Distribution:
         max=ordered[-1] / 1e9,
         percentiles=percentiles,
     )
+
+
+def percentile_of(ordered: Sequence[_Value], percent: int) -> _Value:
+    """Return a percentile of sorted values, at least one, as ``Distribution`` defines it."""
+    return ordered[-(-(len(ordered) - 1) * percent // 100)]
 
 
 def jain_index(shares: Sequence[float]) -> float:

@@ -259,5 +259,5 @@ def test_prompts_that_continue_earlier_ones() -> None:
 
 def test_percentiles_are_by_nearest_rank() -> None:
     values = [float(value) for value in range(1, 101)]
-    assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 51.0, 100.0, 100.0]
-    assert percentile([], 0.5) == 0.0
+    assert [percentile(values, percent) for percent in (0, 50, 99, 100)] == [1.0, 51.0, 100.0, 100.0]
+    assert percentile([], 50) == 0.0

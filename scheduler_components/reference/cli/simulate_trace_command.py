@@ -6,11 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import attrs
 from cyclopts import Group, Parameter, Token
@@ -27,7 +26,6 @@ from scheduler_components.simulation import (
     Distribution,
     LeastLoaded,
     Outage,
-    Progress,
     ReplicaConfig,
     RoundRobin,
     Router,
@@ -50,7 +48,6 @@ __all__ = [
     "Comparison",
     "ReplicaOptions",
     "ReportOptions",
-    "SimulationProgress",
     "TierOptions",
     "format_report",
     "parse_outage",
@@ -364,7 +361,7 @@ class Comparison:
         reports, path = [], self.reports.report
         for title, config, make_router in self.runs:
             simulation = Simulation(config=config, router=make_router(config), arrivals=open_arrivals(), title=title)
-            wall = _run(simulation, SimulationProgress(out=sys.stderr, title=title, num_requests=num_requests))
+            wall = _run(simulation, ProgressLine(out=sys.stderr), num_requests)
             reports.append(simulation.report())
             as_json = (encode_report(reports[-1]).decode(),)
             print_lines(as_json if self.reports.as_json else format_report(reports[-1], wall))
@@ -373,12 +370,13 @@ class Comparison:
         return int(any(each.num_unfinished for each in reports))
 
 
-def _run(simulation: Simulation, progress: SimulationProgress) -> WallTime:
+def _run(simulation: Simulation, line: ProgressLine, num_requests: int) -> WallTime:
     wall_s, cpu_s, now_s = time.perf_counter(), time.process_time(), 0.0
     for reached in simulation.run():
-        progress.show(reached)
+        finished = f"{reached.num_finished:,} of {num_requests:,} requests"
+        line.show(f"{simulation.title}: {finished}, at {reached.now_s:,.0f} s")
         now_s = reached.now_s
-    progress.clear()
+    line.clear()
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     return WallTime(wall_s=wall_s, cpu_s=cpu_s, simulated_s_per_s=now_s / wall_s)
 
@@ -405,37 +403,6 @@ def format_report(report: SimulationReport, wall: WallTime) -> Iterator[str]:
 def _percentiles(values: Distribution) -> str:
     p50, p90, p99 = (1e3 * value for value in (values.p50, values.p90, values.p99))
     return f"p50 {p50:,.1f} ms, p90 {p90:,.1f} ms, p99 {p99:,.1f} ms"
-
-
-@dataclass(slots=True, kw_only=True)
-class SimulationProgress:
-    """Prints how far a run is: on a single line of a terminal, otherwise a line every ten seconds.
-
-    Attributes:
-        out: standard error, so that standard output contains only the report.
-        title: of the run.
-        num_requests: that will arrive.
-        clock: monotonic seconds.
-    """
-
-    out: TextIO
-    title: str
-    num_requests: int
-    clock: Callable[[], float] = time.monotonic
-    _line: ProgressLine = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._line = ProgressLine(out=self.out, clock=self.clock)
-
-    def show(self, progress: Progress) -> None:
-        """Show the progress, if the last time is long enough ago."""
-        self._line.show(
-            f"{self.title}: {progress.num_finished:,} of {self.num_requests:,} requests, at {progress.now_s:,.0f} s"
-        )
-
-    def clear(self) -> None:
-        """Clear the line for other text."""
-        self._line.clear()
 
 
 def _check_writable(path: Path) -> None:

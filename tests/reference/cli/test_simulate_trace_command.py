@@ -10,12 +10,11 @@ import pytest
 
 from scheduler_components.reference.cli.commands import run_command
 from scheduler_components.reference.cli.simulate_trace_command import (
-    SimulationProgress,
     parse_outage,
     parse_scaling,
     parse_seconds,
 )
-from scheduler_components.simulation import Outage, Progress, Scaling
+from scheduler_components.simulation import Outage, Scaling
 
 
 @pytest.fixture
@@ -181,11 +180,13 @@ def test_scalings() -> None:
     assert parse_scaling("8@2min") == Scaling(num_replicas=8, at_s=120)
 
 
-def test_progress_is_shown_every_ten_seconds_without_a_terminal() -> None:
-    times = iter([0.0, 1.0, 10.0, 11.0])
-    out = io.StringIO()
-    progress = SimulationProgress(out=out, title="run", num_requests=9, clock=lambda: next(times))
-    for number in range(3):
-        progress.show(Progress(now_s=number, num_arrived=number, num_finished=number))
-    progress.clear()
-    assert out.getvalue() == "run: 1 of 9 requests, at 1 s\n"
+def test_progress_is_a_line_of_a_terminal(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    monkeypatch.setattr("sys.stderr", out)
+    monkeypatch.setattr("scheduler_components.reference.cli.progress_line._TERMINAL_S", 0.0)
+    assert simulate(trace)[0] == 0
+    assert "fcfs, round-robin: 6 of 6 requests, at " in out.getvalue()
