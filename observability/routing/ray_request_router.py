@@ -50,9 +50,13 @@ def token_ids_of(request: PendingRequest) -> Sequence[int]:
     for given in (*request.args, *request.kwargs.values()):
         for name in _TOKEN_FIELDS:
             tokens = given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
-            if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
+            if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes) and _are_tokens(tokens):
                 return tokens
     return ()
+
+
+def _are_tokens(given: Sequence[object]) -> bool:
+    return all(type(each) is int and 0 <= each < 2**32 for each in given)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,6 +159,7 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
             followed.close()
             with self._lock:
                 self._kv.on_replica_down(name, time.monotonic())
+                self._picks = {request: pick for request, pick in self._picks.items() if pick.replica != name}
 
     def _update(self, name: str, stats: Mapping[str, Any]) -> None:
         known = self._followed.get(name)

@@ -190,3 +190,22 @@ def test_a_function_of_the_user_finds_tokens_and_a_missing_one_is_refused() -> N
         if path:
             with pytest.raises(ConfigError, match="module:function"):
                 make_router(tokens_of=path)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], ["a"], [-1], [2**32], [True], [1.0], "ab", b"ab"])
+def test_tokens_that_have_no_hashes_are_unknown(tokens: object) -> None:
+    async def scenario() -> object:
+        return token_ids_of(pending(0, {"input_ids": tokens}))
+
+    assert run(scenario) == ()
+
+
+def test_a_replica_that_is_gone_takes_its_picks_with_it() -> None:
+    async def scenario() -> int:
+        router = make_router()
+        router.update_replicas([FakeReplica("a")])
+        await route(router, 0, PROMPT)
+        router.update_replicas([])
+        return len(router._picks)
+
+    assert run(scenario) == 0
