@@ -167,6 +167,8 @@ class ReaderJudge:
         reader = self._reader
         if reader.state is not StreamState.LIVE or reader.epoch is None or reader.epoch < epoch:
             return
+        if reader.truth.is_spliced:
+            return  # a frame of another epoch may have taken the number: the next proof shows it
         if reader.epoch > epoch:
             self._lost = None
             return
@@ -189,7 +191,9 @@ class ReaderJudge:
             return
         cursor = reader.follower.cursor
         if reader.has_extension and not cursor.is_extended and reader.state is StreamState.PARTIAL:
-            return  # its first requests were lost: it asks for the extension again when the stream pauses
+            # Its first requests were lost. It asks for the extension again when the stream pauses, and then recovers.
+            self._left_s = now_s
+            return
         if reader.state is not StreamState.LIVE:
             if now_s - self._left_s > self._resync_s:
                 raise BrokenPromise("every reader is LIVE in time", f"{reader.name} is {reader.state}: {cursor!r}")

@@ -6,6 +6,7 @@ Messages wait in the reader's socket until it reads them. A paused reader reads 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -22,7 +23,7 @@ from observability.simulation.timeline import Timeline
 from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest
 from scheduler_components.validators import number_validator
 
-__all__ = ["ConnectionListener", "PublisherHost", "ReaderNetwork", "ReaderShape", "StreamConnection"]
+__all__ = ["ConnectionListener", "PublisherHost", "ReaderNetwork", "ReaderShape", "StreamConnection", "least_capacity"]
 
 _FIRST_REOPEN_S = 0.05
 _LAST_REOPEN_S = 2.0
@@ -32,6 +33,19 @@ _ROUNDING_S = 2e-9
 """The clock counts nanoseconds, and a deadline may be between two of them."""
 
 _is_probability = number_validator("is not a probability", or_zero=True)
+
+
+_ANSWERS_PER_S = 600.0
+"""Messages of an answer that a network without faults carries at least: twice the batches of a relay with the three
+fastest engines. On a slower one the publisher cuts the answers, again and again."""
+
+_SERVE_EVERY_S = 0.001
+"""A message waits for so long until the next one takes its place in the link."""
+
+
+def least_capacity(latency_s: float) -> int:
+    """Return how many messages of an answer must be in transit so that the publisher is not faster than the link."""
+    return math.ceil(_ANSWERS_PER_S * (latency_s + _SERVE_EVERY_S))
 
 
 @attrs.frozen(kw_only=True)
@@ -53,8 +67,14 @@ class ReaderNetwork:
     lateness: float = attrs.field(default=0.0, validator=_is_probability)
 
     def without_faults(self) -> ReaderNetwork:
-        """Return the same network without faults. Latency, jitter and capacities stay."""
-        return ReaderNetwork(live=_without_faults(self.live), replay=_without_faults(self.replay))
+        """Return the same network without faults, and with answers that are faster than the publisher.
+
+        Latency, jitter and the high-water mark stay.
+        """
+        replay = _without_faults(self.replay)
+        if replay.capacity is not None:
+            replay = attrs.evolve(replay, capacity=max(replay.capacity, least_capacity(replay.max_latency_s)))
+        return ReaderNetwork(live=_without_faults(self.live), replay=replay)
 
 
 def _without_faults(quality: LinkQuality) -> LinkQuality:
@@ -358,6 +378,7 @@ class StreamConnection:
             self._live.quality = network.live
         if self._answer is not None:
             self._answer.quality = network.replay
+            self._answer.link.capacity = network.replay.capacity
 
     def pause(self, duration_s: float) -> None:
         """Read nothing for a while."""

@@ -10,7 +10,7 @@ from observability.simulation.stream_connection import ReaderNetwork, ReaderShap
 from observability.simulation.subscriber_actor import SubscriberActor
 from observability.simulation.timeline import Timeline
 from observability.simulation.world_counters import WorldCounters
-from observability.simulation.world_shape import StreamFault, StreamShape
+from observability.simulation.world_shape import StreamFault, StreamShape, network_of_plain_reader
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 __all__ = ["JudgedReader", "StreamPart"]
@@ -232,6 +232,8 @@ class StreamPart:
         shape, network = self._shape.readers[0]
         name = f"joining {shape.name}"
         has_extension = self.timeline.random.random() < 0.5
+        if not has_extension:
+            network = network_of_plain_reader(network)
         self._joined = JudgedReader(
             self, ReaderShape(name=name, policy=shape.policy, has_extension=has_extension), network, is_calm=True
         )

@@ -18,7 +18,14 @@ from observability.simulation.publisher_actor import PublisherShape
 from observability.simulation.publisher_process import ProcessShape
 from observability.simulation.stream_connection import ReaderNetwork, ReaderShape
 
-__all__ = ["STREAM_FAULTS", "StreamFault", "StreamShape", "TrafficShape", "draw_stream_shape"]
+__all__ = [
+    "STREAM_FAULTS",
+    "StreamFault",
+    "StreamShape",
+    "TrafficShape",
+    "draw_stream_shape",
+    "network_of_plain_reader",
+]
 
 StreamFault: TypeAlias = Literal[
     "disconnect", "lose answer", "pause", "forge", "other topic", "stall", "crash", "restart", "hidden restart",
@@ -122,10 +129,16 @@ def _draw_size(draw: random.Random, least: int, most: int) -> int:
 
 def _draw_reader(draw: random.Random, name: str) -> tuple[ReaderShape, ReaderNetwork]:
     has_extension, network = draw.random() < 0.7, _draw_network(draw)
-    if not has_extension:
-        # TCP loses the rest of an answer, not a message inside it. Nothing but a digest would show such a loss.
-        network = attrs.evolve(network, replay=attrs.evolve(network.replay, loss=0.0))
-    return ReaderShape(name=name, policy=_POLICY, has_extension=has_extension), network
+    shape = ReaderShape(name=name, policy=_POLICY, has_extension=has_extension)
+    return shape, network if has_extension else network_of_plain_reader(network)
+
+
+def network_of_plain_reader(network: ReaderNetwork) -> ReaderNetwork:
+    """Return the network for a reader without the extension.
+
+    TCP loses the rest of an answer, not a message inside it. Nothing but a digest would show such a loss.
+    """
+    return attrs.evolve(network, replay=attrs.evolve(network.replay, loss=0.0))
 
 
 def _draw_network(draw: random.Random) -> ReaderNetwork:

@@ -7,7 +7,7 @@ import math
 import attrs
 import pytest
 
-from observability.kv_stream import StreamState
+from observability.kv_stream import StreamCursor, StreamState
 from observability.simulation import BrokenPromise, DiskFaults, FaultyDisk, LinkQuality, PublisherShape, Timeline
 from observability.simulation.publisher_process import ProcessShape, PublisherProcess
 from observability.simulation.reader_judge import ReaderJudge, recovery_limit_s
@@ -130,3 +130,41 @@ def test_a_loss_that_no_counter_shows_breaks_a_promise(monkeypatch: pytest.Monke
         else:
             it.wait(4.0)  # the reader finds the loss by a probe, and counts it
             assert it.connection.reader.follower.cursor.last_seq == last + 1
+
+
+def test_a_number_that_another_epoch_has_taken_is_reported_by_the_next_proof() -> None:
+    it = Bench()
+    it.arrive()
+    reader = it.connection.reader
+    it.connection.set_network(attrs.evolve(NETWORK, live=attrs.evolve(NETWORK.live, loss=1.0)))
+    it.publish(1)
+    it.wait(0.01)
+    it.connection.set_network(NETWORK)
+    it.connection.hide_restart()
+    it.process.crash(is_clean=False, is_hidden=True)
+    it.process.restart(skew_s=0.0)
+    it.publish(103)
+    it.wait(0.01)
+    assert reader.state is StreamState.LIVE and reader.follower.cursor.last_seq > 100 and reader.truth.is_spliced
+    restarts = reader.follower.cursor.counters.restarts
+    it.wait(4.0)
+    assert reader.state is StreamState.LIVE and reader.epoch == 1
+    assert reader.follower.cursor.counters.restarts == restarts + 1
+
+
+def test_a_reader_that_finds_the_extension_late_has_the_time_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Bench()
+    it.arrive()
+
+    def be(state: StreamState, *, is_extended: bool) -> None:
+        monkeypatch.setattr(StreamCursor, "state", property(lambda _: state))
+        monkeypatch.setattr(StreamCursor, "is_extended", property(lambda _: is_extended))
+
+    be(StreamState.PARTIAL, is_extended=False)
+    it.wait(it.judge.limit_s + 5.0)
+    it.judge.judge()
+    be(StreamState.SYNCING, is_extended=True)
+    it.judge.judge()
+    it.wait(2.0)
+    with pytest.raises(BrokenPromise, match="every reader is LIVE in time"):
+        it.judge.judge()

@@ -9,7 +9,7 @@ import attrs
 from observability.kv_stream import StreamState
 from observability.simulation import DiskFaults, FaultyDisk, LinkQuality, LiveFrame, PublisherShape, Timeline
 from observability.simulation.publisher_process import ProcessShape, PublisherProcess
-from observability.simulation.stream_connection import ReaderNetwork, ReaderShape, StreamConnection
+from observability.simulation.stream_connection import ReaderNetwork, ReaderShape, StreamConnection, least_capacity
 from observability.simulation.world_counters import WorldCounters
 from observability.testing.recovery_model import POLICY
 from scheduler_components import BlockStored
@@ -179,9 +179,21 @@ def test_a_closed_reader_hears_nothing_more() -> None:
     assert it.process.peers == []
 
 
-def test_a_network_without_faults_keeps_its_latency() -> None:
+def test_a_network_without_faults_keeps_its_latency_and_has_fast_answers() -> None:
     quality = LinkQuality(latency_s=0.2, jitter_s=0.1, loss=0.5, duplication=0.5, reordering=0.5, capacity=7)
     network = ReaderNetwork(live=quality, replay=quality, garbling=0.5, alteration=0.5, lateness=0.5)
     calm = LinkQuality(latency_s=0.2, jitter_s=0.1, capacity=7)
-    assert network.without_faults() == ReaderNetwork(live=calm, replay=calm)
+    replay = attrs.evolve(calm, capacity=least_capacity(0.3))
+    assert network.without_faults() == ReaderNetwork(live=calm, replay=replay)
     assert attrs.asdict(network.without_faults())["garbling"] == 0.0
+
+
+def test_an_open_answer_gets_the_capacity_of_a_new_network() -> None:
+    slow = ReaderNetwork(replay=LinkQuality(latency_s=0.1, capacity=2))
+    it = Bench(slow, window=64)
+    it.publish(60)
+    it.wait(0.15)
+    it.connection.set_network(slow.without_faults())
+    it.wait(0.5)
+    it.expect_converged()
+    assert it.reader.follower.cursor.counters.replays_unanswered == 0

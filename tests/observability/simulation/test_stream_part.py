@@ -48,6 +48,17 @@ def test_another_reader_joins_in_place_of_the_one_before() -> None:
     assert len(part.process.peers) == 3
 
 
+def test_a_plain_reader_that_joins_loses_no_single_message_of_an_answer() -> None:
+    (shape, network), *others = SHAPE.readers
+    lossy = attrs.evolve(network, replay=attrs.evolve(network.replay, loss=0.5))
+    part = StreamPart(Timeline(seed=5), WorldCounters(), attrs.evolve(SHAPE, readers=((shape, lossy), *others)))
+    losses = {}
+    for _ in range(10):
+        part.join()
+        losses[part.readers[-1].reader.has_extension] = part.readers[-1].storm.replay.loss
+    assert losses == {True: 0.5, False: 0.0}
+
+
 def test_quiet_readers_have_what_the_publisher_has() -> None:
     part, timeline, _ = make_part()
     timeline.run_until(3.0)

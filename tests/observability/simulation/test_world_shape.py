@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import attrs
+
+from observability.simulation.stream_connection import least_capacity
 from observability.simulation.world_shape import STREAM_FAULTS, draw_stream_shape
 
 
@@ -24,6 +27,20 @@ def test_some_hundred_shapes_have_every_fault_and_every_kind_of_reader() -> None
     assert {shape.process.has_floor for shape in shapes} == {True, False}
     windows = [shape.process.publisher.window for shape in shapes]
     assert min(windows) == 1 and max(windows) > 64 and sorted(windows)[100] < 32
+
+
+def test_every_answer_is_fast_in_a_calm_and_whole_without_the_extension() -> None:
+    shapes = [draw_stream_shape(random.Random(seed)) for seed in range(200)]
+    num_slow = 0
+    for reader, network in (each for shape in shapes for each in shape.readers):
+        calm = network.without_faults().replay
+        least = least_capacity(calm.max_latency_s)
+        assert calm.capacity is not None and calm.capacity >= least
+        num_slow += calm != attrs.evolve(network.replay, loss=0.0, duplication=0.0)
+        assert reader.has_extension or not network.replay.loss
+    assert num_slow > 20, "storms have answers that are slower than a publisher"
+    assert max(shape.traffic.rate_per_s for shape in shapes) > 90
+    assert least_capacity(0.1) >= 2 * 300 * 0.1, "a relay may have three engines with 100 batches per second"
 
 
 def test_the_number_of_readers_may_be_given() -> None:
