@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-import httpx
 import msgspec
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from observability.kv_stream import Subscriber, open_subscriber, parse_addresses, wait_any
 from observability.kv_stream.thread_fair_rlock import FairRLock
@@ -31,8 +29,13 @@ from observability.routing.kv_router import KvRouter, Pick
 from observability.routing.locked_listener import LockedListener
 from observability.routing.stream_listener import RouterListener
 from scheduler_components import ComponentError, ConfigError
+from scheduler_components._extras import naming_extras
 from scheduler_components.cache import hash_pages
 from scheduler_components.values import LoadSnapshot
+
+with naming_extras:
+    import httpx
+    from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 __all__ = ["KvRequestRouter", "TokensOf", "token_ids_of"]
 

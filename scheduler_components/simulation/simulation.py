@@ -47,8 +47,9 @@ from scheduler_components.values import TierStats
 
 __all__ = ["Outage", "Progress", "Scaling", "Simulation", "SimulationConfig"]
 
-_CONTROL, _TO_ROUTER, _ARRIVAL, _STEP = range(4)
-"""The order of what happens at one time. Steps of several replicas are further ordered by their index."""
+_CONTROL, _TO_ROUTER, _ARRIVAL, _STEP = 0, 1, 1 << 40, (1 << 40) + 1
+"""The order of what happens at one time. What several replicas report, and their steps, are
+further ordered by their index. So a replica that has run ahead reports in its turn."""
 
 _PROGRESS_EVERY = 64
 """Events between two reports of progress."""
@@ -513,7 +514,7 @@ class Simulation:
     ) -> None:
         """Call the router ``lag_ns`` after the end of the step."""
         action = partial(self._deliver, place, scheduler, call)
-        self._heap.push(scheduler.clock.now_ns + lag_ns, action, order=_TO_ROUTER)
+        self._heap.push(scheduler.clock.now_ns + lag_ns, action, order=_TO_ROUTER + place.index)
 
     def _deliver(self, place: _Place, scheduler: SimulatedReplica, call: Callable[[float], None]) -> None:
         if place.known is not scheduler or place.is_drained:

@@ -71,7 +71,7 @@ def test_every_choice_of_its_router_follows_from_the_rules(
     setup = Setup(requests=requests, trace=path, config=CONFIG, num_replicas=3)
     row = follow_dynamo(setup, rules, event_lag_ms)
     assert row.num_foreign_choices == 0
-    assert_equal_figures(row.ours, row.theirs, rel=1e-3)
+    assert_equal_figures(row.ours, row.theirs, rel=3e-3)
     assert row.num_decisions == len(requests)
     if rules == "all rules":
         assert row.num_ties < len(requests) / 2

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_components import ConfigError
@@ -331,6 +331,14 @@ scalings = st.lists(
     tiers=st.sampled_from([None, SLOW_TIERS, attrs.evolve(SLOW_TIERS, storage_tokens=0)]),
 )
 @settings(max_examples=40, deadline=None)
+@example(  # two replicas report in the same nanosecond
+    workload=[(4, 60, 1, 1), (12, 33, 7, 0), (12, 33, 7, 0)],
+    outages=[],
+    scalings=[],
+    lags=(0.0, 0.0),
+    make_router=RoundRobin,
+    tiers=SLOW_TIERS,
+)
 def test_every_history_is_deterministic_and_loses_no_request(
     workload: list[tuple[int, int, int, int]],
     outages: list[Outage],
