@@ -47,8 +47,10 @@ def _one_rank(scale: Scale) -> Iterator[Measurement]:
     on, off = make_scheduler(groups, num_steps), make_scheduler(groups, num_steps)
     off.agreement = NoAgreement()
     us = _us({"on": on.step, "off": off.step}, scale, _STEPS_PER_TURN)
-    beside = {"no agreement": us["off"]}
-    yield Measurement(NAME, f"a step, {NUM_RUNNING} running, 1 rank", "us", us["on"], beside, Goal(1.1, "no agreement"))
+    compared = {"no agreement": us["off"]}
+    yield Measurement(
+        NAME, f"a step, {NUM_RUNNING} running, 1 rank", "us", us["on"], compared, Goal(1.1, "no agreement")
+    )
 
 
 def _two_ranks(scale: Scale) -> Iterator[Measurement]:
@@ -73,8 +75,8 @@ def _two_ranks(scale: Scale) -> Iterator[Measurement]:
     results = [msgspec.json.decode(answer.splitlines()[-1], type=AgreementResult) for answer in answers]
     slowest = max(results, key=lambda result: result.on)
     yield Measurement(NAME, "an agreement, three queues, none waits, 2 ranks, zmq", "us", slowest.agreement)
-    beside = {"no agreement": slowest.off}
-    yield Measurement(NAME, f"a step, {NUM_RUNNING} running, 2 ranks, zmq", "us", slowest.on, beside)
+    compared = {"no agreement": slowest.off}
+    yield Measurement(NAME, f"a step, {NUM_RUNNING} running, 2 ranks, zmq", "us", slowest.on, compared)
 
 
 def _us(calls: dict[str, Callable[[], object]], scale: Scale, number: int) -> dict[str, list[float]]:

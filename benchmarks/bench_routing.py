@@ -110,8 +110,8 @@ async def _time_dynamo(us: dict[str, list[float]], number: int, selector: Dynamo
 
 def _measurements(num_replicas: int, us: dict[str, list[float]]) -> list[Measurement]:
     what = f"one pick for {_NUM_BLOCKS} blocks of {_PAGE_SIZE} tokens, {num_replicas:,} replicas"
-    beside = {name: us[name] for name in ("limit", "Dynamo", "Dynamo, not counted") if us[name]}
+    compared = {name: us[name] for name in ("limit", "Dynamo", "Dynamo, not counted") if us[name]}
     return [
-        Measurement(NAME, f"{what}, from tokens", "us", us["ours"], beside, _GOALS[num_replicas]),
+        Measurement(NAME, f"{what}, from tokens", "us", us["ours"], compared, _GOALS[num_replicas]),
         Measurement(NAME, f"{what}, from hashes", "us", us["by hashes"], {}, None),
     ]

@@ -101,7 +101,7 @@ class PlainPublisherProcess(PublisherProcess):
 
 def _plain_reader(window: int, shape: ReaderShape, network: ReaderNetwork) -> tuple[ReaderShape, ReaderNetwork]:
     """Return a reader without the extension, whose queue takes a whole answer: else it never gets the end marker."""
-    replay = attrs.evolve(network.replay, capacity=window + 2)
+    replay = attrs.evolve(network.replay, loss=0.0, capacity=window + 2)
     return attrs.evolve(shape, has_extension=False), attrs.evolve(network, replay=replay)
 
 
