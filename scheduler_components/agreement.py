@@ -97,7 +97,9 @@ def elementwise_min(vectors: Sequence[Sequence[int]]) -> list[int]:
         raise ValueError(f"vectors of {', '.join(str(len(vector)) for vector in vectors)} integers have no minimum")
     # In a broadcast all ranks but one contribute neutral values, and counting these is faster than comparing columns.
     others = [vector for vector in vectors if vector.count(MIN_NEUTRAL) < len(vector)] or vectors[:1]
-    return list(others[0]) if len(others) == 1 else list(map(min, *others))
+    if all(vector == others[0] for vector in others[1:]):
+        return list(others[0])
+    return list(map(min, *others))
 
 
 def all_reduce_min(groups: Sequence[SyncGroup], values: list[int], call: SyncCall) -> list[int]:

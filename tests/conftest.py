@@ -4,7 +4,7 @@ Markers say what a test needs: ``pytest --markers`` lists them, and ``-m "not pr
 
 ``make test`` runs the tests without a marker of another target (``engines_only``, ``soak_only``, ``site``, ``types``,
 ``packaging``), with the profile ``default``. ``make soak`` runs the tests marked ``soak`` again with the profile
-``soak``: fifty times the examples for a property that asks for ``num_examples``, and the long form of a test that
+``soak``: a hundred times the examples for a property that asks for ``num_examples``, and the long form of a test that
 asks for ``soaking``. CI runs the suite with the profile ``ci``, whose examples are the same in each run, and the tests
 marked ``soak_only`` with new ones. To repeat a failure: ``pytest TEST --hypothesis-seed N``.
 """
@@ -33,7 +33,7 @@ from hypothesis import Phase, settings
 from kit.waiting import wait_until
 
 # Loaded machines are slow, so a deadline per example would measure the machine.
-settings.register_profile("default", deadline=None, max_examples=50, print_blob=True)
+settings.register_profile("default", deadline=None, max_examples=30, print_blob=True)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
 settings.register_profile("soak", settings.get_profile("default"), max_examples=1_000)
 # `make mutants`: the same examples for each variant, without shrinking.

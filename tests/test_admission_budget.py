@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.admission_budget import (
@@ -19,7 +20,7 @@ from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.request_kv_cache import pages_for
 
-checked = settings(deadline=None, max_examples=200)
+checked = settings(deadline=None, max_examples=num_examples(4))
 
 sizes = st.integers(1, 40)
 
@@ -30,6 +31,7 @@ def a_request(num_prompt: int, num_output: int, max_new: int) -> Request:
     return request
 
 
+@pytest.mark.soak
 @checked
 @given(sizes, sizes, st.integers(1, 100), st.integers(0, 50), st.integers(1, 50), st.floats(0, 1))
 @example(page_size=1, num_pages=2, num_prompt=1, num_output=0, num_left=2, ratio=1.0)
@@ -43,6 +45,7 @@ def test_the_estimate_of_a_request_that_fits_never_exceeds_the_pool(
     assert pages_for(num_prompt + num_output, page_size) <= expected <= num_pages
 
 
+@pytest.mark.soak
 @checked
 @given(st.lists(st.integers(1, 50), max_size=5), sizes, st.floats(0, 1))
 def test_the_estimate_of_pages_shrinks_as_pages_are_allocated(prompts: list[int], page_size: int, ratio: float) -> None:
@@ -55,6 +58,7 @@ def test_the_estimate_of_pages_shrinks_as_pages_are_allocated(prompts: list[int]
     assert after >= 0
 
 
+@pytest.mark.soak
 @checked
 @given(sizes, sizes, st.integers(0, 40))
 def test_a_chunk_is_the_least_of_its_limits(left: int, chunk: int, budget: int) -> None:

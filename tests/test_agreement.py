@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.rank_grid import grid, on_threads
+from kit.searches import num_examples
 
 from scheduler_components.agreement import BLOCK_INTS, AgreedValues, ParallelGroups, Proposal, Slots, elementwise_min
 from scheduler_components.errors import SettingsDivergenceError, SyncClosedError, SyncDivergenceError, SyncTimeoutError
@@ -22,7 +23,8 @@ def filled(kinds: list[str], values: list[int], operation: str = "step", step: i
     return proposal
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @given(data=st.data(), kinds=st.lists(st.sampled_from(KINDS), max_size=12), num_ranks=st.integers(1, 5))
 def test_agreed_values_are_the_reduction_of_all_ranks_values(
     data: st.DataObject, kinds: list[str], num_ranks: int

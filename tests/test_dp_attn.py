@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.dp_attn import BatchShape, DpBatchSync, DpStep, PrefillDelayer, PrefillIntent, dp_rank_groups
@@ -90,7 +91,8 @@ def test_every_rank_of_every_topology_gets_all_shapes_in_one_collective_per_step
         assert sync.stats.idle_batches == sum(not mine and all_ > 0 for mine, all_ in zip(own, longest, strict=True))
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(st.lists(st.lists(intents, min_size=3, max_size=3), max_size=40), st.integers(1, 6))
 def test_no_replica_waits_longer_than_the_limit_and_the_rule_is_pure(
     rounds: list[list[PrefillIntent]], limit: int

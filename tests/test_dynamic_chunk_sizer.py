@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.dynamic_chunk_sizer import (
@@ -66,7 +67,8 @@ def test_the_fit_needs_eight_steps_and_forgets_old_ones() -> None:
     assert found is not None and found.token_us == pytest.approx(fast.token_us, rel=0.05)
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(
     models, st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 8192), st.integers(1, 64), st.floats(0, 1)
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
@@ -23,7 +24,8 @@ class Decoding:
 decoding = st.lists(st.builds(Decoding, st.integers(0, 5_000), st.integers(0, 5_000)), max_size=8)
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(shares, shares, st.lists(st.none() | decoding, max_size=60))
 def test_the_share_decays_to_its_minimum_and_a_retraction_keeps_it_within_bounds(
     one: float, other: float, steps: list[list[Decoding] | None]

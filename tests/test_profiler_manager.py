@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.profiler_manager import ProfileRequest, ProfilerManager, ProfileStage
@@ -43,7 +44,8 @@ def run(session: ProfilerManager, profiler: ListProfiler, steps: list[ProfileSta
             profiler.open.append(number)
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(stages, st.integers(0, 5), st.none() | st.integers(1, 8), st.booleans())
 def test_exactly_the_requested_steps_are_recorded(
     steps: list[ProfileStage], start_step: int, num_steps: int | None, by_stage: bool

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components.request_kv_cache import pages_for
 
-checked = settings(deadline=None, max_examples=200)
+checked = settings(deadline=None, max_examples=num_examples(4))
 
 
 sizes = st.integers(1, 40)
 
 
+@pytest.mark.soak
 @checked
 @given(st.integers(0, 500), sizes)
 def test_pages_hold_their_tokens_and_one_page_fewer_does_not(num_tokens: int, page_size: int) -> None:

@@ -162,7 +162,7 @@ class WithFollower:
 
 def test_a_long_input_takes_memory_for_its_bytes_and_not_for_its_integers() -> None:
     """A Python integer takes 36 bytes in a list; a request of 64 MiB took 620 MB of each rank."""
-    size = 4 << 20
+    size = 2 << 20
     own = RelayedInput(1, 0, 0, (bytes(range(256)) * (size // 256),))
     relay = SyncGroupRelay(rank=0, leads=True, groups=(WithFollower(),))
     tracemalloc.start()

@@ -10,6 +10,7 @@ binds an unbracketed ``tcp://:::5557``, in which no other parser can separate ho
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import combinations
 from typing import Literal
@@ -41,8 +42,9 @@ _NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
 
+@lru_cache(maxsize=256)
 def _ip(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the host as an address; None for names and ``*``."""
+    """Return the host as an address; None for names and ``*``. All addresses of a plan have the same few hosts."""
     try:
         return ip_address(host)
     except ValueError:

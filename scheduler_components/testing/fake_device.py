@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
@@ -81,13 +82,12 @@ class PagedModel:
         """
         if start >= len(token_ids):
             raise ValueError(f"all {len(token_ids)} positions are computed; leave the last one out of a cached prefix")
-        kv: list[int] = []
-        for position, token in enumerate(token_ids):
-            page = self.kv.setdefault(pages[position // self.page_size], [0] * self.page_size)
-            place = position % self.page_size
-            if position >= start:
-                page[place] = kv_value(token, kv[-1] if kv else 0)
-            kv.append(page[place])
+        size = self.page_size
+        held = [self.kv.setdefault(page, [0] * size) for page in pages[: -(-len(token_ids) // size)]]
+        kv = [value for page in held for value in page][:start]
+        for position in range(start, len(token_ids)):
+            kv.append(kv_value(token_ids[position], kv[-1] if kv else 0))
+            held[position // size][position % size] = kv[-1]
         return token_after(kv)
 
 
@@ -102,8 +102,12 @@ def next_token(token_ids: Sequence[int]) -> int:
     return token_after(kv)
 
 
+@lru_cache(maxsize=65_536)
 def kv_value(token: int, before: int) -> int:
-    """Return the KV of a position, from its token and the KV of the previous position (0 for the first)."""
+    """Return the KV of a position, from its token and the KV of the previous position (0 for the first).
+
+    The verifier of a check computes the values of each request again at each of its tokens, so they are kept.
+    """
     return _hash_u32((token, before))
 
 

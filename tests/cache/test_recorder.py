@@ -67,7 +67,7 @@ def test_a_clear_drops_the_events_before_it() -> None:
     assert recorder.take_events() == ()
 
 
-@pytest.mark.parametrize("page_size", [1, 7])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.soak_only), 7])
 def test_a_very_long_run_becomes_several_events(page_size: int) -> None:
     num_pages = 2 * (MAX_EVENT_TOKENS // page_size) + 1
     tokens = [token % 1000 for token in range(num_pages * page_size)]

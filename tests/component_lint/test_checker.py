@@ -12,6 +12,7 @@ import pytest
 from flake8.main.cli import main
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components.component_lint import RULES, ComponentChecker
 
@@ -120,8 +121,9 @@ def test_flake8_reports_a_file_that_does_not_parse(lint: Lint, content: bytes) -
     assert {code for _, code in lint(content, "--select=SCH,E9")} <= {"E902", "E999"} != set()
 
 
+@pytest.mark.soak
 @given(source=st.text(max_size=200))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=num_examples(4))
 @example("class A:\n  x: 'b c' = 1")
 @example("class A(B[0], *c, d()): ...")
 @example("@a[0]\n@b()()\nclass A:\n  x: 1 = 2\n  y: ''\n  z: [()] = 3")

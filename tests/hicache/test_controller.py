@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import CacheIntegrityError, ConfigError
 from scheduler_components.agreement import AgreedValues, Proposal
@@ -41,7 +42,8 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, bool]]]]:
     return num_operations, [[(number, draw(st.booleans())) for number in rank] for rank in ranks]
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=num_examples(4), deadline=None)
 @given(schedule=schedules(), steps=st.lists(st.integers(0, 3), max_size=60))
 def test_all_ranks_settle_the_same_operations(
     schedule: tuple[int, list[list[tuple[int, bool]]]], steps: list[int]

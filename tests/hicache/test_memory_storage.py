@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.hicache import MemoryPageStore
@@ -12,7 +13,8 @@ from scheduler_components.hicache import MemoryPageStore
 KEY = st.sampled_from("abcde")
 
 
-@settings(deadline=None, max_examples=100)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(2))
 @given(st.lists(st.tuples(st.sampled_from(["set", "get", "delete"]), KEY, st.integers(1, 5)), max_size=30))
 @example([("set", "a", 5), ("set", "b", 5), ("get", "a", 1), ("set", "c", 1)])
 def test_memory_holds_the_most_recently_used_pages_that_fit(steps: list[tuple[str, str, int]]) -> None:

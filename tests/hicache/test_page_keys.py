@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.hicache import KeySpace, Placement
@@ -48,7 +49,8 @@ def slice_of(parallel: ParallelState, placement: Placement) -> tuple[tuple[str, 
     return tuple(cut for cut in cuts if getattr(placement, cut[0]) == "sharded" and cut[2] > 1)
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES, placement=PLACEMENTS)
 @example(pp=1, dp=1, cp=2, tp=2, placement=Placement(attn_tp="replicated", attn_cp="replicated"))
 @example(pp=1, dp=1, cp=2, tp=2, placement=Placement(attn_tp="sharded", attn_cp="sharded"))
@@ -71,7 +73,8 @@ def test_each_key_has_one_slice_and_one_writer_per_replica(
     assert {replica_key: writers[replica_key] for replica_key in read} == dict.fromkeys(read, 1)
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(3))
 @given(
     one=st.tuples(SIZES, SIZES, SIZES, PLACEMENTS),
     other=st.tuples(SIZES, SIZES, SIZES, PLACEMENTS),

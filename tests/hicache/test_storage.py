@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.page_stores import FixedAnswerStore
+from kit.searches import num_examples
 
 from scheduler_components.errors import StorageError, StorageStallError
 from scheduler_components.hicache import CheckedPageStore, MemoryPageStore
@@ -32,7 +33,8 @@ ERRORS = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(6))
 @given(answer=PARTS | st.lists(PARTS, max_size=3) | st.tuples(PARTS, PARTS) | ERRORS)
 @example(answer=[frame_page("b", PAGES["b"]), frame_page("a", PAGES["a"])])  # swapped
 @example(answer=[frame_page("a", PAGES["a"])])  # half
@@ -88,7 +90,8 @@ def test_problems_name_their_operation() -> None:
     assert odd.stats().last_problem == "batch_get: str instead of one answer per key for 2 keys"
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(key=st.text(max_size=5), page=st.binary(max_size=40), data=st.data())
 def test_a_frame_opens_only_as_it_was_sealed(key: str, page: bytes, data: st.DataObject) -> None:
     sealed = frame_page(key, page)

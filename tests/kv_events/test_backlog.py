@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING, POLL_INTERVAL_S, Backlog
 
@@ -15,7 +16,8 @@ GAPS_S = st.floats(0.0, 3 * MAX_WAIT_S) | st.sampled_from([0.0, 1e-6, MAX_WAIT_S
 CALLS = st.tuples(GAPS_S, st.booleans(), st.booleans(), st.integers(0, 10))
 
 
-@settings(max_examples=300)
+@pytest.mark.soak
+@settings(max_examples=num_examples(6))
 @given(st.integers(1, 2 * MAX_WAITING), st.lists(CALLS, max_size=60))
 def test_waiting_batches_are_bounded_in_number_and_age(
     max_queue_size: int, calls: list[tuple[float, bool, bool, int]]

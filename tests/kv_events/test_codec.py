@@ -331,7 +331,8 @@ def test_hostile_bytes_inside_an_event_cost_the_event(field: bytes) -> None:
     assert len(decoded.errors) == 1
 
 
-@settings(deadline=None, max_examples=500)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(10))
 @given(vector=st.sampled_from([*batch_vectors(), *peer_vectors()]), data=st.data())
 def test_mutated_bytes_never_raise_anything_else(vector: PeerVector, data: st.DataObject) -> None:
     payload = bytearray(vector.payload)

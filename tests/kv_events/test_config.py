@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.kv_events import KVEventsConfig
@@ -212,7 +213,8 @@ def test_valid_configs_are_accepted(text: str, streams: int) -> None:
     assert KVEventsConfig.from_cli(text).port_plan(streams).stream_count == streams
 
 
-@settings(deadline=None, max_examples=200)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4))
 @given(case=invalid_config_texts())
 def test_an_invalid_setting_raises_a_config_error_that_names_it(case: tuple[str, str]) -> None:
     field, text = case

@@ -205,8 +205,9 @@ def test_one_event_or_many_checked_or_trusted_the_bytes_are_the_same(
         assert alone == encoder.encode(KVEventBatch(1.0, ValidatedEvents((event,))), 0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dialect", ["array", "map", "vllm"])
-@settings(deadline=None, max_examples=num_examples(10))
+@settings(deadline=None, max_examples=num_examples(5))
 @example(events=(SEVEN_TIMES, AllBlocksCleared(), SEVEN_TIMES))
 @example(events=(BlockRemoved((5,)), AllBlocksCleared(), BlockRemoved((6,), "CPU"), BlockRemoved((7,), "CPU")))
 @given(events=ODD_HISTORIES.map(lambda history: sum(history, ())))
@@ -284,7 +285,8 @@ def stream_after(batches: list[KVEventBatch], *, kept: int) -> EventStream:
     return stream
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(1))
 @given(num_batches=st.integers(4, 24), blocks=st.integers(50, 1500), max_chunks=st.integers(1, 24), hole=st.booleans())
 def test_chunks_are_bounded_and_complete_or_there_is_none(
     num_batches: int, blocks: int, max_chunks: int, *, hole: bool

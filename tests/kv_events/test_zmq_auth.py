@@ -11,6 +11,7 @@ import pytest
 import zmq.auth
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError, StartError
 from scheduler_components.kv_events import (
@@ -147,7 +148,8 @@ def test_a_spoilt_file_is_a_config_error_before_anything_opens(
     assert said in str(refused.value)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.binary(max_size=60).map(lambda key: b'public-key = "' + key + b'"'))
 @example(content=b'public-key = "' + b"#" * 40 + b'"')
 @example(content=b"public-key")

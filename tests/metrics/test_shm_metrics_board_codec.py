@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import DecodeError, ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder
@@ -153,7 +154,8 @@ def test_garbage_is_a_decode_error(body: bytes) -> None:
         decode_report(body)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(6))
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
 def test_a_damaged_report_is_refused_or_still_a_whole_one(place: int, damage: bytes) -> None:
     body = bytearray(encode_report(whole_report()))

@@ -143,10 +143,10 @@ CHANGES = {
 def test_the_smallest_difference_is_found(name: str, old: ModuleTree, tmp_path: Path) -> None:
     changes, expected = CHANGES[name]
     new = tree(tmp_path / "new", *changes)
-    coverage, found = find_difference(LoopHarness(), old, new, count=70, derandomize=True)
+    coverage, found = find_difference(LoopHarness(), old, new, count=50, derandomize=True)
     if expected is None:
         assert found is None
-        assert coverage.num_workloads > 40
+        assert coverage.num_workloads > 30
         assert coverage.missing(list(LoopHarness.exits), LoopHarness.targets) == []
         return
     assert found is not None
@@ -166,8 +166,8 @@ def test_a_version_that_differs_from_itself_is_reported(old: ModuleTree, tmp_pat
 
 
 def test_a_recorded_version_is_replayed_from_its_file(old: ModuleTree, tmp_path: Path) -> None:
-    workloads, recordings = record_workloads(LoopHarness(), old, count=40)
-    assert workloads == record_workloads(LoopHarness(), old, count=40)[0]
+    workloads, recordings = record_workloads(LoopHarness(), old, count=20)
+    assert workloads == record_workloads(LoopHarness(), old, count=20)[0]
     write_recordings(tmp_path / "rec", workloads, recordings)
     file = read_recordings(tmp_path / "rec")
     assert replay_recordings(LoopHarness(), old, file) is None

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 from hypothesis import event, example, given, settings
+from kit.searches import num_examples
 from prometheus_client import CollectorRegistry
 from run import main as run
 from serving_parts.batching import Settings
@@ -61,9 +62,10 @@ def trees(written: Path) -> dict[str, ModuleTree]:
     return {stage: stage_tree(written / stage) for stage in STAGES}
 
 
+@pytest.mark.soak
 @given(workload=harness.workloads())
 @example(workload=Workload((*CROWD, Steps(9, 0.1), Abort(0), Abort(4)), serve_rest=False))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=num_examples(1))
 def test_all_stages_have_the_same_output(workload: Workload, trees: dict[str, ModuleTree]) -> None:
     first, *others = (play(harness, trees[stage], workload, fresh=False) for stage in STAGES)
     event(f"payloads: {len(first.emissions) > 20}")

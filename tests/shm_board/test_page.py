@@ -101,7 +101,8 @@ def test_a_partial_write_leaves_the_previous_report(
     assert read(memory, codec, known_sequence=count + 1) == (found if is_whole else None)
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(6))
 @given(
     st.binary(min_size=1, max_size=FITTING_BYTES),
     st.binary(min_size=1, max_size=FITTING_BYTES),

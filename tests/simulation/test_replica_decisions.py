@@ -28,6 +28,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.admission_budget import BATCH_MODES, BatchLimits
@@ -249,6 +250,7 @@ workloads = st.lists(
 )
 
 
+@pytest.mark.soak
 @given(
     config=configs,
     workload=workloads,
@@ -256,7 +258,7 @@ workloads = st.lists(
     tenant_cap=st.sampled_from([None, None, 1]),
     fast=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(2), deadline=None)
 def test_decisions_equal_those_of_the_reference_engine_in_every_step(
     config: ReplicaConfig,
     workload: list[tuple[int, int, int, int, RequestHints]],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from kit.hybrid_scheduler import SMALL, HybridPages, KeepsStateOfAborted, LosesWindowPages, checker_of, hybrid_scheduler
 from kit.reference_scheduler import DrivenScheduler
+from kit.searches import num_examples
 
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.pool_stats_observer import AuditedPool
@@ -41,7 +42,8 @@ def test_the_reference_scheduler_passes(check: Callable[[OpenAuditedScheduler, i
     check(AuditedReference, WORKLOAD)
 
 
-@settings(deadline=None, max_examples=5)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(1) // 5)
 @given(workload=workloads())
 def test_the_reference_scheduler_passes_on_any_workload(workload: interfaces.Workload) -> None:
     for check in POOL_INVARIANT_CHECKS:

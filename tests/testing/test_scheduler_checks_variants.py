@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from kit import simple_scheduler
+from kit.searches import num_examples
 from kit.simple_scheduler import MAX_RUNNING, PAGE_SIZE, Block, BlockCache, SimpleRequest, SimpleScheduler
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -41,14 +42,15 @@ def test_the_simple_scheduler_passes(check: Check) -> None:
     check(SimpleScheduler)
 
 
-@settings(deadline=None, max_examples=3)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(1) // 5)
 @given(workload=workloads())
 def test_the_simple_scheduler_passes_on_any_workload(workload: interfaces.Workload) -> None:
     for check in ALL_CHECKS:
         check(SimpleScheduler, workload)
 
 
-@pytest.mark.parametrize("page_size", [1, pytest.param(8, marks=pytest.mark.soak_only), 32])
+@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.soak_only) for size in (1, 8)), 32])
 def test_the_simple_scheduler_passes_with_other_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simple_scheduler, "PAGE_SIZE", page_size)
     for check in ALL_CHECKS:

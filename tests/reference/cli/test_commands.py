@@ -180,7 +180,9 @@ def test_a_port_in_use_is_reported_before_the_start(command_line: Callable, free
             assert f"tcp://127.0.0.1:{port}: is in use" in ran.complaint
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(name, marks=pytest.mark.soak_only) for name in ("zsh", "fish"))]
+)
 def test_the_shell_completion_covers_all_commands(command_line: Callable, shell: str) -> None:
     ran = command_line("completion", shell)
     assert ran.code == 0

@@ -18,7 +18,6 @@ import httpx
 import pytest
 import zmq
 from kit.command_processes import (
-    COMMAND,
     DEADLINE_S,
     ONE_RANK,
     TWO_BY_TWO,
@@ -41,11 +40,11 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 
 def test_the_demo_passes_its_own_checks() -> None:
-    with started("demo", *TWO_BY_TWO, "--requests", "20", "--speed", "8", "--seed", "3") as process:
+    with started("demo", *TWO_BY_TWO, "--requests", "10", "--speed", "8", "--seed", "3") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
     assert "exactly 2 streams for 4 ranks; 2 of 4 candidate ports answer" in out
-    assert "20 sent, 20 finished, 0 refused, 0 failed" in out
+    assert "10 sent, 10 finished, 0 refused, 0 failed" in out
     assert re.search(r"no gap +ok +[1-9]\d* batches", out)
     assert re.search(r"view equals cache +ok +dp0: [1-9]\d* blocks equal; dp1: [1-9]\d* blocks equal", out)
     assert out.endswith("PASSED\n")
@@ -76,7 +75,7 @@ def test_modules_in_the_working_directory_reach_no_rank_of_an_engine_without_pub
     kit = str(Path(scheduler_components.__file__).parent.parent)
     script = f"import sys; sys.path[0] = {kit!r}; from scheduler_components.reference.cli.main import main; main()"
     settings = ["--requests", "4", "--speed", "8", "--kv-events-config", '{"publisher": "null"}']
-    arguments = [sys.executable, "-c", script, "demo", *TWO_RANKS, *settings]
+    arguments = [sys.executable, "-c", script, "demo", *ONE_RANK, *settings]
     ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert re.search(r"streams +ok +not checked: ", ran.stdout)
@@ -142,7 +141,7 @@ def test_an_interrupt_ends_an_open_stream_and_stops_everything_without_a_traceba
 
 
 def test_a_running_engine_answers_routers_and_users_and_its_ranks_end_when_it_is_killed(
-    eventually: Callable[[Callable[[], object]], None],
+    eventually: Callable[[Callable[[], object]], None], command_line: Callable[..., Any]
 ) -> None:
     with started("serve", *TWO_REPLICAS, "--port", "0") as process:
         url = wait_for_url(process)
@@ -164,12 +163,15 @@ def test_a_running_engine_answers_routers_and_users_and_its_ranks_end_when_it_is
         assert httpx.get(f"{url}/get_model_info").json()["is_generation"] is True
         tokens = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
         assert httpx.post(f"{url}/generate", json=tokens).status_code == 200
-        diagnosis = run_command("doctor", url, "--listen", "1")
-        assert "ERROR" not in diagnosis
+        diagnosis = command_line("doctor", url, "--listen", "1")
+        assert (diagnosis.code, diagnosis.err) == (0, "")
+        assert "ERROR" not in diagnosis.out
         for rank in (0, 1):
-            assert re.search(rf"OK +rank {rank}: load gauge \S+: 0 running, 0 waiting, 0 of 262144 tokens", diagnosis)
-        watched = run_command("watch", url, "--history", "--json", "--count", "1", "--duration", "20")
-        assert any(json.loads(line)["kind"] == "stored" for line in watched.splitlines())
+            assert re.search(
+                rf"OK +rank {rank}: load gauge \S+: 0 running, 0 waiting, 0 of 262144 tokens", diagnosis.out
+            )
+        watched = command_line("watch", url, "--history", "--json", "--count", "1", "--duration", "20")
+        assert any(json.loads(line)["kind"] == "stored" for line in watched.out.splitlines())
         process.kill()
         finish(process)  # returns when the last rank has closed the output that it inherited
 
@@ -253,8 +255,3 @@ def test_sigterm_lets_open_requests_end_refuses_others_and_clears_its_stream(
     assert (status, err.count("\n")) == (143, 3), "two kinds of refusals were logged once each"
     assert err.endswith("all processes are stopped\n")
     assert "client-key" not in err and "admin-key" not in err
-
-
-def run_command(*arguments: str) -> str:
-    """Standard output of a command that must succeed."""
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from kit.command_processes import ONE_RANK, finish, started, wait_for_url
-from openai import OpenAI
+from kit.imported_later import ImportedLater
+
+openai = ImportedLater("openai", reason="needs openai: pip install scheduler-components[dev]")
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
@@ -107,7 +109,7 @@ def test_the_blocks_that_engines_publish_are_those_of_the_tokens_that_they_retur
 
 
 def test_a_client_of_openai_gets_its_stream_chunk_by_chunk(ready: Routed) -> None:
-    client = OpenAI(base_url=f"{ready.url}/v1", api_key="of-clients", max_retries=0)
+    client = openai.OpenAI(base_url=f"{ready.url}/v1", api_key="of-clients", max_retries=0)
     with client.chat.completions.create(
         model="simulated-8b", messages=[{"role": "user", "content": "hello"}], stream=True, max_tokens=6
     ) as stream:

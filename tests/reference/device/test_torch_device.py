@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 from transformers import PreTrainedModel
 
 from scheduler_components import ParallelState
@@ -70,7 +71,8 @@ def expect_generate(judge: GreedyTextVerifier, request: Request) -> None:
     judge.expect(request.input_ids, request.output_ids, num_tokens=request.limits.max_new_tokens)
 
 
-@settings(deadline=None, max_examples=15)
+@pytest.mark.soak
+@settings(deadline=None, max_examples=num_examples(1))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=6),
     st.integers(1, 40),

@@ -26,7 +26,7 @@ from scheduler_components.values import FinishReason
 pytestmark = pytest.mark.model
 
 _LONGEST = 9 * PAGE_SIZE  # positions of a request: the smallest pool holds one
-_EXAMPLES_IN = 7  # one of so many: an example computes some forty forwards
+_EXAMPLES_IN = 4  # one of so many: an example computes some forty forwards
 
 
 class KeptStore(MemoryPageStore):

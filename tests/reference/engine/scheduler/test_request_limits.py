@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.searches import num_examples
 
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.model_spec import TokenSpec
@@ -19,11 +20,12 @@ from scheduler_components.reference.engine.scheduler.request_limits import (
 from scheduler_components.request_kv_cache import pages_for
 from scheduler_components.values import GrammarKey
 
-checked = settings(deadline=None, max_examples=200)
+checked = settings(deadline=None, max_examples=num_examples(4))
 
 sizes = st.integers(1, 40)
 
 
+@pytest.mark.soak
 @checked
 @given(sizes, sizes, st.integers(1, 200), st.integers(1, 200))
 @example(page_size=1, num_pages=1, num_input=1, max_new=1)
@@ -50,6 +52,7 @@ def test_a_request_is_refused_exactly_when_the_whole_pool_could_not_hold_it(
         check_request_fits(config, config.kv_tokens, 1)
 
 
+@pytest.mark.soak
 @checked
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 60))
 def test_a_request_beyond_the_models_context_is_refused_with_the_room_that_is_left(
@@ -68,6 +71,7 @@ def test_a_request_beyond_the_models_context_is_refused_with_the_room_that_is_le
         assert f"at most {most} tokens" in refusal.value.hint
 
 
+@pytest.mark.soak
 @checked
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 60))
 def test_a_default_length_is_lowered_to_what_fits_and_a_given_one_is_kept(

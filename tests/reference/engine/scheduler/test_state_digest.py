@@ -89,7 +89,7 @@ class SchedulerRank:
 
 
 @pytest.mark.soak
-@settings(deadline=None, max_examples=num_examples(2))
+@settings(deadline=None, max_examples=num_examples(1))
 @given(workloads, st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4)]))
 @example([[Submit((0, 1, 2, 3) * 4, 8), Submit((3, 2, 1, 0) * 4, 8)], [], [Abort(0)]], (2, 2))
 @example(
