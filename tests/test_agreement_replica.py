@@ -213,7 +213,7 @@ MLA = SimulationConfig(
 
 def run_replica(config: SimulationConfig) -> SimulatedReplica:
     replica = SimulatedReplica(config, seed=0)
-    for commands in SimulatedWorkload(seed=0, page_size=config.page_size).steps(100):
+    for commands in SimulatedWorkload(seed=0, page_size=config.page_size).steps(200):
         replica.step(commands)
     return replica
 

@@ -5,26 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from scheduler_components.simulation import LeastLoaded, RoundRobin, TenantReport
+from scheduler_components.simulation import LeastLoaded, RoundRobin, SimulationReport, TenantReport
 from scheduler_components.simulation.report_page import render_page
 from tests.simulation.test_report import report_of
 
 
-def test_a_page_compares_runs() -> None:
+@pytest.fixture(scope="module")
+def reports() -> list[SimulationReport]:
+    """Two runs with different routers. The first one has many tenants, and hits in each tier."""
     pytest.importorskip("matplotlib")
-    reports = [report_of("<one>", RoundRobin()), report_of("two", LeastLoaded())]
-    page = render_page(reports)
-    assert page == render_page(reports)
-    assert page.count("&lt;one&gt;") >= 2
-    assert "<one>" not in page
-    assert "6 of 6" in page
-    assert "<svg" in page
-    assert "<h2>Tenants" not in page
-
-
-def test_a_page_shows_the_tenants_with_the_most_requests_and_the_hit_rate_of_each_tier() -> None:
-    pytest.importorskip("matplotlib")
-    [report] = [report_of("one", RoundRobin())]
     tenants = tuple(
         TenantReport(
             name=f"<tenant-{number}>",
@@ -39,20 +28,42 @@ def test_a_page_shows_the_tenants_with_the_most_requests_and_the_hit_rate_of_eac
         for number in range(1, 31)
     )
     rates = {"device": 0.3, "host": 0.2, "storage": 0.1}
-    page = render_page([msgspec.structs.replace(report, tenants=tenants, hit_rate=rates), report])
+    one, two = report_of("<one>", RoundRobin()), report_of("two", LeastLoaded())
+    return [msgspec.structs.replace(one, tenants=tenants, hit_rate=rates), two]
+
+
+@pytest.fixture(scope="module")
+def page(reports: list[SimulationReport]) -> str:
+    """Both runs. The plots of a page take half a second."""
+    return render_page(reports)
+
+
+@pytest.fixture(scope="module")
+def page_of_one_run(reports: list[SimulationReport]) -> str:
+    return render_page(reports[1:])
+
+
+def test_a_page_compares_runs(page: str, page_of_one_run: str, reports: list[SimulationReport]) -> None:
+    assert page == render_page(reports)
+    assert page.count("&lt;one&gt;") >= 2
+    assert "<one>" not in page
+    assert "6 of 6" in page
+    assert "<svg" in page
+    assert "<h2>Tenants" in page
+    assert "<h2>Tenants" not in page_of_one_run
+
+
+def test_a_page_shows_the_tenants_with_the_most_requests_and_the_hit_rate_of_each_tier(page: str) -> None:
     assert "<td>&lt;tenant-30&gt;</td><td>30; 0.250 / 0.500 / 1.000</td><td></td>" in page
     assert page.count("&lt;tenant-") == 20
     assert "device 30.0%, host 20.0%, storage 10.0%" in page
     assert ">storage</text>" in page
 
 
-def test_settings_that_differ_have_a_column_per_run_and_others_are_folded() -> None:
-    pytest.importorskip("matplotlib")
-    page = render_page([report_of("one", RoundRobin()), report_of("two", LeastLoaded())])
+def test_settings_that_differ_have_a_column_per_run_and_others_are_folded(page: str, page_of_one_run: str) -> None:
     different, equal = page.split("<h2>Settings</h2>")[1].split("<details><summary>Equal in all runs</summary>")
     assert "<td>router</td><td>RoundRobin</td><td>LeastLoaded</td>" in different
     assert "<td>page_size</td>" not in different
     assert "<td>page_size</td><td>4</td></tr>" in equal
-    alone = render_page([report_of("one", RoundRobin())])
-    assert "<details open>" in alone
-    assert "<td>router</td><td>RoundRobin</td></tr>" in alone
+    assert "<details open>" in page_of_one_run
+    assert "<td>router</td><td>LeastLoaded</td></tr>" in page_of_one_run

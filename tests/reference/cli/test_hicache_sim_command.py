@@ -20,20 +20,20 @@ matplotlib_figure = ImportedLater("matplotlib.figure", reason="pip install sched
 
 def test_the_report_shows_divergence_over_tp_only(command_line: Callable, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "picture.svg"
-    found = command_line("hicache-sim", "--seeds", "2", "--steps", "60", "--picture", str(picture))
+    found = command_line("hicache-sim", "--seeds", "2", "--steps", "100", "--picture", str(picture))
     lines = found.out.splitlines()
     assert found.code == 0
-    assert lines[0].startswith("agreement over TP: 2 runs of 60 steps")
+    assert lines[0].startswith("agreement over TP: 2 runs of 100 steps")
     assert "ranks diverged in 2 of 2 runs, after " in lines[1]
     assert lines[4].startswith("  first decision that differed with seed 0: step 1: the ranks decided differently at")
-    assert lines[-3].startswith("agreement over CP X TP: 2 runs of 60 steps")
+    assert lines[-3].startswith("agreement over CP X TP: 2 runs of 100 steps")
     assert lines[-2] == "  ranks never diverged"
     assert "CP 2 x TP 2 ranks" in picture.read_text()
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_the_report_shows_divergence_without_pipeline_stages(command_line: Callable) -> None:
-    found = command_line("hicache-sim", "--attn-cp-size", "1", "--pp-size", "2", "--seeds", "1", "--steps", "60")
+    found = command_line("hicache-sim", "--attn-cp-size", "1", "--pp-size", "2", "--seeds", "1", "--steps", "100")
     assert found.code == 0
     shown = [line for line in found.out.splitlines() if line.startswith(("agreement", "  ranks"))]
     assert [line.split(":")[0].split(",")[0] for line in shown] == [
@@ -67,7 +67,7 @@ def test_the_page_about_diverging_ranks_shows_what_the_command_prints(command_li
 
 
 def test_the_older_name_is_the_same_command(command_line: Callable) -> None:
-    arguments = ("--seeds", "1", "--steps", "10")
+    arguments = ("--seeds", "1", "--steps", "100")
     assert command_line("hicache-sim", *arguments) == command_line("simulate", "ranks", *arguments)
 
 

@@ -54,6 +54,7 @@ def judge_of(folder: Path) -> GreedyTextVerifier:
     return GreedyTextVerifier.over(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
+@pytest.mark.soak_only  # two imports of transformers; in make test, threads as ranks, and weights of a simulated model
 def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
     model_folder: Path, judge: GreedyTextVerifier, make_model_folder: Callable[..., Path]
 ) -> None:
@@ -137,7 +138,7 @@ def test_two_ranks_serve_one_model_and_take_new_weights_over_http(
     asyncio.run(asyncio.wait_for(whole(), timeout=180))
 
 
-@pytest.mark.soak_only  # in make test, threads as ranks (test_torch_model_parallel) and a rank that is killed (above)
+@pytest.mark.soak_only  # in make test, threads as ranks (test_torch_model_parallel)
 def test_a_stop_order_reaches_a_rank_within_a_sum(model_folder: Path) -> None:
     """Its peer is stopped, so gloo would wait for two minutes. The rank exits with 0 when the order comes."""
     spec = inspect_model(model_folder)

@@ -59,6 +59,7 @@ SMALL = EngineConfig(
     dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
 )
 ONE_REPLICA = attrs.evolve(SMALL, dp_size=1)
+ONE_RANK = attrs.evolve(ONE_REPLICA, attn_tp_size=1)
 
 
 @pytest.fixture
@@ -286,11 +287,9 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
                 """The pages that each rank counts as stored, once the views have received the events."""
                 await engine.wait_until_idle()
                 dumps = await engine.dump_caches()
-                for rank in (0, 1):
-                    dump = dumps[2 * rank]
-                    assert await reader.wait_until(rank, dump.last_sequence, 20)
-                    assert reader.blocks(rank, Tier.STORAGE) == unpack_hashes(dump.stored_hashes)
-                return [unpack_hashes(dumps[tp_rank].stored_hashes) for tp_rank in range(4)]
+                assert await reader.wait_until(0, dumps[0].last_sequence, 20)
+                assert reader.blocks(0, Tier.STORAGE) == unpack_hashes(dumps[0].stored_hashes)
+                return [unpack_hashes(dumps[tp_rank].stored_hashes) for tp_rank in range(2)]
 
             async def serve() -> None:
                 await asyncio.gather(*(generate(engine, make_request(range(64))) for _ in range(4)))
@@ -307,12 +306,12 @@ def test_a_cleared_store_is_empty_reported_and_filled_again(tmp_path: Path, priv
             num_files = sum(path.is_file() for path in (tmp_path / "pages").rglob("*/*"))
             cleared = await client.post("/clear_hicache_storage_backend")
             assert (cleared.status_code, cleared.text) == (200, f"Storage cleared: {num_files} pages.\n")
-            assert await stored() == [frozenset()] * 4
+            assert await stored() == [frozenset()] * 2
             await serve()
             assert all(await stored())
 
     hicache = HiCacheConfig(host_tokens=1024, storage="file", storage_path=str(tmp_path))
-    run_engine(scenario, attrs.evolve(SMALL, hicache=hicache, kv_events=default_kv_events(SMALL)))
+    run_engine(scenario, attrs.evolve(ONE_REPLICA, hicache=hicache, kv_events=default_kv_events(ONE_REPLICA)))
 
 
 def test_server_info_has_the_kv_metrics_of_each_replica(run_on_shared_engine: RunScenario) -> None:
@@ -420,7 +419,7 @@ def test_a_closed_request_frees_its_pages(run_on_shared_engine: RunScenario) -> 
     run_on_shared_engine(scenario)
 
 
-# In the suite, test_torch_tensor_parallel_processes.py kills a follower.
+# In the suite, test_http_control.py kills a follower.
 @pytest.mark.parametrize("tp_rank", [0, pytest.param(1, marks=pytest.mark.soak_only)])
 def test_a_dead_rank_stops_the_engine_and_is_named(private_tmp: Path, tp_rank: int) -> None:
     async def scenario(engine: Engine) -> None:
@@ -477,7 +476,7 @@ def test_a_rank_that_cannot_start_reports_why(private_tmp: Path) -> None:
         raise AssertionError("it started")
 
     complaints: list[str] = []
-    config = attrs.evolve(ONE_REPLICA, kv_events='{"publisher": "carrier-pigeon"}')
+    config = attrs.evolve(ONE_RANK, kv_events='{"publisher": "carrier-pigeon"}')
     with pytest.raises(EngineFailedError, match="carrier-pigeon"):
         run_engine(scenario, config, complaints)
     assert any("carrier-pigeon" in line for line in complaints)
@@ -488,7 +487,7 @@ def test_an_exception_of_the_caller_stops_the_engine(private_tmp: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_engine(scenario, ONE_REPLICA)
+        run_engine(scenario, ONE_RANK)
 
 
 def test_a_configuration_survives_encoding() -> None:

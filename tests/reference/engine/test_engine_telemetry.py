@@ -25,7 +25,7 @@ from kit.otlp_collector import open_collector
 pytestmark = [pytest.mark.processes, pytest.mark.sockets]
 
 CONFIG = EngineConfig(
-    dp_size=2, attn_cp_size=1, attn_tp_size=2, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
+    dp_size=2, attn_cp_size=1, attn_tp_size=1, scheduler=SchedulerConfig(page_size=4, kv_tokens=1024), speed=20.0
 )
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}

