@@ -16,6 +16,7 @@ __all__ = [
     "CreditAvailable",
     "CursorEvent",
     "Disconnected",
+    "ExtensionProbeDue",
     "HeartbeatReceived",
     "HeartbeatTimedOut",
     "LogEvent",
@@ -99,6 +100,10 @@ class ProbeDue(msgspec.Struct, frozen=True, gc=False):
     """A probe interval is over."""
 
 
+class ExtensionProbeDue(msgspec.Struct, frozen=True, gc=False):
+    """The time requested by ``ProbeExtensionLater`` is over."""
+
+
 CursorEvent = (
     Connected
     | Disconnected
@@ -110,6 +115,7 @@ CursorEvent = (
     | CreditAvailable
     | RetryDue
     | ProbeDue
+    | ExtensionProbeDue
     | ViewFeedback
 )
 """An event of ``StreamCursor``. Live batches go to ``on_live_batch``."""

@@ -196,6 +196,7 @@ class DigestCursor:
             the extension was ever seen, one failed request means that.
         counters: shared with the other cursor of the stream.
         credit: for requests about gaps; shared likewise.
+        is_shown: the publisher has shown the extension on this connection, to another cursor.
 
     Attributes:
         has_extension: the publisher has shown the extension.
@@ -210,10 +211,16 @@ class DigestCursor:
     )  # fmt: skip
 
     def __init__(
-        self, *, patience: int = 3, counters: CursorCounters | None = None, credit: ReplayCredit | None = None
+        self,
+        *,
+        patience: int = 3,
+        counters: CursorCounters | None = None,
+        credit: ReplayCredit | None = None,
+        is_shown: bool = False,
     ) -> None:
         self.counters = counters or CursorCounters()
-        self.has_extension = self.lacks_extension = False
+        self.has_extension = self._shown_on_connection = is_shown
+        self.lacks_extension = False
         self.upstream: str | None = None
         self._credit = credit or ReplayCredit()
         self._patience = patience
@@ -223,7 +230,6 @@ class DigestCursor:
         self._newest_dropped = -1
         self._has_strays = False
         self._failures = self._num_unverified = 0
-        self._shown_on_connection = False
         self._damaged_at: int | None = None
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from observability.kv_stream.cursor_events import (
     ConnectionTimedOut,
     CreditAvailable,
     Disconnected,
+    ExtensionProbeDue,
     ProbeDue,
     ReplayBatchReceived,
     ReplayEndReceived,
@@ -29,7 +30,13 @@ from observability.kv_stream.cursor_events import (
     ReplayTimedOut,
     RetryDue,
 )
-from observability.kv_stream.instructions import Instruction, RetryLater, SendReplayRequest, ViewInstruction
+from observability.kv_stream.instructions import (
+    Instruction,
+    ProbeExtensionLater,
+    RetryLater,
+    SendReplayRequest,
+    ViewInstruction,
+)
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
@@ -57,7 +64,9 @@ class FollowPolicy:
         request_interval_s: a stream sends four requests without a pause, and then one per interval: in ``t`` seconds at
             most ``4 + t / request_interval_s``.
         probe_interval_s: time between two probes. It bounds how long a lost last batch stays unnoticed. A publisher
-            without the extension is probed after this time of silence.
+            without the extension is probed after this time of silence. It is asked for the extension once per interval,
+            whatever the traffic, because its answers may have been lost. Each bare end marker doubles that pause, up to
+            eight intervals.
         dead_after_s: time without a connection after which the publisher counts as dead.
 
     Raises:
@@ -87,6 +96,7 @@ class Deadlines:
         retry_s: a failed request may be sent again.
         credit_s: the follower restores one replay request.
         probe_s: a probe is due.
+        extension_s: a probe for the extension is due.
         silent_s: the heartbeat is overdue.
         dead_s: the publisher counts as dead.
     """
@@ -95,11 +105,14 @@ class Deadlines:
     retry_s: float = math.inf
     credit_s: float = math.inf
     probe_s: float = math.inf
+    extension_s: float = math.inf
     silent_s: float = math.inf
     dead_s: float = math.inf
 
     def next_s(self) -> float:
-        return min(self.answer_s, self.retry_s, self.credit_s, self.probe_s, self.silent_s, self.dead_s)
+        return min(
+            self.answer_s, self.retry_s, self.credit_s, self.probe_s, self.extension_s, self.silent_s, self.dead_s
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,7 +236,8 @@ class StreamFollower(FollowerBase[StreamCursor]):
     def on_replay_marker(self, request_id: int, payload: bytes, now_s: float) -> bool:
         """An end marker, or a META in its place, came in answer to a request. Return False if it is neither."""
         self._postpone_answer_timeout(request_id, now_s)
-        self._postpone_probe(now_s)
+        if not self.cursor.is_asking_for_extension:  # that answer proves nothing
+            self._postpone_probe(now_s)
         if not payload or not self.cursor.expects_meta:
             self._carry_out(self.cursor.handle(ReplayEndReceived(request_id)), now_s)
             return True
@@ -247,6 +261,9 @@ class StreamFollower(FollowerBase[StreamCursor]):
             self._carry_out(self.cursor.handle(RetryDue()), now_s)
         if now_s >= due.credit_s:
             self._restore_credit(now_s)
+        if now_s >= due.extension_s:
+            due.extension_s = math.inf
+            self._carry_out(self.cursor.handle(ExtensionProbeDue()), now_s)
         if now_s >= due.probe_s:
             self._postpone_probe(now_s)
             self._carry_out(self.cursor.handle(ProbeDue()), now_s)
@@ -266,6 +283,8 @@ class StreamFollower(FollowerBase[StreamCursor]):
         for instruction in instructions:
             if isinstance(instruction, SendReplayRequest):
                 self._send(instruction, now_s)
+            elif isinstance(instruction, ProbeExtensionLater):
+                self._deadlines.extension_s = now_s + instruction.intervals * self.policy.probe_interval_s
             else:
                 self._carry_out_locally(instruction, now_s)
         if self._open_request.is_sent and self.cursor.open_request_id is None:

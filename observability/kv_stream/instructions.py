@@ -16,6 +16,7 @@ __all__ = [
     "CommitStaging",
     "Instruction",
     "LogInstruction",
+    "ProbeExtensionLater",
     "ReadLog",
     "ReadPointer",
     "ReadSnapshot",
@@ -108,7 +109,13 @@ class RetryLater(msgspec.Struct, frozen=True, gc=False):
     failures: int
 
 
-Instruction = ViewInstruction | SendReplayRequest | RetryLater
+class ProbeExtensionLater(msgspec.Struct, frozen=True, gc=False):
+    """Report ``ExtensionProbeDue`` after ``intervals`` probe intervals, whatever comes meanwhile."""
+
+    intervals: int
+
+
+Instruction = ViewInstruction | SendReplayRequest | RetryLater | ProbeExtensionLater
 """An instruction of ``StreamCursor``."""
 
 # --- for the reader of a log ---

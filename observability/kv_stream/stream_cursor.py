@@ -58,8 +58,11 @@ extension, ``PlainCursor`` where it has not.
 # The cursor first sends a request of the extension. SGLang, vLLM and others read it as one huge number and answer with
 # a bare end marker. Dynamo's mocker checks the length of a request and never answers this one. The follower takes a
 # second of silence for a refusal. From then on the cursor follows them by the plain rules, and probes for the extension
-# from time to time, because a successor may have it. STATE_TRANSITIONS (stream_state) has the table of states.
-# log_cursor has the rules of a stream in a log.
+# by a timer, because a successor may have it, or the requests or their answers were lost. Live batches do not postpone
+# that timer: the plain rules cannot make a PARTIAL view LIVE in a stream that never pauses, and they do not see every
+# restart behind a proxy. A publisher gets one such request of 37 bytes per probe interval. With each refusal the pause
+# doubles, up to eight probe intervals. STATE_TRANSITIONS (stream_state) has the table of states. log_cursor has the
+# rules of a stream in a log.
 
 from __future__ import annotations
 
@@ -73,6 +76,7 @@ from observability.kv_stream.cursor_events import (
     CreditAvailable,
     CursorEvent,
     Disconnected,
+    ExtensionProbeDue,
     ProbeDue,
     ReplayBatchReceived,
     ReplayEndReceived,
@@ -81,7 +85,13 @@ from observability.kv_stream.cursor_events import (
     RetryDue,
 )
 from observability.kv_stream.digest_cursor import DigestCursor
-from observability.kv_stream.instructions import Clear, Instruction, SendReplayRequest, request_token
+from observability.kv_stream.instructions import (
+    Clear,
+    Instruction,
+    ProbeExtensionLater,
+    SendReplayRequest,
+    request_token,
+)
 from observability.kv_stream.plain_cursor import PlainCursor
 from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState
 from scheduler_components.kv_events.replay_messages import ReplayVerb
@@ -91,9 +101,12 @@ __all__ = ["StreamCursor", "dispatch"]
 _NONE: tuple[Instruction, ...] = ()
 _UNSETTLED = (*UNCONNECTED, StreamState.RECOVERING)
 
-_PROBES_PER_EXTENSION_PROBE = 8
-"""A plain publisher gets a probe for the extension instead of every eighth probe, and instead of the first one of a
-connection. A publisher that has shown the extension before gets it at every probe."""
+_FOLLOWING_PLAINLY = (StreamState.SYNCING, StreamState.LIVE, StreamState.PARTIAL)
+
+_MAX_REFUSALS_COUNTED = 3
+"""The pause between two probes for the extension is one probe interval. Each bare end marker in answer doubles it, so
+often at most. Silence does not count, because a request may be lost. A publisher that has shown the extension before
+gets a probe in every interval."""
 
 
 class StreamCursor:
@@ -109,8 +122,8 @@ class StreamCursor:
     """
 
     __slots__ = (
-        "_extension_request_id", "_had_extension", "_has_replay", "_patience", "_probes_left", "_rules", "counters",
-        "credit",
+        "_extension_request_id", "_had_extension", "_has_replay", "_is_extension_due", "_is_probe_due",
+        "_num_refusals", "_patience", "_rules", "counters", "credit",
     )  # fmt: skip
 
     def __init__(self, *, has_replay: bool, patience: int = 3) -> None:
@@ -120,14 +133,15 @@ class StreamCursor:
         self._patience = patience
         self._extension_request_id = 0
         self._had_extension = False
-        self._probes_left = _PROBES_PER_EXTENSION_PROBE
+        self._num_refusals = 0
+        self._is_extension_due = self._is_probe_due = False
         self._rules: DigestCursor | PlainCursor = self._new_digest_cursor() if has_replay else self._new_plain_cursor()
 
     def __repr__(self) -> str:
         return f"<StreamCursor {self._rules!r}>"
 
-    def _new_digest_cursor(self) -> DigestCursor:
-        return DigestCursor(patience=self._patience, counters=self.counters, credit=self.credit)
+    def _new_digest_cursor(self, *, is_shown: bool = False) -> DigestCursor:
+        return DigestCursor(patience=self._patience, counters=self.counters, credit=self.credit, is_shown=is_shown)
 
     def _new_plain_cursor(self) -> PlainCursor:
         return PlainCursor(
@@ -195,56 +209,69 @@ class StreamCursor:
             case ReplayBatchReceived():  # the most frequent event: an answer has thousands
                 pass
             case ReplayMetaReceived(request_id) if self._is_extension_probe(request_id):
-                self._rules = self._new_digest_cursor()
+                self._rules = self._new_digest_cursor(is_shown=True)
                 self._had_extension = True
                 return self._rules.on_connected()
             case ReplayEndReceived(request_id) | ReplayTimedOut(request_id) if self._is_extension_probe(request_id):
-                self._extension_request_id = 0
-                return self._rules.on_probe_due()  # the plain probe that was due
-            case ProbeDue():
-                if self._count_probe():
-                    return self._probe_extension()
+                return self._end_extension_probe(is_silent=isinstance(event, ReplayTimedOut))
+            case ExtensionProbeDue():
+                return self._on_extension_probe_due()
+            case ProbeDue() if self._is_probing_extension:
+                self._is_probe_due = True
+                return _NONE
             case Disconnected():
-                self._extension_request_id = 0
-                self._probes_left = 1
+                self._extension_request_id = self._num_refusals = 0
+                self._is_extension_due = False
         instructions = dispatch(self._rules, event)
-        if isinstance(self._rules, DigestCursor) and self._rules.lacks_extension:
-            return self._follow_plainly(self._rules, is_silent=isinstance(event, ReplayTimedOut))
+        if isinstance(self._rules, DigestCursor):
+            if self._rules.lacks_extension:
+                return self._follow_plainly(self._rules, is_silent=isinstance(event, ReplayTimedOut))
+        elif isinstance(event, Connected) and self._has_replay:
+            return (*instructions, self._probe_extension_later())
+        elif self._is_extension_due and isinstance(event, ReplayEndReceived):
+            return (*instructions, *self._on_extension_probe_due())
         return instructions
+
+    # --- whether the publisher has the extension ---
 
     def _is_extension_probe(self, request_id: int) -> bool:
         return self._is_probing_extension and request_id == self._extension_request_id
 
-    def _count_probe(self) -> bool:
-        """Count one probe of a plain publisher; return True when it is a probe for the extension."""
-        if isinstance(self._rules, DigestCursor) or not self._has_replay or self._rules.has_unanswered_request:
-            return False
-        if not self.is_settled or self.open_request_id is not None:
-            return False
-        self._probes_left -= 1
-        return self._probes_left <= 0
+    def _probe_extension_later(self) -> ProbeExtensionLater:
+        doublings = 0 if self._had_extension else min(self._num_refusals, _MAX_REFUSALS_COUNTED)
+        return ProbeExtensionLater(2**doublings)
 
-    def _probe_extension(self) -> tuple[Instruction, ...]:
-        self._probes_left = self._probes_per_extension_probe
+    def _on_extension_probe_due(self) -> tuple[Instruction, ...]:
+        """Send a probe for the extension, now or after the plain request that is open."""
+        rules = self._rules
+        if isinstance(rules, DigestCursor):
+            return _NONE
+        self._is_extension_due = (
+            rules.state not in _FOLLOWING_PLAINLY or rules.open_request_id is not None or rules.has_unanswered_request
+        )
+        if self._is_extension_due:
+            return _NONE
+        self._is_probe_due = False
         self.counters.replays_asked += 1
         self._extension_request_id = self.counters.replays_asked
-        return (SendReplayRequest(self._extension_request_id, 0, ReplayVerb.STATUS),)
+        # A gap replaces this request, so the next one does not wait for its end.
+        return SendReplayRequest(self._extension_request_id, 0, ReplayVerb.STATUS), self._probe_extension_later()
 
-    @property
-    def _probes_per_extension_probe(self) -> int:
-        return 1 if self._had_extension else _PROBES_PER_EXTENSION_PROBE
+    def _end_extension_probe(self, *, is_silent: bool) -> tuple[Instruction, ...]:
+        """Go on without the extension, with the plain probe that was due meanwhile."""
+        self._extension_request_id = 0
+        self._num_refusals += not is_silent
+        plain = self._rules.on_probe_due() if self._is_probe_due else _NONE
+        return (*plain, self._probe_extension_later())
 
     def _follow_plainly(self, digest_cursor: DigestCursor, *, is_silent: bool) -> tuple[Instruction, ...]:
-        """Switch to the plain rules and begin again: the publisher turned out to have no extension.
-
-        A silent one may only be slow, so the next probe is for the extension.
-        """
+        """Switch to the plain rules and begin again: the publisher turned out to have no extension."""
         self._had_extension = self._had_extension or digest_cursor.has_extension
+        self._num_refusals += not is_silent
         has_blocks = self.counters.applied or self.counters.snapshots
         self._rules = self._new_plain_cursor()
-        self._probes_left = 1 if is_silent else self._probes_per_extension_probe
         cleared = (Clear("the publisher answers no request of the extension"),) if has_blocks else _NONE
-        return (*cleared, *self._rules.on_connected())
+        return (*cleared, *self._rules.on_connected(), self._probe_extension_later())
 
 
 def dispatch(rules: DigestCursor | PlainCursor, event: CursorEvent) -> tuple[Instruction, ...]:
@@ -277,6 +304,8 @@ def dispatch(rules: DigestCursor | PlainCursor, event: CursorEvent) -> tuple[Ins
             return rules.on_retry_due()
         case ProbeDue():
             return rules.on_probe_due()
+        case ExtensionProbeDue():
+            return _NONE  # of StreamCursor
         case ClearApplied():
             return rules.on_clear_applied()
         case BatchDamaged():

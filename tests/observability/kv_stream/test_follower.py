@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -216,6 +217,41 @@ def test_an_ignoring_publisher_without_batches_is_live_with_its_first_one() -> N
     publisher.publish(arrives=True)
     publisher.wait(3.0)
     assert publisher.is_followed
+
+
+@settings(max_examples=20, deadline=None)
+@given(is_silent=st.booleans(), gaps_s=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=8))
+def test_probes_for_the_extension_go_on_in_any_traffic_and_their_cost_is_bounded(
+    is_silent: bool, gaps_s: list[float]
+) -> None:
+    """A publisher without the extension sends batches with these pauses, again and again."""
+    bench, asked_s = FollowerBench(), dict[int, float]()
+    follower, channel, cursor = bench.follower, bench.channel, bench.follower.cursor
+    follower.on_connected(0.0)
+    now_s, due_s, seq = 0.0, 1.0, 0
+    while now_s < 150.0:
+        request = channel.newest
+        if channel.is_open and request is not None and request.verb is not None:
+            asked_s.setdefault(request.request_id, now_s)
+            if not is_silent:
+                follower.on_replay_marker(request.request_id, b"", now_s)
+                continue
+        elif channel.is_open and request is not None:
+            for number in range(request.start, seq):
+                follower.on_replay_batch(request.request_id, number, payload(stored(number)), now_s)
+            follower.on_replay_marker(request.request_id, b"", now_s)
+            continue
+        now_s = min(due_s, follower.next_deadline_s)
+        follower.tick(now_s)
+        if now_s == due_s and cursor.is_accepting_live:
+            follower.on_live_batch(seq, payload(stored(seq)), now_s)
+            seq += 1
+            due_s = now_s + gaps_s[seq % len(gaps_s)]
+    times_s = list(asked_s.values())
+    most_intervals = 1 if is_silent else 8
+    longest_s = most_intervals * POLICY.probe_interval_s + POLICY.extension_timeout_s
+    assert max(later - earlier for earlier, later in pairwise([*times_s, now_s])) <= longest_s + 3.0
+    assert len(times_s) <= 5 + 150.0 / (most_intervals * POLICY.probe_interval_s)
 
 
 EVENTS = st.one_of(
