@@ -121,6 +121,7 @@ class PlainPart(StreamPart):
             process=attrs.evolve(shape.process, publisher=publisher, has_floor=False, calls_idle=True),
             readers=tuple(_plain_reader(publisher.window, *each) for each in shape.readers),
             faults=tuple(each for each in shape.faults if each not in _NOT_OF_A_PLAIN_STREAM),
+            has_extension=False,
         )
         super().__init__(timeline, counters, shape, make_process=PlainPublisherProcess)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 
 from observability.kv_stream import FollowPolicy, StreamState
+from observability.simulation.joining_bytes import JoiningBytes
+from observability.simulation.loss_ledger import LossLedger
 from observability.simulation.publisher_actor import LiveFrame
 from observability.simulation.publisher_process import MAX_SEND_DELAY_S, PublisherProcess
 from observability.simulation.stream_connection import ReaderNetwork
@@ -28,11 +30,8 @@ _RESYNC_ROUND_TRIPS = 4
 """A status that overtakes live batches costs an incremental replay. One about a position that a short replay buffer has
 passed costs a snapshot."""
 
-_BLOCK_BYTES = 64
-"""At least the size of a block's event in the snapshot."""
-
-_REQUEST_BYTES = 600
-"""At least the size of the META messages of a few answers."""
+_SPARE_DEPARTURES = 2
+"""Departures from LIVE in a calm, in addition to one per probe: the first probe, and a batch that was lost before."""
 
 
 def recovery_limit_s(policy: FollowPolicy, network: ReaderNetwork) -> float:
@@ -60,8 +59,8 @@ class ReaderJudge:
     """
 
     __slots__ = (
-        "_counters", "_has_arrived", "_left_s", "_live_since_s", "_lost", "_max_age_s", "_max_bytes", "_num_reported",
-        "_process", "_reader", "_resync_s", "_since_s", "_state", "_timeline", "due_s", "limit_s",
+        "_counters", "_joining", "_ledger", "_left_s", "_live_since_s", "_max_age_s", "_num_departures",
+        "_probe_interval_s", "_process", "_reader", "_resync_s", "_since_s", "_state", "_timeline", "due_s", "limit_s",
     )  # fmt: skip
 
     def __init__(
@@ -87,10 +86,10 @@ class ReaderJudge:
         self._state = reader.state
         self._live_since_s = self._left_s = -math.inf
         self._since_s: float | None = timeline.now_s
-        self._has_arrived = False
-        self._max_bytes = 0
-        self._lost: tuple[int, int] | None = None
-        self._num_reported = 0
+        self._probe_interval_s = policy.probe_interval_s
+        self._num_departures = 0
+        self._joining: JoiningBytes | None = None
+        self._ledger = LossLedger(reader)
         self.due_s = math.inf
 
     # --- the connection's listener ---
@@ -104,29 +103,30 @@ class ReaderJudge:
     def excuse(self) -> None:
         """Excuse the reader: something happened that may cost it a recovery."""
         self._since_s = self._timeline.now_s
-        self._has_arrived = True
         if self.due_s < math.inf:
             self.begin()
 
     def begin(self) -> None:
-        """Expect the reader to be LIVE and on time when recovery is over."""
+        """Expect the reader to be LIVE and on time when recovery is over. It may have joined just now."""
+        if self._joining is None and not self._reader.sent_s:
+            self._joining = JoiningBytes(self._process.actor)
         self.due_s = max(self._timeline.now_s, self._process.stalled_until_s) + self.limit_s
+        self._num_departures = 0
 
     def end(self) -> None:
-        """Expect nothing while faults go on, except what holds always."""
+        """Expect nothing while faults go on, except what holds always. They may cost a reader many answers."""
         self.due_s = math.inf
+        self._joining = None
+
+    def on_frame_sent(self, frame: LiveFrame) -> None:
+        """Count what a joining reader may need."""
+        if self._joining is not None:
+            self._joining.on_sent(frame)
 
     def on_frame_lost(self, frame: LiveFrame) -> None:
         """Expect the reader to report the loss before it is LIVE beyond this batch."""
-        if self._lost is None and frame.epoch is not None and frame.sequence > self._reader.follower.cursor.last_seq:
-            self._lost = frame.epoch, frame.sequence
-            self._num_reported = self._reported
-
-    @property
-    def _reported(self) -> int:
-        """What the reader's statistics say about losses."""
-        counters = self._reader.follower.cursor.counters
-        return counters.gaps + counters.losses + counters.recovered + counters.snapshots + counters.restarts
+        if frame.epoch is not None:
+            self._ledger.on_lost(frame.epoch, frame.sequence)
 
     def on_change(self) -> None:
         """Check what holds always."""
@@ -137,67 +137,55 @@ class ReaderJudge:
             self._timeline.record(f"{reader.name} is {state} at {reader.follower.cursor.last_seq}")
             if self._state is StreamState.LIVE:
                 self._left_s = self._timeline.now_s
+                self._num_departures += 1
             elif state is StreamState.LIVE:
                 self._note_live()
             self._state = state
-        self._check_bytes()
-        if self._lost is not None:
-            self._check_reported(self._lost)
+        self._ledger.check()
+        if self._joining is not None:
+            self._check_bytes(self._joining)
 
     def _note_live(self) -> None:
         self._live_since_s = now_s = self._timeline.now_s
-        self._has_arrived = True
         self._counters.counts["recoveries"] += 1
         if self._since_s is not None:
             self._counters.max_until_live_s = max(self._counters.max_until_live_s, now_s - self._since_s)
             self._since_s = None
 
-    def _check_bytes(self) -> None:
-        if self._has_arrived:
-            return
-        stream = self._process.actor.stream
-        snapshot_bytes = _BLOCK_BYTES * (stream.num_snapshot_blocks + 1)
-        self._max_bytes = max(self._max_bytes, snapshot_bytes + 2 * stream.buffered_bytes + _REQUEST_BYTES)
-        if self._reader.num_answer_bytes > self._max_bytes:
-            detail = f"{self._reader.name} has received {self._reader.num_answer_bytes} bytes of {self._max_bytes}"
-            raise BrokenPromise("the cost of a joining reader is bounded", detail)
-
-    def _check_reported(self, lost: tuple[int, int]) -> None:
-        epoch, sequence = lost
+    def _check_bytes(self, joining: JoiningBytes) -> None:
+        """Check what a reader has received that joined in a calm, until it has arrived."""
         reader = self._reader
-        if reader.state is not StreamState.LIVE or reader.epoch is None or reader.epoch < epoch:
-            return
-        if reader.truth.is_spliced:
-            return  # a frame of another epoch may have taken the number: the next proof shows it
-        if reader.epoch > epoch:
-            self._lost = None
-            return
-        if reader.follower.cursor.last_seq < sequence:
-            return
-        self._lost = None
-        if self._reported == self._num_reported:
-            raise BrokenPromise("every loss is reported", f"{reader.name} is LIVE beyond {sequence} without a report")
+        limit = joining.limit(reader.num_plain_requests)
+        if reader.num_answer_bytes > limit:
+            detail = f"{reader.name} has received {reader.num_answer_bytes} bytes of {limit}"
+            raise BrokenPromise("the cost of a joining reader is bounded", detail)
+        if reader.follower.cursor.is_settled:
+            self._joining = None
 
     # --- while the world is calm ---
 
     def judge(self) -> None:
-        """Check that the reader is LIVE and on time, once its recovery must be over.
+        """Check that the reader is LIVE, right and on time, once its recovery must be over.
 
         Raises:
             BrokenPromise: it is not.
         """
         now_s, reader, actor = self._timeline.now_s, self._reader, self._process.actor
-        if now_s < self.due_s or not self._process.can_prove(reader):
+        if now_s < self.due_s:
             return
+        reader.check(is_proof_due=True)
         cursor = reader.follower.cursor
-        if reader.has_extension and not cursor.is_extended and reader.state is StreamState.PARTIAL:
-            # Its first requests were lost. It asks for the extension again when the stream pauses, and then recovers.
-            self._left_s = now_s
+        if reader.has_extension and not cursor.is_extended and cursor.is_settled:
+            raise BrokenPromise("every reader finds the extension", f"{reader.name} follows plainly: {cursor!r}")
+        if not self._process.can_prove(reader):
             return
         if reader.state is not StreamState.LIVE:
             if now_s - self._left_s > self._resync_s:
                 raise BrokenPromise("every reader is LIVE in time", f"{reader.name} is {reader.state}: {cursor!r}")
             return
+        if self._num_departures > _SPARE_DEPARTURES + (now_s - self.due_s + self.limit_s) / self._probe_interval_s:
+            detail = f"{reader.name} has left LIVE {self._num_departures} times since {self.due_s - self.limit_s:.6f}"
+            raise BrokenPromise("LIVE lasts", detail)
         if now_s - self._live_since_s < self._max_age_s:
             return
         published_s = actor.stamps.get((actor.epoch, cursor.last_seq + 1), now_s)

@@ -126,6 +126,10 @@ class ConnectionListener(Protocol):
         """A fault hit the reader or its network."""
         ...
 
+    def on_frame_sent(self, frame: LiveFrame) -> None:
+        """The publisher sent a live frame, also if the reader is not connected."""
+        ...
+
     def on_frame_lost(self, frame: LiveFrame) -> None:
         """The network lost a live frame."""
         ...
@@ -251,6 +255,7 @@ class StreamConnection:
 
     def on_frame(self, frame: LiveFrame) -> None:
         """Send a live frame to the reader, unless its queue is full."""
+        self._judge.on_frame_sent(frame)
         live = self._live
         if live is None:
             return

@@ -231,7 +231,7 @@ class StreamPart:
             self.readers.remove(self._joined)
         shape, network = self._shape.readers[0]
         name = f"joining {shape.name}"
-        has_extension = self.timeline.random.random() < 0.5
+        has_extension = self._shape.has_extension and self.timeline.random.random() < 0.5
         if not has_extension:
             network = network_of_plain_reader(network)
         self._joined = JudgedReader(

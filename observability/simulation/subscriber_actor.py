@@ -115,13 +115,16 @@ class SubscriberActor:
         now_s: the present.
 
     Attributes:
-        num_answer_bytes: payload bytes of all answers.
+        num_answer_bytes: payload bytes of the chunks and batches of all answers.
+        num_plain_requests: requests without the extension.
+        num_applied_live: batches applied from the live channel.
+        num_jumps: times that the position of its view did not move by one batch.
         sent_s: the times of its requests.
     """
 
     __slots__ = (
-        "_channel", "_policy", "_publisher", "follower", "frames", "has_extension", "name", "now_s",
-        "num_answer_bytes", "sent_s", "truth", "view",
+        "_channel", "_last_seq", "_policy", "_publisher", "follower", "frames", "has_extension", "name", "now_s",
+        "num_answer_bytes", "num_applied_live", "num_jumps", "num_plain_requests", "sent_s", "truth", "view",
     )  # fmt: skip
 
     def __init__(
@@ -154,7 +157,8 @@ class SubscriberActor:
         self.frames = FrameParser(TOPIC)
         self.truth = _Truth()
         self.now_s = now_s
-        self.num_answer_bytes = 0
+        self.num_answer_bytes = self.num_plain_requests = self.num_applied_live = self.num_jumps = 0
+        self._last_seq = self.follower.cursor.last_seq
         self.sent_s: list[float] = []
         self._publisher = publisher
         self._channel = channel
@@ -169,6 +173,7 @@ class SubscriberActor:
     def send(self, request: SendReplayRequest) -> None:
         """Send a request, and check that the credit allows it."""
         self.sent_s.append(self.now_s)
+        self.num_plain_requests += request.verb is None
         for number, sent_s in enumerate(reversed(self.sent_s), 1):
             allowed = MAX_REPLAY_CREDIT + (self.now_s - sent_s) / self._policy.request_interval_s
             if number > allowed + 1e-6:
@@ -199,18 +204,29 @@ class SubscriberActor:
         read = self.frames.parse_live(frame.frames)
         if read is None:
             return
-        counters, truth = self.follower.cursor.counters, self.truth
-        applied = counters.applied
+        cursor, truth = self.follower.cursor, self.truth
+        counters = cursor.counters
+        applied, gaps = counters.applied, counters.gaps
+        is_gap = self.state is StreamState.LIVE and cursor.is_accepting_live and read[0] > cursor.last_seq + 1
         self.follower.on_live_batch(*read, now_s)
-        if counters.applied > applied and frame.epoch != truth.verified_epoch:
+        self._note_position()
+        if is_gap and counters.gaps != gaps + 1:
+            raise BrokenPromise("every loss is reported", f"{self.name} does not count the gap before {read[0]}")
+        if counters.applied == applied:
+            return
+        self.num_applied_live += 1
+        if frame.frames[0] != TOPIC:
+            raise BrokenPromise(
+                "frames of another topic are dropped", f"{self.name} has applied one of {frame.frames[0]!r}"
+            )
+        if frame.epoch != truth.verified_epoch:
             truth.is_spliced, truth.spliced_after = True, counters.replays_asked
-        if counters.applied > applied and frame.epoch != truth.connected_epoch:
+        if frame.epoch != truth.connected_epoch:
             truth.was_restarted |= self.has_extension  # others get no such frames
 
     def on_answer(self, answer: Answer, now_s: float) -> None:
         """A message of an answer came, perhaps of one to an older request."""
         self.now_s = now_s
-        self.num_answer_bytes += len(answer.payload)
         counters, truth = self.follower.cursor.counters, self.truth
         truth.is_altered |= answer.is_altered
         verified, splices = counters.verified, counters.splices
@@ -220,7 +236,9 @@ class SubscriberActor:
                 self.check()
             self.follower.on_replay_marker(answer.request_id, answer.payload, now_s)
         else:
+            self.num_answer_bytes += len(answer.payload)
             self.follower.on_replay_batch(answer.request_id, answer.sequence, answer.payload, now_s)
+        self._note_position()
         if counters.splices != splices and not may_distrust:
             raise BrokenPromise("an honest publisher is trusted", f"{self.name} distrusts epoch {answer.epoch}")
         if counters.verified > verified:
@@ -233,6 +251,13 @@ class SubscriberActor:
         """Handle every deadline up to ``now_s``."""
         self.now_s = now_s
         self.follower.tick(now_s)
+        self._note_position()
+
+    def _note_position(self) -> None:
+        """Count it if the position has not moved by one batch or not at all."""
+        last_seq = self.follower.cursor.last_seq
+        self.num_jumps += last_seq not in (self._last_seq, self._last_seq + 1)
+        self._last_seq = last_seq
 
     def tick_until(self, until_s: float) -> None:
         """Let the time pass until ``until_s``, and handle each deadline at its time."""
@@ -262,12 +287,15 @@ class SubscriberActor:
         """The blocks in its view."""
         return frozenset((each, tier) for tier in Tier for each in self.view.blocks(0, tier))
 
-    def check(self) -> None:
+    def check(self, *, is_proof_due: bool = False) -> None:
         """Check that a LIVE view is not wrong.
 
         One exception: a frame of another epoch came on the same connection, behind a proxy. Then LIVE may be wrong
-        until the next proof. A publisher without the extension gives no proof, so its proxies must close the
-        connection.
+        until the next proof. A reader whose first requests were lost has its next proof when it finds the extension. A
+        publisher without the extension gives no such proof, so its proxies must close the connection.
+
+        Args:
+            is_proof_due: nothing was lost for so long that the next proof must have come: no exception.
 
         Raises:
             BrokenPromise: the view is LIVE and wrong.
@@ -275,7 +303,7 @@ class SubscriberActor:
         cursor, truth = self.follower.cursor, self.truth
         if cursor.state is not StreamState.LIVE or truth.connected_epoch is None:
             return
-        if truth.is_spliced if cursor.is_extended else truth.was_restarted:
+        if not is_proof_due and (truth.is_spliced if cursor.is_extended else truth.was_restarted):
             return
         epoch = truth.verified_epoch if cursor.is_extended else truth.connected_epoch
         if self.blocks != self._publisher.states.get((epoch, cursor.last_seq)):

@@ -76,6 +76,7 @@ class StreamShape:
         faults_per_s: how often.
         disk: of the publisher's machine.
         set_back_s: how far its wall clock may be set back by a restart.
+        has_extension: the publisher has the extension; readers may still do without.
     """
 
     process: ProcessShape
@@ -85,6 +86,7 @@ class StreamShape:
     faults_per_s: float
     disk: DiskFaults
     set_back_s: float = 0.0
+    has_extension: bool = True
 
 
 def draw_stream_shape(draw: random.Random, *, name: str = "reader", num_readers: int | None = None) -> StreamShape:

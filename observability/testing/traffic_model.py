@@ -4,7 +4,7 @@
 traffic, after every turn. A turn publishes, folds, serves a slice of the open answers and delivers:
 
 - a reader is LIVE within ``limit_turns`` of its join, its last pause or its last lost batch, and stays LIVE, except
-  for ``MAX_AGE_TURNS`` in which it reads a short replay;
+  for ``MAX_AGE_TURNS`` in which it reads a short replay, at most once per probe;
 - from then on it has every batch that is older than ``MAX_AGE_TURNS``;
 - a joining reader receives at most ``max_join_bytes`` by replay;
 - the stream keeps at most twice the bounds of its replay buffer, and only the buffer when no answer is open;
@@ -39,6 +39,12 @@ _BLOCK_BYTES = 26
 _TRIM_TURNS = 4
 """Turns in which the stream folds and drops what the last answer has left."""
 
+_PROBE_TURNS = round(POLICY.probe_interval_s / _TURN_S)
+
+_MAX_DEPARTURES = 2
+"""Times that a reader may leave LIVE after a disturbance, in addition to once per probe: one for the gap itself, and
+one for the first probe."""
+
 _SPARE_TURNS = 20
 """Turns for requests, probes and the rounding of the others."""
 
@@ -50,6 +56,9 @@ class TrafficReader(SteppedReader):
     due_turn = 0
     paused_until = 0
     live_turn = 0
+    disturbed_turn = 0
+    num_departures = 0
+    was_live = False
     loses_next = False
     has_arrived = False
 
@@ -118,7 +127,7 @@ class TrafficSimulation(RecoverySimulation):
             has_extension=self.has_extension[index],
             now_s=self.now_s,
         )
-        reader.joined_turn = self.turn_number
+        reader.joined_turn = reader.disturbed_turn = self.turn_number
         reader.due_turn = self.turn_number + self.limit_turns
         self.readers[index] = reader
         self.subscribers.append(reader)
@@ -163,6 +172,7 @@ class TrafficSimulation(RecoverySimulation):
 
     def _excuse(self, reader: TrafficReader, since_turn: int) -> None:
         reader.due_turn = max(reader.due_turn, since_turn + self.limit_turns)
+        reader.disturbed_turn, reader.num_departures = max(reader.disturbed_turn, since_turn), 0
         reader.has_arrived = True  # a pause and a loss may cost another answer
 
     def _turn(self) -> None:
@@ -234,6 +244,10 @@ class TrafficSimulation(RecoverySimulation):
             reader.has_arrived = is_live
         if is_live:
             reader.live_turn = self.turn_number
+        reader.num_departures += reader.was_live and not is_live
+        reader.was_live = is_live
+        most = _MAX_DEPARTURES + max(0, self.turn_number - reader.disturbed_turn) // _PROBE_TURNS
+        assert reader.num_departures <= most, f"{reader.name} has left LIVE {reader.num_departures} times"
         if self.turn_number < reader.due_turn:
             return
         # A status that overtakes live batches costs a short replay.

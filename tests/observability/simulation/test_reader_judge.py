@@ -6,6 +6,7 @@ import math
 
 import attrs
 import pytest
+from kit import broken_traffic_cores
 
 from observability.kv_stream import StreamCursor, StreamState
 from observability.simulation import BrokenPromise, DiskFaults, FaultyDisk, LinkQuality, PublisherShape, Timeline
@@ -15,7 +16,6 @@ from observability.simulation.stream_connection import ReaderNetwork, ReaderShap
 from observability.simulation.world_counters import WorldCounters
 from observability.testing.recovery_model import POLICY
 from scheduler_components import BlockStored
-from scheduler_components.kv_events.replay import ReplaySessions
 
 NETWORK = ReaderNetwork(live=LinkQuality(latency_s=0.001), replay=LinkQuality(latency_s=0.001))
 
@@ -100,36 +100,48 @@ def test_a_reader_that_misses_a_batch_for_too_long_breaks_a_promise() -> None:
         it.judge.judge()
 
 
-def test_a_snapshot_that_is_sent_twice_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk_of = ReplaySessions._chunk
-
-    def many_times(self: ReplaySessions, number: int, chunk: list, *, clear: bool):  # type: ignore[no-untyped-def]
-        yield from [*chunk_of(self, number, chunk, clear=clear)] * 4
-
-    monkeypatch.setattr(ReplaySessions, "_chunk", many_times)
+@pytest.mark.parametrize("is_excused", [False, True])
+def test_a_snapshot_that_is_sent_twice_breaks_a_promise(monkeypatch: pytest.MonkeyPatch, is_excused: bool) -> None:
+    broken_traffic_cores.a_snapshot_is_sent_twice(monkeypatch)
     it = Bench(window=4)
+    it.judge.begin()
+    if is_excused:
+        it.judge.excuse()
     with pytest.raises(BrokenPromise, match="the cost of a joining reader is bounded"):
         it.arrive()
 
 
-def test_a_loss_that_no_counter_shows_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovered_batch_that_is_not_counted_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Bench()
     it.arrive()
+    counters = it.connection.reader.follower.cursor.counters
     last = it.connection.reader.follower.cursor.last_seq
     losing = attrs.evolve(NETWORK, live=attrs.evolve(NETWORK.live, loss=1.0))
     for forgets in (False, True):
         it.connection.set_network(losing)
-        it.publish(1)
+        it.publish(2)
         it.wait(0.1)
         it.connection.set_network(NETWORK)
         if forgets:
-            with pytest.raises(BrokenPromise, match="every loss is reported"), monkeypatch.context() as patched:
-                patched.setattr(ReaderJudge, "_reported", 7)
-                it.judge._num_reported = 7
+            counters.recovered -= 1
+            with pytest.raises(BrokenPromise, match="every loss is reported: reader reports -1 recovered"):
                 it.wait(4.0)
         else:
             it.wait(4.0)  # the reader finds the loss by a probe, and counts it
-            assert it.connection.reader.follower.cursor.last_seq == last + 1
+            assert (it.connection.reader.follower.cursor.last_seq, counters.recovered) == (last + 2, 18)
+
+
+def test_a_reader_that_leaves_live_again_and_again_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Bench()
+    it.arrive()
+    reader = it.connection.reader
+    state = StreamState.LIVE
+    monkeypatch.setattr(type(reader), "state", property(lambda _: state))
+    with pytest.raises(BrokenPromise, match="LIVE lasts"):
+        for _ in range(40):
+            for state in (StreamState.RECOVERING, StreamState.LIVE):  # noqa: B007  read by the property
+                it.judge.on_change()
+            it.judge.judge()
 
 
 def test_a_number_that_another_epoch_has_taken_is_reported_by_the_next_proof() -> None:
@@ -152,19 +164,48 @@ def test_a_number_that_another_epoch_has_taken_is_reported_by_the_next_proof() -
     assert reader.follower.cursor.counters.restarts == restarts + 1
 
 
-def test_a_reader_that_finds_the_extension_late_has_the_time_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def lose_first_requests(it: Bench) -> None:
+    """Let the reader begin to follow without the extension, and the traffic go on without a pause."""
+
+    def publish() -> None:
+        it.publish(1)
+        it.timeline.after(0.02, publish)
+
+    publish()
+    losing = attrs.evolve(NETWORK, replay=attrs.evolve(NETWORK.replay, loss=1.0))
+    it.connection.set_network(losing)
+    it.connection.open()
+    it.wait(1.5)
+    assert not it.connection.reader.follower.cursor.is_extended
+    it.connection.set_network(NETWORK)
+    it.judge.begin()
+
+
+def test_a_reader_whose_first_requests_were_lost_finds_the_extension_although_the_stream_never_pauses() -> None:
+    it = Bench(window=4)
+    lose_first_requests(it)
+    it.wait(it.judge.limit_s + 0.1)
+    it.judge.judge()
+    assert it.connection.reader.state is StreamState.LIVE and it.connection.reader.epoch == 0
+
+
+def test_a_reader_that_never_finds_the_extension_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamCursor, "_on_extension_probe_due", lambda _: ())
+    it = Bench(window=4)
+    lose_first_requests(it)
+    it.wait(it.judge.limit_s + 0.1)
+    with pytest.raises(BrokenPromise, match="every reader finds the extension"):
+        it.judge.judge()
+
+
+def test_a_forged_frame_excuses_a_reader_until_its_next_proof_is_due_and_no_longer() -> None:
     it = Bench()
     it.arrive()
-
-    def be(state: StreamState, *, is_extended: bool) -> None:
-        monkeypatch.setattr(StreamCursor, "state", property(lambda _: state))
-        monkeypatch.setattr(StreamCursor, "is_extended", property(lambda _: is_extended))
-
-    be(StreamState.PARTIAL, is_extended=False)
-    it.wait(it.judge.limit_s + 5.0)
+    it.connection.forge(100, is_own_topic=True)
+    it.wait(0.01)
+    reader = it.connection.reader
+    assert reader.state is StreamState.LIVE and reader.follower.cursor.last_seq == 100
+    with pytest.raises(BrokenPromise, match="a LIVE view is never wrong"):
+        reader.check(is_proof_due=True)
+    it.wait(it.judge.limit_s + 0.1)
     it.judge.judge()
-    be(StreamState.SYNCING, is_extended=True)
-    it.judge.judge()
-    it.wait(2.0)
-    with pytest.raises(BrokenPromise, match="every reader is LIVE in time"):
-        it.judge.judge()

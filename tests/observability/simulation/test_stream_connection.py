@@ -26,6 +26,7 @@ class Bench:
         self.process = PublisherProcess(self.timeline, shape, disk=disk, counters=counters)
         self.faults: Counter[str] = Counter()
         self.lost: list[LiveFrame] = []
+        self.num_sent = 0
         self.connection = StreamConnection(
             self.timeline,
             self.process,
@@ -39,6 +40,9 @@ class Bench:
 
     def on_fault(self, kind: str) -> None:
         self.faults[kind] += 1
+
+    def on_frame_sent(self, frame: LiveFrame) -> None:
+        self.num_sent += 1
 
     def on_frame_lost(self, frame: LiveFrame) -> None:
         self.lost.append(frame)
@@ -66,7 +70,7 @@ def test_a_reader_is_live_after_some_round_trips() -> None:
         it.publish(30)
         it.wait(0.2)
         it.expect_converged()
-        assert it.faults == {}
+        assert (it.faults, it.num_sent) == ({}, 31)
 
 
 def test_a_reader_connects_when_the_publisher_is_up_again() -> None:

@@ -8,6 +8,7 @@ from observability.kv_stream import StreamState
 from observability.kv_stream.instructions import SendReplayRequest
 from observability.simulation import (
     FORGED_PAYLOAD,
+    OTHER_TOPIC,
     TOPIC,
     Answer,
     BrokenPromise,
@@ -92,6 +93,16 @@ def test_a_frame_of_another_epoch_excuses_the_reader_until_the_next_proof() -> N
     reader.tick(10.0)
     with pytest.raises(BrokenPromise, match="every view converges"):
         reader.check_converged()
+
+
+def test_a_frame_of_another_topic_that_is_applied_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, reader = live_reader()
+    number = bench.publisher.stream.next_sequence.to_bytes(8, "big")
+    reader.on_live(LiveFrame(None, (OTHER_TOPIC, number, FORGED_PAYLOAD)), 0.0)
+    assert reader.frames.other_topics == 1
+    monkeypatch.setattr(type(reader.frames), "parse_live", lambda _, frames: (1, frames[2]))
+    with pytest.raises(BrokenPromise, match="frames of another topic are dropped"):
+        reader.on_live(LiveFrame(None, (OTHER_TOPIC, number, FORGED_PAYLOAD)), 0.0)
 
 
 def test_more_requests_than_the_credit_allows_break_a_promise() -> None:

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from kit import broken_traffic_cores
 from kit.searches import num_examples
 
+from observability.kv_stream import StreamState
+from observability.kv_stream.digest_cursor import DigestCursor
+from observability.kv_stream.instructions import Instruction
 from observability.testing import TrafficShape, TrafficSimulation
 from observability.testing.recovery_model import Steps
 from scheduler_components.kv_events import stream
@@ -97,6 +100,19 @@ def check_sound(steps: tuple[tuple, ...]) -> None:
     run(list(steps))
 
 
+def live_batches_cost_replays_again_and_again(patch: pytest.MonkeyPatch) -> None:
+    """Each replay is short, so the reader is LIVE again soon enough, and on time."""
+    live = DigestCursor.on_live_batch
+
+    def leave_live(self: DigestCursor, seq: int, payload: bytes) -> tuple[Instruction, ...]:
+        instructions = live(self, seq, payload)
+        is_spare = self.state is StreamState.LIVE and self.open_request_id is None and self._credit.available > 2
+        return (*instructions, *self._sync()) if is_spare and seq % 40 == 0 else instructions
+
+    patch.setattr(DigestCursor, "on_live_batch", leave_live)
+
+
+caught_by(live_batches_cost_replays_again_and_again, ("join", 0), ("turns", 200), is_searched=False)
 caught_by(broken_traffic_cores.batches_of_open_answers_are_not_kept, *JOIN_ALL)
 caught_by(broken_traffic_cores.answers_hold_nothing, *JOIN_ALL)
 caught_by(broken_traffic_cores.snapshot_is_folded_while_it_is_planned, *JOIN_ALL)
