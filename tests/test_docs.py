@@ -55,9 +55,8 @@ PROGRAMS = list(programs())
 def ran() -> dict[str, Ran]:
     """How each program ended, by its name."""
     names, codes, _ = zip(*PROGRAMS, strict=True)
-    imports = ["observability.kv_stream", "scheduler_components.kv_events.config", "scheduler_components.testing"]
-    imports += ["prometheus_client", "zmq"]
-    return dict(zip(names, run_programs(codes, imports=imports), strict=True))
+    imports = {module for code in codes for module in re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)}
+    return dict(zip(names, run_programs(codes, imports=sorted(imports)), strict=True))
 
 
 @pytest.mark.parametrize(("program", "printed"), [(program, printed) for program, _, printed in PROGRAMS])

@@ -13,6 +13,7 @@ from threading import Event, Thread
 
 import msgspec
 import pytest
+from kit.waiting import wait_until
 
 from observability import check_conformance
 from observability.kv_pool_client import KvPoolPage, KvPoolPlace
@@ -208,8 +209,7 @@ def test_an_oracle_that_does_not_know_where_the_stream_stands_is_read_while_it_s
     open_engine: Callable[..., ConformingWorker],
 ) -> None:
     engine = open_engine(Forgets(BlockRemoved, after=0), says_where=False)
-    while not engine.sink.stats().batches_sent > 60:
-        pass
+    wait_until(lambda: engine.sink.stats().batches_sent > 60)
     busy = ProbeOptions(listen_s=0.5, answer_s=5.0, pool_every_s=0.1)
     assert check_worker(engine, busy)[2]["pool-extra"]["status"] == "not judged"
     engine.is_busy.clear()
