@@ -56,6 +56,8 @@ def ran() -> dict[str, Ran]:
     """How each program ended, by its name."""
     names, codes, _ = zip(*PROGRAMS, strict=True)
     imports = {module for code in codes for module in re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)}
+    imports |= {"observability.kv_stream.zmq_stream", "scheduler_components.kv_events.config"}  # behind lazy names
+    imports |= {"observability.prometheus_schedulers", "scheduler_components.kv_events.zmq_publisher"}
     return dict(zip(names, run_programs(codes, imports=sorted(imports)), strict=True))
 
 

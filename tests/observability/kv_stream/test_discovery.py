@@ -155,8 +155,9 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.soak
 @given(changes=st.dictionaries(st.sampled_from([*DESCRIPTOR, "publishers"]), JSON), whole=JSON, use_whole=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 def test_any_json_gives_addresses_or_a_documented_error(
     changes: dict[str, object], whole: object, use_whole: bool
 ) -> None:

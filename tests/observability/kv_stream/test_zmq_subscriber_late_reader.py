@@ -21,11 +21,16 @@ STANDING = 12_000
 @pytest.mark.parametrize(
     ("rate", "send_mode"),
     [
-        (500, "inline"),
         (2_000, "background"),
         *[
             pytest.param(*case, marks=pytest.mark.soak_only)
-            for case in ((500, "background"), (2_000, "inline"), (10_000, "background"), (10_000, "inline"))
+            for case in (
+                (500, "background"),
+                (500, "inline"),
+                (2_000, "inline"),
+                (10_000, "background"),
+                (10_000, "inline"),
+            )
         ],
     ],
 )

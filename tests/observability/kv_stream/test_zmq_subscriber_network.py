@@ -10,6 +10,7 @@ import pytest
 pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
 
 Start = Callable[..., Any]
+NUM_CUTS = 4
 
 
 def test_connections_cut_in_the_middle_of_a_stream_recover(
@@ -18,13 +19,13 @@ def test_connections_cut_in_the_middle_of_a_stream_recover(
     publisher = start_publisher(buffer_steps=200)
     events, replay = open_proxy(publisher.endpoint), open_proxy(publisher.replay_endpoint)
     view = watch(events.address, replay.address)
-    for turn in range(8):
+    for turn in range(NUM_CUTS):
         publisher.begin("publish", 1_000 * turn, 1_000 * (turn + 1), 200)
         view.poll_until(lambda turn=turn: 1_000 * turn + 100 in view.subscriber.blocks(0))
         events.cut()
         replay.cut()
         publisher.read()
-    view.converge(set(range(8_000)))
+    view.converge(set(range(1_000 * NUM_CUTS)))
 
 
 def test_a_silent_partition_of_either_channel_recovers(start_publisher: Start, open_proxy: Start, watch: Start) -> None:

@@ -30,7 +30,7 @@ def test_it_equals_a_set(steps: list[tuple[str, Iterable[int]]]) -> None:
 
 
 def test_a_hash_takes_a_tenth_of_the_memory_of_a_dictionary_entry() -> None:
-    hashes = [(number * 0x9E3779B97F4A7C15) % 2**64 - 2**63 for number in range(100_000)]
+    hashes = [(number * 0x9E3779B97F4A7C15) % 2**64 - 2**63 for number in range(30_000)]
     assert _allocated(lambda: _filled(hashes)) < 12 * len(hashes)
 
 

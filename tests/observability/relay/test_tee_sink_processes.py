@@ -37,8 +37,15 @@ def kill(relay: Any) -> None:
     relay.process.wait()
 
 
-def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_engine(
-    engine: ZmqEventPublisher, nats_server: Any, start: Any, feed: Any, wait_for_whole: Any, poll_until: Any
+@pytest.mark.soak
+def test_a_relay_that_is_killed_leaves_its_readers_equal_to_the_engine(
+    engine: ZmqEventPublisher,
+    nats_server: Any,
+    start: Any,
+    feed: Any,
+    wait_for_whole: Any,
+    poll_until: Any,
+    soaking: bool,
 ) -> None:
     """The engine's replay buffer of 20 batches passes while no relay runs. The reader stays."""
     feeder = feed(engine)
@@ -46,18 +53,19 @@ def test_a_relay_that_is_killed_again_and_again_leaves_its_readers_equal_to_the_
     config = JetStreamConfig(servers=nats_server.url)
     with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=SOON_AGAIN) as reader:
         wait_for_whole(reader, feeder)
-        for number in range(2):
+        times = 5 if soaking else 1
+        for number in range(times):
             feeder.churn(40)
-            if number:
+            if number % 2:
                 wait_for_whole(reader, feeder)
-            kill(relay)  # the first time with batches in flight
+            kill(relay)  # the first time, and every second one, with batches in flight
             feeder.churn(40)
             poll_until(reader, lambda: reader.stats()[0].state is StreamState.CONNECTING)
             relay = start()
             feeder.churn(40)
             wait_for_whole(reader, feeder)
         stats = reader.stats()[0]
-        assert (stats.restarts, stats.decode_errors, stats.losses) == (2, 0, 0)
+        assert (stats.restarts, stats.decode_errors, stats.losses) == (times, 0, 0)
         with open_jetstream_subscriber(config, [LogAddress("pod-1")], policy=SOON_AGAIN) as late:
             wait_for_whole(late, feeder)
     assert relay.get("/server_info")["kv_events_jetstream"]["worker"] == "pod-1"
