@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from scheduler_components import StartError
 from scheduler_components.failure_log import FailureLog
 from scheduler_components.reference.engine.frontend.errors import TooBusyError
 
-__all__ = ["HttpServer", "bind_http", "connection_limit", "open_http_server"]
+__all__ = ["STALL_TIMEOUT_S", "HttpServer", "bind_http", "connection_limit", "open_http_server"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ If the server closed it first, a client might be sending a request at that momen
 LINGER_S = 5.0
 """Longest time for a client that still sends its body to read the response. The server closes the connection then,
 also if the client keeps sending."""
+
+STALL_TIMEOUT_S = 60.0
+"""Longest time in which a client takes no byte of a response that waits for it."""
 
 _BACKLOG = 128  # also the connections that asyncio accepts in a row, before the limit can refuse one
 _GRACE_S = 2  # for open streams, when the engine stops
@@ -90,12 +94,13 @@ class _ConnectionLimits:
 
     Attributes:
         max_connections: further connections get 503.
-        header_timeout_s, linger_s: see ``open_http_server``.
+        header_timeout_s, linger_s, stall_timeout_s: see ``open_http_server``.
     """
 
     max_connections: int
     header_timeout_s: float
     linger_s: float
+    stall_timeout_s: float
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
 
     def refuse(self, transport: asyncio.Transport) -> None:
@@ -155,14 +160,15 @@ class _QuietTransport:
 class _PunctualProtocol(H11Protocol):
     """A connection with limits that uvicorn does not have.
 
-    It closes a connection that has not sent its request headers in time, or still sends a body after the response, and
-    it refuses connections beyond a limit.
+    It closes a connection that has not sent its request headers in time, still sends a body after the response, or
+    does not read its response. It refuses connections beyond a limit.
     """
 
     def __init__(self, *, limits: _ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._limits = limits
         self._close_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._is_lingering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -183,8 +189,17 @@ class _PunctualProtocol(H11Protocol):
         elif self._close_timer is None:
             self._start_timer(self._limits.header_timeout_s)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_for_progress(sys.maxsize)
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
         self._limits.on_close(len(self.connections))
 
@@ -195,6 +210,19 @@ class _PunctualProtocol(H11Protocol):
             self._stop_timer()
             self._is_lingering = True
             self._start_timer(self._limits.linger_s)
+
+    def _check_for_progress(self, num_unsent: int) -> None:
+        """Close the connection if the client has taken nothing since ``num_unsent`` bytes waited for it."""
+        num_left = self.transport.get_write_buffer_size()
+        if num_left >= num_unsent:
+            self.transport.abort()
+        else:
+            self._stall_timer = self.loop.call_later(self._limits.stall_timeout_s, self._check_for_progress, num_left)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _start_timer(self, timeout_s: float) -> None:
         self._close_timer = self.loop.call_later(timeout_s, self.transport.abort)
@@ -256,6 +284,7 @@ async def open_http_server(
     *,
     header_timeout_s: float = HEADER_TIMEOUT_S,
     linger_s: float = LINGER_S,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
     max_connections: int | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve ``app`` until the block is left.
@@ -265,6 +294,7 @@ async def open_http_server(
         listener: socket from ``bind_http``.
         header_timeout_s: the server closes a connection that has not sent its request headers by then.
         linger_s: longest time, after a response, for a client that still sends its body.
+        stall_timeout_s: the server closes a connection whose client takes no byte of a response for so long.
         max_connections: further connections get 503; None leaves descriptors for the rest of the process.
 
     Raises:
@@ -279,6 +309,7 @@ async def open_http_server(
         max_connections=_default_connection_limit() if max_connections is None else max_connections,
         header_timeout_s=header_timeout_s,
         linger_s=linger_s,
+        stall_timeout_s=stall_timeout_s,
     )
     config = uvicorn.Config(
         app,

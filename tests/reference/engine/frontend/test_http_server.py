@@ -169,6 +169,30 @@ def test_a_client_that_keeps_sending_after_its_response_is_disconnected() -> Non
     asyncio.run(asyncio.wait_for(scenario(), timeout=60))
 
 
+def test_a_client_that_reads_slowly_gets_its_whole_response() -> None:
+    """It takes many times the limit for the whole, and never the limit for a byte."""
+    size = 2**24
+
+    async def large(_: Request) -> PlainTextResponse:
+        return PlainTextResponse("x" * size)
+
+    async def scenario() -> int:
+        async with serving(Starlette(routes=[Route("/", large)]), stall_timeout_s=0.5) as url:
+            place, loop = urlsplit(url), asyncio.get_running_loop()
+            with socket.socket() as client:
+                client.setblocking(False)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+                await loop.sock_connect(client, (place.hostname, place.port))
+                await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: engine\r\nconnection: close\r\n\r\n")
+                num_bytes = 0
+                while chunk := await loop.sock_recv(client, 2**17):
+                    num_bytes += len(chunk)
+                    await asyncio.sleep(0.01)
+                return num_bytes
+
+    assert asyncio.run(asyncio.wait_for(scenario(), timeout=60)) > size
+
+
 def test_connections_beyond_the_limit_get_503_and_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def status(url: str) -> bytes:
         place = urlsplit(url)
