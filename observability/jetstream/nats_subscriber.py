@@ -16,9 +16,15 @@ from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.nats_connection import NatsThread
 from observability.jetstream.nats_log_reader import Inbox, LogStream
-from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullStreamListener, StreamListener
+from observability.kv_stream import (
+    BatchApplier,
+    BlockView,
+    FairRLock,
+    FollowPolicy,
+    NullStreamListener,
+    StreamListener,
+)
 from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
-from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components._extras import naming_extras
 from scheduler_components.kv_events import BatchDecoder
 

@@ -16,7 +16,7 @@ from observability.kv_stream.rank_set import RankSet
 from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import StreamState
 from observability.kv_stream.stream_stats import StreamPosition, StreamStats
-from observability.kv_stream.view import BlockView
+from observability.kv_stream.view import BlockView, CountingView
 from scheduler_components._lazy import lazy_exports
 from scheduler_components.events import Tier
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         parse_worker_url,
         static_address,
     )
+    from observability.kv_stream.thread_fair_rlock import FairRLock
     from observability.kv_stream.zmq_async_subscriber import AsyncSubscriber, open_async_subscriber
     from observability.kv_stream.zmq_subscriber import Subscriber, open_subscriber, wait_any
 
@@ -55,6 +56,8 @@ __all__ = [
     "FollowPolicy",
     "StreamListener",
     "NullStreamListener",
+    "CountingView",
+    "FairRLock",
     "StreamState",
     "StreamPosition",
     "StreamStats",
@@ -76,6 +79,7 @@ __getattr__ = lazy_exports(
             "NoStreamsError UnreachableError parse_addresses static_address discover fetch_json fetch_page "
             "escape_unprintable parse_worker_url"
         ),
+        "observability.kv_stream.thread_fair_rlock": "FairRLock",
         "observability.kv_stream.zmq_async_subscriber": "AsyncSubscriber open_async_subscriber",
         "observability.kv_stream.zmq_subscriber": "Subscriber open_subscriber wait_any",
     },

@@ -16,8 +16,15 @@ from types import TracebackType
 import attrs
 import msgspec
 
-from observability.kv_stream import FollowPolicy, StreamState, StreamStats, Subscriber, open_subscriber, wait_any
-from observability.kv_stream.view import CountingView
+from observability.kv_stream import (
+    CountingView,
+    FollowPolicy,
+    StreamState,
+    StreamStats,
+    Subscriber,
+    open_subscriber,
+    wait_any,
+)
 from observability.relay.passthrough import PassthroughDecoder
 from observability.relay.source import RelaySource
 from observability.relay.stream import RelayedStream, RelaySinkFactory, SourceListener

@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
-from observability.kv_stream import BatchApplier
-from observability.kv_stream.view import CountingView
+from observability.kv_stream import BatchApplier, CountingView
 from observability.relay.passthrough import PassthroughDecoder, RawRemoved, RawStored, split_removal
 from observability.relay.stream import RelayedStream, SourceListener
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch

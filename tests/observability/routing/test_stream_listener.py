@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.events import batch, removed_run, stored_run
 
-from observability.kv_stream import BatchApplier, BlockView, StreamState, Tier
+from observability.kv_stream import BatchApplier, BlockView, CountingView, StreamState, Tier
 from observability.kv_stream.instructions import Clear
-from observability.kv_stream.view import CountingView
 from observability.routing import KvRouter, RouterListener
 from scheduler_components import AllBlocksCleared, DecodeError
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
