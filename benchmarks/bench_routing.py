@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.dynamo_selector import DynamoSelector, has_dynamo_selector, open_dynamo_selector
 from benchmarks.measure import Goal, Measurement, Scale
-from observability.routing import KvRouter
+from observability.routing import HashedPrompt, KvRouter
 from scheduler_components import BlockStored
 from scheduler_components.cache import hash_pages
 from scheduler_components.values import LoadSnapshot
@@ -49,7 +49,8 @@ def make_router(num_replicas: int) -> KvRouter:
 
 
 async def _rows(num_replicas: int, scale: Scale) -> list[Measurement]:
-    router, hashes = make_router(num_replicas), hash_pages(_TOKENS, _PAGE_SIZE)
+    router, prompt = make_router(num_replicas), HashedPrompt(token_ids=_TOKENS, page_size=_PAGE_SIZE)
+    prompt.hash_in(router.namespaces())
 
     def pick() -> None:
         chosen = router.route_tokens(_TOKENS, now_s=_NOW_S)
@@ -57,7 +58,7 @@ async def _rows(num_replicas: int, scale: Scale) -> list[Measurement]:
         router.finish(chosen)
 
     def pick_by_hashes() -> None:
-        chosen = router.route_hashes(hashes, num_tokens=len(_TOKENS), now_s=_NOW_S)
+        chosen = router.route_prompt(prompt, now_s=_NOW_S)
         assert chosen is not None
         router.finish(chosen)
 

@@ -7,7 +7,8 @@ call, in seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from observability.routing.cost_model import CandidateFacts, ReplicaId, RoutingCostModel
+from observability.routing.cost_model import ReplicaId, RoutingCostModel
+from observability.routing.hashed_prompt import HashedPrompt
 from observability.routing.kv_router import KvRouter, Pick
 from observability.routing.locked_listener import LockedListener
 from observability.routing.picker import (
@@ -15,9 +16,11 @@ from observability.routing.picker import (
     Candidate,
     LeastCost,
     Picker,
+    PickerName,
     PowerOfTwo,
     Softmax,
     StickySessions,
+    make_picker,
 )
 from observability.routing.replica_set import ReplicaSet, ReplicaState
 from observability.routing.speculative_entries import SpeculativeEntries
@@ -26,12 +29,14 @@ from observability.routing.stream_listener import RouterListener
 __all__ = [
     "KvRouter",
     "Pick",
+    "HashedPrompt",
     "ReplicaId",
     # what a replica costs
     "RoutingCostModel",
-    "CandidateFacts",
     # which one is chosen
     "Picker",
+    "PickerName",
+    "make_picker",
     "Candidate",
     "LeastCost",
     "Softmax",

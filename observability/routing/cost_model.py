@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import attrs
-import msgspec
 
 from scheduler_components.validators import check_share, number_validator
 
-__all__ = ["CandidateFacts", "ReplicaId", "RoutingCostModel"]
+__all__ = ["ReplicaId", "RoutingCostModel"]
 
 ReplicaId = int | str
 """The name of a replica: the index of a simulation, or the URL of a worker and its rank."""
@@ -19,39 +18,12 @@ def _check_tier_weight(_: object, attribute: attrs.Attribute[float], value: floa
     check_share(attribute.name, value)
 
 
-class CandidateFacts(msgspec.Struct, frozen=True, gc=False):
-    """What a router knows of one replica when it places one request. Sizes are in blocks of one page.
-
-    Attributes:
-        replica: its id.
-        prompt_blocks: length of the prompt; the last block may be a fraction.
-        device_blocks: leading blocks of the prompt on the device.
-        host_blocks, storage_blocks: blocks that follow these on the host, and then in storage.
-        decode_blocks: blocks that its requests hold or will hold for their prompts.
-        queued_blocks: blocks that it still has to compute for requests that wait.
-        has_adapter: the adapter of the request is loaded there, or it needs none.
-        num_dispatched: requests that were sent there so far.
-    """
-
-    replica: ReplicaId
-    prompt_blocks: float
-    device_blocks: int = 0
-    host_blocks: int = 0
-    storage_blocks: int = 0
-    decode_blocks: float = 0.0
-    queued_blocks: float = 0.0
-    has_adapter: bool = True
-    num_dispatched: int = 0
-
-    @property
-    def load_blocks(self) -> float:
-        """The blocks that wait there or are held."""
-        return self.queued_blocks + self.decode_blocks
-
-
 @attrs.frozen(kw_only=True)
 class RoutingCostModel:
     """The weights of a cost in blocks. The terms, and the defaults of the tiers, are those of Dynamo's KV router.
+
+    The cost of a request on a replica is the sum of ``prefill_cost``, ``load_cost`` and, if its adapter is not loaded
+    there, ``lora_weight``. The lowest cost is best.
 
     Attributes:
         prefill_weight: per block of the prompt that is not cached.
@@ -72,16 +44,26 @@ class RoutingCostModel:
     storage_weight: float = attrs.field(default=0.25, validator=_check_tier_weight)
     lora_weight: float = attrs.field(default=64.0, validator=_weight)
 
-    def uncached_blocks(self, facts: CandidateFacts) -> float:
-        """Return the blocks to compute. A block on a lower tier counts as a part of one."""
-        cached = facts.device_blocks + self.host_weight * facts.host_blocks + self.storage_weight * facts.storage_blocks
-        return max(0.0, facts.prompt_blocks - cached)
+    def uncached_blocks(self, prompt_blocks: float, overlap: tuple[int, int, int]) -> float:
+        """Return the blocks of a prompt to compute. A block on a lower tier counts as a part of one.
 
-    def cost(self, facts: CandidateFacts) -> float:
-        """Return the cost in blocks; the lowest is best."""
-        cost = (
-            self.prefill_weight * self.uncached_blocks(facts)
-            + self.queue_weight * facts.queued_blocks
-            + self.decode_weight * facts.decode_blocks
-        )
-        return cost if facts.has_adapter else cost + self.lora_weight
+        Args:
+            prompt_blocks: length of the prompt; the last block may be a fraction.
+            overlap: its leading blocks on the device, those that follow on the host, and then in storage.
+        """
+        on_device, on_host, in_storage = overlap
+        cached = on_device + self.host_weight * on_host + self.storage_weight * in_storage
+        return max(0.0, prompt_blocks - cached)
+
+    def prefill_cost(self, prompt_blocks: float, overlap: tuple[int, int, int]) -> float:
+        """Return the part of the cost that depends on the prompt. The arguments are those of ``uncached_blocks``."""
+        return self.prefill_weight * self.uncached_blocks(prompt_blocks, overlap)
+
+    def load_cost(self, queued_blocks: float, decode_blocks: float) -> float:
+        """Return the part of the cost that depends on what the replica does already.
+
+        Args:
+            queued_blocks: that it still has to compute for requests that wait.
+            decode_blocks: that its requests hold, or will hold for their prompts.
+        """
+        return self.queue_weight * queued_blocks + self.decode_weight * decode_blocks

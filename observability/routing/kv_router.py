@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import TYPE_CHECKING, ClassVar
@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from observability.kv_stream import BlockView
-from observability.routing.cost_model import CandidateFacts, ReplicaId, RoutingCostModel
+from observability.routing.cost_model import ReplicaId, RoutingCostModel
+from observability.routing.hashed_prompt import HashedPrompt
 from observability.routing.picker import Candidate, LeastCost, Picker
 from observability.routing.replica_set import ReplicaSet
 from observability.routing.speculative_entries import SpeculativeEntries
 from scheduler_components import BlockStored, ConfigError, DecodeError, KVCacheEvent
-from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
+from scheduler_components.cache import PrefixNamespace
+from scheduler_components.cache.block_hash import weight_key_of
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.load import DispatchLedger
@@ -54,7 +56,8 @@ class Pick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         replica: that serves it.
         ticket: (dispatcher, ticket), to send with the request, so that load reports say when they include it.
         block_hashes: of the prompt's whole blocks.
-        device_blocks, host_blocks, storage_blocks: cached blocks there, as in ``CandidateFacts``.
+        device_blocks, host_blocks, storage_blocks: cached blocks there: leading blocks on the device, blocks that
+            follow on the host, and then in storage.
         cost: in blocks.
     """
 
@@ -73,42 +76,56 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
 
     Attributes:
         rank: its number in the view.
+        page_size, cost_model: of the router.
         to_compute, to_hold: tokens of the requests that no report includes yet; both issue the same tickets.
-        tokens_to_compute, tokens_to_hold: these and the tokens of the last report.
         decoder: of its events.
         load: the last report.
+        load_blocks: blocks to compute and to hold, of the last report and of the requests that it does not include.
+        load_cost: the cost of these.
         num_dispatched: requests that were sent.
         open_tickets: of those that have not ended.
         adapters: loaded or waited for, in the last report.
         sent_adapters: adapters of the requests that were sent, with the last ticket of each.
         lora_ids: numbers of adapters, as its events say.
+        weight_key: the part of its blocks' hashes that depends on the weights, as its events say; None for those that
+            the engine started with.
     """
 
     rank: int
+    page_size: int
+    cost_model: RoutingCostModel
     to_compute: DispatchLedger
     to_hold: DispatchLedger
     decoder: BatchDecoder = field(default_factory=lambda: BatchDecoder(decode_tokens=False))
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
-    tokens_to_compute: int = 0
-    tokens_to_hold: int = 0
+    load_blocks: float = 0.0
+    load_cost: float = 0.0
     num_dispatched: int = 0
     open_tickets: set[int] = field(default_factory=set)
     adapters: frozenset[str] = frozenset()
     sent_adapters: dict[str, int] = field(default_factory=dict)
     lora_ids: dict[str, int] = field(default_factory=dict)
+    weight_key: str | None = None
 
     def _add_up(self) -> None:
-        self.tokens_to_compute = self.load.num_waiting_uncached_tokens + self.to_compute.unreported_tokens
-        self.tokens_to_hold = self.load.num_total_tokens + self.to_hold.unreported_tokens
+        queued = (self.load.num_waiting_uncached_tokens + self.to_compute.unreported_tokens) / self.page_size
+        held = (self.load.num_total_tokens + self.to_hold.unreported_tokens) / self.page_size
+        self.load_blocks = queued + held
+        self.load_cost = self.cost_model.load_cost(queued, held)
 
     def has_adapter(self, name: str) -> bool:
         return name in self.adapters or name in self.sent_adapters
 
-    def note_lora_id(self, name: str, number: int) -> None:
-        """Note under which number an adapter is loaded. The name comes from a peer, so their number is bounded."""
-        self.lora_ids[name] = number
-        if len(self.lora_ids) > _MAX_ADAPTERS:
-            del self.lora_ids[next(iter(self.lora_ids))]
+    def note_namespace(self, event: BlockStored) -> None:
+        """Note what a stored block says of the namespaces of later ones.
+
+        Names of adapters come from a peer, so their number is bounded.
+        """
+        self.weight_key = weight_key_of(event.extra_keys)
+        if event.lora_name is not None and event.lora_id is not None:
+            self.lora_ids[event.lora_name] = event.lora_id
+            if len(self.lora_ids) > _MAX_ADAPTERS:
+                del self.lora_ids[next(iter(self.lora_ids))]
 
     def note_sent_adapter(self, name: str, ticket: int) -> None:
         """Note the adapter of a request. The name may come from a client, so their number is bounded."""
@@ -157,7 +174,7 @@ class KvRouter:
 
     Attributes:
         page_size: tokens per block, as on the replicas.
-        cost_model: of a request on a replica.
+        cost_model: of a request on a replica. A replica keeps the one with which it came up.
         picker: chooses by cost.
         replicas: which may get a request. ``on_replica_up`` adds them.
         view: the blocks of all replicas, by the number of a replica (``rank_of``).
@@ -186,6 +203,7 @@ class KvRouter:
     num_old_reports: int = field(default=0, init=False)
     num_other_page_sizes: int = field(default=0, init=False)
     _known: dict[ReplicaId, _Replica] = field(default_factory=dict, init=False, repr=False)
+    _common_namespace: PrefixNamespace | None = field(default=None, init=False, repr=False)
     _num_ledgers: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -232,96 +250,90 @@ class KvRouter:
         Raises:
             ConfigError: a token id does not fit u32.
         """
-        names = self._available(now_s, exclude)
-        if namespace is not None or lora is None:
-            spaces = {namespace or DEFAULT_NAMESPACE: names}
-        else:
-            spaces = self._lora_namespaces(names, lora)
-        groups = [(each, hash_pages(token_ids, self.page_size, space.seed())) for space, each in spaces.items() if each]
-        return self._pick(groups, len(token_ids), now_s=now_s, session=session, lora=lora)
+        prompt = HashedPrompt(token_ids=token_ids, page_size=self.page_size)
+        prompt.hash_in(self.namespaces(lora=lora) if namespace is None else (namespace,))
+        return self.route_prompt(prompt, now_s=now_s, session=session, lora=lora, namespace=namespace, exclude=exclude)
 
-    def route_hashes(
+    def namespaces(self, *, lora: str | None = None) -> Collection[PrefixNamespace]:
+        """Return the namespaces in which replicas have the blocks of a prompt for this adapter now.
+
+        The number under which a replica has loaded an adapter, and the version of its weights after an update, are part
+        of the hashes of its blocks. Its events name both.
+        """
+        return self._by_namespace(tuple(self._known), lora).keys()
+
+    def route_prompt(
         self,
-        hashes: tuple[int, ...],
+        prompt: HashedPrompt,
         *,
-        num_tokens: int,
         now_s: float,
         session: str | None = None,
         lora: str | None = None,
+        namespace: PrefixNamespace | None = None,
         exclude: Collection[ReplicaId] = (),
     ) -> Pick | None:
-        """Do the same for a prompt of ``num_tokens`` whose whole blocks have these hashes."""
-        names = self._available(now_s, exclude)
-        return self._pick([(names, hashes)] if names else [], num_tokens, now_s=now_s, session=session, lora=lora)
+        """Do the same for a prompt that was hashed before, in ``namespace`` or in ``namespaces(lora=lora)``.
 
-    def _available(self, now_s: float, exclude: Collection[ReplicaId]) -> list[ReplicaId]:
-        names = self.replicas.up(now_s)
-        return [name for name in names if name not in exclude] if exclude else names
-
-    def _lora_namespaces(self, names: Sequence[ReplicaId], lora: str) -> dict[PrefixNamespace, list[ReplicaId]]:
-        """Return the replicas by the namespace of an adapter's blocks: each may have loaded it under another number.
-
-        The events of a replica name its number. Before the first one, the number on another replica is assumed.
+        Nothing counts as cached on a replica whose namespace has changed since.
         """
-        numbers = [self._known[name].lora_ids.get(lora) for name in names]
-        usual = next((known.lora_ids[lora] for known in self._known.values() if lora in known.lora_ids), None)
-        spaces: dict[PrefixNamespace, list[ReplicaId]] = {}
-        for name, number in zip(names, numbers, strict=True):
-            space = PrefixNamespace(lora_id=usual if number is None else number, lora_name=lora)
-            spaces.setdefault(space, []).append(name)
-        return spaces
-
-    def _pick(
-        self,
-        groups: Sequence[tuple[Sequence[ReplicaId], tuple[int, ...]]],
-        num_tokens: int,
-        *,
-        now_s: float,
-        session: str | None,
-        lora: str | None,
-    ) -> Pick | None:
-        """Choose among groups of replicas, each with the hashes that the prompt's blocks have there."""
-        if not groups:
+        names = self.replicas.up(now_s)
+        if exclude:
+            names = [name for name in names if name not in exclude]
+        if not names:
             return None
-        cost = self.cost_model.cost
-        candidates: list[Candidate] = []
-        hashes_of: dict[ReplicaId, tuple[int, ...]] = {}
-        for names, hashes in groups:
-            facts = self.facts_of(names, hashes, num_tokens=num_tokens, now_s=now_s, lora=lora)
-            candidates += [Candidate(each, cost(each)) for each in facts]
-            hashes_of |= dict.fromkeys(names, hashes)
+        candidates = self.candidates(names, prompt, now_s=now_s, lora=lora, namespace=namespace)
         chosen = self.picker.pick(candidates, session=session, now_s=now_s)
-        return self._dispatch(chosen, hashes_of[chosen.facts.replica], num_tokens, now_s=now_s, lora=lora)
+        space = namespace or next(iter(self._by_namespace((chosen.replica,), lora)))
+        return self._dispatch(chosen, prompt, space, now_s=now_s, lora=lora)
 
-    def facts_of(
+    def _by_namespace(
+        self, names: Sequence[ReplicaId], lora: str | None
+    ) -> Mapping[PrefixNamespace, Sequence[ReplicaId]]:
+        """Return replicas by the namespace of an adapter's blocks, in their order.
+
+        Before the first event names the number of the adapter on a replica, the number on another one is assumed.
+        """
+        if lora is None and self._common_namespace is not None:
+            return {self._common_namespace: names}
+        known = self._known
+        numbers = () if lora is None else [each.lora_ids[lora] for each in known.values() if lora in each.lora_ids]
+        usual = numbers[0] if numbers else None
+        groups: dict[PrefixNamespace, list[ReplicaId]] = {}
+        for name in names:
+            number = usual if lora is None else known[name].lora_ids.get(lora, usual)
+            space = PrefixNamespace(lora_id=number, lora_name=lora, extra_key=known[name].weight_key)
+            groups.setdefault(space, []).append(name)
+        return groups
+
+    def candidates(
         self,
         names: Sequence[ReplicaId],
-        hashes: Sequence[int],
+        prompt: HashedPrompt,
         *,
-        num_tokens: int,
         now_s: float,
         lora: str | None = None,
-    ) -> list[CandidateFacts]:
-        """Return what is known of replicas for a prompt with these block hashes, in the order of ``names``."""
-        page_size, known, prompt_blocks = self.page_size, self._known, num_tokens / self.page_size
-        overlaps = self.overlaps(names, hashes, now_s=now_s)
-        facts = []
-        for name, (on_device, on_host, in_storage) in zip(names, overlaps, strict=True):
-            replica = known[name]
-            facts.append(
-                CandidateFacts(
-                    name,
-                    prompt_blocks,
-                    on_device,
-                    on_host,
-                    in_storage,
-                    replica.tokens_to_hold / page_size,
-                    replica.tokens_to_compute / page_size,
-                    lora is None or replica.has_adapter(lora),
-                    replica.num_dispatched,
-                )
-            )
-        return facts
+        namespace: PrefixNamespace | None = None,
+    ) -> list[Candidate]:
+        """Return what a prompt costs on replicas. The arguments are those of ``route_prompt``."""
+        groups = self._by_namespace(names, lora) if namespace is None else {namespace: names}
+        model, prompt_blocks = self.cost_model, len(prompt.token_ids) / self.page_size
+        found: list[Candidate] = []
+        for space, members in groups.items():
+            replicas = [self._known[name] for name in members]
+            overlaps = self.overlaps(members, prompt.hashes_in(space), now_s=now_s)
+            costs = {each: model.prefill_cost(prompt_blocks, each) for each in set(overlaps)}
+            found += [
+                Candidate(name, costs[each] + replica.load_cost, each, replica.load_blocks, replica.num_dispatched)
+                for name, replica, each in zip(members, replicas, overlaps, strict=True)
+            ]
+        if lora is None:
+            return found
+        return [
+            each
+            if self._known[each.replica].has_adapter(lora)
+            else msgspec.structs.replace(each, cost=each.cost + model.lora_weight)
+            for each in found
+        ]
 
     def overlaps(
         self, names: Sequence[ReplicaId], hashes: Sequence[int], *, now_s: float
@@ -333,6 +345,9 @@ class KvRouter:
         """
         ranks = [self._known[name].rank for name in names]
         on_device = self._with_speculative(names, ranks, hashes, now_s)
+        if not (self.view.has_blocks(Tier.HOST) or self.view.has_blocks(Tier.STORAGE)):
+            shared = {depth: (depth, 0, 0) for depth in set(on_device)}
+            return [shared[depth] for depth in on_device]
         on_host = self._continued(ranks, hashes, on_device, Tier.HOST)
         up_to_host = list(map(add, on_device, on_host))
         return list(zip(on_device, on_host, self._continued(ranks, hashes, up_to_host, Tier.STORAGE), strict=True))
@@ -342,16 +357,17 @@ class KvRouter:
     ) -> list[int]:
         """Return the length of the prefix whose blocks are each on the device or speculative, for each replica."""
         found = self.view.match_lengths(hashes)
+        depths, sent = [found.get(rank, 0) for rank in ranks], self.speculative.replicas
+        if not sent:
+            return depths
         extend, later = self.speculative.extend, dict[int, dict[int, int]]()
-        self.speculative.expire(now_s)
-        depths = []
-        for name, rank in zip(names, ranks, strict=True):
-            depth = found.get(rank, 0)
-            while (further := extend(name, hashes, depth)) > depth:
+        for place, name in enumerate(names):
+            depth = depths[place]
+            while name in sent and (further := extend(name, hashes, depth, now_s)) > depth:
                 if further < len(hashes) and further not in later:
                     later[further] = self.view.match_lengths(hashes[further:])
-                depth = further + later[further].get(rank, 0) if further in later else further
-            depths.append(depth)
+                depth = further + later[further].get(ranks[place], 0) if further in later else further
+            depths[place] = depth
         return depths
 
     def _continued(self, ranks: Sequence[int], hashes: Sequence[int], depths: Sequence[int], tier: Tier) -> list[int]:
@@ -362,23 +378,23 @@ class KvRouter:
         return [by_depth[depth].get(rank, 0) for rank, depth in zip(ranks, depths, strict=True)]
 
     def _dispatch(
-        self, chosen: Candidate, hashes: tuple[int, ...], num_tokens: int, *, now_s: float, lora: str | None
+        self, chosen: Candidate, prompt: HashedPrompt, space: PrefixNamespace, *, now_s: float, lora: str | None
     ) -> Pick:
         """Count the request on the chosen replica."""
-        facts = chosen.facts
-        replica = self._known[facts.replica]
-        num_uncached = round(self.cost_model.uncached_blocks(facts) * self.page_size)
-        ticket = replica.issue_ticket(num_uncached, num_tokens)
+        replica, (on_device, on_host, in_storage) = self._known[chosen.replica], chosen.overlap
+        hashes, num_tokens = prompt.hashes_in(space), len(prompt.token_ids)
+        uncached_blocks = self.cost_model.uncached_blocks(num_tokens / self.page_size, chosen.overlap)
+        ticket = replica.issue_ticket(round(uncached_blocks * self.page_size), num_tokens)
         if lora is not None:
             replica.note_sent_adapter(lora, ticket)
-        self.speculative.add(facts.replica, hashes[facts.device_blocks :], now_s)
+        self.speculative.add(chosen.replica, hashes[on_device:], now_s)
         return Pick(
-            replica=facts.replica,
+            replica=chosen.replica,
             ticket=(replica.to_hold.dispatcher, ticket),
             block_hashes=hashes,
-            device_blocks=facts.device_blocks,
-            host_blocks=facts.host_blocks,
-            storage_blocks=facts.storage_blocks,
+            device_blocks=on_device,
+            host_blocks=on_host,
+            storage_blocks=in_storage,
             cost=chosen.cost,
         )
 
@@ -433,11 +449,13 @@ class KvRouter:
         self.replicas.on_heartbeat(replica, now_s)
         (self.view if staging is None else staging).apply(known.rank, events)
         self.speculative.on_events(replica, events)
+        weight_key = known.weight_key
         for event in events:
             if isinstance(event, BlockStored):
                 self.num_other_page_sizes += event.block_size != self.page_size
-                if event.lora_name is not None and event.lora_id is not None:
-                    known.note_lora_id(event.lora_name, event.lora_id)
+                known.note_namespace(event)
+        if known.weight_key != weight_key:
+            self._compare_weights()
 
     def clear_blocks(self, replica: ReplicaId) -> None:
         """Forget the blocks of a replica, because its stream cannot be followed. What was sent still counts."""
@@ -471,9 +489,14 @@ class KvRouter:
         self._num_ledgers += 1
         name = f"{self.name}-{self._num_ledgers}"
         self._known[replica] = _Replica(
-            rank=rank, to_compute=DispatchLedger(dispatcher=name), to_hold=DispatchLedger(dispatcher=name)
+            rank=rank,
+            page_size=self.page_size,
+            cost_model=self.cost_model,
+            to_compute=DispatchLedger(dispatcher=name),
+            to_hold=DispatchLedger(dispatcher=name),
         )
         self.replicas.add(replica, now_s)
+        self._compare_weights()
 
     def on_replica_down(self, replica: ReplicaId, now_s: float) -> None:  # noqa: ARG002 - the port's
         """Remove a replica that has failed."""
@@ -486,6 +509,12 @@ class KvRouter:
             self.replicas.remove(replica)
             self.view.clear(known.rank)
             self.speculative.clear(replica)
+            self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        """Note the namespace of the base model's blocks, if it is the same on all replicas, as it nearly always is."""
+        keys = {known.weight_key for known in self._known.values()}
+        self._common_namespace = PrefixNamespace(extra_key=keys.pop()) if len(keys) == 1 else None
 
     def rank_of(self, replica: ReplicaId) -> int | None:
         """Return the number of a replica in the view; None for an unknown one."""

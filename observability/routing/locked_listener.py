@@ -20,6 +20,14 @@ class LockedListener(NullStreamListener):
 
     def __init__(self, inner: StreamListener, lock: AbstractContextManager[object]) -> None:
         self._inner, self._lock = inner, lock
+        self._in_snapshot: set[int] = set()
+
+    def close(self) -> None:
+        """Pass on nothing more, although the subscriber may still be polled. A snapshot that has begun is discarded."""
+        with self._lock:
+            for rank in self._in_snapshot:
+                self._inner.on_snapshot_end(rank, was_used=False)
+            self._inner = NullStreamListener()
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         with self._lock:
@@ -31,8 +39,10 @@ class LockedListener(NullStreamListener):
 
     def on_snapshot_begin(self, rank: int) -> None:
         with self._lock:
+            self._in_snapshot.add(rank)
             self._inner.on_snapshot_begin(rank)
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
         with self._lock:
+            self._in_snapshot.discard(rank)
             self._inner.on_snapshot_end(rank, was_used=was_used)

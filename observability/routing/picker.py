@@ -5,29 +5,46 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from operator import attrgetter
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
-from observability.routing.cost_model import CandidateFacts, ReplicaId
+from observability.routing.cost_model import ReplicaId
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_integer, check_number
+from scheduler_components.validators import check_choice, check_integer, check_number
 
-__all__ = ["BoundedLoad", "Candidate", "LeastCost", "Picker", "PowerOfTwo", "Softmax", "StickySessions"]
+__all__ = [
+    "BoundedLoad",
+    "Candidate",
+    "LeastCost",
+    "Picker",
+    "PickerName",
+    "PowerOfTwo",
+    "Softmax",
+    "StickySessions",
+    "make_picker",
+]
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A replica that can serve the request.
+    """A replica that can serve a request, and what the router knows of it.
 
     Attributes:
-        facts: what the router knows of it.
-        cost: of serving the request there.
+        replica: its id.
+        cost: of serving the request there, in blocks.
+        overlap: leading blocks of the prompt on the device, blocks that follow on the host, and then in storage.
+        load_blocks: blocks that wait there to be computed, and blocks that its requests hold.
+        num_dispatched: requests that were sent there so far.
     """
 
-    facts: CandidateFacts
+    replica: ReplicaId
     cost: float
+    overlap: tuple[int, int, int] = (0, 0, 0)
+    load_blocks: float = 0.0
+    num_dispatched: int = 0
 
 
 class Picker(Protocol):
@@ -43,7 +60,7 @@ class LeastCost:
     """Picks the lowest cost; of equal ones the replica that got the fewest requests, then the first."""
 
     def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
-        return min(candidates, key=_by_cost)
+        return _cheapest(candidates)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +104,7 @@ class PowerOfTwo:
     def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
         if len(candidates) == 1:
             return candidates[0]
-        return min(self.rng.sample(candidates, 2), key=_by_cost)
+        return _cheapest(self.rng.sample(candidates, 2))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,10 +131,10 @@ class BoundedLoad:
             raise ConfigError("factor", self.factor, "is below the mean load", "give a number of at least 1")
 
     def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
-        loads = [candidate.facts.load_blocks for candidate in candidates]
+        loads = [candidate.load_blocks for candidate in candidates]
         # The sum of equal loads divided by their number may be below each of them, by rounding.
         most = max(min(loads), self.factor * math.fsum(loads) / len(loads))
-        within = [candidate for candidate in candidates if candidate.facts.load_blocks <= most]
+        within = [candidate for candidate in candidates if candidate.load_blocks <= most]
         return self.inner.pick(within, session=session, now_s=now_s)
 
 
@@ -162,15 +179,46 @@ class StickySessions:
         known = self._sessions.get(session)
         chosen = None
         if known is not None and now_s < known.expiry_s:
-            chosen = next((each for each in candidates if each.facts.replica == known.replica), None)
+            chosen = next((each for each in candidates if each.replica == known.replica), None)
         if chosen is None:
             chosen = self.inner.pick(candidates, session=session, now_s=now_s)
-        self._sessions[session] = _Session(chosen.facts.replica, now_s + self.ttl_s)
+        self._sessions[session] = _Session(chosen.replica, now_s + self.ttl_s)
         self._sessions.move_to_end(session)
         while len(self._sessions) > self.max_sessions:
             self._sessions.popitem(last=False)
         return chosen
 
 
-def _by_cost(candidate: Candidate) -> tuple[float, int]:
-    return candidate.cost, candidate.facts.num_dispatched
+def _cheapest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the lowest cost; of equal ones the replica that got the fewest requests, then the first."""
+    lowest = min(map(_COST, candidates))
+    return min([each for each in candidates if each.cost == lowest], key=_NUM_DISPATCHED)
+
+
+_COST, _NUM_DISPATCHED = attrgetter("cost"), attrgetter("num_dispatched")
+
+PickerName = Literal["least-cost", "softmax", "power-of-two", "bounded-load", "sticky"]
+"""The pickers that a command offers, each with its defaults."""
+
+_PICKERS: Mapping[PickerName, Callable[[random.Random], Picker]] = {
+    "least-cost": lambda rng: LeastCost(),  # noqa: ARG005
+    "softmax": lambda rng: Softmax(rng=rng),
+    "power-of-two": lambda rng: PowerOfTwo(rng=rng),
+    "bounded-load": lambda rng: BoundedLoad(),  # noqa: ARG005
+    "sticky": lambda rng: StickySessions(),  # noqa: ARG005
+}
+
+
+def make_picker(name: str, rng: random.Random) -> Picker:
+    """Make the picker of a name, with its defaults.
+
+    Args:
+        name: one of ``PickerName``.
+        rng: the source of randomness of the random ones.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    check_choice("picker", name, get_args(PickerName), "is not a picker")
+    make: Callable[[random.Random], Picker] = _PICKERS[name]  # type: ignore[index]  # checked above
+    return make(rng)

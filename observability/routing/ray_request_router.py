@@ -15,6 +15,7 @@ import importlib
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,15 +23,14 @@ from uuid import uuid4
 
 import msgspec
 
-from observability.kv_stream import Subscriber, open_subscriber, parse_addresses, wait_any
-from observability.kv_stream.thread_fair_rlock import FairRLock
-from observability.kv_stream.view import CountingView
+from observability.kv_stream import CountingView, FairRLock, Subscriber, open_subscriber, parse_addresses, wait_any
+from observability.routing.hashed_prompt import HashedPrompt
 from observability.routing.kv_router import KvRouter, Pick
 from observability.routing.locked_listener import LockedListener
 from observability.routing.stream_listener import RouterListener
+from observability.routing.thread_prompt_hashing import hash_prompt
 from scheduler_components import ComponentError, ConfigError
 from scheduler_components._extras import naming_extras
-from scheduler_components.cache import hash_pages
 from scheduler_components.values import LoadSnapshot
 
 with naming_extras:
@@ -42,6 +42,10 @@ __all__ = ["KvRequestRouter", "TokensOf", "token_ids_of"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+
+_MAX_PROMPTS = 4096
+"""Hashed prompts that are kept until Ray says where their requests went. One that was dropped is hashed again."""
+
 _TOKEN_FIELDS = ("prompt_token_ids", "token_ids", "input_ids")
 
 TokensOf: TypeAlias = Callable[[PendingRequest], Sequence[int]]
@@ -64,16 +68,18 @@ def _are_tokens(given: Sequence[object]) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Followed:
-    """A replica, and the streams that it has named."""
+    """A replica, and the thread that follows the stream that it has named."""
 
     stats: Mapping[str, Any] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
+    listener: LockedListener | None = None
     thread: threading.Thread | None = None
 
     def close(self) -> None:
+        """Follow the stream no further. The thread ends later, and passes nothing on."""
         self.stop.set()
-        if self.thread is not None:
-            self.thread.join()
+        if self.listener is not None:
+            self.listener.close()
 
 
 class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not installed where types are checked
@@ -97,6 +103,8 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
         self._tokens_of: TokensOf = _import(tokens_of) if tokens_of else token_ids_of
         self._lock = FairRLock()
         self._followed: dict[str, _Followed] = {}
+        self._ending: list[threading.Thread] = []
+        self._prompts: OrderedDict[str, HashedPrompt] = OrderedDict()
         self._picks: dict[str, Pick] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -118,16 +126,17 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
     ) -> list[list[RunningReplica]]:
         """Return the candidates in the order of their costs, each as a rank of its own."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        tokens = () if pending_request is None else self._tokens_of(pending_request)
-        hashes, now_s = hash_pages(tokens, self._kv.page_size), time.monotonic()
+        prompt = HashedPrompt(token_ids=(), page_size=self._kv.page_size)
+        if pending_request is not None:
+            prompt = await self._hashed(pending_request)
         with self._lock:
             names = [name for name in by_name if name in self._followed]
-            facts = self._kv.facts_of(names, hashes, num_tokens=len(tokens), now_s=now_s)
-        facts.sort(key=lambda each: (self._kv.cost_model.cost(each), each.num_dispatched))
+            found = self._kv.candidates(names, prompt, now_s=time.monotonic())
+        found.sort(key=lambda each: (each.cost, each.num_dispatched))
         unknown = [replica for name, replica in by_name.items() if name not in self._followed]
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # all replicas were considered
-        return [[by_name[str(each.replica)]] for each in facts] + ([unknown] if unknown else [])
+        return [[by_name[str(each.replica)]] for each in found] + ([unknown] if unknown else [])
 
     def on_request_routed(
         self,
@@ -136,13 +145,29 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
         result: object,  # noqa: ARG002 - Ray's
     ) -> None:
         """Count a request at the replica that has accepted it."""
-        tokens, name = self._tokens_of(pending_request), replica_id.unique_id
-        hashes = hash_pages(tokens, self._kv.page_size)
+        name, request_id = replica_id.unique_id, pending_request.metadata.internal_request_id
+        prompt = self._prompts.pop(request_id, None) or self._prompt_of(pending_request)
+        with self._lock:
+            namespaces = tuple(self._kv.namespaces())
+        prompt.hash_in(namespaces)  # usually it is already
         with self._lock:
             others = [other for other in self._followed if other != name]
-            pick = self._kv.route_hashes(hashes, num_tokens=len(tokens), now_s=time.monotonic(), exclude=others)
+            pick = self._kv.route_prompt(prompt, now_s=time.monotonic(), exclude=others)
             if pick is not None:
-                self._picks[pending_request.metadata.internal_request_id] = pick
+                self._picks[request_id] = pick
+
+    async def _hashed(self, request: PendingRequest) -> HashedPrompt:
+        """Return the prompt of a request, hashed in all namespaces, and keep it for ``on_request_routed``."""
+        request_id = request.metadata.internal_request_id
+        prompt = self._prompts.get(request_id) or self._prompt_of(request)
+        await hash_prompt(prompt, self._kv, self._lock)
+        self._prompts[request_id] = prompt
+        while len(self._prompts) > _MAX_PROMPTS:
+            self._prompts.popitem(last=False)
+        return prompt
+
+    def _prompt_of(self, request: PendingRequest) -> HashedPrompt:
+        return HashedPrompt(token_ids=self._tokens_of(request), page_size=self._kv.page_size)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002 - Ray's
         """Stop counting a request."""
@@ -152,14 +177,19 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
                 self._kv.finish(pick)
 
     def close(self) -> None:
-        """Stop to follow all replicas. Ray does not call it: the threads end with the process."""
+        """Stop to follow all replicas, and wait for the threads. Ray does not call it: they end with the process."""
         for name in list(self._followed):
             self._forget(name)
+        for thread in self._ending:
+            thread.join()
 
     def _forget(self, name: str) -> None:
+        """Forget a replica. Its thread ends by itself, because this is Ray's event loop."""
         followed = self._followed.pop(name, None)
         if followed is not None:
             followed.close()
+            ending = (*self._ending, followed.thread)
+            self._ending = [thread for thread in ending if thread is not None and thread.is_alive()]
             with self._lock:
                 self._kv.on_replica_down(name, time.monotonic())
                 self._picks = {request: pick for request, pick in self._picks.items() if pick.replica != name}
@@ -187,7 +217,7 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
             if len(addresses) != 1:  # Ray sends to a replica, which then chooses one of its ranks
                 raise ConfigError("kv_events", len(addresses), "streams cannot be followed", "publish one per replica")
             inner = RouterListener(router=self._kv, replicas={addresses[0].rank: name}, clock=time.monotonic)
-            listener = LockedListener(inner, self._lock)
+            listener = followed.listener = LockedListener(inner, self._lock)
             subscriber = open_subscriber(addresses, listener=listener, view=CountingView())
         except ComponentError as error:
             _log.warning("replica %s is not followed: %s", name, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -86,17 +87,19 @@ class ReplicaSet:
         member = self._members.get(replica)
         if member is None:
             return None
-        if self._is_down(member, now_s):
+        if member.has_failed or member.heard_s < self._oldest_s(now_s):
             return ReplicaState.DOWN
         return ReplicaState.DRAINING if member.is_draining else ReplicaState.UP
 
     def up(self, now_s: float) -> list[ReplicaId]:
         """Return the replicas that may get a request, in the order in which they were added."""
+        oldest_s = self._oldest_s(now_s)
         return [
             replica
             for replica, member in self._members.items()
-            if not member.is_draining and not self._is_down(member, now_s)
+            if not (member.is_draining or member.has_failed) and member.heard_s >= oldest_s
         ]
 
-    def _is_down(self, member: _Member, now_s: float) -> bool:
-        return member.has_failed or (self.silence_s is not None and now_s - member.heard_s > self.silence_s)
+    def _oldest_s(self, now_s: float) -> float:
+        """Return when a replica that is not down gave its last sign of life at the earliest."""
+        return -math.inf if self.silence_s is None else now_s - self.silence_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from observability.routing.cost_model import ReplicaId
@@ -25,6 +25,8 @@ class SpeculativeEntries:
     Attributes:
         ttl_s: after the block was sent. Longer than a request usually waits, or entries end too early.
         max_blocks_per_replica: the oldest entries are dropped beyond it.
+        num_expired: entries whose time was over. They are removed when the next ones of their replica are added.
+        num_dropped: entries beyond the limit.
 
     Raises:
         ConfigError: a size or a time is invalid.
@@ -35,7 +37,6 @@ class SpeculativeEntries:
     num_expired: int = field(default=0, init=False)
     num_dropped: int = field(default=0, init=False)
     _expiries: dict[ReplicaId, OrderedDict[int, float]] = field(default_factory=dict, init=False, repr=False)
-    _next_expiry_s: float = field(default=float("inf"), init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_number("ttl_s", self.ttl_s)
@@ -44,6 +45,11 @@ class SpeculativeEntries:
     def __len__(self) -> int:
         return sum(map(len, self._expiries.values()))
 
+    @property
+    def replicas(self) -> KeysView[ReplicaId]:
+        """The replicas with entries. They change with the entries."""
+        return self._expiries.keys()
+
     def add(self, replica: ReplicaId, hashes: Sequence[int], now_s: float) -> None:
         """Add the blocks of one prompt that were sent, root first. One that is already there expires later."""
         expiries = self._expiries.setdefault(replica, OrderedDict())
@@ -51,10 +57,14 @@ class SpeculativeEntries:
         for block_hash in reversed(hashes):  # so that the end of a prefix is dropped before its beginning
             expiries[block_hash] = expiry_s
             expiries.move_to_end(block_hash)
+        while expiries and next(iter(expiries.values())) <= now_s:
+            expiries.popitem(last=False)
+            self.num_expired += 1
         while len(expiries) > self.max_blocks_per_replica:
             expiries.popitem(last=False)
             self.num_dropped += 1
-        self._next_expiry_s = min(self._next_expiry_s, expiry_s)
+        if not expiries:
+            del self._expiries[replica]
 
     def discard(self, replica: ReplicaId, hashes: Iterable[int]) -> None:
         """Remove blocks, because events name them or the request was not sent."""
@@ -62,6 +72,8 @@ class SpeculativeEntries:
         if expiries:
             for block_hash in hashes:
                 expiries.pop(block_hash, None)
+            if not expiries:
+                del self._expiries[replica]
 
     def on_events(self, replica: ReplicaId, events: Iterable[KVCacheEvent]) -> None:
         """Remove the blocks that a replica stored or removed on its device: from now on the view knows more."""
@@ -75,27 +87,13 @@ class SpeculativeEntries:
         """Remove all blocks of a replica."""
         self._expiries.pop(replica, None)
 
-    def extend(self, replica: ReplicaId, hashes: Sequence[int], depth: int) -> int:
-        """Return how far a prefix that is cached up to ``depth`` blocks goes on in the entries of a replica.
-
-        Call ``expire`` before.
-        """
+    def extend(self, replica: ReplicaId, hashes: Sequence[int], depth: int, now_s: float) -> int:
+        """Return how far a prefix that is cached up to ``depth`` blocks goes on in the entries of a replica."""
         expiries = self._expiries.get(replica)
         if expiries:
-            while depth < len(hashes) and hashes[depth] in expiries:
+            while depth < len(hashes) and expiries.get(hashes[depth], now_s) > now_s:
                 depth += 1
         return depth
-
-    def expire(self, now_s: float) -> None:
-        """Remove the entries whose time is over."""
-        if now_s < self._next_expiry_s:
-            return
-        for expiries in self._expiries.values():
-            while expiries and next(iter(expiries.values())) <= now_s:
-                expiries.popitem(last=False)
-                self.num_expired += 1
-        firsts = [next(iter(expiries.values())) for expiries in self._expiries.values() if expiries]
-        self._next_expiry_s = min(firsts, default=float("inf"))
 
 
 def _is_on_device(event: BlockStored | BlockRemoved) -> bool:

@@ -33,6 +33,8 @@ __all__ = [
     "unpack_tokens",
     "DEFAULT_NAMESPACE",
     "PrefixNamespace",
+    "weight_key_of",
+    "weight_namespace",
 ]
 
 TOKEN_BYTES = 4
@@ -171,6 +173,9 @@ DEFAULT_NAMESPACE = PrefixNamespace()
 """The base model without a salt or an extra key."""
 
 
+_WEIGHT_KEY = "weight_version="
+
+
 def weight_namespace(weight_version: str) -> PrefixNamespace:
     """Return the cache namespace of these weights: part of each block's hash, and published as its extra key.
 
@@ -178,4 +183,14 @@ def weight_namespace(weight_version: str) -> PrefixNamespace:
     """
     if weight_version == DEFAULT_WEIGHT_VERSION:
         return DEFAULT_NAMESPACE
-    return PrefixNamespace(extra_key=f"weight_version={weight_version}")
+    return PrefixNamespace(extra_key=_WEIGHT_KEY + weight_version)
+
+
+def weight_key_of(extra_keys: Sequence[Sequence[object] | None] | None) -> str | None:
+    """Return the extra key of updated weights in the ``extra_keys`` of a stored block; None for the first weights.
+
+    Extra keys of another kind, such as vLLM's hashes of images, are none.
+    """
+    first = extra_keys[0] if extra_keys else None
+    key = first[0] if first else None
+    return key if isinstance(key, str) and key.startswith(_WEIGHT_KEY) else None

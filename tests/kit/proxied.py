@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from kit.fake_engine import FakeEngine, served_engine
 from kit.waiting import DEADLINE_S
-from observability.routing import KvRouter
+from observability.routing import KvRouter, PickerName, make_picker
 from scheduler_components.reference.engine.frontend.access import AccessPolicy
-from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_components.reference.engine.frontend.http_body import BodyReceiver
+from scheduler_components.reference.engine.frontend.http_server import STALL_TIMEOUT_S, bind_http, open_http_server
 from scheduler_components.reference.proxy.config import ProxyConfig
 from scheduler_components.reference.proxy.http_app import make_proxy_app
 from scheduler_components.reference.proxy.http_fleet import Fleet, open_fleet
@@ -48,26 +50,35 @@ class Proxied:
 
 
 @asynccontextmanager
-async def following(*urls: str, **settings: object) -> AsyncIterator[Fleet]:
+async def following(*urls: str, picker: PickerName = "least-cost", **settings: object) -> AsyncIterator[Fleet]:
     """Follow engines at these URLs, with short intervals."""
+
+    def make_router(page_size: int) -> KvRouter:
+        return KvRouter(page_size=page_size, picker=make_picker(picker, random.Random(0)))
+
     config = ProxyConfig(urls=urls, **{**_QUICK, **settings})  # type: ignore[arg-type]  # as a test gives them
-    async with open_fleet(config, make_router=lambda page_size: KvRouter(page_size=page_size)) as fleet:
+    async with open_fleet(config, make_router=make_router) as fleet:
         yield fleet
 
 
 @asynccontextmanager
 async def proxied(
-    *engines: FakeEngine, access: AccessPolicy | None = None, **settings: object
+    *engines: FakeEngine,
+    access: AccessPolicy | None = None,
+    picker: PickerName = "least-cost",
+    bodies: BodyReceiver | None = None,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    **settings: object,
 ) -> AsyncIterator[Proxied]:
     """Serve a proxy in front of engines, and wait until it has found those that are ready."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(served_engine(engine)) for engine in engines]
-        fleet = await stack.enter_async_context(following(*urls, **settings))
-        endpoint, registry = ProxyEndpoint(fleet=fleet), CollectorRegistry()
+        fleet = await stack.enter_async_context(following(*urls, picker=picker, **settings))
+        endpoint, registry = ProxyEndpoint(fleet=fleet, bodies=bodies or BodyReceiver()), CollectorRegistry()
         ProxyCollector(registry, endpoint)
         listener = stack.enter_context(bind_http("127.0.0.1", 0))
         app = make_proxy_app(endpoint, registry, access=access)
-        server = await stack.enter_async_context(open_http_server(app, listener))
+        server = await stack.enter_async_context(open_http_server(app, listener, stall_timeout_s=stall_timeout_s))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S))
         await until(lambda: fleet.num_ready == sum(engine.is_ready for engine in engines))
         yield Proxied(fleet=fleet, endpoint=endpoint, client=client)

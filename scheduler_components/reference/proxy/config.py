@@ -50,6 +50,7 @@ class ProxyConfig:
         stream_keys: CURVE keys of this client of the engines' streams; None for streams without authentication.
         max_requests: open requests; further ones get 503.
         max_pending_bytes: limit of the bodies of open requests in memory.
+        max_answer_bytes: limit of the answers of engines in memory, beyond the first 64 KiB of each.
         max_attempts: how many replicas may receive one request, if the first ones fail before they answer.
         connect_timeout_s: longest time to connect to an engine.
         answer_timeout_s: longest silence of an engine that serves a request. OpenAI's clients wait as long.
@@ -70,6 +71,7 @@ class ProxyConfig:
     stream_keys: CurveClientKeys | None = None
     max_requests: int = attrs.field(default=MAX_REQUESTS, validator=integer_validator())
     max_pending_bytes: int = attrs.field(default=256 * 2**20, validator=integer_validator())
+    max_answer_bytes: int = attrs.field(default=256 * 2**20, validator=integer_validator())
     max_attempts: int = attrs.field(default=3, validator=integer_validator())
     connect_timeout_s: float = attrs.field(default=2.0, validator=_positive)
     answer_timeout_s: float = attrs.field(default=ANSWER_TIMEOUT_S, validator=_positive)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -15,16 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from observability import error_response, render_metrics
-from scheduler_components import ComponentError, __version__
+from scheduler_components import __version__
 from scheduler_components.reference.engine.frontend.access import AccessPolicy, RouteAccess
 from scheduler_components.reference.engine.frontend.http_access import AccessGuard, ApiRoute
-from scheduler_components.reference.proxy.http_fleet import Engine, EngineState, Fleet
+from scheduler_components.reference.proxy.http_fleet import Engine, Fleet
 from scheduler_components.reference.proxy.http_proxy import FORWARDED_PATHS, GENERATING_PATHS, ProxyEndpoint
 
 __all__ = ["GENERATING_PATHS", "make_proxy_app", "proxy_status"]
 
 _MODELS = "/v1/models"
-_JSON = "application/json"
 
 
 def make_proxy_app(
@@ -40,15 +38,13 @@ def make_proxy_app(
     fleet = endpoint.fleet
 
     async def models(_: Request) -> Response:
-        """The models that the engines serve, as one of them says."""
-        return await _ask_an_engine(fleet, _MODELS)
+        """The models of all engines that take requests."""
+        return _json({"object": "list", "data": list(fleet.models().values())})
 
     async def model(request: Request) -> Response:
         """One of these models."""
-        name = str(request.path_params["model"])
-        if not _can_be_asked_for(name):
-            return error_response(404, "a model name has no empty part, no '.' or '..' and only printable characters")
-        return await _ask_an_engine(fleet, f"{_MODELS}/{quote(name)}")
+        found = fleet.models().get(str(request.path_params["model"]))
+        return error_response(404, "no engine that takes requests has this model") if found is None else _json(found)
 
     async def health(_: Request) -> Response:
         """Liveness of the proxy itself."""
@@ -87,21 +83,8 @@ def make_proxy_app(
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _respond_to_http_error})
 
 
-def _can_be_asked_for(name: str) -> bool:
-    """Return whether a path of an engine with this model name at its end is still one of its models."""
-    return name.isprintable() and not any(part in ("", ".", "..") for part in name.split("/"))
-
-
-async def _ask_an_engine(fleet: Fleet, path: str) -> Response:
-    """Pass on what the first engine answers that is up."""
-    for engine in fleet.engines:
-        if engine.state is EngineState.UP:
-            try:
-                status, body = await engine.client.get(path)
-            except ComponentError:
-                continue  # the poll finds out what is wrong with it
-            return Response(body, status, media_type=_JSON)
-    return error_response(503, "no replica takes requests now; try again later")
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 async def _respond_to_http_error(_: Request, error: Exception) -> Response:

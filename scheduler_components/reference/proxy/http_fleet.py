@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,18 +22,20 @@ import msgspec
 
 from observability.kv_stream import (
     AsyncSubscriber,
+    CountingView,
+    FairRLock,
     NoStreamsError,
     open_async_subscriber,
     parse_addresses,
 )
-from observability.kv_stream.thread_fair_rlock import FairRLock
-from observability.kv_stream.view import CountingView
-from observability.routing import KvRouter, LockedListener, Pick, ReplicaId, RouterListener
+from observability.kv_stream.stream_stats import MAX_STREAMS
+from observability.routing import HashedPrompt, KvRouter, LockedListener, Pick, ReplicaId, RouterListener
+from observability.routing.thread_prompt_hashing import hash_prompt
 from scheduler_components import ComponentError, ConfigError, DecodeError
 from scheduler_components.kv_events import StreamAddress
+from scheduler_components.reference.proxy.answer_memory import AnswerMemory, AnswerMemoryError
 from scheduler_components.reference.proxy.config import ProxyConfig
 from scheduler_components.reference.proxy.http_replica import (
-    MAX_RANKS,
     EngineClient,
     EngineDownError,
     ReplicaError,
@@ -41,7 +43,7 @@ from scheduler_components.reference.proxy.http_replica import (
 )
 from scheduler_components.reference.proxy.routing_fields import MAX_KEY_CHARACTERS, RoutingFields
 
-__all__ = ["MAX_HASHED_TOKENS", "Engine", "EngineState", "Fleet", "Placement", "Replica", "ReplicaStats", "open_fleet"]
+__all__ = ["Engine", "EngineState", "Fleet", "Placement", "Replica", "ReplicaStats", "open_fleet"]
 
 _log = logging.getLogger("scheduler_components.proxy")
 
@@ -52,8 +54,8 @@ _CONTACT_S = 1.0
 _SETTLE_S = 0.25
 """A load report that comes so long after a request was sent counts it: the engine has had the time to queue it."""
 
-MAX_HASHED_TOKENS = 2**18
-"""A longer prompt is placed as if it ended there: a client must not hold up the others with a prompt of any length."""
+_MAX_TOKENIZED_BYTES = 4 * 2**20
+"""A longer text is routed by load: its tokens would fill the memory, and few of them count."""
 
 _MAX_UNCOUNTED = 100_000
 _MAX_SESSIONS = 65_536
@@ -71,7 +73,7 @@ class _Info(msgspec.Struct, frozen=True):
     """The part of ``/server_info`` that the proxy reads, besides ``kv_events``."""
 
     page_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
-    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 1
 
 
 class _Description(msgspec.Struct, frozen=True):
@@ -82,16 +84,18 @@ class _Description(msgspec.Struct, frozen=True):
         page_size: tokens per page.
         ranks: data-parallel ranks, each with its own cache.
         adapters: names of the adapters that it serves.
+        models: what it lists as models, by id.
     """
 
     addresses: tuple[StreamAddress, ...]
     page_size: int
     ranks: tuple[int, ...]
     adapters: frozenset[str]
+    models: Mapping[str, msgspec.Raw]
 
     def is_followed_as(self, other: _Description) -> bool:
         """Return whether an engine can be followed further. Adapters come and go while it serves requests."""
-        return self == msgspec.structs.replace(other, adapters=self.adapters)
+        return self == msgspec.structs.replace(other, adapters=self.adapters, models=self.models)
 
 
 @dataclass(slots=True)
@@ -149,6 +153,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
         problem: why it gets none.
         replicas: its ranks.
         adapters: names of the adapters that it serves.
+        models: what it lists as models, by id, as JSON.
         subscriber: follows its streams; None without streams, or while it is down.
         lost: set when it goes down. Requests that have no answer then go elsewhere.
         check_now: set to poll it without waiting for the interval.
@@ -160,6 +165,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
     problem: str = "has not answered yet"
     replicas: Mapping[int, Replica] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
+    models: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     subscriber: AsyncSubscriber | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -174,14 +180,18 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
     def is_data_parallel(self) -> bool:
         return len(self.replicas) > 1
 
-    def begin(self, ranks: Iterable[int], adapters: frozenset[str]) -> None:
+    def begin(self, description: _Description) -> None:
         """Note that the engine is back. Its ranks keep their counters."""
-        self.replicas = {rank: self._replica(rank) for rank in ranks}
-        self.adapters = adapters
+        self.replicas = {rank: self._replica(rank) for rank in description.ranks}
+        self.describe(description)
         self.lost = asyncio.Event()
         self.state, self.problem = EngineState.NOT_READY, "has not said that it is ready"
         for replica in self.replicas.values():
             replica.begin()
+
+    def describe(self, description: _Description) -> None:
+        """Note what the engine serves now."""
+        self.adapters, self.models = description.adapters, description.models
 
     def end(self) -> bool:
         """Note that the engine is lost. Return False if it was already."""
@@ -194,7 +204,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
         return True
 
     def _replica(self, rank: int) -> Replica:
-        return self._known.setdefault(rank, Replica(id=self.number * MAX_RANKS + rank, rank=rank))
+        return self._known.setdefault(rank, Replica(id=self.number * MAX_STREAMS + rank, rank=rank))
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -214,6 +224,7 @@ class Fleet:
         engines: in the order of their URLs.
         make_router: creates the router when the first engine has said its page size.
         clock: monotonic seconds.
+        answers: bounds the memory of what the engines answer.
         num_unknown_prompts: prompts whose tokens no engine said.
     """
 
@@ -221,18 +232,36 @@ class Fleet:
     engines: Sequence[Engine]
     make_router: Callable[[int], KvRouter]
     clock: Callable[[], float] = time.monotonic
+    answers: AnswerMemory = field(init=False)
     num_unknown_prompts: int = field(default=0, init=False)
     _sessions: OrderedDict[str, Engine] = field(default_factory=OrderedDict, init=False, repr=False)
     _router: KvRouter | None = field(default=None, init=False, repr=False)
     _lock: FairRLock = field(default_factory=FairRLock, init=False, repr=False)
     _last_tokenizer: int = field(default=-1, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self.answers = AnswerMemory(max_bytes=self.config.max_answer_bytes)
+
     @property
     def num_ready(self) -> int:
         """The number of engines that take requests."""
         return sum(engine.state is EngineState.UP for engine in self.engines)
 
+    def models(self) -> Mapping[str, msgspec.Raw]:
+        """Return the models of the engines that take requests, by id, as the first one of them describes each."""
+        found: dict[str, msgspec.Raw] = {}
+        for engine in self.engines:
+            if engine.state is EngineState.UP:
+                found |= {name: each for name, each in engine.models.items() if name not in found}
+        return found
+
     # --- choosing ---
+
+    async def prompt_of(self, fields: RoutingFields) -> HashedPrompt:
+        """Return the prompt of a request, to place it; without tokens if no engine says them."""
+        tokens = await self.tokens_of(fields)
+        page_size = _DEFAULT_PAGE_SIZE if self._router is None else self._router.page_size
+        return HashedPrompt(token_ids=tokens, page_size=page_size)
 
     async def tokens_of(self, fields: RoutingFields) -> Sequence[int]:
         """Return the tokens of a request's prompt; none if no engine says them, and then the load alone decides."""
@@ -240,16 +269,20 @@ class Fleet:
             return fields.token_ids
         if not fields.tokenize_body:
             return ()
+        if len(fields.tokenize_body) > _MAX_TOKENIZED_BYTES:
+            self.num_unknown_prompts += 1
+            return ()
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.tokenize_timeout_s):
                 for engine in self._tokenizers():
                     try:
-                        return await engine.client.tokenize(fields.tokenize_body)
+                        with self.answers.open() as held:
+                            return await engine.client.tokenize(fields.tokenize_body, held)
                     except EngineDownError as error:
                         engine.check_now.set()
                         if not error.is_refused:
                             break  # the prompt may be what it fails at
-                    except ReplicaError as error:
+                    except (ReplicaError, AnswerMemoryError) as error:
                         _log.info("%s", error)
                         break  # another engine would refuse the prompt, too
         self.num_unknown_prompts += 1
@@ -262,31 +295,36 @@ class Fleet:
         first = self._last_tokenizer % len(ready) if ready else 0
         return ready[first:] + ready[:first]
 
-    def place(
-        self, tokens: Sequence[int], fields: RoutingFields, *, exclude: Collection[Engine] = ()
+    async def place(
+        self, prompt: HashedPrompt, fields: RoutingFields, *, exclude: Collection[Engine] = ()
     ) -> Placement | None:
         """Choose the replica of a request among engines that are not in ``exclude``; None if none takes requests.
+
+        The prompt is hashed without the router's lock. A long one is hashed in a thread.
 
         Raises:
             ConfigError: the request is a turn of a session that is not open.
         """
-        router, now_s, tokens = self._router, self.clock(), tokens[:MAX_HASHED_TOKENS]
+        router, lora = self._router, self._adapter(fields)
         if router is None:
             return None
+        await hash_prompt(prompt, router, self._lock, lora=lora)
         session = fields.open_session
         if session is None and fields.new_session in self._sessions:
             session = fields.new_session  # its engine refuses to open it again
         if session is not None:
             exclude = [*exclude, *self._others(session)]
+        elif any(lora in engine.adapters for engine in self.engines):
+            exclude = [*exclude, *(engine for engine in self.engines if lora not in engine.adapters)]
         excluded = frozenset(replica.id for engine in exclude for replica in engine.replicas.values())
-        lora = self._adapter(fields)
+        now_s = self.clock()
         with self._lock:
-            pick = router.route_tokens(tokens, now_s=now_s, session=fields.session, lora=lora, exclude=excluded)
+            pick = router.route_prompt(prompt, now_s=now_s, session=fields.session, lora=lora, exclude=excluded)
         if pick is None:
             return None
         assert isinstance(pick.replica, int), "the fleet names replicas by numbers"
-        engine = self.engines[pick.replica // MAX_RANKS]
-        replica = engine.replicas[pick.replica % MAX_RANKS]
+        engine = self.engines[pick.replica // MAX_STREAMS]
+        replica = engine.replicas[pick.replica % MAX_STREAMS]
         replica.uncounted.append((now_s, *pick.ticket))
         replica.stats.picks += 1
         replica.stats.prompt_blocks += len(pick.block_hashes)
@@ -387,7 +425,10 @@ class Fleet:
             addresses = ()
         page_size = next((each.block_size for each in addresses if each.block_size), info.page_size)
         ranks = tuple(address.rank for address in addresses) or tuple(range(info.dp_size))
-        return _Description(addresses, page_size or _DEFAULT_PAGE_SIZE, ranks, await engine.client.adapters())
+        client = engine.client
+        return _Description(
+            addresses, page_size or _DEFAULT_PAGE_SIZE, ranks, await client.adapters(), await client.models()
+        )
 
     def _begin(self, engine: Engine, description: _Description) -> RouterListener:
         """Add the replicas of an engine to the router, which sends them nothing yet. Return its streams' listener.
@@ -401,7 +442,7 @@ class Fleet:
         if router.page_size != description.page_size:
             sizes = f"pages of {description.page_size} tokens, and the first engine has pages of {router.page_size}"
             raise ReplicaError(f"{engine.url} has {sizes}; start all engines with one page size")
-        engine.begin(description.ranks, description.adapters)
+        engine.begin(description)
         with self._lock:
             for replica in engine.replicas.values():
                 router.on_replica_up(replica.id, now_s)
@@ -454,7 +495,8 @@ class Fleet:
                     if not found.is_followed_as(description):
                         _log.warning("%s describes itself differently now, and is followed again", engine.url)
                         return
-                    engine.adapters, described_s = found.adapters, self.clock()
+                    engine.describe(found)
+                    described_s = self.clock()
                 num_failed = 0
             except ComponentError as error:
                 num_failed += 1

@@ -27,6 +27,7 @@ from scheduler_components.reference.engine.frontend.http_body import (
     run_until_disconnected,
 )
 from scheduler_components.reference.engine.frontend.http_openai import RANK_HEADER
+from scheduler_components.reference.proxy.answer_memory import AnswerMemoryError, HeldAnswer
 from scheduler_components.reference.proxy.http_fleet import Engine, Fleet, Placement
 from scheduler_components.reference.proxy.http_replica import EngineDownError, ReplicaError
 from scheduler_components.reference.proxy.routing_fields import RoutingFields, read_routing_fields, read_session_id
@@ -59,6 +60,9 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_EVENT_BYTES = 4 * 2**20
 """Limit of one server-sent event, which is held until it is complete."""
 
+_WRITE_BYTES = 256 * 2**10
+"""A long answer is written in parts, each when the client has taken most of the last one."""
+
 _CLIENT_ERRORS = range(400, 500)
 _RETRY_AFTER = {"retry-after": "1"}
 
@@ -75,7 +79,8 @@ class ProxyCounters:
         refused: requests beyond the limit, or while the proxy stops.
         retried: attempts after the first one of a request.
         unplaced: requests that no replica could take.
-        cut: answers that ended early because the engine failed.
+        cut: answers that ended early because the engine failed, or because other answers filled the memory.
+        answers_refused: answers that were not passed on whole, because other answers filled the memory.
     """
 
     open: int = 0
@@ -84,10 +89,11 @@ class ProxyCounters:
     retried: int = 0
     unplaced: int = 0
     cut: int = 0
+    answers_refused: int = 0
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _Exchange:  # noqa: SCH003 - all that an attempt needs, and how far it is
     """One request of a client, and how far its answer is.
 
     Attributes:
@@ -96,6 +102,7 @@ class _Exchange:
         body: of the request, for each attempt.
         fields: what chooses the replica.
         send: sends to the client.
+        held: the memory of its answer.
         has_opened: whether an engine has opened the session that it asks for.
         status: that the client has received; None before it.
     """
@@ -105,6 +112,7 @@ class _Exchange:
     body: bytes | bytearray
     fields: RoutingFields
     send: Send
+    held: HeldAnswer
     has_opened: bool = False
     status: int | None = None
 
@@ -132,7 +140,10 @@ class _Exchange:
     async def respond(self, response: Response) -> None:
         response.headers[_REQUEST_ID] = self.request_id
         await self.begin(response.status_code, dict(response.headers))
-        await self.write(bytes(response.body), is_last=True)
+        body = bytes(response.body)
+        for first in range(0, len(body), _WRITE_BYTES):
+            await self.write(body[first : first + _WRITE_BYTES])
+        await self.write(b"", is_last=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,18 +206,19 @@ class ProxyEndpoint:
                 path = request.scope["path"]
                 fields = _fields_of(path, body)
                 headers = _request_headers(request)
-                exchange = _Exchange(path=path, headers=headers, body=body, fields=fields, send=send)
-                await run_until_disconnected(request.receive, self._answer(exchange))
+                with self.fleet.answers.open() as held:
+                    exchange = _Exchange(path=path, headers=headers, body=body, fields=fields, send=send, held=held)
+                    await run_until_disconnected(request.receive, self._answer(exchange))
         except ComponentError as error:
             await component_error_response(error)(request.scope, request.receive, send)
 
     async def _answer(self, exchange: _Exchange) -> None:
         """Let replicas serve the request, one after another, until one has answered."""
-        tokens = await self.fleet.tokens_of(exchange.fields)
+        prompt = await self.fleet.prompt_of(exchange.fields)
         failed: list[Engine] = []
         refusal: Response | None = None
         while len(failed) < self.fleet.config.max_attempts:
-            placement = self.fleet.place(tokens, exchange.fields, exclude=failed)
+            placement = await self.fleet.place(prompt, exchange.fields, exclude=failed)
             if placement is None:
                 break
             self.counters.retried += bool(failed)
@@ -239,6 +251,13 @@ class ProxyEndpoint:
             self.fleet.finish(placement)
             await exchange.respond(error_response(504, "the engine did not answer in time"))
             return None
+        except AnswerMemoryError as error:
+            self.fleet.finish(placement)
+            self.counters.answers_refused += 1
+            full = error_response(503, str(error))
+            full.headers.update(_RETRY_AFTER)
+            await exchange.respond(full)
+            return None
         except ReplicaError:
             self.fleet.finish(placement)
             await exchange.respond(error_response(502, "the engine's answer cannot be passed on"))
@@ -259,6 +278,7 @@ class ProxyEndpoint:
         """Let one replica serve the request. Return its refusal, if it takes no requests now.
 
         Raises:
+            AnswerMemoryError: other answers fill the memory, and the client has received nothing.
             EngineDownError: the engine failed, and the client has received nothing.
             ReplicaError: its answer is too long, and the client has received nothing.
             TimeoutError: it was silent for too long, and the client has received nothing.
@@ -278,7 +298,7 @@ class ProxyEndpoint:
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._pass_events(exchange, engine, lost, answer, sent)
                 return None
-            body = await _unless_lost(lost, engine.client.read(answer, max_bytes=_MAX_ANSWER_BYTES))
+            body = await _unless_lost(lost, engine.client.read(answer, exchange.held, max_bytes=_MAX_ANSWER_BYTES))
         if answer.status_code == httpx.codes.OK:
             self._note_session(exchange, engine, body)
         response = Response(body, answer.status_code, sent)
@@ -304,19 +324,21 @@ class ProxyEndpoint:
     ) -> None:
         """Pass on whole events as they arrive. An engine that fails later ends the stream with an error event."""
         try:
-            async with aclosing(engine.client.events(answer, max_bytes=_MAX_EVENT_BYTES)) as events:
+            async with aclosing(engine.client.events(answer, exchange.held, max_bytes=_MAX_EVENT_BYTES)) as events:
                 event = await _unless_lost(lost, anext(events, b""))
                 await exchange.begin(answer.status_code, headers)
                 while event:
                     await exchange.write(event)
                     event = await _unless_lost(lost, anext(events, b""))
-        except (EngineDownError, TimeoutError) as error:
+        except (AnswerMemoryError, EngineDownError, TimeoutError) as error:
             if not exchange.has_begun:
                 raise
             self.counters.cut += 1
-            engine.check_now.set()
-            text = "the engine was silent for too long" if isinstance(error, TimeoutError) else "the engine failed"
-            await exchange.write(b"data: " + bytes(error_response(502, text).body) + b"\n\ndata: [DONE]\n\n")
+            if isinstance(error, AnswerMemoryError):
+                self.counters.answers_refused += 1
+            else:
+                engine.check_now.set()
+            await exchange.write(b"data: " + bytes(_cut_response(error).body) + b"\n\ndata: [DONE]\n\n")
         await exchange.write(b"", is_last=True)
 
 
@@ -332,6 +354,14 @@ async def _unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
         task.cancel()
         waiting.cancel()
         await asyncio.gather(task, waiting, return_exceptions=True)
+
+
+def _cut_response(error: Exception) -> Response:
+    """Return what a client receives at the end of a stream that ended early."""
+    if isinstance(error, AnswerMemoryError):
+        return error_response(503, str(error))
+    reason = "the engine was silent for too long" if isinstance(error, TimeoutError) else "the engine failed"
+    return error_response(502, reason)
 
 
 def _fields_of(path: str, body: bytes | bytearray) -> RoutingFields:

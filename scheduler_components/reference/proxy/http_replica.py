@@ -7,6 +7,7 @@ time, and its values are checked, so an engine that fails or lies costs its own 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ import httpx
 import msgspec
 
 from observability.kv_stream import escape_unprintable
+from observability.kv_stream.stream_stats import MAX_STREAMS
 from scheduler_components import ComponentError
+from scheduler_components.reference.proxy.answer_memory import HeldAnswer
 from scheduler_components.reference.proxy.config import ProxyConfig
+from scheduler_components.reference.proxy.routing_fields import MAX_HASHED_TOKENS
 from scheduler_components.values import LoadSnapshot
 
-__all__ = ["MAX_RANKS", "EngineClient", "EngineDownError", "ReplicaError", "open_engine_client"]
+__all__ = ["EngineClient", "EngineDownError", "ReplicaError", "open_engine_client"]
 
 _MAX_ANSWER_BYTES = 4 * 2**20
 """SGLang's ``/server_info`` with all flags and internal states has 20 KB."""
@@ -29,11 +33,11 @@ _TOKENS_BASE_BYTES = 256 * 2**10
 _BYTES_PER_TOKEN = 12
 """Ten digits, a comma and a space. A prompt has at most one token per byte; a chat template adds a few thousand."""
 
+_MAX_MODELS_BYTES = 2**20
+"""Some 4,000 models and adapters. The proxy keeps them for each engine."""
+
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _MAX_SHOWN = 200
-
-MAX_RANKS = 1024
-"""Data-parallel ranks of one engine."""
 
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -62,7 +66,15 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 class _Loads(msgspec.Struct, frozen=True):
-    loads: Annotated[list[LoadSnapshot], msgspec.Meta(max_length=MAX_RANKS)]
+    loads: Annotated[list[LoadSnapshot], msgspec.Meta(max_length=MAX_STREAMS)]
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[msgspec.Raw]
 
 
 class _ModelInfo(msgspec.Struct, frozen=True):
@@ -89,10 +101,6 @@ class EngineClient:
         """Return ``/server_info`` as JSON. Raises ReplicaError."""
         return await self._decoded("/server_info", Any)
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Return the status and the body of a page. Raises ReplicaError."""
-        return await self._ask("GET", path)
-
     async def adapters(self) -> frozenset[str]:
         """Return the names of the adapters that the engine serves; none for an engine that does not list them.
 
@@ -105,6 +113,20 @@ class EngineClient:
         if status != httpx.codes.OK:
             raise ReplicaError(f"{self.url}/model_info answers {status}")
         return frozenset(self._decode("/model_info", body, _ModelInfo).adapters)
+
+    async def models(self) -> Mapping[str, msgspec.Raw]:
+        """Return the objects of ``/v1/models`` by id, as JSON; none for an engine that does not list them.
+
+        Raises:
+            ReplicaError: the engine does not answer, or with an error of its own.
+        """
+        status, body = await self._ask("GET", "/v1/models", max_bytes=_MAX_MODELS_BYTES)
+        if httpx.codes.is_client_error(status):  # it has no such route
+            return {}
+        if status != httpx.codes.OK:
+            raise ReplicaError(f"{self.url}/v1/models answers {status}")
+        listed = self._decode("/v1/models", body, _Models).data
+        return {self._decode("/v1/models", bytes(each), _Model).id: each.copy() for each in listed}
 
     async def is_ready(self) -> bool:
         """Return whether the engine takes requests: ``/ready``, or ``/health`` of an engine without that route.
@@ -121,13 +143,18 @@ class EngineClient:
         """Return the newest load of each DP rank. Raises ReplicaError."""
         return (await self._decoded("/v1/loads?include=core,lora", _Loads)).loads
 
-    async def tokenize(self, body: bytes) -> Sequence[int]:
-        """Return the tokens of a prompt. Raises ReplicaError, also for an engine without ``/tokenize``."""
+    async def tokenize(self, body: bytes, held: HeldAnswer) -> Sequence[int]:
+        """Return the first ``MAX_HASHED_TOKENS`` tokens of a prompt.
+
+        Raises:
+            ReplicaError: the engine does not say them, or has no ``/tokenize``.
+            AnswerMemoryError: other answers fill the memory.
+        """
         limit, timeout_s = _TOKENS_BASE_BYTES + _BYTES_PER_TOKEN * len(body), self.tokenize_timeout_s
-        status, answer = await self._ask("POST", "/tokenize", body, timeout_s=timeout_s, max_bytes=limit)
+        status, answer = await self._ask("POST", "/tokenize", body, timeout_s=timeout_s, max_bytes=limit, held=held)
         if status != httpx.codes.OK:
             raise ReplicaError(f"{self.url}/tokenize answers {status}")
-        return self._decode("/tokenize", answer, _Tokens).tokens
+        return array("I", self._decode("/tokenize", answer, _Tokens).tokens[:MAX_HASHED_TOKENS])
 
     @asynccontextmanager
     async def forward(
@@ -151,10 +178,11 @@ class EngineClient:
         finally:
             await response.aclose()
 
-    async def read(self, response: httpx.Response, *, max_bytes: int) -> bytes:
+    async def read(self, response: httpx.Response, held: HeldAnswer, *, max_bytes: int) -> bytes:
         """Return the whole body of a forwarded response.
 
         Raises:
+            AnswerMemoryError: other answers fill the memory.
             EngineDownError: the connection ended before it was complete.
             ReplicaError: it is too long.
             TimeoutError: as ``forward``.
@@ -163,28 +191,32 @@ class EngineClient:
         async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
                 body += chunk
+                held.resize(len(body))
                 if len(body) > max_bytes:
                     raise ReplicaError(f"{self.url}: an answer is over {max_bytes} bytes")
         return bytes(body)
 
-    async def events(self, response: httpx.Response, *, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, response: httpx.Response, held: HeldAnswer, *, max_bytes: int
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the whole server-sent events of a forwarded response as they arrive, one or more at a time.
 
         A client must not receive half an event. One of more than ``max_bytes`` is yielded in parts.
 
         Raises:
-            EngineDownError, TimeoutError: as ``read``.
+            AnswerMemoryError, EngineDownError, TimeoutError: as ``read``.
         """
-        held = b""
+        text = b""
         async with aclosing(self._chunks(response)) as chunks:
             async for chunk in chunks:
-                held += chunk
-                whole = len(held) if len(held) > max_bytes else _length_of_whole_events(held)
+                text += chunk
+                held.resize(len(text))
+                whole = len(text) if len(text) > max_bytes else _length_of_whole_events(text)
                 if whole:
-                    yield held[:whole]
-                    held = held[whole:]
-        if held:
-            yield held
+                    yield text[:whole]
+                    text = text[whole:]
+        if text:
+            yield text
 
     async def _chunks(self, response: httpx.Response) -> AsyncGenerator[bytes, None]:
         try:
@@ -219,10 +251,12 @@ class EngineClient:
         *,
         timeout_s: float | None = None,
         max_bytes: int = _MAX_ANSWER_BYTES,
+        held: HeldAnswer | None = None,
     ) -> tuple[int, bytes]:
         """Return the status and the whole body of an answer to the proxy itself.
 
         Raises:
+            AnswerMemoryError: ``held`` cannot grow.
             EngineDownError: there was none in time.
             ReplicaError: it is too long.
         """
@@ -235,6 +269,8 @@ class EngineClient:
             ):
                 async for chunk in answer.aiter_raw():
                     body += chunk
+                    if held is not None:
+                        held.resize(len(body))
                     if len(body) > max_bytes:
                         raise ReplicaError(f"{self.url}{path} is over {max_bytes} bytes")
         except httpx.HTTPError as error:

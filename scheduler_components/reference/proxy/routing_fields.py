@@ -6,6 +6,7 @@ its own sentence, so the proxy needs no rules for the fields of each engine.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -13,7 +14,7 @@ import msgspec
 
 from scheduler_components.reference.engine.frontend.http_body import BadBodyError
 
-__all__ = ["MAX_KEY_CHARACTERS", "RoutingFields", "read_routing_fields", "read_session_id"]
+__all__ = ["MAX_HASHED_TOKENS", "MAX_KEY_CHARACTERS", "RoutingFields", "read_routing_fields", "read_session_id"]
 
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Tokens: TypeAlias = Annotated[list[_Token], msgspec.Meta(min_length=1)]
@@ -25,6 +26,9 @@ T = TypeVar("T")
 _TEMPLATE_FIELDS = ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 """Fields of a chat that change its tokens. Not a ``chat_template`` of the client, which engines refuse by default."""
 
+MAX_HASHED_TOKENS = 2**18
+"""A longer prompt is placed as if it ended there: a client must not hold up the others with a prompt of any length."""
+
 MAX_KEY_CHARACTERS = 256  # longer than any name that engines accept; bounds what the proxy remembers per session
 
 
@@ -32,7 +36,7 @@ class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a request that chooses its replica.
 
     Attributes:
-        token_ids: the tokens of the first prompt, if the client sent tokens; None otherwise.
+        token_ids: the first ``MAX_HASHED_TOKENS`` tokens of the first prompt, if the client sent tokens; else None.
         tokenize_body: the body of ``POST /tokenize`` for the first prompt; empty if it needs none or has no prompt.
         session: requests with the same value share a prefix; None for a request of its own.
         lora: the adapter; None for the base model, or if the field ``model`` names it.
@@ -103,7 +107,7 @@ def _prompt(fields: _Fields) -> tuple[Sequence[int] | None, bytes]:
         return None, msgspec.json.encode({name: fields[name] for name in _TEMPLATE_FIELDS if name in fields})
     given = _field(fields, "input_ids", _TOKENS)
     if given is not None:
-        return given, b""
+        return _array(given), b""
     prompt: str | Sequence[str | int | list[int]] | None = _field(fields, "text", _TEXT)
     if prompt is None:
         prompt = _field(fields, "prompt", _PROMPT)
@@ -112,7 +116,12 @@ def _prompt(fields: _Fields) -> tuple[Sequence[int] | None, bytes]:
     if isinstance(prompt, str):
         return None, msgspec.json.encode({"prompt": prompt})
     tokens = [each for each in prompt or () if isinstance(each, int)]
-    return tokens if prompt and len(tokens) == len(prompt) else None, b""
+    return _array(tokens) if prompt and len(tokens) == len(prompt) else None, b""
+
+
+def _array(tokens: Sequence[int]) -> Sequence[int]:
+    """Return the tokens that count, in the least memory: they are kept until the request ends."""
+    return array("I", tokens[:MAX_HASHED_TOKENS])
 
 
 def _field(fields: _Fields, name: str, decoder: msgspec.json.Decoder[T]) -> T | None:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.events import batch, removed_run, stored
 
 from benchmarks.dynamo_tree import DynamoTree, has_dynamo
-from observability.routing import KvRouter, Pick, ReplicaSet, ReplicaState, RoutingCostModel, Softmax, StickySessions
-from scheduler_components import AllBlocksCleared, BlockStored, ConfigError
-from scheduler_components.cache import PrefixNamespace, hash_pages
+from observability.routing import (
+    Candidate,
+    HashedPrompt,
+    KvRouter,
+    Pick,
+    ReplicaSet,
+    ReplicaState,
+    RoutingCostModel,
+    Softmax,
+    StickySessions,
+)
+from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, ConfigError
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
+from scheduler_components.cache.block_hash import weight_namespace
+from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.simulation import Router, SimulatedRequest, TraceRequest
 from scheduler_components.values import AdapterLoad, LoadSnapshot, LoraLoad
@@ -34,6 +47,17 @@ def route(router: KvRouter, prompt: tuple[int, ...] = PROMPT, now_s: float = 0.0
     pick = router.route_tokens(prompt, now_s=now_s, **options)  # type: ignore[arg-type]
     assert pick is not None
     return pick
+
+
+def candidate(router: KvRouter, name: str, prompt: tuple[int, ...] = (), lora: str | None = None) -> Candidate:
+    [found] = router.candidates([name], HashedPrompt(token_ids=prompt, page_size=PAGE), now_s=0.0, lora=lora)
+    return found
+
+
+def hashed(router: KvRouter, prompt: tuple[int, ...] = PROMPT) -> HashedPrompt:
+    found = HashedPrompt(token_ids=prompt, page_size=PAGE)
+    found.hash_in(router.namespaces())
+    return found
 
 
 def stored_page(*hashes: int, **fields: object) -> BlockStored:
@@ -83,25 +107,25 @@ def test_what_was_sent_counts_until_a_report_includes_it() -> None:
 
 
 def test_a_sent_request_has_tokens_to_compute_and_tokens_to_hold() -> None:
-    router = make_router("a")
+    router = make_router("a", cost_model=RoutingCostModel(queue_weight=100))
     router.apply_events("a", [stored_page(*HASHES[:2])], 0.0)
     pick = route(router)
     load = LoadSnapshot(sequence=1, num_waiting_uncached_tokens=PAGE, num_total_tokens=6 * PAGE)
 
     def loads() -> tuple[float, float, int]:
-        [facts] = router.facts_of(["a"], (), num_tokens=1, now_s=0.0)
-        return facts.queued_blocks, facts.decode_blocks, facts.num_dispatched
+        found = candidate(router, "a")
+        return found.cost, found.load_blocks, found.num_dispatched
 
-    assert loads() == (3, 5, 1), "two of its five blocks are cached"
+    assert loads() == (300 + 5, 3 + 5, 1), "two of its five blocks are cached"
     router.on_load_report("a", load, 0.0)
-    assert loads() == (1 + 3, 6 + 5, 1)
+    assert loads() == (400 + 11, 4 + 11, 1)
     route(router, prompt_of(1))
-    assert loads() == (1 + 3 + 5, 6 + 5 + 5, 2)
+    assert loads() == (900 + 16, 9 + 16, 2)
     router.finish(pick)
-    assert loads() == (1 + 5, 6 + 5, 2)
+    assert loads() == (600 + 11, 6 + 11, 2)
     received = LoadSnapshot(sequence=2, num_total_tokens=PAGE, dispatched_watermarks=((pick.ticket[0], 2),))
     router.on_load_report("a", received, 0.0)
-    assert loads() == (0, 1, 2)
+    assert loads() == (1, 1, 2)
 
 
 def test_ended_and_cancelled_requests_count_no_more() -> None:
@@ -158,8 +182,8 @@ def test_adapters_attract_their_requests() -> None:
         watermarks = ((pick.ticket[0], watermark), ("another router", 9))
         report = LoadSnapshot(sequence=sequence, lora=LoraLoad(0, 2, 0.0), dispatched_watermarks=watermarks)
         router.on_load_report("a", report, 0.0)
-        [facts] = router.facts_of(["a"], (), num_tokens=1, now_s=0.0, lora="maths")
-        assert facts.has_adapter == (watermark == 2), "three requests were sent"
+        loading_cost = candidate(router, "a", lora="maths").cost - candidate(router, "a").cost
+        assert loading_cost == (0 if watermark == 2 else 64), "three requests were sent"
 
 
 def test_an_adapter_has_another_number_on_each_replica() -> None:
@@ -193,6 +217,49 @@ def test_namespaces_share_no_blocks() -> None:
     pick = router.route_tokens(PROMPT, now_s=0.0, namespace=space)
     assert pick is not None
     assert (pick.replica, pick.device_blocks) == ("b", 5)
+
+
+WEIGHTS = weight_namespace("v2")
+
+
+def test_the_version_of_the_weights_is_part_of_the_blocks_of_a_replica_that_says_so() -> None:
+    """Its events name the version, also those in which an adapter computed the blocks."""
+    router = make_router("a", "b")
+    stored_v2 = {"extra_keys": ((WEIGHTS.extra_key,),) * len(HASHES)}
+    router.on_events("b", BatchEncoder().encode(batch(stored_page(*HASHES, **stored_v2)), 0), 0.0)
+    [a, b] = router.candidates(["a", "b"], hashed(router), now_s=0.0)
+    assert (a.overlap, b.overlap) == ((0, 0, 0), (0, 0, 0)), "the hashes of other weights never match"
+    new = hash_pages(PROMPT, PAGE, WEIGHTS.seed())
+    router.apply_events("b", [AllBlocksCleared(), stored_page(*new, **stored_v2)], 0.0)
+    pick = route(router)
+    assert (pick.replica, pick.device_blocks, pick.block_hashes) == ("b", 5, new)
+    pick = route(router, exclude={"b"})
+    assert (pick.replica, pick.block_hashes) == ("a", HASHES)
+    of_lora = msgspec.structs.replace(WEIGHTS, lora_name="poems", lora_id=3)
+    hashes = hash_pages(PROMPT, PAGE, of_lora.seed())
+    router.apply_events("b", [BlockStored(hashes, None, (), PAGE, 3, lora_name="poems", **stored_v2)], 0.0)
+    assert route(router, lora="poems").block_hashes == hashes
+    router.apply_events("b", [stored_page(1)], 0.0)
+    assert route(router, exclude={"a"}).block_hashes == HASHES, "an engine that restarts has its first weights"
+
+
+def test_extra_keys_of_another_kind_are_no_weights() -> None:
+    router = make_router("a")
+    for keys in (((7,),), (("sha256:picture",),), (None,), ((),), ()):
+        router.apply_events("a", [stored_page(1, extra_keys=keys)], 0.0)
+        assert set(router.namespaces()) == {DEFAULT_NAMESPACE}
+
+
+def test_a_prompt_that_is_hashed_before_is_routed_by_the_namespaces_of_that_moment() -> None:
+    """What a replica says in the meantime makes its blocks unknown, and nothing worse."""
+    router = make_router("a", "b")
+    router.apply_events("a", [stored_page(*HASHES)], 0.0)
+    prompt = hashed(router)
+    router.apply_events("a", [stored_page(1, extra_keys=((WEIGHTS.extra_key,),))], 0.0)
+    found = {each.replica: each.overlap for each in router.candidates(["a", "b"], prompt, now_s=0.0)}
+    assert found == {"a": (0, 0, 0), "b": (0, 0, 0)}
+    picks = [router.route_prompt(prompt, now_s=0.0) for _ in range(2)]
+    assert [(each.replica, each.block_hashes) for each in picks if each] == [("a", ()), ("b", HASHES)]
 
 
 def test_an_old_report_is_ignored() -> None:
@@ -350,6 +417,109 @@ def test_overlaps_equal_those_of_dynamo(changes: list[tuple[int, list[int], bool
         }
         ours = [blocks[0] for blocks in router.overlaps(range(4), prompt, now_s=0.0)]
         assert ours == [found.get(worker, 0) for worker in range(4)]
+
+
+class OneByOne:
+    """The rule of a pick, without what makes it fast: each replica alone, its costs term by term."""
+
+    def __init__(self, model: RoutingCostModel) -> None:
+        self.model = model
+        self.blocks: dict[int, dict[Tier, set[int]]] = {}
+        self.sent: dict[int, dict[int, float]] = {}
+        self.reported: dict[int, tuple[int, int]] = {}
+        self.unreported: dict[int, dict[int, tuple[int, int]]] = {}
+        self.num_dispatched: dict[int, int] = {}
+
+    def overlap(self, replica: int, hashes: tuple[int, ...], now_s: float) -> tuple[int, int, int]:
+        blocks, depth, ends = self.blocks[replica], 0, []
+        sent = {block for block, expiry_s in self.sent[replica].items() if expiry_s > now_s}
+        for held in (blocks[Tier.DEVICE] | sent, blocks[Tier.HOST], blocks[Tier.STORAGE]):
+            while depth < len(hashes) and hashes[depth] in held:
+                depth += 1
+            ends.append(depth)
+        return ends[0], ends[1] - ends[0], ends[2] - ends[1]
+
+    def cost(self, replica: int, overlap: tuple[int, int, int], num_tokens: int) -> float:
+        model, unreported = self.model, self.unreported[replica].values()
+        device, host, storage = overlap
+        uncached = max(0.0, num_tokens / PAGE - (device + model.host_weight * host + model.storage_weight * storage))
+        queued, held = self.reported[replica]
+        queued, held = queued + sum(each for each, _ in unreported), held + sum(each for _, each in unreported)
+        return model.prefill_weight * uncached + (model.queue_weight * queued + model.decode_weight * held) / PAGE
+
+    def pick(self, names: list[int], prompt: tuple[int, ...], now_s: float) -> tuple[int, tuple[int, int, int], float]:
+        hashes = hash_pages(prompt, PAGE)
+        overlaps = {name: self.overlap(name, hashes, now_s) for name in names}
+        costs = {name: self.cost(name, overlaps[name], len(prompt)) for name in names}
+        best = min(names, key=lambda name: (costs[name], self.num_dispatched[name]))
+        return best, overlaps[best], costs[best]
+
+
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["route", "route", "route", "store", "remove", "report", "finish", "cancel", "down", "wait"]),
+        st.integers(0, 3),
+        st.integers(0, 5),
+        st.sampled_from([("GPU", Tier.DEVICE), ("CPU", Tier.HOST), ("STORAGE", Tier.STORAGE)]),
+    ),
+    max_size=30,
+)
+
+
+@given(ACTS, st.sampled_from([RoutingCostModel(), RoutingCostModel(prefill_weight=0.5, queue_weight=4.0)]))
+@settings(max_examples=60)
+def test_each_pick_is_that_of_the_rule_for_one_replica_after_the_other(
+    acts: list[tuple[str, int, int, tuple[str, Tier]]], model: RoutingCostModel
+) -> None:
+    """The same replica, blocks and cost, over any history of events, reports, requests and failures."""
+    router, rule, now_s, open_picks = make_router(*range(4), cost_model=model), OneByOne(model), 0.0, list[Pick]()
+
+    def come_up(name: int) -> None:
+        rule.blocks[name], rule.sent[name], rule.unreported[name] = {tier: set() for tier in Tier}, {}, {}
+        rule.reported.pop(name, None)  # the last one that came up is the last of equal ones
+        rule.reported[name], rule.num_dispatched[name] = (0, 0), 0
+
+    for name in range(4):
+        come_up(name)
+    for number, (act, name, size, (medium, tier)) in enumerate(acts, start=1):
+        prompt = prompt_of(size % 2, size)
+        hashes = hash_pages(prompt, PAGE)
+        if act == "route":
+            pick = route(router, (*prompt, 7), now_s)
+            expected = rule.pick(list(rule.reported), (*prompt, 7), now_s)
+            assert (pick.replica, (pick.device_blocks, pick.host_blocks, pick.storage_blocks), pick.cost) == expected
+            uncached = model.uncached_blocks((len(prompt) + 1) / PAGE, expected[1])
+            rule.unreported[expected[0]][pick.ticket[1]] = (round(uncached * PAGE), len(prompt) + 1)
+            rule.num_dispatched[expected[0]] += 1
+            rule.sent[expected[0]] |= dict.fromkeys(hashes[pick.device_blocks :], now_s + 10.0)
+            open_picks.append(pick)
+        elif act in ("store", "remove") and size:
+            if act == "store":
+                router.apply_events(name, [stored_page(*hashes, medium=medium)], now_s)
+                rule.blocks[name][tier] |= set(hashes)
+            else:
+                router.apply_events(name, [BlockRemoved(hashes, medium)], now_s)
+                rule.blocks[name][tier] -= set(hashes)
+            if tier is Tier.DEVICE:
+                rule.sent[name] = {block: at_s for block, at_s in rule.sent[name].items() if block not in hashes}
+        elif act == "report":
+            load = LoadSnapshot(sequence=number, num_waiting_uncached_tokens=size, num_total_tokens=3 * size)
+            router.on_load_report(name, load, now_s)
+            rule.reported[name] = (size, 3 * size)
+        elif act in ("finish", "cancel") and open_picks:
+            pick = open_picks.pop(size % len(open_picks))
+            (router.finish if act == "finish" else router.cancel)(pick)
+            assert isinstance(pick.replica, int)
+            rule.unreported[pick.replica].pop(pick.ticket[1], None)
+            if act == "cancel":
+                for block in pick.block_hashes[pick.device_blocks :]:
+                    rule.sent[pick.replica].pop(block, None)
+        elif act == "down":
+            router.on_replica_up(name, now_s)
+            open_picks = [pick for pick in open_picks if pick.replica != name]
+            come_up(name)
+        elif act == "wait":
+            now_s += 4.0
 
 
 def test_the_adapters_that_clients_name_are_bounded() -> None:

@@ -57,3 +57,18 @@ def test_each_change_of_a_view_is_passed_on_under_the_lock() -> None:
     expected = [("begin", 3), ("batch", 3, 7, BATCH, True), ("end", 3, False), ("cleared", 3, "a gap")]
     assert recorder.calls == [(*call, True) for call in expected]
     assert not lock.is_held
+
+
+def test_a_closed_listener_passes_on_nothing_and_ends_the_snapshots_that_have_begun() -> None:
+    lock = Lock()
+    recorder = Recorder(lock)
+    listener = LockedListener(recorder, lock)
+    for rank in (1, 2):
+        listener.on_snapshot_begin(rank)
+    listener.on_snapshot_end(1, was_used=True)
+    listener.close()
+    listener.on_batch_applied(2, 7, BATCH, replayed=False)
+    listener.on_snapshot_end(2, was_used=True)
+    listener.on_view_cleared(2, "closed")
+    expected = [("begin", 1), ("begin", 2), ("end", 1, True), ("end", 2, False)]
+    assert recorder.calls == [(*call, True) for call in expected]

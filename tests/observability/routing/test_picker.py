@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -13,33 +14,26 @@ from hypothesis import strategies as st
 from observability.routing import (
     BoundedLoad,
     Candidate,
-    CandidateFacts,
     LeastCost,
     Picker,
+    PickerName,
     PowerOfTwo,
     Softmax,
     StickySessions,
+    make_picker,
 )
 from scheduler_components import ConfigError
 
 
 def candidates(*costs: float, loads: Sequence[float] = (), sent: Sequence[int] = ()) -> list[Candidate]:
     return [
-        Candidate(
-            CandidateFacts(
-                place,
-                prompt_blocks=1.0,
-                decode_blocks=loads[place] if loads else cost,
-                num_dispatched=sent[place] if sent else 0,
-            ),
-            cost,
-        )
+        Candidate(place, cost, load_blocks=loads[place] if loads else cost, num_dispatched=sent[place] if sent else 0)
         for place, cost in enumerate(costs)
     ]
 
 
 def pick(picker: Picker, among: Sequence[Candidate], session: str | None = None, now_s: float = 0.0) -> int | str:
-    return picker.pick(among, session=session, now_s=now_s).facts.replica
+    return picker.pick(among, session=session, now_s=now_s).replica
 
 
 def test_least_cost_prefers_fewer_requests_and_then_the_first() -> None:
@@ -77,7 +71,7 @@ def test_a_replica_above_the_bound_is_left_out() -> None:
 def test_the_least_loaded_replica_is_within_any_bound(loads: list[float], factor: float) -> None:
     picker = BoundedLoad(factor=factor)
     chosen = picker.pick(candidates(*range(len(loads)), loads=loads), session=None, now_s=0.0)
-    assert chosen.facts.load_blocks <= max(min(loads), factor * sum(loads) / len(loads) * (1 + 1e-9))
+    assert chosen.load_blocks <= max(min(loads), factor * sum(loads) / len(loads) * (1 + 1e-9))
 
 
 def test_equal_loads_are_within_their_mean_whatever_it_is_rounded_to() -> None:
@@ -135,3 +129,10 @@ def test_a_seed_repeats_the_picks(make: Callable[[random.Random], Picker]) -> No
 def test_a_wrong_setting_is_refused(make: Callable[[], Picker], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         make()
+
+
+def test_each_name_makes_its_picker_and_another_is_refused() -> None:
+    kinds = [type(make_picker(name, random.Random(0))) for name in get_args(PickerName)]
+    assert kinds == [LeastCost, Softmax, PowerOfTwo, BoundedLoad, StickySessions]
+    with pytest.raises(ConfigError, match="picker='best': is not a picker"):
+        make_picker("best", random.Random(0))

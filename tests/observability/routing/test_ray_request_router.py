@@ -6,6 +6,7 @@ Ray is not installed in the environment of the suite: ``make engines ENGINES=ray
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
@@ -14,15 +15,17 @@ import pytest
 from kit.waiting import DEADLINE_S
 
 from scheduler_components import BlockStored, ConfigError
-from scheduler_components.cache import hash_pages
+from scheduler_components.cache import DEFAULT_NAMESPACE, hash_pages
 
 pytest.importorskip("ray.serve")
 
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
+from observability.kv_stream import Subscriber
+from observability.routing import LockedListener, ray_request_router
 from observability.routing.ray_request_router import KvRequestRouter, token_ids_of
-from scheduler_components.kv_events import EventBatch, KVEventsConfig, ZmqEventPublisher
+from scheduler_components.kv_events import DecodedBatch, EventBatch, KVEventsConfig, ZmqEventPublisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.sockets, pytest.mark.threads]
 
@@ -209,3 +212,51 @@ def test_a_replica_that_is_gone_takes_its_picks_with_it() -> None:
         return len(router._picks)
 
     assert run(scenario) == 0
+
+
+def test_a_replica_is_forgotten_without_waiting_for_the_thread_that_follows_it(
+    monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
+    """The thread is stuck until the event loop, which forgets the replica, has gone on."""
+    may_end, listeners = threading.Event(), list[LockedListener]()
+
+    def stuck(subscriber: Subscriber, stop: threading.Event) -> None:
+        with subscriber:
+            assert may_end.wait(DEADLINE_S)
+            assert stop.is_set()
+            late = DecodedBatch(0.0, (BlockStored((1,), None, (), 4, None),), 0)
+            listeners[0].on_batch_applied(0, 1, late, replayed=False)
+
+    monkeypatch.setattr(ray_request_router, "_poll", stuck)
+    described = {"publishers": [{"dp_rank": 0, "endpoint": "tcp://127.0.0.1:1"}], "block_size": 4}
+
+    async def scenario() -> tuple[int, int]:
+        router = make_router()
+        stack.callback(router.close)
+        router.update_replicas([FakeReplica("a", kv_events=described)])
+        [followed] = router._followed.values()
+        listeners.append(followed.listener)
+        router.update_replicas([FakeReplica("a")])
+        [thread] = router._ending
+        assert thread.is_alive()
+        may_end.set()
+        while thread.is_alive():
+            await asyncio.sleep(0.005)
+        return router._kv.view.block_count(0), len(router._followed)
+
+    assert run(scenario) == (0, 1), "what the thread says later is of a replica that has gone"
+
+
+def test_a_prompt_is_hashed_once_for_a_request() -> None:
+    async def scenario() -> tuple[int, int]:
+        router = make_router()
+        router.update_replicas([FakeReplica("a")])
+        request = pending(0, {"prompt_token_ids": PROMPT})
+        await router._choose_replica_for_request(request)
+        [prompt] = router._prompts.values()
+        router.on_request_routed(request, ReplicaID("a", DEPLOYMENT), None)
+        [pick] = router._picks.values()
+        assert pick.block_hashes is prompt.hashes_in(DEFAULT_NAMESPACE)
+        return len(router._prompts), len(pick.block_hashes)
+
+    assert run(scenario) == (0, 16)

@@ -13,17 +13,12 @@ from scheduler_components import AllBlocksCleared, ConfigError
 PROMPT = (1, 2, 3, 4)
 
 
-def extend(entries: SpeculativeEntries, replica: int | str, hashes: tuple[int, ...], depth: int, now_s: float) -> int:
-    entries.expire(now_s)
-    return entries.extend(replica, hashes, depth)
-
-
 def test_blocks_extend_the_cached_prefix() -> None:
     entries = SpeculativeEntries()
     entries.add("a", PROMPT[1:], 0.0)
-    assert extend(entries, "a", PROMPT, 0, 1.0) == 0, "the first block is not there"
-    assert extend(entries, "a", PROMPT, 1, 1.0) == 4
-    assert extend(entries, "b", PROMPT, 1, 1.0) == 1
+    assert entries.extend("a", PROMPT, 0, 1.0) == 0, "the first block is not there"
+    assert entries.extend("a", PROMPT, 1, 1.0) == 4
+    assert entries.extend("b", PROMPT, 1, 1.0) == 1
 
 
 def test_an_event_about_a_block_ends_its_entry() -> None:
@@ -52,18 +47,20 @@ def test_entries_expire_after_the_last_request_with_the_block() -> None:
     entries = SpeculativeEntries(ttl_s=2)
     entries.add("a", PROMPT, 0.0)
     entries.add("a", PROMPT[:2], 1.0)
-    assert extend(entries, "a", PROMPT, 0, 1.9) == 4
-    assert extend(entries, "a", PROMPT, 0, 2.0) == 2
-    assert entries.num_expired == 2
-    assert extend(entries, "a", PROMPT, 0, 3.0) == 0
-    assert (len(entries), entries.num_expired) == (0, 4)
+    assert entries.extend("a", PROMPT, 0, 1.9) == 4
+    assert entries.extend("a", PROMPT, 0, 2.0) == 2
+    assert entries.extend("a", PROMPT, 0, 3.0) == 0
+    entries.add("a", (9,), 2.0)
+    assert (len(entries), entries.num_expired) == (3, 2)
+    entries.add("a", (), 4.0)
+    assert (len(entries), entries.num_expired, list(entries.replicas)) == (0, 5, [])
 
 
 def test_a_block_that_is_sent_again_does_not_hide_older_ones() -> None:
     entries = SpeculativeEntries(ttl_s=2)
     for now_s, block in ((0.0, 1), (0.5, 2), (1.5, 1)):
         entries.add("a", (block,), now_s)
-    entries.expire(2.5)
+    entries.add("a", (), 2.5)
     assert (len(entries), entries.num_expired) == (1, 1)
 
 
@@ -72,7 +69,7 @@ def test_entries_are_bounded() -> None:
     entries.add("a", PROMPT, 0.0)
     entries.add("b", PROMPT[:1], 0.0)
     assert (len(entries), entries.num_dropped) == (4, 1)
-    assert extend(entries, "a", PROMPT, 0, 0.0) == 3, "the end of the prefix was dropped"
+    assert entries.extend("a", PROMPT, 0, 0.0) == 3, "the end of the prefix was dropped"
 
 
 STEPS = st.lists(
@@ -107,9 +104,13 @@ def test_an_entry_never_outlives_its_confirmation_or_its_time(steps: list[tuple[
             model = {key: value for key, value in model.items() if key not in {(replica, each) for each in run}}
         model = {key: value for key, value in model.items() if value > now_s}
         for each in range(2):
-            held = {block for block in range(10) if extend(entries, each, (block,), 0, now_s)}
+            held = {block for block in range(10) if entries.extend(each, (block,), 0, now_s)}
             assert held == {block for name, block in model if name == each}
-        assert len(entries) == len(model)
+        assert len(entries) >= len(model)
+    for each in range(2):
+        entries.add(each, (), now_s)
+    assert len(entries) == len(model)
+    assert set(entries.replicas) == {name for name, _ in model}
 
 
 @pytest.mark.parametrize("setting", [{"ttl_s": 0}, {"max_blocks_per_replica": 0}])

@@ -32,7 +32,9 @@ def test_urls_that_cannot_be_engines_are_refused(urls: tuple[str, ...], field: s
     assert "password@" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["max_requests", "max_attempts", "max_failed_polls", "max_pending_bytes"])
+@pytest.mark.parametrize(
+    "name", ["max_requests", "max_attempts", "max_failed_polls", "max_pending_bytes", "max_answer_bytes"]
+)
 def test_a_limit_is_at_least_one(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ProxyConfig(urls=(URL,), **{name: 0})

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+import json
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 from kit.fake_engine import FakeEngine, served_engine
 from kit.proxied import following, until
+from kit.waiting import DEADLINE_S
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from scheduler_components import ConfigError
+from observability.routing import HashedPrompt, LockedListener, RouterListener, hashed_prompt
+from scheduler_components import AllBlocksCleared, BlockStored, ConfigError
+from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_pages
+from scheduler_components.cache.block_hash import weight_namespace
+from scheduler_components.kv_events import DecodedBatch, EventBatch, KVEventsConfig, ZmqEventPublisher
 from scheduler_components.reference.proxy import http_fleet
-from scheduler_components.reference.proxy.http_fleet import EngineState, Fleet
-from scheduler_components.reference.proxy.routing_fields import RoutingFields
+from scheduler_components.reference.proxy.answer_memory import HeldAnswer
+from scheduler_components.reference.proxy.http_fleet import EngineState, Fleet, Placement
+from scheduler_components.reference.proxy.http_replica import EngineClient, EngineDownError
+from scheduler_components.reference.proxy.routing_fields import MAX_HASHED_TOKENS, RoutingFields, read_routing_fields
 
 pytestmark = pytest.mark.sockets
 
@@ -34,13 +44,17 @@ def run(scenario: Callable[[Fleet], Awaitable[Any]], *engines: FakeEngine, **set
     return asyncio.run(asyncio.wait_for(with_a_fleet(), 60))
 
 
+async def place(fleet: Fleet, tokens: Sequence[int], fields: RoutingFields) -> Placement | None:
+    return await fleet.place(HashedPrompt(token_ids=tokens, page_size=4), fields)
+
+
 def states(fleet: Fleet) -> list[EngineState]:
     return [engine.state for engine in fleet.engines]
 
 
 def test_engines_are_found_and_each_rank_is_a_replica() -> None:
     async def scenario(fleet: Fleet) -> list[list[int]]:
-        assert fleet.place((), NO_FIELDS) is None
+        assert await place(fleet, (), NO_FIELDS) is None
         await until(lambda: fleet.num_ready == 2)
         return [list(engine.replicas) for engine in fleet.engines]
 
@@ -50,7 +64,7 @@ def test_engines_are_found_and_each_rank_is_a_replica() -> None:
 def test_requests_of_one_prompt_go_to_one_replica_and_others_are_spread() -> None:
     async def scenario(fleet: Fleet) -> None:
         await until(lambda: fleet.num_ready == 2)
-        placed = [fleet.place(range(first, first + 64), NO_FIELDS) for first in (0, 1000, 0, 1000)]
+        placed = [await place(fleet, range(first, first + 64), NO_FIELDS) for first in (0, 1000, 0, 1000)]
         numbers = [each.engine.number for each in placed if each is not None]
         assert numbers[0] != numbers[1]
         assert numbers[2:] == numbers[:2]
@@ -68,7 +82,7 @@ def test_the_reported_load_decides_where_nothing_is_cached() -> None:
 
     async def scenario(fleet: Fleet) -> list[int]:
         await until(lambda: fleet.num_ready == 2 and all(engine.asked.count("/v1/loads") > 1 for engine in engines))
-        placed = [fleet.place([number], NO_FIELDS) for number in range(4)]
+        placed = [await place(fleet, [number], NO_FIELDS) for number in range(4)]
         return [each.engine.number for each in placed if each is not None]
 
     assert run(scenario, *engines) == [1, 1, 1, 1]
@@ -80,7 +94,7 @@ def test_a_report_counts_the_requests_that_were_sent_a_little_before_it() -> Non
 
     async def scenario(fleet: Fleet) -> tuple[int, int]:
         await until(lambda: fleet.num_ready)
-        placed = fleet.place(range(64), NO_FIELDS)
+        placed = await place(fleet, range(64), NO_FIELDS)
         assert placed is not None
         before = len(placed.replica.uncounted)
         engine.loads = [{"dp_rank": 0, "sequence": 2}]
@@ -96,7 +110,7 @@ def test_a_request_counts_once_also_if_a_report_was_ignored_after_it() -> None:
 
     async def scenario(fleet: Fleet) -> tuple[float, int]:
         await until(lambda: fleet.num_ready)
-        placed, router = fleet.place(range(64), NO_FIELDS), fleet._router
+        placed, router = await place(fleet, range(64), NO_FIELDS), fleet._router
         assert placed is not None
         assert router is not None
         await until(lambda: not placed.replica.uncounted)
@@ -105,8 +119,8 @@ def test_a_request_counts_once_also_if_a_report_was_ignored_after_it() -> None:
         engine.loads = [{"dp_rank": 0, "sequence": 2, "num_total_tokens": 64}]
         num_asked = engine.asked.count("/v1/loads")
         await until(lambda: engine.asked.count("/v1/loads") > num_asked + 1)
-        [facts] = router.facts_of([placed.replica.id], (), num_tokens=0, now_s=0)
-        return facts.load_blocks, router._known[placed.replica.id].to_hold.unreported_tokens
+        [found] = router.candidates([placed.replica.id], HashedPrompt(token_ids=(), page_size=4), now_s=0)
+        return found.load_blocks, router._known[placed.replica.id].to_hold.unreported_tokens
 
     assert run(scenario, engine) == (16, 0)
 
@@ -117,13 +131,13 @@ def test_an_adapter_that_is_loaded_costs_no_request_and_no_session() -> None:
     async def scenario(fleet: Fleet) -> None:
         await until(lambda: fleet.num_ready)
         [found] = fleet.engines
-        placed = fleet.place(range(64), NO_FIELDS)
+        placed = await place(fleet, range(64), NO_FIELDS)
         assert placed is not None
         fleet.add_session("s", found)
         engine.adapters = ("poet",)
         await until(lambda: found.adapters == {"poet"})
         assert (found.num_times_lost, fleet.num_in_flight(placed.replica)) == (0, 1)
-        assert fleet.place((), RoutingFields(open_session="s")) is not None
+        assert await place(fleet, (), RoutingFields(open_session="s")) is not None
 
     run(scenario, engine, description_interval_s=0.02)
 
@@ -168,11 +182,11 @@ def test_the_session_that_was_not_used_for_the_longest_time_is_forgotten(monkeyp
         await until(lambda: fleet.num_ready)
         [engine] = fleet.engines
         assert [fleet.add_session(name, engine) for name in ("a", "b", "a", "x" * 257)] == [True, True, False, False]
-        assert fleet.place((), RoutingFields(open_session="a")) is not None
+        assert await place(fleet, (), RoutingFields(open_session="a")) is not None
         fleet.add_session("c", engine)
-        assert fleet.place((), RoutingFields(open_session="a")) is not None
+        assert await place(fleet, (), RoutingFields(open_session="a")) is not None
         with pytest.raises(ConfigError):
-            fleet.place((), RoutingFields(open_session="b"))
+            await place(fleet, (), RoutingFields(open_session="b"))
 
     run(scenario, FakeEngine())
 
@@ -184,12 +198,12 @@ def test_an_engine_that_is_not_ready_gets_nothing_until_it_is() -> None:
         await until(lambda: fleet.num_ready == 2)
         first.is_ready = False
         await until(lambda: states(fleet) == [NOT_READY, UP])
-        placed = [fleet.place([number], NO_FIELDS) for number in range(4)]
+        placed = [await place(fleet, [number], NO_FIELDS) for number in range(4)]
         assert {each.engine.number for each in placed if each is not None} == {1}
         assert not fleet.engines[0].lost.is_set()
         first.is_ready = True
         await until(lambda: states(fleet) == [UP, UP])
-        placed = [fleet.place([number], NO_FIELDS) for number in range(4)]
+        placed = [await place(fleet, [number], NO_FIELDS) for number in range(4)]
         assert 0 in {each.engine.number for each in placed if each is not None}
 
     run(scenario, first, second)
@@ -226,7 +240,7 @@ def test_an_engine_that_stops_is_taken_out_and_found_again_on_its_port() -> None
             await until(lambda: states(fleet) == [DOWN, UP])
             assert "does not answer" in fleet.engines[0].problem
             assert fleet.engines[0].lost.is_set()
-            placed = [fleet.place([number], NO_FIELDS) for number in range(4)]
+            placed = [await place(fleet, [number], NO_FIELDS) for number in range(4)]
             assert {each.engine.number for each in placed if each is not None} == {1}
             await stack.enter_async_context(served_engine(engine, int(url.rpartition(":")[2])))
             await until(lambda: states(fleet) == [UP, UP])
@@ -293,7 +307,7 @@ def test_tokens_come_from_the_engines_in_turn() -> None:
         await until(lambda: fleet.num_ready == 2)
         return [await fleet.tokens_of(fields) for _ in range(4)]
 
-    assert run(scenario, *engines) == [[1, 2]] * 4
+    assert [list(tokens) for tokens in run(scenario, *engines)] == [[1, 2]] * 4
     assert [engine.asked.count("/tokenize") for engine in engines] == [2, 2]
 
 
@@ -304,7 +318,7 @@ def test_a_prompt_whose_tokens_no_engine_says_is_routed_by_load(tokens: Any) -> 
     async def scenario(fleet: Fleet) -> tuple[object, int]:
         await until(lambda: fleet.num_ready)
         found = await fleet.tokens_of(fields)
-        assert fleet.place(found, fields) is not None
+        assert await place(fleet, found, fields) is not None
         return found, fleet.num_unknown_prompts
 
     assert run(scenario, FakeEngine(tokens=tokens)) == ((), 1)
@@ -329,14 +343,23 @@ def test_a_question_for_tokens_is_not_repeated_at_an_engine_that_may_fail_in_the
     assert sum(engine.asked.count("/tokenize") for engine in engines) == 1
 
 
-def test_no_more_of_a_prompt_is_hashed_than_the_limit_says() -> None:
-    async def scenario(fleet: Fleet) -> int:
-        await until(lambda: fleet.num_ready)
-        placed = fleet.place(range(http_fleet.MAX_HASHED_TOKENS + 1000), NO_FIELDS)
-        assert placed is not None
-        return len(placed.pick.block_hashes)
+@pytest.mark.parametrize("field", ["input_ids", "prompt"])
+def test_no_more_of_a_prompt_is_kept_than_counts(field: str) -> None:
+    fields = read_routing_fields(json.dumps({field: [7] * (MAX_HASHED_TOKENS + 1000)}).encode())
+    assert fields.token_ids is not None
+    assert len(fields.token_ids) == MAX_HASHED_TOKENS
 
-    assert run(scenario, FakeEngine()) == http_fleet.MAX_HASHED_TOKENS // 4
+
+def test_a_text_of_any_length_is_not_tokenized() -> None:
+    engine = FakeEngine(tokens=[1])
+
+    async def scenario(fleet: Fleet) -> tuple[int, int]:
+        await until(lambda: fleet.num_ready)
+        prompt = await fleet.prompt_of(RoutingFields(tokenize_body=b" " * (4 * 2**20 + 1)))
+        return len(prompt.token_ids), fleet.num_unknown_prompts
+
+    assert run(scenario, engine) == (0, 1)
+    assert "/tokenize" not in engine.asked
 
 
 def test_a_flood_of_tokens_is_cut_off() -> None:
@@ -354,7 +377,7 @@ def test_a_model_that_is_an_adapter_counts_as_one() -> None:
 
     async def scenario(fleet: Fleet) -> list[int]:
         await until(lambda: fleet.num_ready == 2)
-        placed = [fleet.place([number], RoutingFields(model="poet")) for number in range(4)]
+        placed = [await place(fleet, [number], RoutingFields(model="poet")) for number in range(4)]
         return [each.engine.number for each in placed if each is not None]
 
     assert len(set(run(scenario, *engines))) == 1, "the adapter is loaded where it was used first"
@@ -373,7 +396,137 @@ def test_the_sessions_of_an_engine_end_with_it() -> None:
             await running.aclose()
             await until(lambda: fleet.num_ready == 1)
             with pytest.raises(ConfigError):
-                fleet.place((), RoutingFields(open_session="a"))
-            assert fleet.place((), RoutingFields(open_session="b")) is not None
+                await place(fleet, (), RoutingFields(open_session="a"))
+            assert await place(fleet, (), RoutingFields(open_session="b")) is not None
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+class Patient:
+    """The client of an engine, with which no tokens come and no limit of its own ends the wait."""
+
+    def __init__(self, inner: EngineClient) -> None:
+        self._inner, self.num_asked = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def tokenize(self, body: bytes, held: HeldAnswer) -> Sequence[int]:
+        self.num_asked += 1
+        if self.num_asked > 1:
+            await asyncio.Event().wait()
+        raise EngineDownError("refused", is_refused=True)
+
+
+def test_all_questions_for_the_tokens_of_a_prompt_have_one_limit_of_time() -> None:
+    """Each engine may refuse late, and there may be 256 of them."""
+
+    async def scenario(fleet: Fleet) -> tuple[object, int, int]:
+        await until(lambda: fleet.num_ready == 3)
+        client = Patient(fleet.engines[0].client)
+        for engine in fleet.engines:
+            engine.client = client  # type: ignore[assignment]
+        found = await fleet.tokens_of(RoutingFields(tokenize_body=b"{}"))
+        return found, client.num_asked, fleet.num_unknown_prompts
+
+    engines = [FakeEngine() for _ in range(3)]
+    assert run(scenario, *engines, tokenize_timeout_s=0.1) == ((), 2, 1)
+
+
+def test_tokens_for_which_there_is_no_memory_are_unknown() -> None:
+    async def scenario(fleet: Fleet) -> tuple[object, int, int]:
+        await until(lambda: fleet.num_ready)
+        fields = RoutingFields(tokenize_body=b'{"prompt": "a"}')
+        with fleet.answers.open() as other:
+            other.resize(2**16 + 1)
+            found = await fleet.tokens_of(fields)
+        return found, fleet.num_unknown_prompts, fleet.answers.held_bytes
+
+    assert run(scenario, FakeEngine(tokens=[7] * 60_000), max_answer_bytes=1) == ((), 1, 0)
+
+
+@pytest.mark.threads
+def test_a_long_prompt_is_hashed_while_others_are_placed_and_events_are_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its hashing waits for all that. It would wait forever with the router's lock, or on the event loop."""
+    has_begun, may_end, hash_pages = threading.Event(), threading.Event(), hashed_prompt.hash_pages
+
+    def slow(tokens: Sequence[int], page_size: int, seed: bytes) -> tuple[int, ...]:
+        if len(tokens) > 2**14:
+            has_begun.set()
+            assert may_end.wait(DEADLINE_S)
+        return hash_pages(tokens, page_size, seed)
+
+    monkeypatch.setattr(hashed_prompt, "hash_pages", slow)
+
+    async def scenario(fleet: Fleet) -> int:
+        await until(lambda: fleet.num_ready)
+        router = fleet._router
+        assert router is not None
+        placing = asyncio.create_task(place(fleet, range(2**14 + 4), NO_FIELDS))
+        await until(has_begun.is_set)
+        assert await place(fleet, range(64), NO_FIELDS) is not None
+        listener = LockedListener(RouterListener(router=router, replicas={0: 0}, clock=fleet.clock), fleet._lock)
+        events = (BlockStored((1, 2), None, (), 4, None),)
+        await asyncio.to_thread(listener.on_batch_applied, 0, 1, DecodedBatch(0.0, events, 0), replayed=False)
+        assert router.view.block_count(0) == 2
+        assert not placing.done()
+        may_end.set()
+        placed = await placing
+        assert placed is not None
+        return len(placed.pick.block_hashes)
+
+    assert run(scenario, FakeEngine()) == 2**12 + 1
+
+
+def test_blocks_of_updated_weights_are_found_by_what_the_stream_says(stack: ExitStack) -> None:
+    """The engine publishes a new version of its weights, and the proxy follows its real stream."""
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(bind=True))
+    stack.callback(publisher.shutdown)
+    tokens, space = list(range(64)), weight_namespace("v2")
+    streams = {"dp_rank": 0, "endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    described = {"page_size": 4, "kv_events": {"publishers": [streams], "block_size": 4}}
+
+    async def info(_: Request) -> Response:
+        return JSONResponse(described)
+
+    def publish(namespace: PrefixNamespace) -> None:
+        hashes = hash_pages(tokens, 4, namespace.seed())
+        keys = None if namespace.extra_key is None else ((namespace.extra_key,),) * len(hashes)
+        stored = BlockStored(hashes, None, tuple(tokens), 4, None, "GPU", extra_keys=keys)
+        publisher.publish(EventBatch(1.0, [AllBlocksCleared(), stored]))
+        publisher.idle()
+
+    def is_known(fleet: Fleet, hashes: tuple[int, ...]) -> bool:
+        with fleet._lock:
+            assert fleet._router is not None
+            return bool(fleet._router.view.match_lengths(hashes))
+
+    async def scenario(fleet: Fleet) -> list[int]:
+        await until(lambda: fleet.num_ready == 2)
+        found: list[int] = []
+        for namespace in (DEFAULT_NAMESPACE, space, weight_namespace("v3")):
+            publish(namespace)
+            await until(partial(is_known, fleet, hash_pages(tokens, 4, namespace.seed())))
+            placed = await place(fleet, tokens, NO_FIELDS)
+            assert placed is not None
+            found += [placed.engine.number, placed.pick.device_blocks]
+            fleet.finish(placed)
+        return found
+
+    engines = FakeEngine(), FakeEngine(pages={"/server_info": info})
+    assert run(scenario, *engines) == [1, 16] * 3
+
+
+def test_a_request_of_an_adapter_goes_to_an_engine_that_lists_it() -> None:
+    engines = FakeEngine(), FakeEngine(adapters=("poet",)), FakeEngine()
+
+    async def scenario(fleet: Fleet) -> list[int]:
+        await until(lambda: fleet.num_ready == 3)
+        fields = [RoutingFields(model="poet"), RoutingFields(lora="poet"), RoutingFields(lora="unknown")] * 2
+        placed = [await place(fleet, [number], each) for number, each in enumerate(fields)]
+        return [each.engine.number for each in placed if each is not None]
+
+    found = run(scenario, *engines)
+    assert (len(found), found[0::3], found[1::3]) == (6, [1, 1], [1, 1])

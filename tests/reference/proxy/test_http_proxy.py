@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -14,12 +15,21 @@ from kit.proxied import Proxied, proxied, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from scheduler_components.reference.engine.frontend.http_body import BodyReceiver
 from scheduler_components.reference.proxy.http_proxy import REPLICA_HEADER
 
 pytestmark = pytest.mark.sockets
 
 Scenario = Callable[[Proxied], Awaitable[Any]]
 PROMPT = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
+
+
+async def begin_request(running: Proxied, *lines: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection with a small receive buffer, and send these bytes."""
+    url = running.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port, limit=2**10)
+    writer.write(b"".join(lines))
+    return reader, writer
 
 
 def run(scenario: Scenario, *engines: FakeEngine, **settings: Any) -> Any:
@@ -138,13 +148,26 @@ def test_an_error_of_an_engine_is_passed_on_and_not_repeated(status: int) -> Non
     assert sum(len(engine.received) for engine in engines) == 1
 
 
-def test_a_body_that_is_no_object_is_refused_by_the_proxy() -> None:
+MALFORMED = (
+    b"",
+    b"nonsense",
+    b"[1]",
+    b'{"prompt": [1]',
+    b"\xef\xbb\xbf{}",
+    b'{"a": ' + b"[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/open_session"])
+@pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_body_is_refused_by_the_proxy(body: bytes, path: str) -> None:
     engine = FakeEngine()
 
     async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", content=b"nonsense")
+        return await running.client.post(path, content=body)
 
-    assert run(scenario, engine).status_code == 400
+    answer = run(scenario, engine)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
     assert engine.received == []
 
 
@@ -571,3 +594,186 @@ def test_without_an_engine_that_takes_requests_the_answer_is_503() -> None:
 
     answer = run(scenario, FakeEngine(is_ready=False))
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+# --- clients that mean no good ---
+
+HEAD = b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+
+
+def test_headers_without_end_are_refused() -> None:
+    engine = FakeEngine()
+
+    async def scenario(running: Proxied) -> bytes:
+        reader, writer = await begin_request(running, HEAD, b"x-long: ", b"x" * 2**17)
+        with suppress(ConnectionResetError):  # the server does not read the rest
+            while answer := await reader.read(2**16):
+                assert b" 400 " in answer.partition(b"\r\n")[0]
+        writer.close()
+        return (await running.client.post("/generate", json=PROMPT)).content
+
+    assert run(scenario, engine) == b'{"by":"engine"}'
+    assert len(engine.received) == 1
+
+
+def test_a_client_that_stops_halfway_costs_its_place_for_a_limited_time() -> None:
+    engine = FakeEngine()
+
+    async def scenario(running: Proxied) -> tuple[bytes, int]:
+        reader, writer = await begin_request(running, HEAD, b'content-length: 100\r\n\r\n{"prompt')
+        answer = await reader.read()
+        writer.close()
+        return answer, running.endpoint.counters.open
+
+    answer, num_open = run(scenario, engine, bodies=BodyReceiver(timeout_s=0.1))
+    assert (b" 408 " in answer.partition(b"\r\n")[0], num_open) == (True, 0)
+    assert engine.received == []
+
+
+def test_a_client_that_does_not_read_its_stream_ends_the_request_of_the_engine() -> None:
+    """The engine is not read further while the client takes nothing, and the place is free after a while."""
+    ended, num_sent = asyncio.Event(), 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        try:
+            while True:
+                num_sent += 1
+                yield b"data: " + b"x" * 2**16 + b"\n\n"
+                await asyncio.sleep(0)  # so that the server sees its client leave
+        finally:
+            ended.set()
+
+    async def answer(_: Request) -> Response:
+        return StreamingResponse(endless(), media_type="text/event-stream")
+
+    engine = FakeEngine(answer=answer)
+
+    async def scenario(running: Proxied) -> int:
+        _, writer = await begin_request(running, HEAD, b"content-length: 2\r\n\r\n{}")
+        await ended.wait()
+        await until(lambda: not running.endpoint.counters.open)
+        writer.close()
+        [replica] = running.fleet.engines[0].replicas.values()
+        return running.fleet.num_in_flight(replica)
+
+    assert run(scenario, engine, stall_timeout_s=0.1) == 0
+    assert num_sent < 2_000, "sockets hold some megabytes each"
+
+
+def test_a_client_that_leaves_before_its_prompt_is_known_is_sent_nowhere() -> None:
+    held, asked = asyncio.Event(), asyncio.Event()
+
+    async def tokenize(_: Request) -> Response:
+        asked.set()
+        await held.wait()
+        return JSONResponse({"tokens": [1]})
+
+    engine = FakeEngine(pages={"/tokenize": tokenize})
+
+    async def scenario(running: Proxied) -> int:
+        asking = asyncio.create_task(running.client.post("/generate", json={"text": "a"}))
+        await asked.wait()
+        asking.cancel()
+        await until(lambda: not running.endpoint.counters.open)
+        held.set()
+        [replica] = running.fleet.engines[0].replicas.values()
+        return replica.stats.picks
+
+    assert run(scenario, engine) == 0
+    assert engine.received == []
+
+
+def test_the_engine_that_is_given_up_sees_its_client_leave() -> None:
+    """So it ends the request, which another engine serves: no prompt is computed twice to its end."""
+    left = asyncio.Event()
+
+    async def stuck(request: Request) -> Response:
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.005)
+        left.set()
+        return JSONResponse({})
+
+    engines, never = pair(stuck), asyncio.Event()
+
+    async def scenario(running: Proxied) -> object:
+        asking = asyncio.create_task(running.client.post("/generate", json=PROMPT))
+        await until(lambda: sum(received(engines)))
+        lost = next(engine for engine in engines if engine.received)
+        lost.pages["/ready"] = lost.pages["/server_info"] = _hold(never)
+        answer = (await asking).json()
+        await left.wait()
+        never.set()
+        return answer
+
+    assert run(scenario, *engines, poll_timeout_s=0.3, max_failed_polls=2) == {"by": "second"}
+
+
+# --- memory ---
+
+
+def large_answers(size: int) -> tuple[FakeEngine, asyncio.Event]:
+    """Return an engine whose answers have ``size`` bytes and end when the event is set."""
+    may_end = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'"' + b"x" * (size - 2)
+        await may_end.wait()
+        yield b'"'
+
+    async def answer(_: Request) -> Response:
+        return StreamingResponse(body(), media_type="application/json")
+
+    return FakeEngine(answer=answer), may_end
+
+
+def test_answers_that_are_held_have_one_bound_and_a_refused_one_is_a_503_and_a_counter() -> None:
+    size = 2**18
+    engine, may_end = large_answers(size)
+
+    async def scenario(running: Proxied) -> None:
+        first = asyncio.create_task(running.client.post("/generate", json=PROMPT))
+        await until(lambda: running.fleet.answers.held_bytes == size - 1 - 2**16)
+        refused = await running.client.post("/generate", json=PROMPT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "fill the memory" in refused.json()["error"]["message"]
+        assert running.endpoint.counters.answers_refused == 1
+        may_end.set()
+        assert len((await first).content) == size
+        await until(lambda: not running.endpoint.counters.open)
+        assert running.fleet.answers.held_bytes == 0
+        assert (await running.client.post("/generate", json=PROMPT)).status_code == 200
+        assert "kv_proxy_answers_refused_total 1.0" in (await running.client.get("/metrics")).text
+
+    run(scenario, engine, max_answer_bytes=size)
+
+
+def test_an_event_for_which_there_is_no_memory_ends_its_stream_with_an_error() -> None:
+    engine = FakeEngine(answer=events(b"data: 1\n\n", b"data: " + b"x" * 2**17))
+
+    async def scenario(running: Proxied) -> tuple[bytes, int, int]:
+        content = (await running.client.post("/generate", json=PROMPT)).content
+        return content, running.endpoint.counters.cut, running.endpoint.counters.answers_refused
+
+    content, num_cut, num_refused = run(scenario, engine, max_answer_bytes=1)
+    first, error, done, rest = content.split(b"\n\n")
+    assert (first, done, rest, num_cut, num_refused) == (b"data: 1", b"data: [DONE]", b"", 1, 1)
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 503
+
+
+# --- sessions and pickers ---
+
+
+@pytest.mark.parametrize(("picker", "stays"), [("sticky", True), ("least-cost", False)])
+def test_the_requests_of_a_conversation_stay_on_one_engine_with_the_sticky_picker(picker: str, stays: bool) -> None:
+    """Each prompt is new and no request is open, so the lowest cost is that of each engine in turn."""
+    engines = [FakeEngine(name=name) for name in "ab"]
+
+    async def scenario(running: Proxied) -> set[str]:
+        placed = set[str]()
+        for number in range(4):
+            body = {"prompt": list(range(1000 * number, 1000 * number + 64)), "conversation": "c"}
+            placed.add((await running.client.post("/generate", json=body)).json()["by"])
+        return placed
+
+    assert (len(run(scenario, *engines, picker=picker)) == 1) == stays

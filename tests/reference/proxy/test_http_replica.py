@@ -14,6 +14,7 @@ from kit.fake_engine import FakeEngine, served_engine
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from scheduler_components.reference.proxy.answer_memory import AnswerMemory
 from scheduler_components.reference.proxy.config import ProxyConfig
 from scheduler_components.reference.proxy.http_replica import (
     EngineClient,
@@ -135,7 +136,8 @@ async def split(text: bytes, sizes: list[int], max_bytes: int) -> list[bytes]:
     response = httpx.Response(200, stream=Chunks([*chunks, text[place:]]))
     async with httpx.AsyncClient() as http:
         client = EngineClient(url="http://engine", http=http, poll_timeout_s=1.0, tokenize_timeout_s=1.0)
-        return [event async for event in client.events(response, max_bytes=max_bytes)]
+        with AnswerMemory(max_bytes=1).open() as held:
+            return [event async for event in client.events(response, held, max_bytes=max_bytes)]
 
 
 @given(
@@ -152,3 +154,40 @@ def test_events_are_cut_at_their_ends_only_and_nothing_is_lost(pieces: list[byte
 def test_an_event_beyond_the_limit_is_passed_on_in_parts() -> None:
     found = asyncio.run(split(b"x" * 100, [30, 30, 30], 50))
     assert [len(each) for each in found] == [60, 40]
+
+
+MODELS = {
+    b'{"data": [{"id": "a", "n": 1}, {"id": "b"}]}': {"a": b'{"id": "a", "n": 1}', "b": b'{"id": "b"}'},
+    b'{"data": []}': {},
+}
+
+
+@pytest.mark.parametrize("content", MODELS)
+def test_models_are_kept_as_the_engine_describes_them(content: bytes) -> None:
+    async def scenario(client: EngineClient) -> dict[str, bytes]:
+        return {name: bytes(each) for name, each in (await client.models()).items()}
+
+    assert run(scenario, pages("/v1/models", content)) == MODELS[content]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"data": 5}', b'{"data": [{"name": "a"}]}', b"\xff", b'{"data": [' + b" " * 2**20]
+)
+def test_models_of_another_form_are_an_error(content: bytes) -> None:
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(ReplicaError, match="/v1/models"):
+            await client.models()
+
+    run(scenario, pages("/v1/models", content), poll_timeout_s=30.0)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_an_engine_without_a_list_of_models_has_none(status: int) -> None:
+    async def scenario(client: EngineClient) -> object:
+        return await client.models()
+
+    if status == 404:
+        assert run(scenario, pages("/v1/models", b"", status)) == {}
+    else:
+        with pytest.raises(ReplicaError, match="answers 500"):
+            run(scenario, pages("/v1/models", b"", status))

@@ -24,7 +24,7 @@ from scheduler_components.reference.proxy.routing_fields import RoutingFields, r
 )
 def test_a_prompt_of_tokens_is_read_as_it_is(body: bytes, tokens: list[int]) -> None:
     fields = read_routing_fields(body)
-    assert (fields.token_ids, fields.tokenize_body) == (tokens, b"")
+    assert (list(fields.token_ids or ()), fields.tokenize_body) == (tokens, b"")
 
 
 @pytest.mark.parametrize(
