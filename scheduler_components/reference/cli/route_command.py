@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
@@ -14,7 +16,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from prometheus_client import CollectorRegistry
 
-from observability.routing import KvRouter
+from observability.routing import KvRouter, Picker, PickerName, make_picker
 from scheduler_components.reference.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
 from scheduler_components.reference.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_components.reference.cli.run_reporter import print_lines
@@ -84,6 +86,13 @@ def route(
             " May be repeated.",
         ),
     ] = (),
+    picker: Annotated[
+        PickerName,
+        Parameter(
+            help="How to choose by cost: the lowest, at random but low costs more often, the lower of two random ones,"
+            " the lowest below 1.25 times the mean load, or the engine of the session's last request."
+        ),
+    ] = "least-cost",
     max_requests: Annotated[
         int, Parameter(validator=Number(gte=1), help="Open requests; further ones get 503.")
     ] = MAX_REQUESTS,
@@ -116,14 +125,18 @@ def route(
         access=AccessPolicy(allowed_hosts=frozenset({*allowed_host, host}), api_key=key),
         drain_timeout_s=drain_timeout,
     )
-    asyncio.run(_route(config, listener))
+    rng = random.Random()  # noqa: S311 - it spreads load
+    asyncio.run(_route(config, listener, partial(_make_router, picker=make_picker(picker, rng))))
     return 0
 
 
-async def _route(config: ProxyConfig, listener: _Listener) -> None:
+def _make_router(page_size: int, *, picker: Picker) -> KvRouter:
+    """Make a router whose name is unique among the dispatchers of an engine, also after a restart."""
+    return KvRouter(page_size=page_size, picker=picker, name=f"proxy-{uuid4().hex[:8]}")
+
+
+async def _route(config: ProxyConfig, listener: _Listener, make_router: Callable[[int], KvRouter]) -> None:
     termination = cancel_on_sigterm()
-    name = f"proxy-{uuid4().hex[:8]}"  # unique among the dispatchers of an engine, also after a restart
-    make_router: Callable[[int], KvRouter] = lambda page_size: KvRouter(page_size=page_size, name=name)  # noqa: E731
     with bind_http(listener.host, listener.port) as bound:
         address = bound.getsockname()[0]
         if listener.access.api_key is None and not is_loopback(address):

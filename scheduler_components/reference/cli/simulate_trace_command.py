@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ import attrs
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from observability.routing import KvRouter
+from observability.routing import KvRouter, PickerName, make_picker
 from scheduler_components import ConfigError, StartError
 from scheduler_components.admission_budget import BatchMode
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
@@ -61,10 +62,18 @@ _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 RouterName = Literal["round-robin", "least-loaded", "kv"]
 
+_PICKER_SEED = 0
+
+
+def _make_kv_router(config: SimulationConfig, *, picker: PickerName = "least-cost") -> KvRouter:
+    rng = random.Random(_PICKER_SEED)  # noqa: S311 - the same options give the same report
+    return KvRouter(page_size=config.replica.page_size, picker=make_picker(picker, rng))
+
+
 ROUTERS: dict[str, Callable[[SimulationConfig], Router]] = {
     "round-robin": lambda config: RoundRobin(),  # noqa: ARG005
     "least-loaded": lambda config: LeastLoaded(),  # noqa: ARG005
-    "kv": lambda config: KvRouter(page_size=config.replica.page_size),
+    "kv": _make_kv_router,
 }
 """What makes each router, by name."""
 
@@ -137,6 +146,10 @@ class ReplicaOptions:
     ] = None
     preemption: Annotated[str, Parameter(help="Preemption policy.")] = _REPLICA.preemption_policy
     router: Annotated[list[RouterName] | None, Parameter(help="Router. Repeat it to compare.")] = None
+    picker: Annotated[
+        list[PickerName] | None,
+        Parameter(help="Picker of the router kv. Repeat it to compare. Default: least-cost."),
+    ] = None
     page_size: Annotated[int, Parameter(validator=Number(gte=1), help="Tokens per KV page.")] = _REPLICA.page_size
     kv_tokens: Annotated[int, Parameter(validator=Number(gte=1), help="KV pool per replica.")] = _REPLICA.kv_tokens
     max_running_requests: Annotated[int, Parameter(validator=Number(gte=1), help="Request slots per replica.")] = (
@@ -161,6 +174,21 @@ class ReplicaOptions:
     scale: Annotated[
         list[str] | None, Parameter(help="Replicas from a moment on: REPLICAS@AT, such as 8@120s. May be repeated.")
     ] = None
+
+    def routers(self) -> list[tuple[str, Callable[[SimulationConfig], Router]]]:
+        """Return the title of each router to compare, and what makes it.
+
+        Raises:
+            ConfigError: a picker is given, and no router that has one.
+        """
+        names: list[RouterName] = self.router or ["round-robin"]
+        if self.picker is None:
+            return [(name, ROUTERS[name]) for name in names]
+        if "kv" not in names:
+            raise ConfigError("picker", self.picker[0], "needs the router that has pickers", "give --router kv, too")
+        of_kv = [(f"kv {picker}", partial(_make_kv_router, picker=picker)) for picker in self.picker]
+        routers = [of_kv if name == "kv" else [(name, ROUTERS[name])] for name in names]
+        return list(chain.from_iterable(routers))
 
     def config(self) -> SimulationConfig:
         """Return what is simulated, with the default policy.
@@ -342,11 +370,11 @@ class Comparison:
         config = attrs.evolve(replicas.config(), ttft_slo_s=reports.ttft_slo, tpot_slo_s=reports.tpot_slo)
         of_tiers = tiers.configs()
         runs = []
-        for policy, router, each in product(replicas.policy or ["fcfs"], replicas.router or ["round-robin"], of_tiers):
+        for policy, (router, make), each in product(replicas.policy or ["fcfs"], replicas.routers(), of_tiers):
             of_run = attrs.evolve(config, replica=attrs.evolve(config.replica, schedule_policy=policy, tiers=each))
             size = f"host {each.host_tokens:,}" if each is not None else "no host"
             title = ", ".join([policy, router, size] if len(of_tiers) > 1 else [policy, router])
-            runs.append((title, of_run, ROUTERS[router]))
+            runs.append((title, of_run, make))
         if reports.report is not None:
             _check_writable(reports.report)
         return cls(runs=runs, reports=reports)

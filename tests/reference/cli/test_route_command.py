@@ -166,6 +166,7 @@ def test_sigterm_lets_an_open_stream_end(routed: Routed) -> None:
         (["http://127.0.0.1:1", "http://127.0.0.1:1/"], "is given twice"),
         (["http://127.0.0.1:1", "--secret-key-file", "x"], "publisher_key_file"),
         (["http://127.0.0.1:1", "--replica-api-key-file", "/nowhere/key"], "replica_api_key_file"),
+        (["http://127.0.0.1:1", "--picker", "best"], "least-cost"),
         (["http://127.0.0.1:1", "--host", "203.0.113.1", "--port", "0"], "203.0.113.1"),
     ],
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from observability.routing import PickerName
 from scheduler_components.reference.cli.commands import run_command
 from scheduler_components.reference.cli.simulate_trace_command import (
     parse_outage,
@@ -112,6 +114,18 @@ def test_a_mistake_in_conversations_is_one_sentence(arguments: tuple[object, ...
     assert "\n" not in sentence.strip()
 
 
+def test_pickers_are_compared_and_repeat_their_choices(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pickers = [part for name in get_args(PickerName) for part in ("--picker", name)]
+    routers = ("--router", "round-robin", "--router", "kv")
+    outputs = []
+    for _ in range(2):
+        assert simulate(trace, *routers, *pickers, "--json") == (0, "")
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    titles = [json.loads(line)["title"] for line in outputs[0].splitlines()]
+    assert titles == ["fcfs, round-robin", *(f"fcfs, kv {name}" for name in get_args(PickerName))]
+
+
 def test_unfinished_requests_are_an_exit_code(trace: Path) -> None:
     assert simulate(trace, "--replicas", 1, "--outage", "0@1s")[0] == 1
 
@@ -137,6 +151,8 @@ def test_unfinished_requests_are_an_exit_code(trace: Path) -> None:
         (("--storage-tokens", 640), "storage_tokens=640: needs a host tier"),
         (("--host-tokens", 64, "--storage-tokens", 3), "storage_tokens=3: does not hold one page"),
         (("--router", "magic"), "magic"),
+        (("--picker", "sticky"), "picker='sticky': needs the router that has pickers"),
+        (("--router", "kv", "--picker", "best"), "best"),
     ],
 )
 def test_a_mistake_is_one_sentence(trace: Path, arguments: tuple[object, ...], problem: str) -> None:
