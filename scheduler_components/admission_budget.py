@@ -54,8 +54,9 @@ class BatchLimits:
         mode: ``mixed`` or ``prefill_first``.
         watermark_pages: pages that an admission leaves free while other requests run, as vLLM's watermark.
         max_running_per_tenant: running requests of one tenant; None for no cap.
-        head_of_line_blocking: a request that waits for its pages, or whose tenant is at its cap, blocks those behind
-            it. Without it the next one is tried, up to 128 per step.
+        head_of_line_blocking: a request whose pages are being fetched from a lower tier, or whose tenant is at its
+            cap, blocks those behind it. Without it the next one is tried, up to 128 per step. A request that the pool
+            cannot hold yet blocks them in either case.
 
     Raises:
         ConfigError: a value is invalid; the error names it.

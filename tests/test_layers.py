@@ -47,7 +47,7 @@ FLOORS = (
     ("ordered_requests", "request_deadlines"),
     ("request_queues",),
     ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache"),
-    ("batcher", "lora_queue", "sessions"),
+    ("batcher", "lora_queue", "sessions", "tier_prefetcher"),
     ("session_kv_releaser", "thread_adapter_loader"),
     ("profiler_manager", "torch_profiler", "thread_stack_sampler"),
     ("load_publisher", "server_info", "kv_pool_reader", "torch_weight_updater"),

@@ -25,7 +25,7 @@ from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.errors import ConfigError
 from scheduler_components.events import EventBatch
-from scheduler_components.hicache import HiRadixCache, MemoryPageStore
+from scheduler_components.hicache import HiRadixCache
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
 from scheduler_components.load.work_counters import WorkCounters
@@ -43,12 +43,15 @@ from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.simulated_model import CostModel, SimulatedModel
 from scheduler_components.simulation.tiers import (
     DeviceOnly,
+    DevicePrefetcher,
     SimulatedTiers,
     TierConfig,
     check_num_pages,
     make_storage,
 )
 from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
+from scheduler_components.simulation.virtual_page_mover import SimulatedStorage
+from scheduler_components.tier_prefetcher import TierPrefetcher
 from scheduler_components.validators import MAX_TOKENS, choice_validator, integer_validator, number_validator
 from scheduler_components.values import (
     BatchShape,
@@ -232,7 +235,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     Attributes:
         config: sizes and policies.
         clock: the time of this replica: the end of its last step.
-        queues, tiers, cache, kv_cache, batcher, results, kv_events, load: the parts.
+        queues, tiers, prefetcher, cache, kv_cache, batcher, results, kv_events, load: the parts.
         work: tickets of received requests and the work done, for load reports.
         decisions: the log that all parts note in.
         counts: what it has done.
@@ -244,6 +247,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
     clock: VirtualClock
     queues: RequestQueues[SimulatedRequest]
     tiers: SimulatedTiers | DeviceOnly
+    prefetcher: TierPrefetcher[SimulatedRequest] | DevicePrefetcher
     cache: RadixCache | HiRadixCache
     kv_cache: RequestKvCache[RadixNode]
     batcher: Batcher[SimulatedRequest]
@@ -265,7 +269,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         start_ns: int = 0,
         deliver_events: Callable[[bytes], None] | None = None,
         decisions: DecisionLog | NullDecisionLog | None = None,
-        storage: MemoryPageStore | None = None,
+        storage: SimulatedStorage | None = None,
     ) -> SimulatedReplica:
         """Wire a replica.
 
@@ -280,10 +284,11 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         decisions = decisions or NullDecisionLog()
         limits = config.limits
         queues = RequestQueues[SimulatedRequest](max_running_requests=limits.max_running_requests)
-        tiers = _open_tiers(config, queues, clock, storage, record=deliver_events is not None)
+        tiers = _open_tiers(config, clock, storage, record=deliver_events is not None)
         cache = tiers.cache
         cache.record_decisions(decisions)
         kv_cache = RequestKvCache[RadixNode](cache=cache, decisions=decisions)
+        prefetcher = tiers.make_prefetcher(kv_cache, queues)
         rates, work = RateMeter(clock=clock), WorkCounters()
         observer = _RequestClock(clock=clock, counts=counts, rates=rates)
         batcher = Batcher[SimulatedRequest](
@@ -295,7 +300,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             conditions=BatchConditions(
                 new_token_ratio=config.make_ratio(),
                 chunk_sizer=DynamicChunkSizer(page_size=config.page_size),
-                prefetcher=tiers.prefetcher,
+                prefetcher=prefetcher,
             ),
             observer=observer,
             decisions=decisions,
@@ -316,6 +321,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
             clock=clock,
             queues=queues,
             tiers=tiers,
+            prefetcher=prefetcher,
             cache=cache,
             kv_cache=kv_cache,
             batcher=batcher,
@@ -354,6 +360,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         tiers, num_calls = self.tiers, self.tiers.num_calls
         self._receive()
         tiers.begin_step()
+        self.prefetcher.update_prefetched_spans()
         batch = self.batcher.next_batch()
         tiers.submit()
         duration_ns = self._duration_ns(batch) if batch.has_work else 0
@@ -460,7 +467,7 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
         for request in received:
             if request.ticket is not None:
                 self.work.on_request_received(*request.ticket)
-            self.tiers.receive(request)
+            self.prefetcher.start(request)
             request.num_cached_tokens = self.kv_cache.match_length(request)
             self.batcher.add(request)
 
@@ -526,9 +533,8 @@ class SimulatedReplica:  # noqa: SCH003 - the composition of a scheduler
 
 def _open_tiers(
     config: ReplicaConfig,
-    queues: RequestQueues[SimulatedRequest],
     clock: VirtualClock,
-    storage: MemoryPageStore | None,
+    storage: SimulatedStorage | None,
     *,
     record: bool,
 ) -> SimulatedTiers | DeviceOnly:
@@ -539,7 +545,6 @@ def _open_tiers(
         config.tiers,
         page_size=page_size,
         kv_tokens=kv_tokens,
-        queues=queues,
         clock=clock,
         storage=make_storage(config.tiers, page_size) if storage is None else storage,
         record=record,

@@ -125,6 +125,11 @@ class SimulatedRequest:
             self._text_hash = crc32(prompt_tokens(self.recorded))
         return self._text_hash
 
+    def record_cached_prompt(self, cached: CachedTokens) -> None:
+        """Keep on which tiers its cached tokens were found, unless another replica had admitted it before."""
+        if self.admitted_ns < 0:
+            self.cached_prompt = cached
+
     def drop_tokens(self) -> None:
         """Forget the tokens, because the request has ended. Their number stays."""
         self._num_tokens = self.num_input_tokens

@@ -27,7 +27,6 @@ import msgspec
 
 from scheduler_components.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.errors import ConfigError
-from scheduler_components.hicache import MemoryPageStore
 from scheduler_components.simulation.replica import ReplicaConfig, ReplicaCounts, SimulatedReplica
 from scheduler_components.simulation.report import (
     ReplicaReport,
@@ -39,9 +38,10 @@ from scheduler_components.simulation.report import (
 )
 from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.router import Router
-from scheduler_components.simulation.tiers import make_storage
+from scheduler_components.simulation.tiers import check_total_pages, make_storage
 from scheduler_components.simulation.trace import TraceRequest
 from scheduler_components.simulation.virtual_clock import MAX_SPAN_S, NEVER_NS, EventHeap, nanoseconds
+from scheduler_components.simulation.virtual_page_mover import SimulatedStorage
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import TierStats
 
@@ -133,6 +133,9 @@ class SimulationConfig:
         for scaling in sorted(self.scalings, key=_at_s):
             starts_s += [scaling.at_s] * (scaling.num_replicas - num_serving)
             num_serving = scaling.num_replicas
+        replica = self.replica
+        host_tokens = 0 if replica.tiers is None else replica.tiers.host_tokens
+        check_total_pages(len(starts_s), replica.kv_tokens + host_tokens, replica.page_size)
         for outage in self.outages:
             if outage.replica >= len(starts_s):
                 raise ConfigError("outage", outage.replica, f"is not one of {len(starts_s)} replicas", "count from 0")
@@ -262,7 +265,7 @@ class Simulation:
     _input_times: list[int] = field(default_factory=list, init=False, repr=False)
     _places: list[_Place] = field(default_factory=list, init=False, repr=False)
     _totals: _Totals = field(default_factory=_Totals, init=False, repr=False)
-    _storage: MemoryPageStore | None = field(init=False, repr=False)
+    _storage: SimulatedStorage | None = field(init=False, repr=False)
     _sample_ns: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -301,7 +304,7 @@ class Simulation:
 
     def _push_input(self, time_ns: int, action: Callable[[], None], *, order: int = _CONTROL) -> None:
         """Add an event that may reach a replica. No replica runs ahead of it."""
-        heappush(self._input_times, max(time_ns, self._heap.now_ns))
+        heappush(self._input_times, time_ns)
         self._heap.push(time_ns, partial(self._handle_input, action), order=order)
 
     def _handle_input(self, action: Callable[[], None]) -> None:

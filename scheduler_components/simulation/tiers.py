@@ -14,24 +14,45 @@ import attrs
 
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.batcher import NullPrefetcher
-from scheduler_components.cache import PagePool, RadixCache
+from scheduler_components.cache import PagePool, RadixCache, RadixNode
 from scheduler_components.errors import ConfigError
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache, MemoryPageStore
+from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.request_queues import RequestQueues
 from scheduler_components.simulation.request import SimulatedRequest
 from scheduler_components.simulation.virtual_clock import MAX_SPAN_S, NEVER_NS, VirtualClock, nanoseconds
-from scheduler_components.simulation.virtual_page_mover import TransferLink, VirtualPageMover
+from scheduler_components.simulation.virtual_page_mover import SimulatedStorage, TransferLink, VirtualPageMover
+from scheduler_components.tier_prefetcher import TierPrefetcher
 from scheduler_components.validators import integer_validator, number_validator
 from scheduler_components.values import TierStats
 
-__all__ = ["CountedHostPages", "DeviceOnly", "SimulatedTiers", "TierConfig", "check_num_pages", "make_storage"]
+__all__ = [
+    "CountedHostPages",
+    "DeviceOnly",
+    "DevicePrefetcher",
+    "SimulatedTiers",
+    "TierConfig",
+    "check_num_pages",
+    "check_total_pages",
+    "make_storage",
+]
 
 _MAX_TIER_TOKENS = 2**34  # 2 PB at 131 KB per token
 
 _MAX_PAGES = 2**24
 """Pages of a pool. Each costs about ten bytes of memory, whatever it would hold."""
 
+_MAX_PAGES_OF_ALL = 2**28
+"""Pages of all pools of all replicas: 2.7 GB."""
+
 _bandwidth = number_validator("is not a bandwidth", at_least=1e-6, at_most=1e9)
+
+
+def _bandwidth_or_zero(owner: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if value != 0:
+        _bandwidth(owner, attribute, value)
+
+
 _latency = number_validator("is not a latency", or_zero=True, at_most=MAX_SPAN_S)
 
 
@@ -46,11 +67,23 @@ def check_num_pages(name: str, num_tokens: int, page_size: int) -> None:
         raise ConfigError(name, num_tokens, problem, "give a smaller pool or larger pages")
 
 
+def check_total_pages(num_replicas: int, tokens_per_replica: int, page_size: int) -> None:
+    """Check that the pages of the pools of all replicas fit into memory together.
+
+    Raises:
+        ConfigError: there are too many; the error names the number of replicas.
+    """
+    num_pages = num_replicas * (tokens_per_replica // page_size)
+    if num_pages > _MAX_PAGES_OF_ALL:
+        problem = f"have {num_pages:,} pages together, more than {_MAX_PAGES_OF_ALL:,}"
+        raise ConfigError("num_replicas", num_replicas, problem, "give fewer replicas, smaller pools or larger pages")
+
+
 @attrs.frozen(kw_only=True)
 class TierConfig:
     """Sizes and speeds of the tiers below the device.
 
-    It has ten fields because two tiers have a size, two bandwidths and a latency each. The defaults are round numbers
+    It has eleven fields because two tiers have a size, bandwidths and a latency each. The defaults are round numbers
     for the model of ``CostModel``: PCIe 4 with 16 lanes to the host, and storage behind a network of 100 Gbit/s.
 
     Attributes:
@@ -59,6 +92,8 @@ class TierConfig:
         host_latency_s: of each copy.
         storage_tokens: capacity of the storage that all replicas share; 0 for no storage.
         storage_write_gb_per_s, storage_read_gb_per_s: bandwidth between each replica and storage.
+        storage_total_gb_per_s: bandwidth of the storage for the reads and writes of all replicas together; 0 for no
+            bound but that of each replica.
         storage_latency_s: of each query, of each read of 32 pages, and of each write.
         token_bytes: KV bytes per token.
         policy: when to write, prefetch and load pages.
@@ -74,6 +109,7 @@ class TierConfig:
     storage_tokens: int = attrs.field(default=0, validator=integer_validator(at_least=0, at_most=_MAX_TIER_TOKENS))
     storage_write_gb_per_s: float = attrs.field(default=12.5, validator=_bandwidth)
     storage_read_gb_per_s: float = attrs.field(default=12.5, validator=_bandwidth)
+    storage_total_gb_per_s: float = attrs.field(default=0.0, validator=_bandwidth_or_zero)
     storage_latency_s: float = attrs.field(default=1e-3, validator=_latency)
     token_bytes: int = attrs.field(default=131_072, validator=integer_validator(at_most=2**30))
     policy: HiCachePolicy = attrs.field(factory=HiCachePolicy)
@@ -96,11 +132,15 @@ class TierConfig:
         return {**own, "hicache_write": policy.write, "hicache_prefetch": policy.prefetch, "hicache_load": policy.load}
 
 
-def make_storage(config: TierConfig | None, page_size: int) -> MemoryPageStore | None:
-    """Make the storage that replicas share, or return None if there is none. It counts each page as one byte."""
+def make_storage(config: TierConfig | None, page_size: int) -> SimulatedStorage | None:
+    """Make the storage that replicas share, or return None if there is none."""
     if config is None or not config.storage_tokens:
         return None
-    return MemoryPageStore(config.storage_tokens // page_size)
+    gb_per_s = config.storage_total_gb_per_s
+    return SimulatedStorage(
+        pages=MemoryPageStore(config.storage_tokens // page_size),
+        ns_per_page=page_size * config.token_bytes / gb_per_s if gb_per_s else 0.0,
+    )
 
 
 class CountedHostPages:
@@ -131,51 +171,18 @@ class CountedHostPages:
         self._pool.check(committed)
 
 
-@dataclass(slots=True, kw_only=True)
-class _TierPrefetcher:
-    """The ``Prefetcher`` of a simulated replica: fetches the prefixes of waiting requests from its tiers."""
+class DevicePrefetcher(NullPrefetcher):
+    """The ``TierPrefetcher`` of a replica that has only its device."""
 
-    cache: HiRadixCache
-    queues: RequestQueues[SimulatedRequest]
-
-    @property
-    def num_look_ahead(self) -> int:
-        return self.cache.prefetch_queue.num_look_ahead
-
-    @property
-    def num_pending_pages(self) -> int:
-        return self.cache.num_pages_in_transfer
-
-    def start(self, request: SimulatedRequest) -> None:
-        """Begin to prefetch the prefix of a new request."""
-        self.cache.prefetch_queue.start(request.rid, request.token_ids[:-1])
-
-    def is_ready(self, request: SimulatedRequest, *, is_next: bool) -> bool:
-        return self.cache.prefetch_queue.is_done(request.rid, request.token_ids[:-1], is_next=is_next)
-
-    def on_admitted(self, request: SimulatedRequest) -> None:
-        if request.num_retractions:
-            self.cache.prefetch_queue.cancel(request.rid)
-            return
-        cached = self.cache.prefetch_queue.record_admission(
-            request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
-        )
-        if request.admitted_ns < 0:
-            request.cached_prompt = cached
-
-    def on_preempted(self, request: SimulatedRequest) -> None:
-        self.cache.write_to_host(request.token_ids)
+    def start(self, request: object) -> None:
+        pass
 
     def update_prefetched_spans(self) -> None:
-        """Recount waiting requests whose tokens a prefetch has found, so that load reports do not count these."""
-        for rid, span in self.cache.prefetch_queue.prefetched_spans():
-            request = self.queues.find(rid)
-            if request is not None and request in self.queues.waiting:
-                self.queues.waiting.recount(request, span)
+        pass
 
 
 def _make_mover(
-    config: TierConfig, page_size: int, clock: VirtualClock, storage: MemoryPageStore | None
+    config: TierConfig, page_size: int, clock: VirtualClock, storage: SimulatedStorage | None
 ) -> VirtualPageMover:
     def link(gb_per_s: float, latency_s: float) -> TransferLink:
         page_bytes = page_size * config.token_bytes
@@ -199,13 +206,11 @@ class SimulatedTiers:
         cache: the prefix cache.
         mover: the transfers.
         stepper: agrees about the transfers; the replica is its only rank.
-        prefetcher: fetches the pages of waiting requests.
     """
 
     cache: HiRadixCache
     mover: VirtualPageMover
     stepper: HiCacheStepper
-    prefetcher: _TierPrefetcher
 
     @classmethod
     def open(
@@ -214,9 +219,8 @@ class SimulatedTiers:
         *,
         page_size: int,
         kv_tokens: int,
-        queues: RequestQueues[SimulatedRequest],
         clock: VirtualClock,
-        storage: MemoryPageStore | None,
+        storage: SimulatedStorage | None,
         record: bool,
     ) -> SimulatedTiers:
         """Make empty tiers.
@@ -224,7 +228,6 @@ class SimulatedTiers:
         Args:
             config: sizes and speeds.
             page_size, kv_tokens: of the device.
-            queues: the waiting requests.
             clock: the time of the replica.
             storage: shared with other replicas.
             record: keep KV events.
@@ -241,7 +244,7 @@ class SimulatedTiers:
         )
         stepper = HiCacheStepper(cache=cache, groups=ParallelGroups(), mover=mover, clock=clock)
         stepper.step()  # agrees that there is storage, or the first request would not ask it
-        return cls(cache=cache, mover=mover, stepper=stepper, prefetcher=_TierPrefetcher(cache=cache, queues=queues))
+        return cls(cache=cache, mover=mover, stepper=stepper)
 
     @property
     def num_operations(self) -> int:
@@ -272,14 +275,15 @@ class SimulatedTiers:
         """Return when a forward that begins now ends."""
         return self.mover.end_of_forward_ns(duration_ns)
 
-    def receive(self, request: SimulatedRequest) -> None:
-        """Begin to prefetch the prefix of a new request."""
-        self.prefetcher.start(request)
+    def make_prefetcher(
+        self, kv_cache: RequestKvCache[RadixNode], queues: RequestQueues[SimulatedRequest]
+    ) -> TierPrefetcher[SimulatedRequest]:
+        """Return what fetches the pages of waiting requests."""
+        return TierPrefetcher(tiers=self.cache, kv_cache=kv_cache, queues=queues)
 
     def begin_step(self) -> None:
         """Apply what has ended, and begin what follows from it."""
         self.stepper.step()
-        self.prefetcher.update_prefetched_spans()
 
     def submit(self) -> None:
         """Begin the transfers that were decided since the last call."""
@@ -306,13 +310,16 @@ class DeviceOnly:
     num_calls: ClassVar[int] = 0
     next_end_ns: ClassVar[int] = NEVER_NS
     must_write_ahead: ClassVar[bool] = False
-    prefetcher: ClassVar[NullPrefetcher] = NullPrefetcher()
 
     def end_of_forward_ns(self, duration_ns: int) -> int:
         return self.clock.now_ns + duration_ns
 
-    def receive(self, request: object) -> None:
-        pass
+    def make_prefetcher(
+        self,
+        kv_cache: RequestKvCache[RadixNode],  # noqa: ARG002 - the signature of SimulatedTiers
+        queues: RequestQueues[SimulatedRequest],  # noqa: ARG002
+    ) -> DevicePrefetcher:
+        return DevicePrefetcher()
 
     def begin_step(self) -> None:
         pass

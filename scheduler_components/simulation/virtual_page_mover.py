@@ -5,9 +5,11 @@ piece of work after the other, in the order of submission. Different links do no
 the latency of its link and its bytes divided by the bandwidth.
 
 **Storage** may be shared by replicas that step in the order of time. It holds pages by their digests, so what one
-replica has written, another one can read. It answers what it holds when a query or a read begins. Written pages are
-there when their writer next polls after the end of the write, so a replica that fails before then has not written them.
-If it is full, the pages that were used longest ago are dropped.
+replica has written, another one can read. It answers what it holds when a query or a read is submitted. Written pages
+are there when their writer next polls after the end of the write, so a replica that fails before then has not written
+them. If it is full, the pages that were used longest ago are dropped. With a bandwidth of its own it serves the pages
+of all replicas one after the other, in the order in which they were submitted, whatever becomes of them: those of a
+cancelled read and of a replica that fails are served, too. A piece ends when both its link and storage have done it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ _NUM_LAYERS = 32  # of the model whose sizes ``CostModel`` and ``TierConfig`` ha
 
 
 class _Piece(msgspec.Struct, frozen=True):
-    """Work on a link: its operation, its first possible moment, its duration, what it answers, what it stores."""
+    """Work on a link: its operation, its first possible moment, its duration, what it answers, what it stores.
+
+    It ends no earlier than ``served_ns``, when storage has served it.
+    """
 
     op: int
     submitted_ns: int
@@ -54,6 +59,30 @@ class _Piece(msgspec.Struct, frozen=True):
     event: IoEvent
     num_pages: int = 0
     keys: tuple[str, ...] = ()
+    served_ns: int = 0
+
+    def end_ns(self, free_ns: int) -> int:
+        """Return when it ends on a link that is free from ``free_ns`` on."""
+        return max(max(self.submitted_ns, free_ns) + self.duration_ns, self.served_ns)
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedStorage:
+    """The storage that replicas share.
+
+    Attributes:
+        pages: what it holds; each page counts as one byte.
+        ns_per_page: of its own bandwidth, reads and writes of all replicas together; 0 for no bound.
+    """
+
+    pages: MemoryPageStore
+    ns_per_page: float = 0.0
+    _free_ns: int = field(default=0, init=False, repr=False)
+
+    def serve(self, num_pages: int, now_ns: int) -> int:
+        """Queue the transfer of pages that is submitted now. Return when it is done."""
+        self._free_ns = max(self._free_ns, now_ns) + round(num_pages * self.ns_per_page)
+        return self._free_ns
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,17 +109,14 @@ class TransferLink:
     @property
     def next_end_ns(self) -> int:
         """When the piece under way ends; ``NEVER_NS`` without one."""
-        if not self._pieces:
-            return NEVER_NS
-        first = self._pieces[0]
-        return max(first.submitted_ns, self._free_ns) + first.duration_ns
+        return self._pieces[0].end_ns(self._free_ns) if self._pieces else NEVER_NS
 
     @property
     def last_end_ns(self) -> int:
         """When all pieces have ended; 0 without one."""
         end_ns = 0
         for piece in self._pieces:
-            end_ns = max(piece.submitted_ns, end_ns or self._free_ns) + piece.duration_ns
+            end_ns = piece.end_ns(end_ns or self._free_ns)
         return end_ns
 
     def pop_ended(self, now_ns: int) -> list[_Piece]:
@@ -109,7 +135,7 @@ class TransferLink:
             if piece.op == op and isinstance(piece.event, PagesRead) and start_ns > now_ns:
                 continue
             kept.append(piece)
-            free_ns = start_ns + piece.duration_ns
+            free_ns = piece.end_ns(free_ns)
         self._pieces = kept
 
 
@@ -125,7 +151,7 @@ class VirtualPageMover:
     """
 
     clock: VirtualClock
-    storage: MemoryPageStore | None
+    storage: SimulatedStorage | None
     to_host: TransferLink
     to_device: TransferLink
     to_storage: TransferLink
@@ -186,7 +212,12 @@ class VirtualPageMover:
             case WriteToStorage(op, digests):
                 link, keys = self.to_storage, _keys(digests)
                 num_missing = len(keys) - self._num_stored(keys)
-                link.push(_Piece(op, now_ns, link.duration_ns(num_missing), BackupDone(op, True), keys=keys))
+                served_ns = self._serve(num_missing)
+                link.push(
+                    _Piece(
+                        op, now_ns, link.duration_ns(num_missing), BackupDone(op, True), keys=keys, served_ns=served_ns
+                    )
+                )
             case QueryStorage(op, digests):
                 answer = QueryDone(op, self._num_stored(_keys(digests)))
                 self.from_storage.push(_Piece(op, now_ns, self.from_storage.latency_ns, answer))
@@ -202,20 +233,24 @@ class VirtualPageMover:
         """Read slice by slice up to the first page that storage no longer holds."""
         assert self.storage is not None, "a read follows a hit"
         link, now_ns, num_stored = self.from_storage, self.clock.now_ns, self._num_stored(keys)
-        self.storage.batch_get(keys[:num_stored])
+        self.storage.pages.batch_get(keys[:num_stored])
         for first in range(0, num_stored, _SLICE_PAGES):
             end = min(first + _SLICE_PAGES, num_stored)
-            link.push(_Piece(op, now_ns, link.duration_ns(end - first), PagesRead(op, end)))
+            served_ns = self._serve(end - first)
+            link.push(_Piece(op, now_ns, link.duration_ns(end - first), PagesRead(op, end), served_ns=served_ns))
         link.push(_Piece(op, now_ns, 0, ReadDone(op)))
 
     def _end(self, piece: _Piece) -> IoEvent:
         self._num_loading_pages -= piece.num_pages
         if piece.keys and self.storage is not None:
-            return BackupDone(piece.op, all(self.storage.batch_set(piece.keys, [b"\0"] * len(piece.keys))))
+            return BackupDone(piece.op, all(self.storage.pages.batch_set(piece.keys, [b"\0"] * len(piece.keys))))
         return piece.event
 
     def _num_stored(self, keys: tuple[str, ...]) -> int:
-        return self.storage.batch_exists(keys) if self.storage is not None else 0
+        return self.storage.pages.batch_exists(keys) if self.storage is not None else 0
+
+    def _serve(self, num_pages: int) -> int:
+        return self.storage.serve(num_pages, self.clock.now_ns) if self.storage is not None else 0
 
 
 def _keys(digests: bytes) -> tuple[str, ...]:

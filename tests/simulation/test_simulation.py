@@ -328,7 +328,14 @@ scalings = st.lists(
     scalings=scalings,
     lags=st.tuples(st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from([0.0, 0.05])),
     make_router=st.sampled_from([RoundRobin, LeastLoaded]),
-    tiers=st.sampled_from([None, SLOW_TIERS, attrs.evolve(SLOW_TIERS, storage_tokens=0)]),
+    tiers=st.sampled_from(
+        [
+            None,
+            SLOW_TIERS,
+            attrs.evolve(SLOW_TIERS, storage_tokens=0),
+            attrs.evolve(SLOW_TIERS, storage_total_gb_per_s=0.04),
+        ]
+    ),
 )
 @settings(max_examples=40, deadline=None)
 @example(  # two replicas report in the same nanosecond

@@ -22,6 +22,7 @@ from scheduler_components.simulation import (
     Simulation,
     SimulationConfig,
     SimulationReport,
+    TierConfig,
     TimelinePoint,
     TraceRequest,
     encode_report,
@@ -332,6 +333,17 @@ def test_runs_without_a_decision_log_skip_steps_in_bulk_and_agree(make_router: C
     assert all(each.decision_tip == 0 for each in fast.report.replicas)
 
 
+def test_the_rates_of_a_replica_begin_with_its_start() -> None:
+    """A window from the beginning of the simulation on would show a replica that was added slower than the first."""
+    config = attrs.evolve(ONE, scalings=(Scaling(at_s=5.0, num_replicas=2),))
+    run = simulate(config, [recorded(0, 0.0, output=40), recorded(1, 5.0, output=40)])
+    first, added = (
+        [load.gen_throughput for replica, _, load in run.router.reports if replica == index] for index in (0, 1)
+    )
+    assert first == pytest.approx(added)
+    assert max(first) == 80, "40 tokens; the shortest window is half a second"
+
+
 def test_the_duration_begins_with_an_arrival_that_is_refused() -> None:
     report = simulate(ONE, [recorded(0, 1.0, prompt=300), recorded(1, 2.0, output=4)]).report
     assert (report.num_refused, report.num_finished) == (1, 1)
@@ -405,6 +417,34 @@ def test_the_timeline_of_a_year_has_a_bound() -> None:
     report = simulate(attrs.evolve(ONE, sample_s=1.0), [recorded(0, 0.0), recorded(1, 366 * 24 * 3600.0)]).report
     assert report.num_finished == 2
     assert 4096 < len(report.timeline) <= 8193
+
+
+_LARGE = ReplicaConfig(page_size=16, kv_tokens=2**20)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_replicas", "num_pages"),
+    [
+        (lambda: SimulationConfig(num_replicas=5000, replica=_LARGE), 5000, 5000 * 2**16),
+        (lambda: SimulationConfig(scalings=(Scaling(at_s=1, num_replicas=5000),), replica=_LARGE), 5000, 5000 * 2**16),
+        (
+            lambda: SimulationConfig(
+                num_replicas=3000, replica=attrs.evolve(_LARGE, tiers=TierConfig(host_tokens=2**20))
+            ),
+            3000,
+            3000 * 2**17,
+        ),
+    ],
+)
+def test_the_pages_of_all_replicas_fit_into_memory(
+    make: Callable[[], object], num_replicas: int, num_pages: int
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"num_replicas={num_replicas}: have {num_pages:,} pages together, more than 268,435,456; give",
+    ):
+        make()
+    SimulationConfig(num_replicas=4096, replica=_LARGE)
 
 
 @pytest.mark.parametrize(

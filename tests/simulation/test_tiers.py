@@ -22,11 +22,11 @@ from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Clocks, Scheduler
-from scheduler_components.request_queues import RequestQueues
 from scheduler_components.simulation import (
     Outage,
     ReplicaConfig,
     RoundRobin,
+    Router,
     Simulation,
     SimulationConfig,
     SimulationReport,
@@ -102,16 +102,17 @@ def test_preempted_requests_find_their_pages_on_the_host() -> None:
     assert run.tiers.pages_written > 0, "only preemptions write"
 
 
-def simulate(config: SimulationConfig, arrivals: Sequence[TraceRequest]) -> SimulationReport:
-    simulation = Simulation(config=config, router=RoundRobin(), arrivals=arrivals)
+def simulate(
+    config: SimulationConfig, arrivals: Sequence[TraceRequest], router: Router | None = None
+) -> SimulationReport:
+    simulation = Simulation(config=config, router=router or RoundRobin(), arrivals=arrivals)
     for _ in simulation.run():
         pass
     return simulation.report()
 
 
 def test_one_replica_reads_from_storage_what_another_one_has_written() -> None:
-    tiers = attrs.evolve(TIERS, storage_tokens=400, policy=attrs.evolve(TIERS.policy, prefetch="wait_complete"))
-    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=tiers), num_replicas=2)
+    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=SHARED), num_replicas=2)
     report = simulate(config, [recorded(index, 5.0 * index, 40, 2, 1) for index in range(2)])
     assert report.hit_rate == {"device": 0.0, "host": 0.0, "storage": pytest.approx(36 / 80)}
     alone = attrs.evolve(config, replica=attrs.evolve(SMALL, tiers=TIERS))
@@ -123,20 +124,121 @@ def test_one_replica_reads_from_storage_what_another_one_has_written() -> None:
 
 def test_a_page_that_is_still_being_written_is_a_miss() -> None:
     """The write of ten pages to the host and to storage takes 80 ms. A request 50 ms later finds nothing."""
-    tiers = attrs.evolve(TIERS, storage_tokens=400, policy=attrs.evolve(TIERS.policy, prefetch="wait_complete"))
-    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=tiers), num_replicas=2)
+    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=SHARED), num_replicas=2)
     for after_s, share in ((0.05, 0.0), (0.15, 36 / 80)):
         report = simulate(config, [recorded(index, after_s * index, 40, 2, 1) for index in range(2)])
         assert report.hit_rate["storage"] == pytest.approx(share)
 
 
 def test_a_replica_that_fails_has_not_written_what_was_under_way() -> None:
-    tiers = attrs.evolve(TIERS, storage_tokens=400, policy=attrs.evolve(TIERS.policy, prefetch="wait_complete"))
     for at_s, share in ((0.06, 0.0), (0.15, 36 / 80)):
         outage = Outage(replica=0, at_s=at_s, detection_s=0.0)
-        config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=tiers), num_replicas=2, outages=(outage,))
+        config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=SHARED), num_replicas=2, outages=(outage,))
         report = simulate(config, [recorded(index, 5.0 * index, 40, 2, 1) for index in range(2)])
         assert report.hit_rate["storage"] == pytest.approx(share)
+
+
+SHARED = attrs.evolve(TIERS, storage_tokens=400, policy=attrs.evolve(TIERS.policy, prefetch="wait_complete"))
+"""The same with storage, from which a request takes all that it finds."""
+
+
+def test_each_direction_has_its_own_bandwidth_and_each_tier_its_latency() -> None:
+    tiers = attrs.evolve(
+        SHARED,
+        load_gb_per_s=2e-3,
+        host_latency_s=1e-3,
+        storage_write_gb_per_s=4e-3,
+        storage_read_gb_per_s=8e-3,
+        storage_latency_s=2e-3,
+    )
+    mover = open_tiers(attrs.evolve(SMALL, tiers=tiers), VirtualClock()).mover
+    links = (mover.to_host, mover.to_device, mover.to_storage, mover.from_storage)
+    assert [link.duration_ns(1) / 1e6 for link in links] == [4 + 1, 2 + 1, 1 + 2, 0.5 + 2]
+
+
+def test_storage_has_the_pages_and_the_bandwidth_of_its_settings() -> None:
+    tiers = attrs.evolve(SHARED, storage_tokens=403, storage_total_gb_per_s=2e-3)
+    storage = make_storage(tiers, SMALL.page_size)
+    assert storage is not None
+    assert (storage.pages.capacity_bytes, storage.ns_per_page) == (100, 2e6)
+    unbounded = make_storage(SHARED, SMALL.page_size)
+    assert unbounded is not None
+    assert unbounded.ns_per_page == 0
+
+
+def test_replicas_share_the_bandwidth_of_storage() -> None:
+    """Two replicas write ten pages each, in 40 ms. If storage takes 8 ms per page, it has none of the second's then."""
+    arrivals = [*(recorded(index, 0.0, 40, 2, index) for index in range(2)), recorded(2, 0.1, 40, 2, 1)]
+    for total_gb_per_s, share in ((0.0, 36 / 120), (0.5e-3, 0.0)):
+        tiers = attrs.evolve(SHARED, write_gb_per_s=1.0, storage_total_gb_per_s=total_gb_per_s)
+        config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=tiers), num_replicas=2)
+        assert simulate(config, arrivals).hit_rate["storage"] == pytest.approx(share)
+
+
+def test_storage_serves_replicas_that_step_together_by_their_index() -> None:
+    """The second replica gets its request first. At 70 ms storage has eight pages of the first one, and no other."""
+
+    class Backwards(RoundRobin):
+        def route(self, request: SimulatedRequest, now_s: float) -> int | None:
+            return (1 - request.recorded.index) % 2
+
+    tiers = attrs.evolve(SHARED, write_gb_per_s=1.0, storage_total_gb_per_s=0.5e-3)
+    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=tiers), num_replicas=2)
+    for prefix, share in ((0, 0.0), (1, 32 / 120)):
+        arrivals = [*(recorded(index, 0.0, 40, 2, index) for index in range(2)), recorded(2, 0.1, 40, 2, prefix)]
+        assert simulate(config, arrivals, Backwards()).hit_rate["storage"] == pytest.approx(share)
+
+
+def test_replicas_that_share_storage_step_in_the_order_of_time() -> None:
+    """Two replicas get the same prompt together. What the first one writes is in storage 80 ms later: too late."""
+    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=SHARED), num_replicas=2)
+    report = simulate(config, [recorded(index, 0.0, 40, 2, 1) for index in range(2)])
+    assert report.hit_rate == {"device": 0.0, "host": 0.0, "storage": 0.0}
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_plan_to_poll_a_copy_lapses_when_a_request_arrives_earlier(fast: bool) -> None:
+    """A copy of the first prompt to the host ends at 38 ms. No request waits for it, and none is received late."""
+    for third_s in (0.039, 0.041, 0.043, 0.045):
+        arrivals = [recorded(0, 0.0, 40, 2, 1), recorded(1, 0.02, 40, 20, 2), recorded(2, third_s, 8, 2, 3)]
+        with_host, without = (
+            simulate(
+                SimulationConfig(replica=attrs.evolve(SMALL, tiers=tiers), num_replicas=1, fast_forward=fast), arrivals
+            )
+            for tiers in (TIERS, None)
+        )
+        assert (with_host.queue_s, with_host.ttft_s, with_host.e2e_s) == (
+            without.queue_s,
+            without.ttft_s,
+            without.e2e_s,
+        )
+
+
+def test_a_request_that_migrates_keeps_where_its_prompt_was_found_first() -> None:
+    """Nothing was cached at first. The other replica reads the prompt from storage, which is no hit of the client's."""
+    outage = Outage(replica=0, at_s=0.3, detection_s=0.0)
+    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=SHARED), num_replicas=2, outages=(outage,))
+    report = simulate(config, [recorded(0, 0.0, 40, 100, 1)])
+    read = report.replicas[1].tiers
+    assert read is not None
+    assert (report.num_finished, report.num_migrations) == (1, 1)
+    assert read.storage_hit_tokens >= 36
+    assert report.hit_rate == {"device": 0.0, "host": 0.0, "storage": 0.0}
+
+
+def test_load_reports_do_not_count_what_storage_brings() -> None:
+    config, storage = attrs.evolve(SMALL, tiers=SHARED), make_storage(SHARED, SMALL.page_size)
+    writer, reader = (SimulatedReplica.compose(config, storage=storage) for _ in range(2))
+    counts: list[int] = []
+    for index, replica in enumerate((writer, reader)):
+        counts.clear()
+        replica.clock.now_ns = writer.clock.now_ns
+        replica.submit(SimulatedRequest(recorded(index, 0.0, 40, 2, 1)))
+        while replica.has_work:
+            replica.clock.now_ns = replica.ready_ns
+            replica.step()
+            counts.append(replica.get_loads().num_waiting_uncached_tokens)
+    assert list(dict.fromkeys(counts)) == [40, 4, 0], "before the answer to the query, until the admission, after it"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +248,7 @@ def test_a_replica_that_fails_has_not_written_what_was_under_way() -> None:
         ("storage_tokens", 2**35),
         ("token_bytes", 2**40),
         ("load_gb_per_s", 1e-300),
+        ("storage_total_gb_per_s", 1e-300),
         ("storage_latency_s", 1e300),
     ],
 )
@@ -297,7 +400,6 @@ def open_tiers(config: ReplicaConfig, clock: VirtualClock) -> SimulatedTiers:
         config.tiers,
         page_size=config.page_size,
         kv_tokens=config.kv_tokens,
-        queues=RequestQueues[SimulatedRequest](max_running_requests=1),
         clock=clock,
         storage=make_storage(config.tiers, config.page_size),
         record=False,

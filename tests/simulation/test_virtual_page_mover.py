@@ -20,10 +20,10 @@ from scheduler_components.page_operations import (
     WriteToStorage,
 )
 from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock
-from scheduler_components.simulation.virtual_page_mover import TransferLink, VirtualPageMover
+from scheduler_components.simulation.virtual_page_mover import SimulatedStorage, TransferLink, VirtualPageMover
 
 
-def mover_of(storage: MemoryPageStore | None = None) -> VirtualPageMover:
+def mover_of(storage: SimulatedStorage | None = None) -> VirtualPageMover:
     """Links with a latency of 10 ns, which take 1, 2, 4 and 8 ns per page."""
     to_host, to_device, to_storage, from_storage = (
         TransferLink(ns_per_page=ns_per_page, latency_ns=10) for ns_per_page in (1, 2, 4, 8)
@@ -36,6 +36,10 @@ def mover_of(storage: MemoryPageStore | None = None) -> VirtualPageMover:
         to_storage=to_storage,
         from_storage=from_storage,
     )
+
+
+def storage_of(num_pages: int, ns_per_page: float = 0.0) -> SimulatedStorage:
+    return SimulatedStorage(pages=MemoryPageStore(num_pages), ns_per_page=ns_per_page)
 
 
 def digests_of(*pages: int) -> bytes:
@@ -86,7 +90,7 @@ def test_the_budget_of_loads_is_what_is_not_being_loaded() -> None:
 
 
 def test_pages_are_stored_when_the_end_of_their_write_is_polled() -> None:
-    mover = mover_of(MemoryPageStore(10))
+    mover = mover_of(storage_of(10))
     mover.submit([WriteToStorage(1, digests_of(7, 8), (0, 1)), QueryStorage(2, digests_of(7, 8))])
     assert drain(mover) == [(10, QueryDone(2, 0)), (18, BackupDone(1, True))]
     mover.submit([QueryStorage(3, digests_of(7, 8, 9))])
@@ -94,7 +98,7 @@ def test_pages_are_stored_when_the_end_of_their_write_is_polled() -> None:
 
 
 def test_pages_that_storage_holds_are_not_written_again() -> None:
-    mover = mover_of(MemoryPageStore(10))
+    mover = mover_of(storage_of(10))
     mover.submit([WriteToStorage(1, digests_of(1, 2, 3), (0, 1, 2))])
     drain(mover)
     mover.submit([WriteToStorage(2, digests_of(1, 2, 3, 4), (0, 1, 2, 3))])
@@ -103,7 +107,7 @@ def test_pages_that_storage_holds_are_not_written_again() -> None:
 
 
 def test_storage_drops_the_pages_used_longest_ago() -> None:
-    mover = mover_of(MemoryPageStore(3))
+    mover = mover_of(storage_of(3))
     mover.submit([WriteToStorage(1, digests_of(1), (0,)), WriteToStorage(2, digests_of(2, 3), (1, 2))])
     drain(mover)
     mover.submit([ReadFromStorage(3, digests_of(1), (0,))])
@@ -115,13 +119,13 @@ def test_storage_drops_the_pages_used_longest_ago() -> None:
 
 
 def test_a_write_larger_than_storage_fails() -> None:
-    mover = mover_of(MemoryPageStore(2))
+    mover = mover_of(storage_of(2))
     mover.submit([WriteToStorage(1, digests_of(1, 2, 3), (0, 1, 2))])
     assert [event for _, event in drain(mover)] == [BackupDone(1, False)]
 
 
 def test_a_read_proceeds_in_slices_and_ends_at_the_first_missing_page() -> None:
-    mover = mover_of(MemoryPageStore(100))
+    mover = mover_of(storage_of(100))
     mover.submit([WriteToStorage(1, digests_of(*range(40)), tuple(range(40)))])
     drain(mover)
     start_ns = mover.clock.now_ns
@@ -136,7 +140,7 @@ def test_a_read_proceeds_in_slices_and_ends_at_the_first_missing_page() -> None:
 
 
 def test_a_cancelled_read_ends_after_the_slice_under_way() -> None:
-    mover = mover_of(MemoryPageStore(200))
+    mover = mover_of(storage_of(200))
     mover.submit([WriteToStorage(1, digests_of(*range(100)), tuple(range(100)))])
     drain(mover)
     start_ns = mover.clock.now_ns
@@ -154,12 +158,48 @@ def test_a_cancelled_read_ends_after_the_slice_under_way() -> None:
 
 
 def test_a_read_that_is_cancelled_before_its_turn_reads_nothing() -> None:
-    mover = mover_of(MemoryPageStore(200))
+    mover = mover_of(storage_of(200))
     mover.submit([WriteToStorage(1, digests_of(*range(32)), tuple(range(32)))])
     drain(mover)
     mover.submit([ReadFromStorage(op, digests_of(*range(32)), tuple(range(32))) for op in (2, 3)])
     mover.submit([CancelPrefetch(3)])
     assert [event for _, event in drain(mover)] == [PagesRead(2, 32), ReadDone(2), ReadDone(3)]
+
+
+def test_storage_serves_the_pages_of_all_replicas_one_after_the_other() -> None:
+    """At 20 ns per page storage is slower than a link, which writes a page in 4 ns and reads one in 8 ns."""
+    storage = storage_of(100, ns_per_page=20)
+    first, second = mover_of(storage), mover_of(storage)
+    first.submit([WriteToStorage(1, digests_of(*range(10)), tuple(range(10)))])
+    second.submit([WriteToStorage(1, digests_of(*range(10, 15)), tuple(range(5)))])
+    assert drain(first) == [(200, BackupDone(1, True))]
+    assert drain(second) == [(300, BackupDone(1, True))], "behind the ten pages of the first"
+    first.clock.now_ns = second.clock.now_ns = 1000
+    second.submit([ReadFromStorage(2, digests_of(*range(10)), tuple(range(10)))])
+    first.submit([WriteToStorage(2, digests_of(20), (0,)), QueryStorage(3, digests_of(0))])
+    assert drain(second) == [(1200, PagesRead(2, 10)), (1200, ReadDone(2))]
+    assert drain(first) == [(1010, QueryDone(3, 1)), (1220, BackupDone(2, True))], "queries move no pages"
+
+
+def test_a_link_may_be_slower_than_storage() -> None:
+    mover = mover_of(storage_of(100, ns_per_page=2))
+    mover.submit([WriteToStorage(1, digests_of(*range(10)), tuple(range(10)))])
+    assert drain(mover) == [(10 + 40, BackupDone(1, True))]
+
+
+def test_storage_serves_the_pages_of_a_cancelled_read_too() -> None:
+    storage = storage_of(200, ns_per_page=20)
+    first, second = mover_of(storage), mover_of(storage)
+    first.submit([WriteToStorage(1, digests_of(*range(96)), tuple(range(96)))])
+    drain(first)
+    second.clock.now_ns = start_ns = first.clock.now_ns
+    first.submit([ReadFromStorage(2, digests_of(*range(96)), tuple(range(96)))])
+    first.clock.now_ns += 1
+    first.submit([CancelPrefetch(2)])
+    second.submit([ReadFromStorage(3, digests_of(0), (0,))])
+    slice_ns = 32 * 20
+    assert drain(first) == [(start_ns + slice_ns, PagesRead(2, 32)), (start_ns + slice_ns, ReadDone(2))]
+    assert drain(second)[0] == (start_ns + 3 * slice_ns + 20, PagesRead(3, 1))
 
 
 def test_a_forward_waits_for_the_loads_that_go_by_layer() -> None:

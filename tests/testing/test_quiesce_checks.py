@@ -19,10 +19,10 @@ from scheduler_components.reference.engine.rank.quiescable_scheduler import make
 from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces, next_token
 from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
+from scheduler_components.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import ControlReply, ControlRequest
 
 

@@ -232,6 +232,9 @@ class TierOptions:
     storage_gb_per_s: Annotated[float, Parameter(help="Bandwidth of each replica to storage, and back.")] = (
         _TIERS.storage_read_gb_per_s
     )
+    storage_total_gb_per_s: Annotated[
+        float, Parameter(help="Bandwidth of storage for all replicas together; 0 for no bound.")
+    ] = _TIERS.storage_total_gb_per_s
     storage_latency: Annotated[Seconds, Parameter(help="Latency of storage.")] = _TIERS.storage_latency_s
     kv_token_bytes: Annotated[int, Parameter(validator=Number(gte=1), help="Bytes of KV per token.")] = (
         _TIERS.token_bytes
@@ -261,6 +264,7 @@ class TierOptions:
             storage_tokens=self.storage_tokens,
             storage_write_gb_per_s=self.storage_gb_per_s,
             storage_read_gb_per_s=self.storage_gb_per_s,
+            storage_total_gb_per_s=self.storage_total_gb_per_s,
             storage_latency_s=self.storage_latency,
             token_bytes=self.kv_token_bytes,
             policy=HiCachePolicy(write=self.hicache_write, prefetch=self.hicache_prefetch, load=self.hicache_load),

@@ -161,6 +161,11 @@ class Request:
         """The tokens generated so far. A retraction keeps them."""
         return tuple(self.token_ids[self.num_prompt_tokens :])
 
+    def record_cached_prompt(self, cached: CachedTokens) -> None:
+        """Keep on which tiers its cached tokens were found."""
+        self.cached_prompt = cached
+        self.num_cached_prompt_tokens = self.num_cached_tokens
+
     def append_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Append the logprobs of the next token, if the request wants logprobs."""
         if self.logprobs is not None and len(self.logprobs) == self.num_output_tokens:

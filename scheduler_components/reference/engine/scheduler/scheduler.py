@@ -82,7 +82,6 @@ from scheduler_components.reference.engine.scheduler.request_limits import (
 from scheduler_components.reference.engine.scheduler.request_metrics import RequestMetrics
 from scheduler_components.reference.engine.scheduler.scheduler_sections import SchedulerSections
 from scheduler_components.reference.engine.scheduler.state_digest import StateDigest
-from scheduler_components.reference.engine.scheduler.tier_prefetcher import TierPrefetcher
 from scheduler_components.request_deadlines import RequestDeadlines
 from scheduler_components.request_kv_cache import RequestKvCache
 from scheduler_components.request_queues import RequestQueues
@@ -91,6 +90,7 @@ from scheduler_components.scheduling_policy import make_policy
 from scheduler_components.session_kv_releaser import SessionKvReleaser
 from scheduler_components.sessions import SessionTable
 from scheduler_components.step_agreement import StepAgreement
+from scheduler_components.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,
     FinishReason,
@@ -153,7 +153,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
     lora: LoraQueue[Request]
     sessions: SessionTable[RadixNode]
     tiers: CacheTiers
-    prefetcher: TierPrefetcher
+    prefetcher: TierPrefetcher[Request]
     settings: BatcherSettings
     batcher: Batcher[Request]
     results: BatchResultProcessor[Request]
@@ -269,7 +269,7 @@ class Scheduler:  # noqa: SCH003 - the composition: every component is a field
             decisions=decisions,
             namespaces=RequestIdentity(),
         )
-        prefetcher = conditions.prefetcher = TierPrefetcher(tiers=tiers, kv_cache=kv_cache, queues=queues)
+        prefetcher = conditions.prefetcher = TierPrefetcher[Request](tiers=tiers, kv_cache=kv_cache, queues=queues)
         batcher = Batcher[Request](
             limits=config.batch_limits,
             queues=queues,

@@ -2,30 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from scheduler_components.cache import PrefixNamespace, RadixNode
-from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.request_kv_cache import RequestKvCache
-from scheduler_components.request_queues import RequestQueues
+from scheduler_components.hicache.prefetch_queue import NullPrefetchQueue, PrefetchQueue
+from scheduler_components.request_kv_cache import KvRequest, RequestKvCache
+from scheduler_components.request_queues import RequestQueues, TrackedRequest
+from scheduler_components.values import CachedTokens
 
-__all__ = ["TierPrefetcher"]
+__all__ = ["PrefetchTiers", "PrefetchedRequest", "TierPrefetcher"]
+
+
+class PrefetchTiers(Protocol):
+    """Tiers below the device: a ``HiRadixCache``, or what has one."""
+
+    @property
+    def prefetch_queue(self) -> PrefetchQueue | NullPrefetchQueue:
+        """Fetches the pages of waiting requests."""
+        ...
+
+    @property
+    def num_pages_in_transfer(self) -> int:
+        """Device pages that copies hold."""
+        ...
+
+    def write_to_host(self, token_ids: Sequence[int], namespace: PrefixNamespace) -> None:
+        """Begin to copy the cached pages of a prefix to the host."""
+        ...
+
+
+class PrefetchedRequest(TrackedRequest, KvRequest[RadixNode], Protocol):
+    """A request, as ``TierPrefetcher`` reads and writes it: the scheduler's own class."""
+
+    num_cached_tokens: int
+
+    @property
+    def rid(self) -> str: ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        ...
+
+    @property
+    def num_retractions(self) -> int:
+        """How often it lost its pages to other requests."""
+        ...
+
+    def record_cached_prompt(self, cached: CachedTokens) -> None:
+        """Keep on which tiers its cached tokens were found, at its admission without an earlier preemption."""
+        ...
+
+
+R = TypeVar("R", bound=PrefetchedRequest)
 
 
 @dataclass(slots=True, kw_only=True)
-class TierPrefetcher:
+class TierPrefetcher(Generic[R]):
     """The ``Prefetcher`` of a batcher over the prefetch queue of the tiers.
 
     Attributes:
-        tiers: the prefix cache and its tiers.
+        tiers: the tiers below the device.
         kv_cache: its namespace is part of each prefix.
         queues: the waiting requests, whose uncached tokens are recounted.
     """
 
-    tiers: CacheTiers
+    tiers: PrefetchTiers
     kv_cache: RequestKvCache[RadixNode]
-    queues: RequestQueues[Request]
+    queues: RequestQueues[R]
 
     @property
     def num_look_ahead(self) -> int:
@@ -37,26 +83,26 @@ class TierPrefetcher:
         """Device pages that copies between tiers hold, and that can be allocated after them."""
         return self.tiers.num_pages_in_transfer
 
-    def start(self, request: Request) -> None:
+    def start(self, request: R) -> None:
         """Start to prefetch the prefix of a new request."""
         self.tiers.prefetch_queue.start(request.rid, request.token_ids[:-1], self.kv_cache.namespace_of(request))
 
-    def is_ready(self, request: Request, *, is_next: bool) -> bool:
+    def is_ready(self, request: R, *, is_next: bool) -> bool:
         """Return True if a waiting request has no prefetch to wait for. Start one if necessary."""
         prefetch_queue, namespace = self.tiers.prefetch_queue, self.kv_cache.namespace_of(request)
         return prefetch_queue.is_done(request.rid, request.token_ids[:-1], namespace, is_next=is_next)
 
-    def on_admitted(self, request: Request) -> None:
-        """Record where the cached prefix of a request was found, at its first admission."""
+    def on_admitted(self, request: R) -> None:
+        """Record where the cached prefix of a request was found, unless it comes back after a preemption."""
         if request.num_retractions:
             self.tiers.prefetch_queue.cancel(request.rid)
             return
-        request.cached_prompt = self.tiers.prefetch_queue.record_admission(
+        cached = self.tiers.prefetch_queue.record_admission(
             request.rid, prompt_tokens=request.num_prompt_tokens, cached_tokens=request.num_cached_tokens
         )
-        request.num_cached_prompt_tokens = request.num_cached_tokens
+        request.record_cached_prompt(cached)
 
-    def on_preempted(self, request: Request) -> None:
+    def on_preempted(self, request: R) -> None:
         """Copy the full pages of a preempted request to the host, so that they need not be computed again."""
         self.tiers.write_to_host(request.token_ids, self.kv_cache.namespace_of(request))
 
