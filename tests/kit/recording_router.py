@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from scheduler_components.simulation import Router, SimulatedRequest
-from scheduler_components.values import LoadSnapshot
+from scheduler_components.values import LoadSnapshot, RequestState
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordingRouter:
-    """Checks that only replicas that serve are heard, and records every call with its time in nanoseconds.
+    """Checks that requests have no replica when they are routed and that only replicas which serve are heard.
+
+    It records every call with its time in nanoseconds.
 
     Attributes:
         inner: decides.
@@ -35,6 +37,9 @@ class RecordingRouter:
     wants_load: ClassVar[bool] = True
 
     def route(self, request: SimulatedRequest, now_s: float) -> int | None:
+        assert request.state is RequestState.WAITING
+        assert not request.pages
+        assert request.ticket is None
         replica = self.inner.route(request, now_s)
         self.routed.append((replica, round(now_s * 1e9), request))
         return replica

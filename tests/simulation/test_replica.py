@@ -204,6 +204,16 @@ def test_fast_forward_skips_steps_while_pages_are_copied() -> None:
     assert run.tiers.pages_written > 0
 
 
+def test_pages_are_copied_ahead_of_their_eviction_before_steps_are_skipped() -> None:
+    """When the first request ends, few pages are free, and the next step begins to copy its pages to the host."""
+    policy = HiCachePolicy(write="write_back", clean_ahead_pages=16)
+    tiers = attrs.evolve(SLOW_TIERS, storage_tokens=0, policy=policy)
+    requests = [recorded(0, 0.0, 40, 10), recorded(1, 0.0, 40, 60)]
+    run = assert_fast_forward_equals_steps(attrs.evolve(SMALL, kv_tokens=132, tiers=tiers), requests)
+    assert run.tiers is not None
+    assert run.tiers.pages_written > 0
+
+
 @pytest.mark.parametrize("kv_tokens", [160, 4096])
 def test_decisions_equal_those_of_the_reference_engine(kv_tokens: int) -> None:
     config = attrs.evolve(SMALL, kv_tokens=kv_tokens)

@@ -73,6 +73,11 @@ def test_slots_are_no_more_than_pages() -> None:
     assert ReplicaConfig(page_size=16, kv_tokens=64, max_running_requests=64).limits.max_running_requests == 4
 
 
+def test_the_last_unfinished_page_of_a_pool_holds_nothing() -> None:
+    config = ReplicaConfig(page_size=4, kv_tokens=10)
+    assert [config.can_hold(SimulatedRequest(recorded(0, 0.0, 8, output, 0))) for output in (1, 2)] == [True, False]
+
+
 @given(
     workload=st.lists(
         st.tuples(st.integers(0, 30), st.integers(1, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=8

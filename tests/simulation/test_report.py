@@ -39,6 +39,8 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert (found.num_values, found.mean, found.p50, found.max) == (4, 2.5, 3.0, 4.0)
     assert (found.percentiles[0], found.percentiles[100]) == (1.0, 4.0)
     assert distribution_of([]) == Distribution()
+    many = distribution_of(range(1001))
+    assert (many.p99, many.max) == (990e-9, 1000e-9)
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=120))

@@ -76,6 +76,8 @@ def test_the_figures_of_one_request(fast: bool) -> None:
     assert (report.prompt_tokens, report.generated_tokens, report.recomputed_tokens) == (8, 4, 0)
     assert (replica.num_steps, replica.busy_share, replica.prefill_tokens, replica.decode_tokens) == (4, 1.0, 8, 3)
     assert (replica.peak_running, replica.num_requests, replica.num_retractions) == (1, 1, 0)
+    [(_, _, request)] = run.router.routed
+    assert (request.num_output_tokens, len(request.token_ids)) == (4, 8), "the tokens of an ended request are dropped"
 
 
 @both
@@ -153,6 +155,7 @@ def test_goodput_counts_requests_within_both_bounds(fast: bool) -> None:
         config = attrs.evolve(ONE, fast_forward=fast, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
         report = simulate(config, arrivals).report
         assert (report.num_refused, report.duration_s, report.ttft_s.max) == (1, 0.11, 0.015)
+        assert report.tpot_s.num_values == 1, "a single token has no time per token"
         return report.goodput_share, report.goodput_per_s
 
     assert goodput(0.015, 0.01) == (2 / 3, pytest.approx(2 / 0.11)), "the bounds are inclusive; one of three is refused"
@@ -221,6 +224,15 @@ def test_requests_that_were_sent_to_a_failed_replica_are_lost_until_it_is_missed
     assert run.times_ms(3) == (75, 85, 105)
     assert run.report.recomputed_tokens == 8 + 2
     assert run.report.replicas[1].num_requests == 0
+
+
+@both
+def test_chunks_of_a_prompt_are_computed_again_after_a_failure(fast: bool) -> None:
+    """The third of three chunks begins at 20 ms. The replica fails at 15 ms, after two."""
+    config = attrs.evolve(ONE, fast_forward=fast, outages=(Outage(replica=0, at_s=0.015, down_s=0.1),))
+    run = simulate(config, [recorded(0, 0.0, prompt=96)])
+    assert run.report.replicas[0].prefill_tokens == 96 + 64
+    assert run.report.recomputed_by_cause == {"preemption": 0, "migration": 64}
 
 
 def test_a_replica_that_returns_before_it_is_missed_is_missed_then() -> None:
@@ -383,6 +395,7 @@ def test_a_request_without_pages_loses_none_with_its_replica() -> None:
     run = simulate(attrs.evolve(ONE, outages=(outage,)), [recorded(0, 0.0, output=60), recorded(1, 0.5)])
     lost = {request.rid: request.has_lost_replica for _, _, request in run.router.routed}
     assert (run.report.num_migrations, lost) == (2, {"r0": True, "r1": False})
+    assert run.report.replicas[0].peak_running == 2, "one before the failure, both for a while after it"
 
 
 @pytest.mark.parametrize(
