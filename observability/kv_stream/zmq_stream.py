@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from observability.kv_stream.follower import StreamFollower
 from observability.kv_stream.frames import END_SEQ_NUMBER, FrameParser
 from observability.kv_stream.instructions import SendReplayRequest
+from observability.kv_stream.reopen_pauses import ReopenPauses
 from observability.kv_stream.stream_stats import StreamPosition, StreamStats
 from observability.kv_stream.thread_fair_rlock import FairRLock
 from scheduler_components.kv_events import CurveClientKeys, Endpoint, StreamAddress
@@ -36,8 +37,6 @@ _SLICE = 256
 _HEARTBEAT_MS = 5_000
 """A stopped or unreachable peer is detected after two of these, a closed one immediately."""
 
-_FIRST_REOPEN_S = 0.05
-_LAST_REOPEN_S = 2.0
 _NEVER_MS = 3_600_000
 """Before libzmq would reconnect a SUB. -1 means never, but then libzmq also drops the messages in the socket."""
 
@@ -128,7 +127,7 @@ class ZmqStream:
         "_lock",
         "_monitor",
         "_reopen_at_s",
-        "_reopen_pause_s",
+        "_reopen_pauses",
         "_socket_factory",
         "_sub",
         "address",
@@ -157,7 +156,7 @@ class ZmqStream:
         self._sub: Socket | None = None
         self._monitor: Socket | None = None
         self._reopen_at_s = -math.inf
-        self._reopen_pause_s = _FIRST_REOPEN_S
+        self._reopen_pauses = ReopenPauses()
 
     def open(self) -> None:
         """Open the live channel. Return without waiting for the connection."""
@@ -240,8 +239,7 @@ class ZmqStream:
             self._is_connected = False
             self.disconnects += 1
             self.follower.on_disconnected(now_s)
-        self._reopen_at_s = now_s + self._reopen_pause_s
-        self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
+        self._reopen_at_s = now_s + self._reopen_pauses.take()
 
     def _read_replay(self, now_s: float) -> None:
         for _ in range(_SLICE):
@@ -272,5 +270,5 @@ class ZmqStream:
                 return
             frame = self.frames.parse_live(frames)
             if frame is not None:
-                self._reopen_pause_s = _FIRST_REOPEN_S
+                self._reopen_pauses.reset()
                 self.follower.on_live_batch(*frame, now_s)

@@ -1,7 +1,7 @@
 """Simulated delivery: publishers, readers, networks and disks in virtual time, drawn from one seed.
 
-All parts of a stream are the kit's real cores. The actors bring their messages and know the truth, so that every
-promise of docs/explanation/delivery.md can be judged while the world runs.
+All parts of a stream that decide are the kit's real cores. The actors bring their messages and know the truth, so that
+the promises which docs/explanation/simulated-delivery.md lists can be judged while the world runs.
 
 - ``DeliveryWorld``: draws a history from a seed, carries it out and judges it.
 - ``PublisherActor``, ``SubscriberActor``: the cores with the truth next to them, for a world or a test of yours.

@@ -13,6 +13,7 @@ quiet       every view equals the publisher's blocks, and is proved where it can
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
@@ -104,8 +105,7 @@ class DeliveryWorld:
 
     def __init__(self, seed: int, *, kind: WorldKind | None = None) -> None:
         self.timeline = Timeline(seed=seed)
-        chosen = self.timeline.random.choice(tuple(WORLD_KINDS))
-        self.kind = kind or chosen
+        self.kind = kind or draw_kind(seed)
         self._counters = WorldCounters()
         self.phase = "calm"
 
@@ -170,6 +170,11 @@ class DeliveryWorld:
             max_until_live_s=counters.max_until_live_s,
             violation=violation,
         )
+
+
+def draw_kind(seed: int) -> WorldKind:
+    """Return the kind of the world of a seed. The history of a seed and a kind does not depend on it."""
+    return random.Random(f"kind of {seed}").choice(tuple(WORLD_KINDS))  # noqa: S311  a simulation
 
 
 def run_world(seed: int, *, kind: WorldKind | None = None) -> DeliveryReport:

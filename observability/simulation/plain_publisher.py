@@ -1,4 +1,4 @@
-"""PlainPublisherProcess: a publisher by the rules of vLLM and SGLang, on the time line.
+"""RingAnswers: a publisher by the rules of vLLM and SGLang, on the time line.
 
 It numbers its batches, keeps the newest ones in a ring, and answers a request with those from the requested number on
 and an end marker. It has no epoch, digest or snapshot, reads an extended request as a very large number, and its ROUTER
@@ -8,12 +8,13 @@ drops what a client's queue cannot take, the end marker included.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import attrs
 
-from observability.simulation.faulty_disk import FaultyDisk
 from observability.simulation.publisher_actor import LiveFrame
-from observability.simulation.publisher_process import Peer, ProcessShape, PublisherProcess
+from observability.simulation.publisher_process import Peer, PublisherProcess
 from observability.simulation.stream_connection import ReaderNetwork, ReaderShape
 from observability.simulation.stream_part import StreamPart
 from observability.simulation.subscriber_actor import SubscriberActor
@@ -22,7 +23,7 @@ from observability.simulation.world_counters import WorldCounters
 from observability.simulation.world_shape import StreamFault, draw_stream_shape
 from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayRequest
 
-__all__ = ["BatchRing", "PlainPart", "PlainPublisherProcess"]
+__all__ = ["PlainPart", "RingAnswers"]
 
 _NO_SUCH_NUMBER = 2**63
 """What it reads from an extended request."""
@@ -31,72 +32,57 @@ _NOT_OF_A_PLAIN_STREAM: tuple[StreamFault, ...] = ("forge", "hidden restart", "t
 """Without a digest a reader cannot see the first two, and a ROUTER that answers in one go is never in the middle."""
 
 
-class BatchRing:
-    """The newest batches of a publisher, as it sent them.
+class RingAnswers:
+    """Answers from a ring of the newest batches, in one go. What a client cannot take is dropped.
 
     Args:
-        size: batches that it keeps.
+        process: the publisher.
+        counters: of the world.
     """
 
-    __slots__ = ("_frames",)
+    __slots__ = ("_counters", "_frames", "_process")
 
-    def __init__(self, size: int) -> None:
+    is_open = False
+
+    def __init__(self, process: PublisherProcess, counters: WorldCounters, *, size: int) -> None:
+        self._process = process
+        self._counters = counters
         self._frames: deque[LiveFrame] = deque(maxlen=size)
 
-    def append(self, frame: LiveFrame) -> None:
+    def on_frame(self, frame: LiveFrame) -> None:
         """Keep one more batch."""
         self._frames.append(frame)
 
-    def clear(self) -> None:
-        """Forget all batches: the publisher's process has ended."""
+    def on_publisher_gone(self) -> None:
+        """Forget all batches."""
         self._frames.clear()
+
+    def make_server(self, clock: Callable[[], float]) -> None:
+        """Nothing stays open."""
+
+    def cut(self) -> None:
+        """Nothing stays open."""
 
     @property
     def has_whole_history(self) -> bool:
         """True while the first batch is still there."""
         return bool(self._frames) and self._frames[0].sequence == 0
 
-    def answer(self, request: ReplayRequest) -> list[tuple[bytes, bytes]]:
-        """Return number and payload of each batch from the requested number on, and the end marker."""
-        start = request.start if request.verb is None else _NO_SUCH_NUMBER
-        batches = [(frame.frames[1], frame.frames[2]) for frame in self._frames if frame.sequence >= start]
-        return [*batches, (END_SEQ, b"")]
-
-
-class PlainPublisherProcess(PublisherProcess):
-    """A publisher that keeps only a ring of its newest batches. Arguments as for ``PublisherProcess``."""
-
-    __slots__ = ("_ring",)
-
-    def __init__(self, timeline: Timeline, shape: ProcessShape, *, disk: FaultyDisk, counters: WorldCounters) -> None:
-        self._ring = BatchRing(shape.publisher.window)
-        super().__init__(timeline, shape, disk=disk, counters=counters)
-
-    def _broadcast(self, frame: LiveFrame) -> None:
-        self._ring.append(frame)
-        super()._broadcast(frame)
-
-    def restart(self, *, skew_s: float) -> None:
-        """Start the process again, with an empty ring and from number 0."""
-        self._ring.clear()
-        super().restart(skew_s=skew_s)
+    def can_prove(self, reader: SubscriberActor) -> bool:
+        """Return whether ``reader`` can have the whole history: the ring still has the first batch."""
+        return self._process.actor.can_be_live(has_extension=reader.has_extension) and self.has_whole_history
 
     def receive(self, client: bytes, request: ReplayRequest, peer: Peer, *, has_extension: bool) -> None:
-        """Answer a request in one go. What the client cannot take is dropped."""
+        """Answer with the batches from the requested number on, and an end marker."""
         del has_extension
-        if not self.is_up:
-            return
-        self._counters.counts["requests"] += 1
-        for message in self._ring.answer(request):
+        start = request.start if request.verb is None else _NO_SUCH_NUMBER
+        batches = [(frame.frames[1], frame.frames[2]) for frame in self._frames if frame.sequence >= start]
+        for message in (*batches, (END_SEQ, b"")):
             if not peer.can_take(client):
                 self._counters.faults["answers over the high-water mark"] += 1
             else:
                 self._counters.counts["messages replayed"] += 1
                 peer.take(client, (client, b"", *message))
-
-    def can_prove(self, reader: SubscriberActor) -> bool:
-        """Return whether ``reader`` can have the whole history: the ring still has the first batch."""
-        return super().can_prove(reader) and self._ring.has_whole_history
 
 
 def _plain_reader(window: int, shape: ReaderShape, network: ReaderNetwork) -> tuple[ReaderShape, ReaderNetwork]:
@@ -118,12 +104,12 @@ class PlainPart(StreamPart):
         publisher = attrs.evolve(shape.process.publisher, seq_base="zero", max_pending=1)
         shape = attrs.evolve(
             shape,
-            process=attrs.evolve(shape.process, publisher=publisher, has_floor=False, calls_idle=True),
+            process=attrs.evolve(shape.process, publisher=publisher, has_floor=False, calls_idle=True, is_inline=False),
             readers=tuple(_plain_reader(publisher.window, *each) for each in shape.readers),
             faults=tuple(each for each in shape.faults if each not in _NOT_OF_A_PLAIN_STREAM),
             has_extension=False,
         )
-        super().__init__(timeline, counters, shape, make_process=PlainPublisherProcess)
+        super().__init__(timeline, counters, shape, make_answers=partial(RingAnswers, size=publisher.window))
 
     def join(self) -> None:
         """Let one more reader join. Nothing bounds what it receives: each request may get the whole ring."""

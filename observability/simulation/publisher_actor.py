@@ -15,8 +15,8 @@ import msgspec
 from observability.simulation.timeline import BrokenPromise
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
 from scheduler_components.events import Tier
-from scheduler_components.kv_events import BatchEncoder, EventStream
-from scheduler_components.kv_events.live_sender import LiveSender
+from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
+from scheduler_components.kv_events.live_sender import LARGE_PAYLOAD_BYTES, LiveSender
 from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.replay_messages import ReplayRequest, encode_plain_request
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
@@ -37,7 +37,7 @@ OTHER_TOPIC = b"kv@pod10"
 FORGED_PAYLOAD = BatchEncoder("array").encode(KVEventBatch(0.0, (BlockStored((99,), None, (99,), 1, None),)), 0)
 """A readable batch of no followed publisher."""
 
-_STAMP_STEP_S = 1e-6
+_DECODER = BatchDecoder()
 
 _NO_SUCH_NUMBER = 2**63
 """What a publisher without the extension reads from an extended request."""
@@ -68,12 +68,14 @@ class PublisherShape:
         window, max_bytes: bounds of the replay buffer, in batches and in payload bytes.
         max_pending: pending batches above which all are merged into one.
         seq_base: ``"zero"`` or ``"clock"``: an epoch that does not begin at 0 begins with a clear.
+        large_bytes: size of a payload above which its batch is sent in several parts.
     """
 
     window: int = 4
     max_bytes: int = 10**6
     max_pending: int = 2
     seq_base: str = "zero"
+    large_bytes: int = LARGE_PAYLOAD_BYTES
 
 
 class PublisherActor:
@@ -83,14 +85,17 @@ class PublisherActor:
         shape: its settings.
         broadcast: called with every frame that it sends.
         first_sequence: returns the first number of an epoch, by its number.
-        clock: seconds, for time stamps and for the time limit of ``drain``.
+        clock: seconds, for time stamps.
+        work_clock: seconds, for time limits of sending; by default ``clock``.
 
     Attributes:
+        can_send: False if other code has destroyed the sockets.
         epoch: number of the present epoch, from 0.
         held: the blocks after every published batch, sent or not.
         states: the blocks after each number that was sent, by epoch and number.
         stamps: when the newest batch behind each number was published, likewise.
         is_poisoned: True if this epoch has a batch that readers cannot read.
+        num_refused, num_unsent: events that no reader accepts, and batches that could not be sent, of this epoch.
         num_published: batches published in all epochs.
         stream, sessions, sender: of the present epoch.
     """
@@ -100,13 +105,16 @@ class PublisherActor:
         "_clock",
         "_encoder",
         "_first_sequence",
-        "_held_after",
-        "_last_ts",
+        "_held_by_readers",
         "_shape",
+        "_work_clock",
+        "can_send",
         "epoch",
         "held",
         "is_poisoned",
         "num_published",
+        "num_refused",
+        "num_unsent",
         "sender",
         "sessions",
         "stamps",
@@ -121,11 +129,13 @@ class PublisherActor:
         broadcast: Callable[[LiveFrame], None],
         first_sequence: Callable[[int], int],
         clock: Callable[[], float] = lambda: 0.0,
+        work_clock: Callable[[], float] | None = None,
     ) -> None:
         self._shape = shape
         self._broadcast = broadcast  # noqa: SCH005  network, sequence floor and clock are three parties
         self._first_sequence = first_sequence
         self._clock = clock
+        self._work_clock = work_clock or clock
         self._encoder = BatchEncoder("array")
         self.epoch = -1
         self.num_published = 0
@@ -146,51 +156,73 @@ class PublisherActor:
         self.sessions = ReplaySessions(self.stream, encoder=self._encoder, rank=0)
         self.sender = LiveSender(
             self._send, topic=TOPIC, encoder=self._encoder, stream=self.stream, rank=0,
-            max_pending=self._shape.max_pending, clock=self._clock,
+            max_pending=self._shape.max_pending, clock=self._work_clock, large_bytes=self._shape.large_bytes,
         )  # fmt: skip
-        self.held = NO_BLOCKS
+        self.held = self._held_by_readers = NO_BLOCKS
         self.is_poisoned = False
+        self.can_send = True
+        self.num_refused = self.num_unsent = 0
         self.states[self.epoch, first - 1] = NO_BLOCKS
-        self._held_after: dict[float, State] = {}
-        self._last_ts = 0.0
         if self._shape.seq_base == "clock":
             self.publish_events((AllBlocksCleared(),))
             self.idle()
 
     # --- live batches ---
 
-    def publish_events(self, events: Sequence[KVCacheEvent]) -> None:
-        """Publish one batch of events, and change ``held``."""
-        self.publish(KVEventBatch(self._clock(), tuple(events), 0))
+    def publish_events(self, events: Sequence[KVCacheEvent], *, refused: Sequence[KVCacheEvent] = ()) -> None:
+        """Publish one batch, and change ``held``. ``refused`` are events of it that no reader accepts."""
+        self._change(events)
+        self.num_refused += len(refused)
+        self.sender.pending.append(KVEventBatch(self._clock(), (*refused, *events), 0))
 
     def publish(self, events: EventBatch) -> None:
-        """Accept one batch. It is pending until ``idle`` or ``drain``."""
-        for event in events.events:
+        """Accept one batch. It is pending until ``idle`` sends it."""
+        self._change(events.events)
+        self.sender.pending.append(KVEventBatch(ts=events.ts, events=events.events, attn_dp_rank=0))
+
+    def _change(self, events: Sequence[KVCacheEvent]) -> None:
+        for event in events:
             self.held = _after(self.held, event)
         self.num_published += 1
-        # Time stamps increase, so that the one of a sent batch names the state after it.
-        ts = self._last_ts = max(events.ts, self._last_ts + _STAMP_STEP_S)
-        self._held_after[ts] = self.held
-        self.sender.pending.append(KVEventBatch(ts=ts, events=events.events, attn_dp_rank=0))
 
     def idle(self) -> None:
         """Send all pending batches."""
         self.sender.send_pending()
         self._cancel_stuck()
-
-    def drain(self) -> None:
-        """Send as many pending batches as ``publish()`` of a publisher does that has little time."""
-        self.sender.send_pending(self._clock())
-        self._cancel_stuck()
+        self.check_sent()
 
     def _send(self, frames: tuple[bytes, bytes, bytes]) -> bool:
-        sequence, ts = int.from_bytes(frames[1], "big"), _decode_ts(frames[2])[0]
+        sequence = int.from_bytes(frames[1], "big")
         if (self.epoch, sequence - 1) not in self.states:
             raise BrokenPromise("numbers have no gaps", f"batch {sequence} of epoch {self.epoch} follows no other")
-        self.states[self.epoch, sequence] = self._held_after.pop(ts)
-        self.stamps[self.epoch, sequence] = ts
+        batch = _DECODER.decode(frames[2])
+        for event in batch.events:
+            self._held_by_readers = _after(self._held_by_readers, event)
+        self.states[self.epoch, sequence] = self._held_by_readers
+        self.stamps[self.epoch, sequence] = batch.ts
+        if not self.can_send:
+            self.num_unsent += 1
+            return False
         self._broadcast(LiveFrame(self.epoch, frames))
         return True
+
+    def check_sent(self) -> None:
+        """Check that all batches together say what was published, and that every event left out is counted.
+
+        Raises:
+            BrokenPromise: they do not, or one is not.
+        """
+        sender = self.sender
+        if sender.num_dropped != self.num_unsent:
+            detail = f"{sender.num_dropped} of {self.num_unsent} unsent batches are counted"
+            raise BrokenPromise("everything is counted", detail)
+        if sender.pending:
+            return
+        if sender.num_refused != self.num_refused:
+            detail = f"{sender.num_refused} of {self.num_refused} refused events are counted"
+            raise BrokenPromise("everything is counted", detail)
+        if self._held_by_readers != self.held:
+            raise BrokenPromise("no published event is lost", f"epoch {self.epoch}, at {self.last_sequence}")
 
     def send_poison(self) -> None:
         """Send the pending batches and one unreadable batch, which changes nothing."""
@@ -256,10 +288,7 @@ class PublisherActor:
         self.idle()
 
 
-_decode_ts = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, int]).decode
-
-
-def _after(held: State, event: KVCacheEvent) -> State:
+def _after(held: State, event: object) -> State:
     """Return the blocks after one event."""
     if isinstance(event, BlockStored):
         return held | {(each, _tier_of(event)) for each in event.block_hashes}

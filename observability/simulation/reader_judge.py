@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from observability.kv_stream import FollowPolicy, StreamState
+from observability.kv_stream.reopen_pauses import LAST_REOPEN_S
 from observability.simulation.joining_bytes import JoiningBytes
 from observability.simulation.loss_ledger import LossLedger
 from observability.simulation.publisher_actor import LiveFrame
@@ -20,8 +21,8 @@ from observability.simulation.world_counters import WorldCounters
 
 __all__ = ["ReaderJudge", "recovery_limit_s"]
 
-_LONGEST_REOPEN_S = 4.0
-"""Pauses between attempts to connect, one after the other: up to 2 s each."""
+_LONGEST_REOPEN_S = 2 * LAST_REOPEN_S
+"""Pauses between attempts to connect, one after the other."""
 
 _SLACK_S = 0.1
 """Slices of serving, and rounding."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from observability.kv_stream import BlockView, StreamListener, StreamState, Tier
+from observability.kv_stream import BlockView, NullStreamListener, StreamListener, StreamState, Tier
 from observability.relay.stream import RelayedStream, RelaySink, SourceListener
 from observability.simulation.publisher_actor import State
 from observability.simulation.subscriber_actor import SubscriberActor
@@ -53,20 +53,20 @@ class JudgedSink(RelaySink, Protocol):
         ...
 
 
-class _KeptBlocks(SourceListener):
+class _KeptBlocks(NullStreamListener):
     """Passes on what a source's subscriber reports, and knows which blocks the relay keeps from an earlier subscriber.
 
     They stay published until the source is known again.
     """
 
-    def __init__(self, key: int, stream: RelayedStream, kept: State, changed: Callable[[], None]) -> None:
-        super().__init__(key, {0: stream})
+    def __init__(self, source: SourceListener, kept: State, changed: Callable[[], None]) -> None:
+        self._source = source
         self.kept = kept
         self._changed = changed
         self._is_staging = False
 
     def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
-        super().on_batch_applied(rank, seq, batch, replayed=replayed)
+        self._source.on_batch_applied(rank, seq, batch, replayed=replayed)
         self._changed()
         if self._is_staging or not self.kept:
             return
@@ -78,20 +78,23 @@ class _KeptBlocks(SourceListener):
                 self.kept = _NO_BLOCKS
 
     def on_view_cleared(self, rank: int, reason: str) -> None:
-        super().on_view_cleared(rank, reason)
+        self._source.on_view_cleared(rank, reason)
         self._changed()
         self.kept = _NO_BLOCKS
 
     def on_snapshot_begin(self, rank: int) -> None:
-        super().on_snapshot_begin(rank)
+        self._source.on_snapshot_begin(rank)
         self._is_staging = True
 
     def on_snapshot_end(self, rank: int, *, was_used: bool) -> None:
-        super().on_snapshot_end(rank, was_used=was_used)
+        self._source.on_snapshot_end(rank, was_used=was_used)
         self._changed()
         self._is_staging = False
         if was_used:
             self.kept = _NO_BLOCKS
+
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
+        self._source.on_state_changed(rank, old, new)
 
 
 class RelayActor:
@@ -144,7 +147,7 @@ class RelayActor:
             self._begin_source(key, _NO_BLOCKS)
 
     def _begin_source(self, key: int, kept: State) -> None:
-        listener = self._listeners[key] = _KeptBlocks(key, self.stream, kept, self._changed)
+        listener = self._listeners[key] = _KeptBlocks(SourceListener(key, {0: self.stream}), kept, self._changed)
         self.sources[key] = self._follow[key](listener)
 
     def follow_again(self, key: int) -> None:

@@ -32,7 +32,7 @@ RelayFault: TypeAlias = Literal["relay restarts", "source found elsewhere", "sou
 
 _LONGEST_FAULT_S = 1.5
 
-_NOT_OF_A_RELAY: tuple[StreamFault, ...] = ("crash", "restart", "hidden restart", "poison", "burst")
+_NOT_OF_A_RELAY: tuple[StreamFault, ...] = ("crash", "restart", "hidden restart", "poison", "burst", "lose sockets")
 """Faults of a publisher's process: ``RelayFault`` has those of the relay's."""
 
 _MAX_ENGINES = 3

@@ -15,6 +15,7 @@ import attrs
 
 from observability.kv_stream import FollowPolicy, StreamListener
 from observability.kv_stream.instructions import SendReplayRequest
+from observability.kv_stream.reopen_pauses import ReopenPauses
 from observability.simulation.faulty_link import LinkFault, LinkQuality, TimedLink
 from observability.simulation.publisher_actor import FORGED_PAYLOAD, OTHER_TOPIC, TOPIC, LiveFrame
 from observability.simulation.publisher_process import Peer
@@ -24,10 +25,6 @@ from scheduler_components.kv_events.replay_messages import END_SEQ, ReplayReques
 from scheduler_components.validators import number_validator
 
 __all__ = ["ConnectionListener", "PublisherHost", "ReaderNetwork", "ReaderShape", "StreamConnection", "least_capacity"]
-
-_FIRST_REOPEN_S = 0.05
-_LAST_REOPEN_S = 2.0
-"""Pauses between two attempts to connect double between these, as in ``zmq_stream``."""
 
 _ROUNDING_S = 2e-9
 """The clock counts nanoseconds, and a deadline may be between two of them."""
@@ -157,7 +154,7 @@ class StreamConnection:
 
     __slots__ = (
         "_answer", "_answers", "_client", "_frames", "_has_connected", "_is_closed", "_is_in_chunks", "_is_lost",
-        "_judge", "_live", "_network", "_process", "_reopen_pause_s", "_repeated", "_request", "_timeline", "_wake_s",
+        "_judge", "_live", "_network", "_process", "_reopen_pauses", "_repeated", "_request", "_timeline", "_wake_s",
         "paused_until_s", "reader",
     )  # fmt: skip
 
@@ -189,7 +186,7 @@ class StreamConnection:
         self._frames: deque[LiveFrame] = deque()
         self._has_connected: int | None = None  # the epoch of a connection that the reader has not noticed
         self._is_lost = self._is_closed = False
-        self._reopen_pause_s = _FIRST_REOPEN_S
+        self._reopen_pauses = ReopenPauses()
         self._repeated: set[LiveFrame] = set()
         self._request: SendReplayRequest | None = None
         self._client = b""
@@ -220,8 +217,7 @@ class StreamConnection:
         self._run()
 
     def _reopen_later(self) -> None:
-        self._timeline.after(self._reopen_pause_s, self.open)
-        self._reopen_pause_s = min(_LAST_REOPEN_S, 2 * self._reopen_pause_s)
+        self._timeline.after(self._reopen_pauses.take(), self.open)
 
     def cut(self) -> None:
         """Cut the live connection; without the extension also that of the open answer."""
@@ -407,7 +403,7 @@ class StreamConnection:
             if not cursor.is_accepting_live:
                 self._note_lost(self._frames.popleft())
                 continue
-            self._reopen_pause_s = _FIRST_REOPEN_S
+            self._reopen_pauses.reset()
             reader.on_live(self._frames.popleft(), now_s)
             self._judge.on_change()
         if self._is_lost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observability.kv_stream import StreamListener
 from observability.simulation.faulty_disk import FaultyDisk
-from observability.simulation.publisher_process import PublisherProcess
+from observability.simulation.publisher_process import AnswersFactory, PublisherProcess, SessionAnswers
 from observability.simulation.reader_judge import ReaderJudge
 from observability.simulation.stream_connection import ReaderNetwork, ReaderShape, StreamConnection
 from observability.simulation.subscriber_actor import SubscriberActor
@@ -20,6 +20,12 @@ _MAX_BURST = 60
 
 _LONGEST_FAULT_S = 1.5
 """A pause, a stall or a time without a publisher."""
+
+_TOKENS = tuple(range(2**31, 2**31 + 3 * 1024))
+"""Tokens of large blocks, five bytes each."""
+
+_NO_TOKEN, _NO_HASH = 2**40, 2**70
+"""Numbers that are too large."""
 
 
 class JudgedReader:
@@ -66,7 +72,7 @@ class StreamPart:
         shape: of the stream.
         listener: receives every change of each reader's view; None without one.
         is_source: False for a stream whose batches come from elsewhere, as a relay's do.
-        make_process: the publisher's rules.
+        make_answers: how the publisher answers requests.
 
     Attributes:
         process: the publisher.
@@ -86,14 +92,16 @@ class StreamPart:
         *,
         listener: StreamListener | None = None,
         is_source: bool = True,
-        make_process: type[PublisherProcess] = PublisherProcess,
+        make_answers: AnswersFactory = SessionAnswers,
     ) -> None:
         self.timeline = timeline
         self.counters = counters
         self.listener = listener
         self._shape = shape
-        disk = FaultyDisk(random=timeline.random, faults=shape.disk)
-        self.process = make_process(timeline, shape.process, disk=disk, counters=counters)
+        disk = FaultyDisk(random=timeline.random, faults=shape.disk, counters=counters.faults)
+        self.process = PublisherProcess(
+            timeline, shape.process, disk=disk, counters=counters, make_answers=make_answers
+        )
         self._storm_ends_s = 0.0
         self._is_publishing = is_source
         self._joined: JudgedReader | None = None
@@ -109,8 +117,13 @@ class StreamPart:
 
     def _publish_next(self) -> None:
         if self._is_publishing:
-            self.process.publish(self._draw_events())
+            self._publish()
             self._publish_later()
+
+    def _publish(self) -> None:
+        events, share = self._draw_events(), self._shape.traffic.refused_share
+        is_refused = share and self.timeline.random.random() < share
+        self.process.publish(events, refused=(self._draw_refused(),) if is_refused else ())
 
     def _draw_events(self) -> tuple[KVCacheEvent, ...]:
         draw, traffic = self.timeline.random, self._shape.traffic
@@ -125,7 +138,21 @@ class StreamPart:
         medium = "CPU" if draw.random() < 0.2 else None
         if draw.random() < 0.4:
             return BlockRemoved(hashes, medium)
-        return BlockStored(hashes, first - 1 if first else None, hashes, 1, None, medium)
+        size = self._shape.traffic.block_tokens
+        tokens = hashes if size == 1 else _TOKENS[: size * len(hashes)]
+        return BlockStored(hashes, first - 1 if first else None, tokens, size, None, medium)
+
+    def _draw_refused(self) -> KVCacheEvent:
+        """Draw an event that no reader accepts, about a block that may be cached."""
+        block = self.timeline.random.randrange(self._shape.traffic.num_blocks)
+        return self.timeline.random.choice(
+            (
+                BlockStored((block,), None, (_NO_TOKEN,), 1, None),
+                BlockStored((block,), None, (block,), 0, None),
+                BlockStored((block, block + 1), None, (block,), 1, None),
+                BlockRemoved((_NO_HASH,)),
+            )
+        )
 
     # --- storms ---
 
@@ -172,7 +199,10 @@ class StreamPart:
             case "burst":
                 self._note("bursts")
                 for _ in range(draw.randint(2, _MAX_BURST)):
-                    process.publish(self._draw_events())
+                    self._publish()
+            case "late thread":
+                self.counters.faults["late threads"] += 1
+                process.delay_thread(self._draw_duration_s())
             case _:
                 if process.is_up:
                     self._break_process(fault)
@@ -189,6 +219,9 @@ class StreamPart:
             case "truncate answers":
                 self._note("answers truncated")
                 process.cut_answers()
+            case "lose sockets":
+                self._note("publisher: sockets destroyed")
+                process.destroy_sockets()
             case "crash" | "restart":
                 self._note(f"publisher: {fault}")
                 process.crash(is_clean=fault == "restart")
@@ -220,7 +253,7 @@ class StreamPart:
         for each in self.readers:
             each.connection.set_network(each.calm)
             each.judge.begin()
-        if self.process.actor.is_poisoned:
+        if self.process.is_running and (self.process.actor.is_poisoned or not self.process.actor.can_send):
             self.process.crash(is_clean=True)
             self._restart()
 
@@ -251,7 +284,7 @@ class StreamPart:
     def begin_quiet(self) -> None:
         """Publish nothing any more."""
         self._is_publishing = False
-        self.process.actor.idle()
+        self.process.idle()
 
     def check_converged(self) -> None:
         """Check that every view is the publisher's state."""

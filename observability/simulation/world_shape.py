@@ -17,6 +17,7 @@ from observability.simulation.faulty_link import LinkQuality
 from observability.simulation.publisher_actor import PublisherShape
 from observability.simulation.publisher_process import ProcessShape
 from observability.simulation.stream_connection import ReaderNetwork, ReaderShape
+from scheduler_components.kv_events.live_sender import LARGE_PAYLOAD_BYTES
 
 __all__ = [
     "STREAM_FAULTS",
@@ -29,13 +30,13 @@ __all__ = [
 
 StreamFault: TypeAlias = Literal[
     "disconnect", "lose answer", "pause", "forge", "other topic", "stall", "crash", "restart", "hidden restart",
-    "poison", "truncate answers", "burst",
+    "poison", "truncate answers", "burst", "late thread", "lose sockets",
 ]  # fmt: skip
 """What happens to a stream at random times."""
 
 STREAM_FAULTS: tuple[StreamFault, ...] = (
     "disconnect", "lose answer", "pause", "forge", "other topic", "stall", "crash", "restart", "hidden restart",
-    "poison", "truncate answers", "burst",
+    "poison", "truncate answers", "burst", "late thread", "lose sockets",
 )  # fmt: skip
 
 _POLICY = FollowPolicy(
@@ -57,11 +58,15 @@ class TrafficShape:
         rate_per_s: batches per second, on average.
         num_blocks: blocks that it may hold.
         clear_share: share of the batches that clear the cache.
+        refused_share: share of the batches that have an event which no reader accepts.
+        block_tokens: tokens of a block; with 1,024 a batch has up to 45 KB.
     """
 
     rate_per_s: float = 30.0
     num_blocks: int = 32
     clear_share: float = 0.0
+    refused_share: float = 0.0
+    block_tokens: int = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -98,18 +103,28 @@ def draw_stream_shape(draw: random.Random, *, name: str = "reader", num_readers:
         num_readers: None draws it.
     """
     seq_base = draw.choice(("zero", "clock"))
+    has_floor = seq_base == "clock" and draw.random() < 0.7
     publisher = PublisherShape(
         window=_draw_size(draw, 1, 128),
+        max_bytes=draw.choice((10**6, 10**6, _draw_size(draw, 300, 50_000))),
         max_pending=_draw_size(draw, 1, 64),
         seq_base=seq_base,
+        large_bytes=draw.choice((LARGE_PAYLOAD_BYTES, LARGE_PAYLOAD_BYTES, 100)),
     )
+    calls = draw.choice(("publish", "publish", "publish", "idle", "inline"))
     process = ProcessShape(
-        publisher=publisher, has_floor=seq_base == "clock" and draw.random() < 0.7, calls_idle=draw.random() < 0.3
+        publisher=publisher,
+        has_floor=has_floor,
+        calls_idle=calls == "idle",
+        is_inline=calls == "inline",
+        repairs_floor=draw.random() < 0.5,
     )
     traffic = TrafficShape(
         rate_per_s=10 ** draw.uniform(0.3, 2.0),
         num_blocks=_draw_size(draw, 4, 128),
         clear_share=draw.choice((0.0, 0.0, 0.01, 0.05)),
+        refused_share=draw.choice((0.0, 0.0, 0.0, 0.1)),
+        block_tokens=1_024 if draw.random() < 0.1 else 1,
     )
     count = draw.randint(1, 3) if num_readers is None else num_readers
     readers = tuple(_draw_reader(draw, f"{name} {number}") for number in range(count))
@@ -119,8 +134,8 @@ def draw_stream_shape(draw: random.Random, *, name: str = "reader", num_readers:
         readers=readers,
         faults=tuple(each for each in STREAM_FAULTS if draw.random() < 0.4),
         faults_per_s=10 ** draw.uniform(-0.7, 0.5),
-        disk=DiskFaults(lies=draw.choice((0.0, 0.0, 0.5)), lost=0.5, torn=0.5),
-        set_back_s=draw.choice((0.0, 0.0, 100.0)),
+        disk=DiskFaults(lies=draw.choice((0.0, 0.5, 0.5)), lost=0.5, torn=1.0),
+        set_back_s=draw.choice((0.0, 100.0, 100.0) if has_floor else (0.0, 0.0, 100.0)),
     )
 
 

@@ -23,7 +23,7 @@ from scheduler_components.kv_events.codec import (
 from scheduler_components.kv_events.snapshot import merge_batches
 from scheduler_components.kv_events.stream import EventStream
 
-__all__ = ["HEAVY_BYTES", "LiveSend", "LiveSender"]
+__all__ = ["HEAVY_BYTES", "LARGE_PAYLOAD_BYTES", "LiveSend", "LiveSender"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ LiveSend: TypeAlias = Callable[[tuple[bytes, bytes, bytes]], bool]
 
 # Only ``pending.append`` may be called without owning the channel.
 
-_LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
+LARGE_PAYLOAD_BYTES = MAX_PAYLOAD_BYTES // 2
 """A larger batch is sent in several parts, so that no reader refuses it for its size."""
 
 HEAVY_BYTES = 4 * 1024
@@ -62,6 +62,7 @@ class LiveSender:
         encoder, stream, rank: as in ``ReplaySessions``.
         max_pending: pending batches above which all are merged into one.
         clock: monotonic seconds.
+        large_bytes: size of a payload above which its batch is sent in several parts.
 
     Attributes:
         pending: accepted batches, oldest first; any thread may append.
@@ -78,6 +79,7 @@ class LiveSender:
         "_clock",
         "_encoder",
         "_is_overflowing",
+        "_large_bytes",
         "_max_pending",
         "_num_attempts",
         "_rank",
@@ -105,6 +107,7 @@ class LiveSender:
         rank: int,
         max_pending: int,
         clock: Callable[[], float] = time.monotonic,
+        large_bytes: int = LARGE_PAYLOAD_BYTES,
     ) -> None:
         self._send = send
         self._clock = clock
@@ -113,6 +116,7 @@ class LiveSender:
         self._stream = stream
         self._rank = rank
         self._max_pending = max_pending
+        self._large_bytes = large_bytes
         self._is_overflowing = False
         self._attempted: EventBatch | None = None
         self._num_attempts = 0
@@ -207,7 +211,7 @@ class LiveSender:
             changes = None
         if payload is None:
             return
-        if len(payload) > _LARGE_PAYLOAD_BYTES:
+        if len(payload) > self._large_bytes:
             reason = oversize_reason(events, self._encoder)
             if reason is not None:
                 self._refuse(1, f"{type(events[0]).__name__} ({reason})")

@@ -173,6 +173,14 @@ class EventStream:
         return self._end[2] - self._folded[1]
 
     @property
+    def kept_bytes(self) -> int:
+        """Payload bytes in the trail and in the replay buffer."""
+        if not self._batches:
+            return 0
+        oldest = self._batches[0]
+        return self._end[2] - oldest.num_bytes + len(oldest.payload)
+
+    @property
     def num_snapshot_blocks(self) -> int:
         return len(self._snapshot)
 

@@ -1,13 +1,13 @@
 """ZmqEventPublisher: send live batches on a PUB socket and answer replays on a ROUTER socket.
 
-The file is ordered from the sockets up: the live socket (its rules are in ``live_sender``), ``ZmqReplayServer``
-(answers in slices), ``ZmqStreamSockets`` (both, and everything else of one stream), ``ZmqEventPublisher`` (which thread
-works, and when).
+The file is ordered from the sockets up: the live socket (its rules are in ``live_sender``), ``ZmqReplayServer`` (the
+replay socket), ``ZmqStreamSockets`` (both, and everything else of one stream), ``ZmqEventPublisher`` (which thread owns
+the sockets). ``stream_drain`` has the rules of a drain, ``handover`` those of who drains, and when.
 
 Work: ``publish()`` appends. ``idle()``, called where the scheduler waits for its device, drains: it encodes, sends and
 serves replays. A scheduler that never calls ``idle()`` hands its batches over to the backstop thread. A sending thread
 alone, as in SGLang and vLLM, starves when the scheduler keeps the GIL. So ``publish()`` drains batches that have become
-too many or too old (``backlog.py``).
+too many or too old.
 
 Ownership: the thread that drains owns the sockets. It holds the owner lock, for which the scheduler's thread never
 waits.
@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -34,18 +35,20 @@ from msgspec import UNSET, UnsetType
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, EventBatch, KVEventBatch
 from scheduler_components.fork_hook import register_for_fork
-from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING, Backlog
+from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING
 from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.config import KVEventsConfig
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.event_publisher import EventPublisher
 from scheduler_components.kv_events.file_sequence_floor import open_sequence_floor
-from scheduler_components.kv_events.live_sender import HEAVY_BYTES, LiveSender
+from scheduler_components.kv_events.handover import IDLE_REPLAY_S, PUBLISH_S, REQUESTS_EVERY_S, Handover
+from scheduler_components.kv_events.live_sender import LiveSender
 from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.replay_messages import END_SEQ
 from scheduler_components.kv_events.sequence_floor import SequenceFloor
 from scheduler_components.kv_events.stream import EventStream
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
+from scheduler_components.kv_events.stream_drain import ReplayServer, StreamDrain
 from scheduler_components.kv_events.thread_backstop import Backstop
 from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 from scheduler_components.kv_events.zmq_sockets import (
@@ -95,12 +98,6 @@ class _LiveSocket:
 
 # Serve replays on the ROUTER, and never wait.
 
-_MESSAGES_PER_TURN = 8
-"""Messages to one client before the time is checked and the next client gets its turn."""
-
-_BYTES_PER_TURN = 64 * 1024
-"""The same in bytes: a chunk of the snapshot takes as long as many small batches."""
-
 _FRAMES_PER_SLICE = 64
 """Frames of requests that are received before answers are sent: some 20 requests, or a part of a hostile one. A client
 that sends only requests, or one request of any number of frames, prevents neither answers nor batches.
@@ -118,9 +115,14 @@ _CLOSE_SLICE_S = 0.01
 
 
 class ZmqReplayServer:
-    """Serve the ROUTER until ``finish``. The caller owns the sockets."""
+    """The ROUTER until ``finish``: the ``ReplayChannel`` of a drain. The caller owns the sockets.
 
-    __slots__ = ("_events", "_has_failed", "_request", "_send", "_socket", "cursors")
+    Attributes:
+        cursors: the open answers.
+        has_failed: True if nothing can be received or sent any more.
+    """
+
+    __slots__ = ("_events", "_request", "_send", "_socket", "cursors", "has_failed")
 
     def __init__(self, socket: Socket, cursors: ReplaySessions) -> None:
         self._socket = socket
@@ -129,7 +131,7 @@ class ZmqReplayServer:
         # pyzmq's Python-level getsockopt converts to enums, which costs ten times the call itself.
         self._events = super(zmq.Socket, socket).get
         self.cursors = cursors
-        self._has_failed = False
+        self.has_failed = False
 
     @property
     def wakeup_fd(self) -> int:
@@ -140,7 +142,7 @@ class ZmqReplayServer:
         """Receive a bounded number of frames of requests. Return True while there may be more."""
         num_received = 0
         try:
-            while not self._has_failed and num_received < _FRAMES_PER_SLICE and self._is_readable():
+            while not self.has_failed and num_received < _FRAMES_PER_SLICE and self._is_readable():
                 num_received += 1
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
                 if len(self._request) < _KEPT_FRAMES:
@@ -150,81 +152,47 @@ class ZmqReplayServer:
                     self.cursors.receive(request)
         except zmq.ZMQError as error:
             # Only code that closed a shared context causes this. The scheduler continues.
-            self._has_failed = True
+            self.has_failed = True
             _log.error("KV events cannot be replayed any more: %s", error)
         return num_received == _FRAMES_PER_SLICE
-
-    def serve_slice(self, until_s: float) -> bool:
-        """Send answers until ``until_s`` (``time.monotonic``), to the clients in turns, and at least one turn.
-
-        Return True while a client may take more.
-        """
-        can_send = not self._has_failed
-        while can_send:
-            can_send = False
-            for client in self.cursors.clients:
-                can_send |= self._serve_turn(client)
-                if time.monotonic() >= until_s:
-                    return len(self.cursors) > 0
-        # A full client is tried again at the next poll.
-        return False
 
     def _is_readable(self) -> bool:
         return bool(int(self._events(_EVENTS)) & _POLLIN)
 
-    def _serve_turn(self, client: bytes) -> bool:
-        """Send a few messages to one client. Return False if it takes no more now."""
-        num_bytes = 0
-        for _ in range(_MESSAGES_PER_TURN):
-            message = self.cursors.message(client)
-            try:
-                if message is not None:
-                    self._send(message)
-            except zmq.Again:
-                self.cursors.on_full(client, time.monotonic())
-                self.cursors.rotate(client)
-                return False
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    _log.warning("replay to a client failed: %s", error)
-                self.cursors.drop(client)
-                self.cursors.num_truncated += 1
-                return False
-            if self.cursors.on_sent(client):
-                return True
-            num_bytes += _BYTES_PER_TURN if message is None else len(message[-1])
-            if num_bytes >= _BYTES_PER_TURN:
-                break
-        self.cursors.rotate(client)
+    def send(self, message: tuple[bytes, ...]) -> bool | None:
+        """Send one message. Return False if its client's queue is full, None if the client is gone."""
+        try:
+            self._send(message)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                _log.warning("replay to a client failed: %s", error)
+            return None
         return True
 
-    def finish(self, until: float, deadline: float) -> None:
+    def finish(self, answers: ReplayServer, until: float, deadline: float) -> None:
         """Answer requests until ``until``, then end every answer and close the socket.
 
         Args:
+            answers: sends the answers over this socket.
             until: ``time.monotonic`` at which answers are cut.
             deadline: ``time.monotonic`` at which unsent messages are dropped.
         """
-        while not self._has_failed and (now_s := time.monotonic()) < until:
-            has_more = self.receive_requests() | self.serve_slice(min(until, now_s + _CLOSE_SLICE_S))
+        while not self.has_failed and (now_s := time.monotonic()) < until:
+            has_more = self.receive_requests() | answers.serve_slice(min(until, now_s + _CLOSE_SLICE_S))
             if not has_more and not len(self.cursors):
                 break
             if not has_more and not self._socket.poll(_CLOSE_POLL_MS, zmq.POLLOUT | zmq.POLLIN):
                 break
-        if not self._has_failed:
+        if not self.has_failed:
             self.cursors.end_all()
             for client in self.cursors.clients:
-                self._serve_turn(client)
+                answers.serve_turn(client)
         self._socket.close(linger=max(0, int((deadline - time.monotonic()) * 1000)))
 
 
 # The sockets of one stream, opened, drained and closed together. Nothing here locks: the caller owns the sockets.
-
-_REQUESTS_EVERY_S = 0.004
-"""Polling for replay requests costs a system call, so a scheduler with fast steps polls only in some of them."""
-
-_DRAINS_PER_COUNT = 64
-"""Peers connect rarely, so their reports are received once per this many drains of a busy scheduler."""
 
 
 class ZmqStreamSockets:
@@ -235,20 +203,10 @@ class ZmqStreamSockets:
         sessions: the open answers to replay requests.
         sockets: the open sockets and their actual addresses.
         is_open_bind: True if the stream listens beyond loopback without authentication.
-        requests_at_s: time at which replay requests were last received (``time.monotonic``).
+        work: drains the stream.
     """
 
-    __slots__ = (
-        "_floor",
-        "_num_drains",
-        "_replay",
-        "_stream",
-        "is_open_bind",
-        "live",
-        "requests_at_s",
-        "sessions",
-        "sockets",
-    )
+    __slots__ = ("_answers", "_floor", "_replay", "_stream", "is_open_bind", "live", "sessions", "sockets", "work")
 
     def __init__(
         self,
@@ -267,8 +225,17 @@ class ZmqStreamSockets:
         self.sessions = cursors
         self._floor = floor
         self._replay = ZmqReplayServer(sockets.replay, cursors) if sockets.replay else None
-        self._num_drains = 0
-        self.requests_at_s = 0.0
+        self._answers = ReplayServer(cursors, self._replay, clock=time.monotonic) if self._replay else None
+        # No part refers to this object: a publisher that was dropped is freed without the garbage collector.
+        self.work = StreamDrain(
+            live,
+            stream,
+            cursors,
+            floor=floor,
+            server=self._answers,
+            count_peers=partial(_count_peers, sockets),
+            clock=time.monotonic,
+        )
 
     @property
     def wakeup_fds(self) -> tuple[int, ...]:
@@ -276,42 +243,9 @@ class ZmqStreamSockets:
         replay = [self._replay.wakeup_fd] if self._replay else []
         return (*replay, *(counter.wakeup_fd for counter in self.sockets.peers if counter))
 
-    def drain(self, send_s: float, replay_s: float, *, requests_every_s: float = 0.0) -> bool:
-        """Send pending batches, fold, and serve replays. Return True while there is more to do.
-
-        Each of the three makes progress, however short its time is.
-
-        Args:
-            send_s: time in seconds for sending and folding.
-            replay_s: time in seconds for replays, in addition; 0 leaves them to another call.
-            requests_every_s: do not poll for replay requests if they were polled this recently.
-        """
-        send_until_s = time.monotonic() + send_s
-        self.live.send_pending(send_until_s)
-        while self._stream.is_over_limit and not self._stream.pins and time.monotonic() < send_until_s:
-            self._stream.fold_oldest()
-        if self._stream.has_stuck_pins:
-            self.sessions.cancel_pinned()
-        self._num_drains += 1
-        if self._num_drains % _DRAINS_PER_COUNT == 0:
-            self.count_peers()
-            self._floor.reserve_above(self._stream.next_sequence)
-        unfinished = bool(self.live.pending) and time.monotonic() >= send_until_s
-        if self._replay is None:
-            return unfinished
-        now_s = time.monotonic()
-        # An answer covers all batches that were published before its request is received.
-        if not unfinished and now_s - self.requests_at_s >= requests_every_s:
-            self.requests_at_s = now_s
-            unfinished = self._replay.receive_requests()
-        if replay_s and len(self.sessions):
-            unfinished |= self._replay.serve_slice(now_s + replay_s)
-        return unfinished
-
     def count_peers(self) -> bool:
         """Receive a bounded number of peer reports. Return True while there may be more."""
-        more = [counter.poll_events() for counter in self.sockets.peers if counter]
-        return any(more)
+        return _count_peers(self.sockets)
 
     def close(self, deadline: float) -> bool:
         """Send, end and close everything. Return True if a peer had not received all of it by ``deadline``."""
@@ -319,8 +253,8 @@ class ZmqStreamSockets:
         # The live tail goes first, because no reader can request it later. linger 0 would lose libzmq's queue.
         now = time.monotonic()
         self.sockets.pub.close(linger=max(0, int((deadline - now) * 1000)))
-        if self._replay:
-            self._replay.finish(until=(now + deadline) / 2, deadline=deadline)
+        if self._replay and self._answers:
+            self._replay.finish(self._answers, until=(now + deadline) / 2, deadline=deadline)
         self.release()
         was_cut = time.monotonic() >= deadline
         if was_cut:
@@ -362,6 +296,11 @@ class ZmqStreamSockets:
             peers_refused=sum(counter.num_refused for counter in self.sockets.peers if counter),
             open_bind_without_auth=int(self.is_open_bind),
         )
+
+
+def _count_peers(sockets: StreamSockets) -> bool:
+    more = [counter.poll_events() for counter in sockets.peers if counter]
+    return any(more)
 
 
 def open_zmq_stream(settings: KVEventsConfig, rank: int, inproc_context: Context | None) -> ZmqStreamSockets:
@@ -422,50 +361,7 @@ def _warn_if_open(*bound: Endpoint | None) -> bool:
     return bool(listening)
 
 
-# Time limits of a drain, in seconds. A drain always sends one batch and one turn of a replay, if there are any.
-
-_PUBLISH_S = 75e-6
-"""Time that ``publish()`` sends. The rest is left to the thread or to the next call."""
-
-_MIN_REPLAY_S, _MAX_REPLAY_S, _REPLAY_SHARE = 50e-6, 0.005, 0.1
-"""Time that ``publish()`` serves replays: a share of the time since it last did. More than clients need costs live
-batches their place on the processors.
-"""
-
-_IDLE_REPLAY_S = 0.0003
-"""Time that ``idle()`` serves replays, while the scheduler waits for its device."""
-
-_MIN_SLICE_S, _MAX_SLICE_S, _SLICE_SHARE = 0.0003, 0.001, 0.25
-"""Time that the thread works before it offers the GIL: a share of the time for which it waited, within bounds. With
-0.5 ms at least, four replaying clients took 0.45 ms of a step that sleeps 0.2 ms, not 0.13.
-"""
-
-# Intervals of the thread.
-
-_PAUSE_S = 0.0001
-"""Pause between two slices, in which the scheduler gets the GIL."""
-
-_STALLED_AFTER_S = 0.005
-"""A scheduler that has not called ``idle()`` or ``publish()`` for this long does not drain, so the thread does."""
-
-_LATE_S = 0.003
-"""A thread with this delay got the GIL only when the interpreter took it from the scheduler."""
-
-_REQUESTS_LATE_S = 0.05
-"""Maximum time until a late thread receives replay requests. It interrupts a step for this."""
-
-_LATE_FOR_S = 1.0
-"""Time for which a thread that was late is not counted on."""
-
-_LULL_AFTER_S = 0.02
-"""Time to wait for a busy scheduler's next batch, because waking the thread for it costs its step a system call."""
-
-_QUIET_AFTER_S = 0.5
-"""Time to wait for the next call or request, while the thread waits on its descriptors."""
-
-_POLL_S = 0.008
-_POLL_STUCK_S = 0.5
-"""A stuck client that accepts messages again usually wakes the thread by its descriptor."""
+# Time limits of calls, in seconds.
 
 _OWNER_WAIT_S = 0.002
 """Time that a call which must send waits for the thread's slice to end. A slice takes less."""
@@ -571,15 +467,13 @@ class ZmqEventPublisher(EventPublisher):
         # True while the next batch may wait, because ``idle()`` was just called and the backstop polls.
         self._may_defer = False
         self._is_inline = settings.send_mode == "inline"
-        self._backlog = Backlog(1 if self._is_inline else settings.max_queue_size)
-        # True while batches are left to the thread, because the scheduler publishes and does not call ``idle()``.
-        self._is_handing_over = False
-        self._drained_at_s = self._busy_at_s = self._replayed_at_s = 0.0
-        self._late_at_s = -math.inf
         self._closed: CloseReport | None = None
         self._close_by_s: float | None = None
         self._edge = open_zmq_stream(settings, attn_dp_rank, context)  # noqa: SCH008 a publisher of SGLang's name listens once it is made
         self._pending = self._edge.live.pending
+        self._handover = Handover(
+            self._edge.live, self._edge.sessions, max_waiting=settings.max_queue_size, is_inline=self._is_inline
+        )
         self.endpoint = self._edge.sockets.endpoint
         self.replay_endpoint = self._edge.sockets.replay_endpoint
         self._start_backstop()
@@ -621,39 +515,14 @@ class ZmqEventPublisher(EventPublisher):
         else:
             self._check_usable()
             self._pending.append(events)
-            self._is_handing_over = not self._is_inline
-            now_s = time.monotonic()
-            replay_s = self._replay_s(now_s)
-            if self._may_wait(now_s) and not replay_s:
+            handover, backstop = self._handover, self._backstop
+            handover.is_active = not self._is_inline
+            now_s, due_s = time.monotonic(), backstop.due_s
+            replay_s = handover.replay_s(now_s, due_s)
+            # The thread watches waiting batches. A signal handler may have closed just before the batch became pending.
+            if handover.may_wait(now_s, due_s) and backstop.watch() and self._closed is None and not replay_s:
                 return
-        self._drain(math.inf if self._is_inline else _PUBLISH_S, replay_s, wait_s=_OWNER_WAIT_S)
-
-    def _may_wait(self, now_s: float) -> bool:
-        """Return True if the batch that was just published is left to the thread."""
-        is_prompt = self._is_thread_prompt(now_s)
-        if not self._backlog.may_wait(now_s, len(self._pending), is_prompt=is_prompt):
-            return False
-        if self._edge.live.payload_bytes >= HEAVY_BYTES and not is_prompt:
-            return False
-        # The thread watches waiting batches. A signal handler may have closed just before the batch became pending.
-        return self._backstop.watch() and self._closed is None
-
-    def _replay_s(self, now_s: float) -> float:
-        """Return the time in seconds that this call serves replays: 0 if the thread can, or if a call just did."""
-        if not len(self._edge.sessions) or not (self._is_inline or self._is_thread_overdue(now_s)):
-            return 0.0
-        replay_s = min(_MAX_REPLAY_S, (now_s - self._replayed_at_s) * _REPLAY_SHARE)
-        if replay_s < _MIN_REPLAY_S:
-            return 0.0
-        self._replayed_at_s = now_s
-        return replay_s
-
-    def _is_thread_prompt(self, now_s: float) -> bool:
-        """Return whether the thread has been getting the GIL in time, as far as its polls show."""
-        return now_s - self._late_at_s >= _LATE_FOR_S and not self._is_thread_overdue(now_s)
-
-    def _is_thread_overdue(self, now_s: float) -> bool:
-        return now_s - self._backstop.due_s >= _LATE_S
+        self._drain(math.inf if self._is_inline else PUBLISH_S, replay_s, wait_s=_OWNER_WAIT_S)
 
     def _check_usable(self) -> None:
         if self._is_forked:
@@ -670,12 +539,13 @@ class ZmqEventPublisher(EventPublisher):
         if self._is_forked:
             raise ForkedPublisherError(self._pid)
         if self._closed is None:
-            is_busy = bool(self._pending) or self._is_handing_over
-            self._is_handing_over = False
-            last_s = self._drained_at_s
-            self._drain(math.inf, _IDLE_REPLAY_S, wait_s=_OWNER_WAIT_S if self._pending else 0.0)
-            now_s = self._drained_at_s
-            if now_s - last_s >= MAX_WAIT_S and not self._is_thread_prompt(now_s):
+            handover = self._handover
+            is_busy = bool(self._pending) or handover.is_active
+            handover.is_active = False
+            last_s = handover.drained_at_s
+            self._drain(math.inf, IDLE_REPLAY_S, wait_s=_OWNER_WAIT_S if self._pending else 0.0)
+            now_s = handover.drained_at_s
+            if now_s - last_s >= MAX_WAIT_S and not handover.is_thread_prompt(now_s, self._backstop.due_s):
                 # The next call may be late, and the thread may not be able to send in its place.
                 self._may_defer = False
             elif is_busy:  # a scheduler that only idles keeps the thread asleep
@@ -698,7 +568,7 @@ class ZmqEventPublisher(EventPublisher):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            self._drain(math.inf, _IDLE_REPLAY_S, wait_s=left_s)
+            self._drain(math.inf, IDLE_REPLAY_S, wait_s=left_s)
         return not self._pending
 
     def set_upstream_state(self, state: str | None) -> None:
@@ -722,12 +592,12 @@ class ZmqEventPublisher(EventPublisher):
 
     def _drain(self, send_s: float, replay_s: float, *, wait_s: float) -> None:
         """Drain on the caller's thread. Wait at most ``wait_s`` seconds for a thread that uses the sockets."""
-        self._drained_at_s = time.monotonic()
+        self._handover.drained_at_s = time.monotonic()
         try:
             # Repeated, because another thread's call that found the sockets in use has left its batch to their owner.
             while self._closed is None and self._acquire(wait_s):
                 try:
-                    unfinished = self._edge.drain(send_s, replay_s, requests_every_s=_REQUESTS_EVERY_S)
+                    unfinished = self._edge.work.drain(send_s, replay_s, requests_every_s=REQUESTS_EVERY_S)
                 finally:
                     self._owner.release()
                 if (unfinished and self._backstop.watch()) or not self._pending:
@@ -794,23 +664,19 @@ class ZmqEventPublisher(EventPublisher):
         Args:
             late_s: delay of this poll: the GIL was not free, or the machine is busy.
         """
-        now_s = time.monotonic()
-        if late_s >= _LATE_S:
-            self._late_at_s = now_s
-            if self._is_unneeded(now_s):
-                return _POLL_S
-        called_s = now_s - max(self._drained_at_s, self._backlog.last_s)
-        if not self._is_handing_over and called_s < _STALLED_AFTER_S:
-            return max(_PAUSE_S, _STALLED_AFTER_S - called_s)
+        now_s, handover = time.monotonic(), self._handover
+        pause_s = handover.pause_s(now_s, late_s, self._edge.work.requests_at_s)
+        if pause_s:
+            return pause_s
         if self._closed is not None:
             return math.inf
         if not self._acquire(0.0):
             return MAX_WAIT_S
         live, sessions = self._edge.live, self._edge.sessions
         num_before = live.num_batches + sessions.num_batches
-        slice_s = min(_MAX_SLICE_S, max(_MIN_SLICE_S, late_s * _SLICE_SHARE))
+        slice_s = handover.slice_s(late_s)
         try:
-            unfinished = self._edge.drain(slice_s, slice_s)
+            unfinished = self._edge.work.drain(slice_s, slice_s)
             is_busy = live.num_batches + sessions.num_batches > num_before
             if not is_busy:
                 unfinished |= self._edge.count_peers()
@@ -818,34 +684,7 @@ class ZmqEventPublisher(EventPublisher):
             self._owner.release()
         if self._close_by_s is not None:
             self._close_edge()
-        if is_busy:
-            self._busy_at_s = now_s
-        return _PAUSE_S if unfinished or len(self._pending) >= MAX_WAITING else self._next_poll_s()
-
-    def _is_unneeded(self, now_s: float) -> bool:
-        """Return True if ``publish()`` sends in this thread's place, which would interrupt a step for nothing."""
-        return (
-            self._is_handing_over
-            and now_s - self._backlog.last_s < MAX_WAIT_S
-            and now_s - self._edge.requests_at_s < _REQUESTS_LATE_S
-            and not len(self._edge.sessions)
-        )
-
-    def _next_poll_s(self) -> float:
-        """Return the seconds until the next poll when no work is left that is due."""
-        sessions = self._edge.sessions
-        now_s = time.monotonic()
-        can_progress = sessions.can_progress(now_s)
-        last_s, num_waiting = self._backlog.last_s, len(self._pending)
-        if num_waiting or (self._is_handing_over and (can_progress or now_s - last_s <= _LULL_AFTER_S)):
-            is_heavy = self._edge.live.payload_bytes >= HEAVY_BYTES
-            return self._backlog.next_poll_in_s(now_s, num_waiting, is_heavy=is_heavy)
-        if can_progress:
-            return _POLL_S
-        if len(sessions):
-            return _POLL_STUCK_S
-        is_lull = self._is_handing_over or now_s - max(self._drained_at_s, self._busy_at_s) > _QUIET_AFTER_S
-        return math.inf if is_lull else _POLL_S
+        return handover.next_poll_s(time.monotonic(), was_busy_at_s=now_s if is_busy else None, unfinished=unfinished)
 
     def shutdown(self) -> None:
         """Call ``close`` with ``SHUTDOWN_TIMEOUT`` seconds. Safe to call twice."""
@@ -907,7 +746,8 @@ class ZmqEventPublisher(EventPublisher):
     def stats(self) -> PublisherStats:
         """Return the counters since the publisher was opened."""
         num_pending = len(self._pending)
-        since_s = self._backlog.oldest_at_s(num_pending) if self._is_handing_over else self._drained_at_s
+        handover = self._handover
+        since_s = handover.backlog.oldest_at_s(num_pending) if handover.is_active else handover.drained_at_s
         return self._edge.stats(lag_s=time.monotonic() - since_s)
 
     @staticmethod

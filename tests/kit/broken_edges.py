@@ -6,21 +6,21 @@ import re
 
 import pytest
 
-from observability.simulation.publisher_process import PublisherProcess
 from scheduler_components.kv_events import sequence_floor
+from scheduler_components.kv_events.handover import Handover
 
 
 def replays_starve_while_batches_are_published(patch: pytest.MonkeyPatch) -> None:
-    """Replays were served only in calls that found nothing to send."""
-    serve = PublisherProcess._serve
+    """Calls that sent batches served no replay, and the thread drained only when nothing had been published."""
+    pause_s = Handover.pause_s
 
-    def serve_when_idle(self: PublisherProcess) -> None:
-        if self.is_up and self._timeline.now_s - self._backlog.last_s < 0.5:
-            self._timeline.after(0.001, self._serve)
-        else:
-            serve(self)
+    def pause_while_published(self: Handover, now_s: float, late_s: float, requests_at_s: float) -> float:
+        if now_s - self.backlog.last_s < 0.5:
+            return 0.008
+        return pause_s(self, now_s, late_s, requests_at_s)
 
-    patch.setattr(PublisherProcess, "_serve", serve_when_idle)
+    patch.setattr(Handover, "replay_s", lambda *_: 0.0)
+    patch.setattr(Handover, "pause_s", pause_while_published)
 
 
 def a_truncated_floor_is_believed(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kit.events import numbered_batch
 from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, EventBatch, KVCacheEvent, PublisherClosedError
-from scheduler_components.kv_events import ZmqEventPublisher, zmq_publisher
+from scheduler_components.kv_events import ZmqEventPublisher, stream_drain, zmq_publisher
 from scheduler_components.kv_events.backlog import MAX_WAITING
 
 pytestmark = pytest.mark.sockets
@@ -158,7 +158,7 @@ def test_a_late_thread_serves_the_clients_that_publish_leaves_to_it(
     eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    serve_turn = zmq_publisher.ZmqReplayServer._serve_turn
+    serve_turn = stream_drain.ReplayServer.serve_turn
 
     def slow(server: Any, client: bytes) -> bool:
         clock[0] += 0.001
@@ -168,7 +168,7 @@ def test_a_late_thread_serves_the_clients_that_publish_leaves_to_it(
     for number in range(40):
         publisher.publish(numbered_batch(number))
     assert publisher.flush(1.0)
-    monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "_serve_turn", slow)  # one turn per slice
+    monkeypatch.setattr(stream_drain.ReplayServer, "serve_turn", slow)  # one turn per slice
     client = open_socket(zmq.DEALER)
     client.connect(publisher.replay_endpoint or "")
     client.send_multipart([b"", bytes(8)])
@@ -182,7 +182,7 @@ def test_a_late_thread_serves_the_clients_that_publish_leaves_to_it(
     for late_s in (0.005, 0.005):
         publisher.publish(numbered_batch(100))
         publisher.poll(late_s)
-        assert publisher.stats().batches_replayed == num_replayed + zmq_publisher._MESSAGES_PER_TURN
+        assert publisher.stats().batches_replayed == num_replayed + stream_drain.MESSAGES_PER_TURN
         num_replayed = publisher.stats().batches_replayed
 
 
@@ -209,7 +209,7 @@ def test_a_slice_of_the_thread_is_a_share_of_the_time_that_it_waited(
 
     publisher = opened()
     publisher._pending.extend(map(numbered_batch, range(40)))
-    publisher._is_handing_over = True
+    publisher._handover.is_active = True
     monkeypatch.setattr(zmq_publisher.BatchEncoder, "encode_with_changes", slow)
     assert publisher.poll(late_s) < 0.001  # soon again, after the scheduler has had the GIL
     assert 40 - publisher.stats().batches_pending == pytest.approx({0.0: 3, 0.0028: 7, 0.1: 10}[late_s], abs=1)
@@ -219,12 +219,12 @@ def test_a_slice_of_the_thread_is_a_share_of_the_time_that_it_waited(
 def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drain = zmq_publisher.ZmqStreamSockets.drain
+    drain = stream_drain.StreamDrain.drain
     late = [numbered_batch(number) for number in range(20)]
 
-    def drain_late(edge: Any, *args: Any, **options: Any) -> bool:
+    def drain_late(work: Any, *args: Any, **options: Any) -> bool:
         """Publish more than may wait just before the thread releases the sockets, when publish() cannot send."""
-        unfinished = drain(edge, *args, **options)
+        unfinished = drain(work, *args, **options)
         while late:
             publisher.publish(late.pop())
         return unfinished
@@ -232,7 +232,7 @@ def test_batches_published_while_the_thread_owns_the_sockets_are_sent(
     monkeypatch.setattr(zmq_publisher, "_OWNER_WAIT_S", 0.0)
     publisher = opened()
     publisher.publish(numbered_batch(20))
-    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", drain_late)
+    monkeypatch.setattr(stream_drain.StreamDrain, "drain", drain_late)
     assert publisher.poll(0.0) < 0.001
     assert publisher.stats().batches_pending == 20
     while publisher.poll(0.0) < 0.001:
@@ -254,19 +254,19 @@ def test_waiting_batches_are_sent_when_the_scheduler_stops_calling(
 def test_thread_and_scheduler_never_own_the_sockets_together(
     opened: Open, monkeypatch: pytest.MonkeyPatch, read_replay: ReadReplay
 ) -> None:
-    drain = zmq_publisher.ZmqStreamSockets.drain
+    drain = stream_drain.StreamDrain.drain
     inside: list[int] = []
     seen: set[tuple[int, int]] = set()
 
-    def noted(edge: Any, *args: Any, **options: Any) -> bool:
+    def noted(work: Any, *args: Any, **options: Any) -> bool:
         inside.append(threading.get_ident())
         seen.add((len(inside), inside[-1]))
         try:
-            return drain(edge, *args, **options)
+            return drain(work, *args, **options)
         finally:
             inside.pop()
 
-    monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "drain", noted)
+    monkeypatch.setattr(stream_drain.StreamDrain, "drain", noted)
     publisher = opened()
     pause = threading.Event()
     count = 0

@@ -28,9 +28,11 @@ from scheduler_components.kv_events import (
     ZmqEventPublisher,
     backlog,
     codec,
+    handover,
     live_sender,
     replay,
     stream,
+    stream_drain,
     zmq_publisher,
     zmq_sockets,
 )
@@ -38,6 +40,8 @@ from scheduler_components.kv_events.backlog import MAX_WAITING
 from scheduler_components.kv_events.thread_backstop import Backstop
 
 pytestmark = pytest.mark.sockets
+
+PARTS = (zmq_publisher, handover, stream_drain, live_sender, zmq_sockets, backlog, codec, stream, replay)
 
 Open = Callable[..., ZmqEventPublisher]
 Eventually = Callable[[Callable[[], object]], None]
@@ -80,7 +84,7 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
     opened: Open, monkeypatch: pytest.MonkeyPatch, looks: str
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "Backstop", SleepingBackstop)
-    monkeypatch.setattr(zmq_publisher, "_REQUESTS_EVERY_S", 0.0)
+    monkeypatch.setattr(zmq_publisher, "REQUESTS_EVERY_S", 0.0)
     publisher = opened(send_mode="inline" if looks == "publish" else "background")
     late = [numbered_batch(1), numbered_batch(2)]
     receive_requests = zmq_publisher.ZmqReplayServer.receive_requests
@@ -93,7 +97,7 @@ def test_batches_published_while_the_sockets_are_owned_are_sent_on_release(
 
     monkeypatch.setattr(zmq_publisher.ZmqReplayServer, "receive_requests", receive_late)
     if looks == "backstop":
-        monkeypatch.setattr(zmq_publisher, "_STALLED_AFTER_S", 0.0)
+        monkeypatch.setattr(handover, "_STALLED_AFTER_S", 0.0)
         polls = 0
         while publisher.stats().batches_pending or not polls:
             assert publisher.poll(0.0) < 0.004
@@ -217,7 +221,7 @@ def test_a_handler_that_raises_at_any_call_leaves_the_publisher_usable(
         number += 1
         was_interrupted = False
         try:
-            with interrupted_at_call(number, zmq_publisher, live_sender, zmq_sockets, backlog, codec, stream, replay):
+            with interrupted_at_call(number, *PARTS):
                 for _ in range(4):
                     publisher.publish(numbered_batch(number))
                 publisher.idle()
@@ -309,7 +313,7 @@ def test_sockets_that_an_interrupted_call_kept_are_used_again(
     elif call == "idle":
         publisher.idle()
     else:
-        monkeypatch.setattr(zmq_publisher, "_STALLED_AFTER_S", 0.0)
+        monkeypatch.setattr(handover, "_STALLED_AFTER_S", 0.0)
         publisher.poll(0.0)
     assert publisher.stats().batches_sent > 0
     assert publisher.stats().send_stalls == 1

@@ -16,7 +16,7 @@ from kit.events import numbered_batch
 from kit.sockets import SleepingBackstop
 
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components.kv_events import ZmqEventPublisher, replay, thread_backstop, zmq_publisher
+from scheduler_components.kv_events import ZmqEventPublisher, handover, replay, thread_backstop, zmq_publisher
 from scheduler_components.kv_events.replay_messages import END_SEQ
 
 pytestmark = pytest.mark.sockets
@@ -196,7 +196,7 @@ def test_a_slow_client_gets_everything_without_a_readable_descriptor(
     # (seen once in forty clients at load 8). Here it never reports.
     monkeypatch.setattr(zmq_publisher.ZmqStreamSockets, "wakeup_fds", ())
     monkeypatch.setattr(replay, "_STUCK_AFTER_S", stuck_after_s)
-    monkeypatch.setattr(zmq_publisher, "_POLL_STUCK_S", 0.02)
+    monkeypatch.setattr(handover, "_POLL_STUCK_S", 0.02)
     monkeypatch.setattr(thread_backstop, "_NAPS_S", ())
     publisher = opened(endpoint=f"ipc://{tmp_path}/kv", replay_endpoint=f"ipc://{tmp_path}/replay", hwm=1)
     client = open_socket(zmq.DEALER)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from observability.kv_stream import BlockView
@@ -30,8 +34,39 @@ def test_equal_seeds_give_equal_bytes_and_others_differ() -> None:
     assert first.history != other.history
 
 
-def test_the_seed_chooses_the_kind() -> None:
+def test_the_seed_chooses_the_kind_and_another_kind_changes_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {DeliveryWorld(seed).kind for seed in range(40)} == set(WORLD_KINDS)
+    history = run_world(3, kind="plain").history
+    monkeypatch.setitem(WORLD_KINDS, "another", WORLD_KINDS["plain"])  # type: ignore[arg-type]
+    assert run_world(3, kind="plain").history == history
+
+
+SEED_OF_BOTH = 4
+
+REPORTS = f"""
+import logging
+from observability.simulation import WORLD_KINDS, encode_delivery_report, run_world
+logging.disable(logging.CRITICAL)
+for kind in WORLD_KINDS:
+    print(encode_delivery_report(run_world({SEED_OF_BOTH}, kind=kind)).decode())
+"""
+
+
+@pytest.mark.processes
+def test_processes_that_hash_differently_give_equal_reports() -> None:
+    """The order of a set of text differs between two such processes."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", REPORTS],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (each.communicate(timeout=120)[0] for each in running)
+    assert first == second
+    assert len(first.splitlines()) == len(WORLD_KINDS)
 
 
 def test_a_broken_promise_names_the_time_and_the_last_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +97,6 @@ def test_a_view_that_forgets_removals_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_stream_that_keeps_everything_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "fold_oldest", lambda _: None)
+    monkeypatch.setattr(EventStream, "_trim_trail", lambda _: None)
     violation = next(found for seed in range(20) if (found := run_world(seed, kind="stream").violation) is not None)
     assert violation.promise == "memory is bounded"

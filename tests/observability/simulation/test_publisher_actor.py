@@ -39,7 +39,7 @@ def test_the_state_of_each_number_is_what_a_reader_of_all_frames_has(steps: list
             case "send":
                 actor.idle()
             case "drain":
-                actor.drain()
+                actor.sender.send_pending(0.0)
             case "poison":
                 actor.send_poison()
             case "restart":

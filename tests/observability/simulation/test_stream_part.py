@@ -12,7 +12,8 @@ from observability.simulation.stream_part import StreamPart
 from observability.simulation.world_counters import WorldCounters
 from observability.simulation.world_shape import STREAM_FAULTS, draw_stream_shape
 
-SHAPE = attrs.evolve(draw_stream_shape(Random(2), num_readers=2), faults=STREAM_FAULTS, faults_per_s=30.0)
+FAULTS = tuple(each for each in STREAM_FAULTS if each != "lose sockets")  # after it there are no others
+SHAPE = attrs.evolve(draw_stream_shape(Random(2), num_readers=2), faults=FAULTS, faults_per_s=30.0)
 
 
 def make_part() -> tuple[StreamPart, Timeline, WorldCounters]:
@@ -22,20 +23,32 @@ def make_part() -> tuple[StreamPart, Timeline, WorldCounters]:
 
 def test_a_storm_has_every_fault_of_its_shape() -> None:
     part, timeline, counters = make_part()
-    part.begin_storm(6.0)
-    timeline.run_until(6.0)
+    part.begin_storm(15.0)
+    timeline.run_until(15.0)
     for kind in (
         "disconnects", "pauses", "stalls", "bursts", "unreadable batches", "answers truncated", "publisher: crash",
-        "publisher: restart", "publisher: hidden restart", "frames of another topic",
+        "publisher: restart", "publisher: hidden restart", "frames of another topic", "late threads",
     ):  # fmt: skip
         assert counters.faults[kind], kind
     before = dict(counters.faults)
     part.begin_calm()
     assert part.process.is_up and not part.process.is_stalled and not part.process.actor.is_poisoned
-    timeline.run_until(6.0 + part.limit_s)
+    timeline.run_until(15.0 + part.limit_s)
     part.judge()
     new = {kind: count - before.get(kind, 0) for kind, count in counters.faults.items()}
     assert sum(new.values()) <= 2 * len(part.readers), new  # the restart after unreadable batches
+
+
+def test_a_publisher_without_sockets_comes_back_with_the_calm() -> None:
+    timeline = Timeline(seed=5)
+    part = StreamPart(timeline, WorldCounters(), attrs.evolve(SHAPE, faults=("lose sockets",)))
+    part.begin_storm(2.0)
+    timeline.run_until(2.0)
+    assert part.process.is_running and not part.process.is_up
+    part.begin_calm()
+    assert part.process.is_up
+    timeline.run_until(2.0 + part.limit_s)
+    part.judge()
 
 
 def test_another_reader_joins_in_place_of_the_one_before() -> None:
