@@ -16,7 +16,6 @@ DECLARATIONS = {
     "observability/kv_stream/cursor_events.py": "events",
     "observability/kv_stream/instructions.py": "instructions",
     "observability/kv_stream/stream_stats.py": "values",
-    "observability/simulation/world_counters.py": "values",
     "scheduler_components/_version.py": "a constant",
     "scheduler_components/page_operations.py": "instructions, events and decisions",
     "scheduler_components/ports/control.py": "ports",

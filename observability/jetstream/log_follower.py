@@ -136,6 +136,8 @@ class LogFollower(FollowerBase[LogCursor]):
         elif now_s >= due.retry_s:
             due.retry_s = math.inf
             instructions += self.cursor.handle(RetryDue())
+        if now_s >= due.credit_s:
+            self._restore_credit(now_s)
         if now_s >= due.silent_s:
             due.silent_s = math.inf
             due.dead_s = min(due.dead_s, now_s + self.policy.dead_after_s)
@@ -151,6 +153,7 @@ class LogFollower(FollowerBase[LogCursor]):
         for instruction in instructions:
             match instruction:
                 case ReadPointer(request_id):
+                    self._take_credit(now_s)
                     self._deadlines.answer_s = now_s + self.policy.answer_timeout_s
                     self.channel.read_pointer(request_id)
                 case ReadSnapshot(request_id, pointer):

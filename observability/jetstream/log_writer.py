@@ -15,7 +15,34 @@ from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapsh
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 
-__all__ = ["LogLimits", "LogStats", "LogTraffic", "LogWriter", "LogWriterCounters"]
+__all__ = [
+    "ACK_TIMEOUT_S",
+    "DUPLICATE_WINDOW_S",
+    "HEARTBEAT_INTERVAL_S",
+    "MAX_IN_FLIGHT",
+    "REQUEST_PAUSE_S",
+    "SNAPSHOT_CHECK_S",
+    "LogLimits",
+    "LogStats",
+    "LogTraffic",
+    "LogWriter",
+    "LogWriterCounters",
+]
+
+HEARTBEAT_INTERVAL_S = 0.5
+"""A reader detects lost messages at the end of the stream within this time. A heartbeat is one small message."""
+
+MAX_IN_FLIGHT = 256
+"""Messages sent and not acknowledged: a tenth of a second of a busy scheduler, for a network of some milliseconds."""
+
+ACK_TIMEOUT_S = 5.0
+"""After this time a message counts as failed, and the writer sends it again under the same id."""
+
+DUPLICATE_WINDOW_S = 120.0
+"""The broker keeps message ids for this time, which is many times as long as a message is retried."""
+
+SNAPSHOT_CHECK_S = 1.0
+"""Time between two checks whether a snapshot is due by its age."""
 
 _BUFFER_STEPS = 1_024
 """Batches kept one by one for an unreachable broker: some seconds. After a longer absence it gets a snapshot."""
@@ -23,8 +50,7 @@ _BUFFER_STEPS = 1_024
 _BUFFER_BYTES = 16 * 1024 * 1024
 """The same limit in bytes: the memory of a writer besides the blocks held."""
 
-
-_REQUEST_PAUSE_S = 5.0
+REQUEST_PAUSE_S = 5.0
 """Pause between snapshots that readers request: one of 100,000 blocks has 25 MB."""
 
 
@@ -71,8 +97,8 @@ class LogWriterCounters:
     Attributes:
         stored: batches that the broker has acknowledged.
         retried: batches sent again, because no acknowledgement came.
-        collapsed: batches that only the snapshot has: the broker was unreachable for too long, or they were larger than
-            its messages.
+        collapsed: batches that only the snapshot has: the broker was unreachable for too long, they were larger than
+            its messages, or another client had used their id.
         bases: snapshots stored.
         failures: messages and snapshots that the broker did not accept.
     """
@@ -220,9 +246,11 @@ class LogWriter:
         """The broker stored ``message`` at ``log_seq``, or already had its id (``is_duplicate``)."""
         self.log_seq = max(self.log_seq, log_seq)
         if message.epoch == self.epoch:
-            self.counters.stored += 1
             if is_duplicate and message.seq not in self._retried:
                 self._snapshot_cause = "another writer used the id of a batch"
+                self.counters.collapsed += 1
+            else:
+                self.counters.stored += 1
             self._retried.discard(message.seq)
             self._in_flight.discard(message.seq)
             if message.seq >= self._next_out:
@@ -246,7 +274,7 @@ class LogWriter:
             return "the broker was unreachable for longer than batches are kept"
         if self._snapshot_cause:
             return self._snapshot_cause
-        if self._is_requested and now_s - snapshot.stored_s >= _REQUEST_PAUSE_S:
+        if self._is_requested and now_s - snapshot.stored_s >= REQUEST_PAUSE_S:
             return "a reader requests one"
         if now_s - snapshot.stored_s >= limits.max_age_s / 2:
             return "half of max_age_s is over"

@@ -17,8 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from observability.jetstream.addresses import LogAddress
+from observability.jetstream.broker_preparation import PAUSE_S, BrokerPreparation
 from observability.jetstream.config import JetStreamConfig
-from observability.jetstream.log_writer import LogLimits, LogStats, LogTraffic, LogWriter
+from observability.jetstream.log_writer import (
+    ACK_TIMEOUT_S,
+    DUPLICATE_WINDOW_S,
+    HEARTBEAT_INTERVAL_S,
+    MAX_IN_FLIGHT,
+    SNAPSHOT_CHECK_S,
+    LogLimits,
+    LogStats,
+    LogTraffic,
+    LogWriter,
+)
 from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.nats_sink import JetStreamSink, WrittenStream
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
@@ -48,22 +59,7 @@ __all__ = ["JetStreamWriter", "open_jetstream_writer"]
 
 _log = logging.getLogger("observability.jetstream")
 
-HEARTBEAT_INTERVAL_S = 0.5
-"""A reader detects lost messages at the end of the stream within this time. A heartbeat is one small message."""
-
-_MAX_IN_FLIGHT = 256
-"""Messages sent and not acknowledged: a tenth of a second of a busy scheduler, for a network of some milliseconds."""
-
-_ACK_TIMEOUT_S = 5.0
-"""After this time a message counts as failed, and the thread sends it again under the same id."""
-
 _SNAPSHOT_TIMEOUT_S = 60.0
-_PAUSE_S = 0.5
-"""Pause after a failure."""
-
-_DUPLICATE_WINDOW_S = 120.0
-"""The broker keeps message ids for this time, which is many times as long as a message is retried."""
-
 _CLOSE_S = 2.0
 """How long closing waits for messages in flight; the same as for the ZeroMQ publisher."""
 
@@ -106,7 +102,8 @@ class JetStreamWriter:
         self._streams: dict[int, WrittenStream] = {}
         self._traffic = LogTraffic()
         self._broker: _Broker | None = None
-        self._is_prepared = asyncio.Event()
+        self._preparation = BrokerPreparation()
+        self._is_prepared = asyncio.Event()  # wakes those that wait until the preparation is done
         self._prepare_again = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -219,6 +216,7 @@ class JetStreamWriter:
 
     def on_disconnected(self) -> None:
         """Stop sending until the broker is prepared again."""
+        self._preparation.on_disconnected()
         self._is_prepared.clear()
 
     def on_reconnected(self) -> None:
@@ -263,9 +261,12 @@ class JetStreamWriter:
         """Create the log and the buckets, or check that they still have the stored messages."""
         is_logged = False
         while True:
+            number = self._preparation.begin()
+            self._is_prepared.clear()
             try:
                 self._broker = await self._open_broker(client)
-                self._is_prepared.set()
+                if self._preparation.end(number):
+                    self._is_prepared.set()
                 return
             except NATS_ERRORS as error:
                 problem = _describe_error(error)
@@ -273,7 +274,7 @@ class JetStreamWriter:
                     _log.warning("%s: JetStream is not ready (%s); trying again", self._worker, problem)
                     is_logged = True
                 await self._send_problem(client, problem)
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
 
     async def _send_problem(self, client: Client, problem: str) -> None:
         """Send to the readers why nothing is stored: without a snapshot they get no heartbeat."""
@@ -296,7 +297,7 @@ class JetStreamWriter:
             max_age=config.max_age_s,
             storage=StorageType.FILE,
             num_replicas=config.replicas,
-            duplicate_window=min(_DUPLICATE_WINDOW_S, config.max_age_s),
+            duplicate_window=min(DUPLICATE_WINDOW_S, config.max_age_s),
         )
         try:
             info = await js.add_stream(log)
@@ -375,7 +376,7 @@ class JetStreamWriter:
 
     def _cancel_overdue(self, stream: WrittenStream) -> None:
         """Cancel all messages in flight once the oldest is overdue. They are sent again in order."""
-        if stream.in_flight and self._clock() - next(iter(stream.in_flight.values()))[1] > _ACK_TIMEOUT_S:
+        if stream.in_flight and self._clock() - next(iter(stream.in_flight.values()))[1] > ACK_TIMEOUT_S:
             for future in tuple(stream.in_flight):
                 future.cancel()
 
@@ -396,7 +397,7 @@ class JetStreamWriter:
     async def _send_waiting(self, stream: WrittenStream) -> None:
         broker, ownership = self._broker, stream.ownership
         assert broker is not None
-        while len(stream.in_flight) < _MAX_IN_FLIGHT and self._is_prepared.is_set() and not ownership.is_superseded:
+        while len(stream.in_flight) < MAX_IN_FLIGHT and self._preparation.is_done and not ownership.is_superseded:
             with self._lock:
                 message = stream.writer.pop_message(broker.max_payload_bytes)
             if message is None:
@@ -426,22 +427,24 @@ class JetStreamWriter:
         """Schedule the message again, and check first which messages the broker has."""
         with self._lock:
             stream.writer.on_failed(message)
-        if self._is_prepared.is_set():
+        if self._preparation.is_done:
             _log.warning("%s: batch %d was not stored (%s); trying again", stream.address, message.seq, error)
-            self._prepare_soon()
+        self._prepare_after_failure()
         stream.has_work.set()
 
-    def _prepare_soon(self) -> None:
-        """Create the log and the buckets again after a pause, because one of them may have been deleted."""
-        self._is_prepared.clear()
-        asyncio.get_running_loop().call_later(_PAUSE_S, self._prepare_again.set)
+    def _prepare_after_failure(self) -> None:
+        """Prepare the broker again soon, unless that is under way."""
+        pause_s = self._preparation.on_failed()
+        if pause_s is not None:
+            self._is_prepared.clear()
+            asyncio.get_running_loop().call_later(pause_s, self._prepare_again.set)
 
     # --- the snapshot ---
 
     async def _keep_snapshot_current(self, stream: WrittenStream) -> None:
         while True:
             with suppress(TimeoutError):  # a snapshot may be due by its age
-                await asyncio.wait_for(stream.snapshot_due.wait(), 1.0)
+                await asyncio.wait_for(stream.snapshot_due.wait(), SNAPSHOT_CHECK_S)
             stream.snapshot_due.clear()
             await self._is_prepared.wait()
             while not stream.ownership.is_superseded:
@@ -462,7 +465,7 @@ class JetStreamWriter:
             problem = _describe_error(error)
             _log.warning("%s: the snapshot was not stored (%s); trying again", stream.address, problem)
             is_stored = False
-            self._prepare_soon()
+            self._prepare_after_failure()
         with self._lock:
             if is_stored:
                 stream.writer.on_snapshot_stored(snapshot, traffic_bytes, self._clock())
@@ -472,7 +475,7 @@ class JetStreamWriter:
             await self._send_heartbeat(stream)
             stream.has_work.set()
         else:
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
             stream.snapshot_due.set()
         return is_stored
 

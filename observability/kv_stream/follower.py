@@ -157,6 +157,20 @@ class FollowerBase(Generic[CursorT]):
         if feedback is not None:
             self.cursor.handle(feedback)
 
+    def _take_credit(self, now_s: float) -> None:
+        """Take the credit of one request, and restore it by time."""
+        credit = self.cursor.credit
+        if credit.available == MAX_REPLAY_CREDIT:
+            self._deadlines.credit_s = now_s + self.policy.request_interval_s
+        credit.available -= 1
+
+    def _restore_credit(self, now_s: float) -> None:
+        """Restore the credit of one request."""
+        credit = self.cursor.credit
+        credit.available += 1
+        is_full = credit.available == MAX_REPLAY_CREDIT
+        self._deadlines.credit_s = math.inf if is_full else now_s + self.policy.request_interval_s
+
     def _report_state(self) -> None:
         state = self.cursor.state
         if state is not self.applier.state:
@@ -260,7 +274,7 @@ class StreamFollower(FollowerBase[StreamCursor]):
             due.retry_s = math.inf
             self._carry_out(self.cursor.handle(RetryDue()), now_s)
         if now_s >= due.credit_s:
-            self._restore_credit(now_s)
+            self._on_credit_due(now_s)
         if now_s >= due.extension_s:
             due.extension_s = math.inf
             self._carry_out(self.cursor.handle(ExtensionProbeDue()), now_s)
@@ -293,14 +307,11 @@ class StreamFollower(FollowerBase[StreamCursor]):
 
     def _send(self, request: SendReplayRequest, now_s: float) -> None:
         """Send a request, or hold it until there is credit."""
-        credit = self.cursor.credit
-        if not credit.available:
+        if not self.cursor.credit.available:
             self._open_request.held = request
             self._cancel()
             return
-        if credit.available == MAX_REPLAY_CREDIT:
-            self._deadlines.credit_s = now_s + self.policy.request_interval_s
-        credit.available -= 1
+        self._take_credit(now_s)
         self._open_request.held, self._open_request.is_sent = None, True
         self._deadlines.answer_s = now_s + self._answer_timeout_s
         self.channel.send(request)
@@ -317,12 +328,10 @@ class StreamFollower(FollowerBase[StreamCursor]):
         self._deadlines.answer_s = math.inf
         self.channel.cancel()
 
-    def _restore_credit(self, now_s: float) -> None:
+    def _on_credit_due(self, now_s: float) -> None:
         """Restore the credit of one request, and send the held request."""
-        credit, held = self.cursor.credit, self._open_request.held
-        credit.available += 1
-        is_full = credit.available == MAX_REPLAY_CREDIT
-        self._deadlines.credit_s = math.inf if is_full else now_s + self.policy.request_interval_s
+        self._restore_credit(now_s)
+        held = self._open_request.held
         if held is not None and held.request_id == self.cursor.open_request_id:
             self._send(held, now_s)
         else:

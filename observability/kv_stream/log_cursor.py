@@ -35,7 +35,8 @@
 #       not know it yet.
 #   R5. Without heartbeats no view is LIVE. The view stays until the follower reports ``ConnectionTimedOut``.
 #
-# Only heartbeats make a reader send requests, so the writer sets the pace of requests, whatever the log contains.
+# Only heartbeats make a reader send requests, whatever the log contains. Any client of the broker may send heartbeats,
+# so requests have a credit (``ReplayCredit``). What finds no credit is requested after one of the next heartbeats.
 #
 # Limit: a client with permission to write to the subjects can forge a batch that fits. The next heartbeat exposes it,
 # and every snapshot leads to it again until one covers it. The broker's permissions must keep other writers out.
@@ -77,10 +78,10 @@ from observability.kv_stream.instructions import (
     StartStaging,
 )
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
-from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, StreamState, change_state
+from observability.kv_stream.stream_state import UNCONNECTED, CursorCounters, ReplayCredit, StreamState, change_state
 from scheduler_components.kv_events.stream_digest import digest_after
 
-__all__ = ["LogCursor"]
+__all__ = ["STALLED_HEARTBEATS", "LogCursor"]
 
 _MAX_REORDERED = 1_024
 """Messages held because one before them is missing: four times as many as a writer has in flight."""
@@ -88,7 +89,7 @@ _MAX_REORDERED = 1_024
 _MAX_REORDERED_BYTES = 16 * 1024 * 1024
 """The same limit in bytes, against messages that never become contiguous."""
 
-_STALLED_HEARTBEATS = 4
+STALLED_HEARTBEATS = 4
 """Heartbeats without progress before a recovery: two seconds, in which even a loaded broker delivers messages."""
 
 _MAX_PAST_DIGESTS = 1_024
@@ -166,6 +167,7 @@ class LogCursor:
     """Recovers one stream of a log by heartbeats, pointer and snapshot.
 
     Attributes:
+        credit: pointer reads that may be sent now. The follower takes one for each, and restores it by time.
         fenced: messages of another epoch.
         forged: messages with another digest than the one that follows.
         upstream: from the last heartbeat, see ``LogHeartbeat``.
@@ -173,11 +175,12 @@ class LogCursor:
 
     __slots__ = (
         "_failures", "_heartbeat", "_num_stalled", "_request", "_staging", "_stalled_at", "_state", "_view", "counters",
-        "fenced", "forged", "upstream",
+        "credit", "fenced", "forged", "upstream",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.counters = CursorCounters()
+        self.credit = ReplayCredit()
         self.fenced = self.forged = 0
         self.upstream: str | None = None
         self._state = StreamState.CONNECTING
@@ -208,7 +211,7 @@ class LogCursor:
 
     def is_following(self, epoch: bytes) -> bool:
         """Return True when messages of ``epoch`` are applied to the view or the staging view."""
-        return epoch == self._target.at.epoch
+        return epoch == self._target.at.epoch != NO_EPOCH  # a forged record may have that epoch
 
     def is_fetching(self, epoch: bytes) -> bool:
         """Return True while the snapshot of ``epoch`` is being read."""
@@ -279,7 +282,7 @@ class LogCursor:
     def _on_heartbeat(self, heartbeat: LogHeartbeat) -> tuple[LogInstruction, ...]:
         before, self._heartbeat = self._heartbeat, heartbeat
         target = self._target
-        if heartbeat.epoch != target.at.epoch:
+        if not self.is_following(heartbeat.epoch):
             return self._on_other_epoch()
         if self._state in UNCONNECTED:
             self._change_state(StreamState.RECOVERING if self.epoch != NO_EPOCH else StreamState.SYNCING)
@@ -313,12 +316,12 @@ class LogCursor:
         if self._stalled_at != target.at.next:
             self._stalled_at, self._num_stalled = target.at.next, 0
         self._num_stalled += 1
-        if self._num_stalled <= _STALLED_HEARTBEATS:
+        if self._num_stalled <= STALLED_HEARTBEATS:
             return _NONE
         self._recover()
+        read = self._read_pointer(is_forced=True)
         # A snapshot was read and did not lead to the writer's position: the log lacks the messages after it.
-        requested = (RequestSnapshot(),) if self._staging is not None and self._request is None else _NONE
-        return (*requested, *self._read_pointer(is_forced=True))
+        return (RequestSnapshot(), *read) if read and self._staging is not None else read
 
     def _on_verified(self) -> tuple[LogInstruction, ...]:
         """Commit the staging view, if any: the digest matches at the writer's number."""
@@ -360,7 +363,7 @@ class LogCursor:
     def _on_message(self, message: LogMessage) -> Iterator[LogInstruction]:
         """Yield an instruction for ``message`` if it is the next one, and for each held message that follows."""
         target = self._target
-        if message.epoch != target.at.epoch:
+        if not self.is_following(message.epoch):
             self.fenced += 1
         elif message.seq < target.at.next:
             self.counters.duplicates += 1
@@ -390,7 +393,7 @@ class LogCursor:
     def _on_batches_applied(self) -> tuple[LogInstruction, ...]:
         """Verify the view if it has reached the position of the last heartbeat."""
         heartbeat, target = self._heartbeat, self._target
-        if heartbeat is None or self._is_proved or heartbeat.epoch != target.at.epoch:
+        if heartbeat is None or self._is_proved or not self.is_following(heartbeat.epoch):
             return _NONE
         digest = target.digest_at(heartbeat.next)
         if digest is None:
@@ -456,11 +459,14 @@ class LogCursor:
         return self._on_request_failed()
 
     def _on_retry_due(self) -> tuple[LogInstruction, ...]:
-        return self._send(is_forced=True) if self._failures and self._request is None else _NONE
+        if not self._failures or self._request is not None:
+            return _NONE
+        return self._send(is_forced=True) if self.credit.available else (RetryLater(self._failures),)
 
     def _read_pointer(self, *, is_forced: bool) -> tuple[LogInstruction, ...]:
-        """Read the pointer, unless a request is open or waits for its pause."""
-        return _NONE if self._request is not None or self._failures else self._send(is_forced=is_forced)
+        """Read the pointer, unless a request is open or waits for its pause, or there is no credit."""
+        is_waiting = self._request is not None or self._failures or not self.credit.available
+        return _NONE if is_waiting else self._send(is_forced=is_forced)
 
     def _send(self, *, is_forced: bool) -> tuple[LogInstruction, ...]:
         self.counters.replays_asked += 1

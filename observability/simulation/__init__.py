@@ -32,6 +32,7 @@ from observability.simulation.publisher_actor import (
 from observability.simulation.stream_part import StreamPart
 from observability.simulation.subscriber_actor import Answer, SubscriberActor, begins_chunks
 from observability.simulation.timeline import BrokenPromise, Timeline
+from observability.simulation.world_counters import Measure
 
 __all__ = [
     # a world
@@ -43,6 +44,7 @@ __all__ = [
     "StreamPart",
     "DeliveryReport",
     "DeliverySummary",
+    "Measure",
     "Violation",
     "encode_delivery_report",
     "summarize_deliveries",

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from observability.simulation.world_counters import Measure
+
 __all__ = ["DeliveryReport", "DeliverySummary", "Violation", "encode_delivery_report", "summarize_deliveries"]
 
 
@@ -39,9 +41,7 @@ class DeliveryReport(msgspec.Struct, frozen=True):
         history: digest of the history.
         faults: by kind.
         counts: what else happened, by kind.
-        max_age_s: oldest batch that a reader did not have, while the world was calm and the reader had arrived.
-        max_pending: most pending batches of a publisher that could send.
-        max_until_live_s: longest time from the last fault of a reader to LIVE.
+        measured: the greatest value of each ``Measure`` that was taken.
         violation: the first broken promise, which ends the world; None if all were kept.
     """
 
@@ -52,9 +52,7 @@ class DeliveryReport(msgspec.Struct, frozen=True):
     history: str
     faults: dict[str, int]
     counts: dict[str, int]
-    max_age_s: float
-    max_pending: int
-    max_until_live_s: float
+    measured: dict[Measure, float]
     violation: Violation | None
 
 
@@ -64,7 +62,8 @@ class DeliverySummary(msgspec.Struct, frozen=True):
     Attributes:
         num_worlds: worlds that ended.
         duration_s: virtual time of all of them.
-        faults, counts, max_age_s, max_pending, max_until_live_s: over all of them, as in ``DeliveryReport``.
+        faults, counts: over all of them, as in ``DeliveryReport``.
+        measured: over all worlds of a kind, by kind.
         violations: of the seeds that broke a promise, by seed.
     """
 
@@ -72,9 +71,7 @@ class DeliverySummary(msgspec.Struct, frozen=True):
     duration_s: float
     faults: dict[str, int]
     counts: dict[str, int]
-    max_age_s: float
-    max_pending: int
-    max_until_live_s: float
+    measured: dict[str, dict[Measure, float]]
     violations: dict[int, Violation]
 
 
@@ -83,15 +80,16 @@ def summarize_deliveries(reports: Iterable[DeliveryReport]) -> DeliverySummary:
     faults: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     violations: dict[int, Violation] = {}
-    num_worlds, duration_s, max_age_s, max_pending, max_until_live_s = 0, 0.0, 0.0, 0, 0.0
+    measured: dict[str, dict[Measure, float]] = {}
+    num_worlds, duration_s = 0, 0.0
     for report in reports:
         num_worlds += 1
         duration_s += report.duration_s
         faults.update(report.faults)
         counts.update(report.counts)
-        max_age_s = max(max_age_s, report.max_age_s)
-        max_pending = max(max_pending, report.max_pending)
-        max_until_live_s = max(max_until_live_s, report.max_until_live_s)
+        of_kind = measured.setdefault(report.kind, {})
+        for name, value in report.measured.items():
+            of_kind[name] = max(value, of_kind.get(name, value))
         if report.violation is not None:
             violations[report.seed] = report.violation
     return DeliverySummary(
@@ -99,9 +97,7 @@ def summarize_deliveries(reports: Iterable[DeliveryReport]) -> DeliverySummary:
         duration_s=duration_s,
         faults=dict(sorted(faults.items())),
         counts=dict(sorted(counts.items())),
-        max_age_s=max_age_s,
-        max_pending=max_pending,
-        max_until_live_s=max_until_live_s,
+        measured=dict(sorted(measured.items())),
         violations=violations,
     )
 

@@ -165,9 +165,7 @@ class DeliveryWorld:
             history=timeline.digest,
             faults=dict(sorted(counters.faults.items())),
             counts=dict(sorted(counters.counts.items())),
-            max_age_s=counters.max_age_s,
-            max_pending=counters.max_pending,
-            max_until_live_s=counters.max_until_live_s,
+            measured=dict(sorted(counters.measured.items())),
             violation=violation,
         )
 

@@ -1,13 +1,8 @@
 """Writers and readers of a stream in JetStream, on a timeline.
 
-``LogWriter``, ``LogOwnership`` and ``LogFollower`` are the real cores. ``LogWriterActor`` and ``LogReaderActor`` use a
-connection as ``nats_writer`` and ``nats_log_reader`` do: prepare the broker after each connect and each failure, keep a
-bounded number of messages in flight, store snapshots, send heartbeats, read again.
-
-Judged at each change of a reader:
-
-- the view of a reader that is LIVE is the writer's state after the number that it names;
-- no reader stays LIVE without heartbeats.
+``LogWriter``, ``LogOwnership``, ``BrokerPreparation`` and ``LogFollower`` are the real cores. ``LogWriterActor`` and
+``LogReaderActor`` use a connection as ``nats_writer`` and ``nats_log_reader`` do: keep a bounded number of messages in
+flight, store snapshots, send heartbeats, read again.
 """
 
 from __future__ import annotations
@@ -16,40 +11,55 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
+from observability.jetstream.broker_preparation import PAUSE_S, BrokerPreparation
 from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.log_ownership import LogOwnership
-from observability.jetstream.log_writer import LogTraffic, LogWriter
+from observability.jetstream.log_writer import (
+    ACK_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    MAX_IN_FLIGHT,
+    SNAPSHOT_CHECK_S,
+    LogTraffic,
+    LogWriter,
+)
 from observability.kv_stream import BatchApplier, BlockView, FollowPolicy, NullStreamListener, StreamState, Tier
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
+from observability.simulation.log_reader_judge import LogReaderJudge, LogState, Truth
+from observability.simulation.log_troubles import LogTrouble
 from observability.simulation.simulated_broker import BrokerClient, SimulatedBroker
 from observability.simulation.timeline import BrokenPromise, Timeline
 from scheduler_components import BlockRemoved, BlockStored, DecodeError, KVCacheEvent, KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder
+from scheduler_components.kv_events.stream_digest import STREAM_DIGEST_BYTES
 
-__all__ = ["LogReaderActor", "LogState", "LogWriterActor", "Truth"]
+__all__ = ["MAX_PAYLOAD_BYTES", "POLICY", "LogReaderActor", "LogWriterActor"]
 
-HEARTBEAT_INTERVAL_S = 0.5
-ACK_TIMEOUT_S = 5.0
-PAUSE_S = 0.5
-MAX_IN_FLIGHT = 256
-READ_AGAIN_S = 0.5
-"""As in the edges ``nats_writer`` and ``nats_log_reader``."""
+MAX_PAYLOAD_BYTES = 120
+"""What the broker accepts: a batch of one in two hundred is larger."""
 
-_MAX_PAYLOAD_BYTES = 400
-_SNAPSHOT_CHECK_S = 1.0
+REQUEST_TIMEOUT_S = 5.0
+"""Of a reader's requests, as the NATS client has it."""
+
+_SLICE_S = 0.002
+"""Longest pause between two slices of a snapshot that is built."""
+
+_MAX_BUILD_BATCHES = 8
+"""Batches published while a snapshot is built, at most."""
+
+_EVENT_BYTES = 48
+"""Size of an event that stores one block, at most. It is also enough for half of what a snapshot has besides."""
+
+_FRAME_BYTES = 3
+"""What a snapshot adds to each batch."""
 
 POLICY = FollowPolicy(
     answer_timeout_s=2.0,
     retry_min_s=0.1,
     retry_max_s=0.5,
-    request_interval_s=0.1,
+    request_interval_s=0.5,
     probe_interval_s=1.0,
     dead_after_s=5.0,
 )
-
-LogState = frozenset[int]
-Truth = dict[tuple[bytes, int], LogState]
-"""The blocks after a batch, by epoch and number."""
 
 
 class LogWriterActor:
@@ -66,13 +76,15 @@ class LogWriterActor:
         client: its connection.
         ownership: whether it still owns the stream.
         held: the cache.
+        preparation: when it prepares the broker.
         published_s: when each batch of the present epoch was published.
         is_closed: the process has ended.
     """
 
     __slots__ = (
-        "_broker", "_encoder", "_in_flight", "_is_prepared", "_is_storing", "_num_epochs", "_num_sent", "_preparation",
-        "_timeline", "_truth", "client", "core", "held", "is_closed", "number", "ownership", "published_s",
+        "_broker", "_encoder", "_in_flight", "_is_storing", "_num_counted_before", "_num_epochs", "_num_sent",
+        "_timeline", "_truth", "client", "core", "held", "is_closed", "number", "ownership", "preparation",
+        "published_s",
     )  # fmt: skip
 
     def __init__(self, timeline: Timeline, broker: SimulatedBroker, number: int, truth: Truth) -> None:
@@ -81,8 +93,9 @@ class LogWriterActor:
         self.number = number
         self._truth = truth
         self._encoder = BatchEncoder()
-        self._num_epochs = self._num_sent = self._preparation = 0
-        self._is_prepared = self._is_storing = self.is_closed = False
+        self._num_epochs = self._num_sent = self._num_counted_before = 0
+        self._is_storing = self.is_closed = False
+        self.preparation = BrokerPreparation()
         self._in_flight: dict[int, tuple[LogMessage, float]] = {}
         self.ownership = LogOwnership()
         self.held: LogState = frozenset()
@@ -94,7 +107,7 @@ class LogWriterActor:
         """Prepare the broker, and begin to send heartbeats and to check the snapshot's age."""
         self._prepare()
         self._timeline.after(HEARTBEAT_INTERVAL_S, self._beat)
-        self._timeline.after(_SNAPSHOT_CHECK_S, self._check_snapshot_again)
+        self._timeline.after(SNAPSHOT_CHECK_S, self._check_snapshot_again)
 
     def close(self) -> None:
         """End the process: what was not sent is lost."""
@@ -111,16 +124,58 @@ class LogWriterActor:
             self.held -= set(event.block_hashes)
         else:
             self.held = frozenset()
-        seq = self.core.append(self._encoder.encode(KVEventBatch(1.0, (event,), 0), 0))
+        payload = self._encoder.encode(KVEventBatch(1.0, (event,), 0), 0)
+        seq = self.core.append(payload)
+        if seq and seq - 1 not in self.published_s:
+            raise BrokenPromise("numbers have no gaps", f"batch {seq} follows no other")
         self._truth[self.core.epoch, seq] = self.held
         self.published_s[seq] = self._timeline.now_s
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            self._broker.counters.faults["batch larger than a message"] += 1
+            self._broker.troubles.note(LogTrouble.STALLED)
         self._send_waiting()
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        stream, limits = self.core.stream, self._broker.limits
+        kept = stream.next_sequence - stream.oldest
+        # While a snapshot is built, nothing is folded.
+        if kept > 2 * limits.buffer_steps + _MAX_BUILD_BATCHES:
+            raise BrokenPromise("memory is bounded", f"the writer keeps {kept} batches of {limits.buffer_steps}")
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while it waits for an answer of the broker."""
+        return bool(self._in_flight) or self._is_storing or not self.preparation.is_done
+
+    @property
+    def _num_counted(self) -> int:
+        """Batches that the writer counts as not stored one by one, and messages that it counts as failed."""
+        return self.core.counters.collapsed + self.core.counters.failures
+
+    def check_counted(self) -> None:
+        """Check that the writer has counted the batches of its epoch that the log never had, once none waits.
+
+        Raises:
+            BrokenPromise: it has not.
+        """
+        epoch, num_counted = self.core.epoch, self._num_counted - self._num_counted_before
+        num_lost = sum((epoch, seq) not in self._broker.stored for seq in range(self.core.stream.next_sequence))
+        if num_lost > num_counted:
+            detail = f"the log never had {num_lost} batches, and {num_counted} are counted"
+            raise BrokenPromise("every loss is reported", detail)
+
+    def forge_next(self, payload: bytes) -> LogMessage:
+        """Return a message that another client could forge: it has the number of the next batch."""
+        return LogMessage(0, self.core.epoch, self.core.stream.next_sequence, bytes(STREAM_DIGEST_BYTES), payload)
 
     def start_epoch(self) -> None:
         """Begin an empty stream in the same process."""
         self.core.start_epoch(self._new_epoch())
         self.held = frozenset()
         self.published_s.clear()
+        self._num_counted_before = self._num_counted
+        self._broker.troubles.note(LogTrouble.RESTARTED)
         self._store_snapshot_if_due()
 
     def _new_epoch(self) -> bytes:
@@ -134,8 +189,7 @@ class LogWriterActor:
     def on_disconnected(self) -> None:
         """Stop sending until the broker is prepared again."""
         self.client.disconnect()
-        self._is_prepared = False
-        self._preparation += 1
+        self.preparation.on_disconnected()
 
     def on_reconnected(self) -> None:
         """Prepare the broker again, because it may have lost messages."""
@@ -149,9 +203,7 @@ class LogWriterActor:
 
     def _prepare(self) -> None:
         """Create the log and the buckets, or check that they still have the stored messages."""
-        self._is_prepared = False
-        self._preparation += 1
-        number, broker = self._preparation, self._broker
+        number, broker = self.preparation.begin(), self._broker
 
         def then(request: Callable[[], object], answered: Callable[..., None]) -> None:
             self._call(request, lambda result: answered(result) if self._is_current(number) else None, again)
@@ -163,7 +215,7 @@ class LogWriterActor:
             if not self._is_current(number):
                 return
             self.ownership.on_broker_checked(self.core, is_known=is_known, last_log_seq=last_log_seq)
-            self._is_prepared = True
+            self.preparation.end(number)
             self._send_waiting()
             self._store_snapshot_if_due()
 
@@ -178,22 +230,25 @@ class LogWriterActor:
             ),
         )
 
-    def _is_current(self, preparation: int) -> bool:
-        return preparation == self._preparation and self.client.is_up and not self.is_closed
+    def _is_current(self, number: int) -> bool:
+        return self.preparation.is_current(number) and self.client.is_up and not self.is_closed
 
-    def _prepare_soon(self) -> None:
-        """Create the log and the buckets again after a pause, because one of them may have been deleted."""
-        self._is_prepared = False
-        self._preparation += 1
-        number = self._preparation
-        self._timeline.after(PAUSE_S, lambda: self._prepare() if self._is_current(number) else None)
+    def _prepare_after_failure(self) -> None:
+        """Prepare the broker again soon, unless that is under way."""
+        pause_s = self.preparation.on_failed()
+        if pause_s is not None:
+            self._timeline.after(pause_s, self._prepare_if_needed)
+
+    def _prepare_if_needed(self) -> None:
+        if self.client.is_up and not self.preparation.is_done and not self.is_closed:
+            self._prepare()
 
     # --- heartbeats ---
 
     def _beat(self) -> None:
         if self.is_closed:
             return
-        if self._is_prepared:
+        if self.preparation.is_done:
             self._send_heartbeat()
             self._cancel_overdue()
         self._timeline.after(HEARTBEAT_INTERVAL_S, self._beat)
@@ -234,8 +289,8 @@ class LogWriterActor:
     # --- batches ---
 
     def _send_waiting(self) -> None:
-        while len(self._in_flight) < MAX_IN_FLIGHT and self._is_prepared and not self.ownership.is_superseded:
-            message = self.core.pop_message(_MAX_PAYLOAD_BYTES)
+        while len(self._in_flight) < MAX_IN_FLIGHT and self.preparation.is_done and not self.ownership.is_superseded:
+            message = self.core.pop_message(MAX_PAYLOAD_BYTES)
             if message is None:
                 break
             self._num_sent += 1
@@ -260,8 +315,7 @@ class LogWriterActor:
         if message is None or self.is_closed:
             return
         self.core.on_failed(message)
-        if self._is_prepared:
-            self._prepare_soon()
+        self._prepare_after_failure()
 
     # --- the snapshot ---
 
@@ -269,7 +323,7 @@ class LogWriterActor:
         """A snapshot may be due by its age."""
         if not self.is_closed:
             self._store_snapshot_if_due()
-            self._timeline.after(_SNAPSHOT_CHECK_S, self._check_snapshot_again)
+            self._timeline.after(SNAPSHOT_CHECK_S, self._check_snapshot_again)
 
     def on_snapshot_requested(self) -> None:
         """Store a snapshot soon, because a reader needs one."""
@@ -277,11 +331,21 @@ class LogWriterActor:
         self._store_snapshot_if_due()
 
     def _store_snapshot_if_due(self) -> None:
-        if self._is_storing or not self._is_prepared or self.ownership.is_superseded or self.is_closed:
+        if self._is_storing or not self.preparation.is_done or self.ownership.is_superseded or self.is_closed:
             return
         if self.core.snapshot_reason(self._timeline.now_s):
             self._is_storing = True
             self._build(self.core.build_snapshot())
+
+    def _check_size(self, snapshot: Snapshot) -> None:
+        """Check that a snapshot that was just built has the size of the state and of the batches in the buffer."""
+        stream = self.core.stream
+        if snapshot.epoch != stream.epoch:
+            return
+        most = _EVENT_BYTES * (stream.num_snapshot_blocks + 2) + stream.buffered_bytes + _FRAME_BYTES * len(stream)
+        num_bytes = len(snapshot.encode())
+        if num_bytes > most:
+            raise BrokenPromise("a snapshot has the size of the state", f"{num_bytes} bytes of {most}")
 
     def _build(self, slices: Generator[None, None, tuple[Snapshot, int]]) -> None:
         """Build the snapshot in slices: batches come in between."""
@@ -291,9 +355,10 @@ class LogWriterActor:
             next(slices)
         except StopIteration as end:
             snapshot, traffic_bytes = end.value
+            self._check_size(snapshot)
             self._write(snapshot, traffic_bytes)
         else:
-            self._timeline.after(0.002 * self._timeline.random.random(), partial(self._build, slices))
+            self._timeline.after(_SLICE_S * self._timeline.random.random(), partial(self._build, slices))
 
     def _write(self, snapshot: Snapshot, traffic_bytes: int) -> None:
         """Write the snapshot to the object that the pointer does not name, then update the pointer."""
@@ -324,7 +389,7 @@ class LogWriterActor:
             self._send_waiting()
 
         def unstored(_: str) -> None:
-            self._prepare_soon()
+            self._prepare_after_failure()
             self._on_snapshot_failed()
 
         self._read_pointer(put, unstored)
@@ -350,26 +415,27 @@ class LogReaderActor:
     Attributes:
         follower: follows the stream.
         client: its connection.
-        due_s: from then on it must be LIVE and on time, for its owner; infinite while faults go on.
+        judge: of what it must do at any time.
+        num_bytes: payload bytes of the snapshots and messages that it has received.
         is_closed: the reader has left.
     """
 
     __slots__ = (
-        "_broker", "_heard_s", "_live_since_s", "_timeline", "_truth", "_view", "_wakes_s", "client", "due_s",
-        "follower", "is_closed", "name",
+        "_broker", "_timeline", "_view", "_wakes_s", "client", "follower", "is_closed", "judge", "name", "num_bytes",
     )  # fmt: skip
 
     def __init__(self, timeline: Timeline, broker: SimulatedBroker, truth: Truth, name: str) -> None:
         self._timeline = timeline
         self._broker = broker
-        self._truth = truth
         self.name = name
         self._view = BlockView()
-        self.due_s = self._wakes_s = math.inf
-        self._heard_s = 0.0
-        self._live_since_s: float | None = None
+        self._wakes_s = math.inf
+        self.num_bytes = 0
         self.is_closed = False
         self.client = BrokerClient(timeline, broker, self)
+        self.judge = LogReaderJudge(
+            name, timeline, broker.counters, truth=truth, troubles=broker.troubles, policy=POLICY
+        )
         applier = BatchApplier(
             rank=0, view=self._view, decoder=BatchDecoder(), listener=NullStreamListener(), wall_clock=timeline.clock
         )
@@ -394,6 +460,7 @@ class LogReaderActor:
     # --- LogChannel ---
 
     def read_pointer(self, request_id: int) -> None:
+        self.judge.on_request()
         self._call(self._broker.read_pointer, partial(self._on_pointer, request_id))
 
     def read_snapshot(self, request_id: int, pointer: SnapshotPointer) -> None:
@@ -406,7 +473,7 @@ class LogReaderActor:
         self.client.read_from(reading_id, log_seq)
 
     def _call(self, request: Callable[[], object], answered: Callable[..., None]) -> None:
-        self.client.call(request, answered, lambda _: answered(None), timeout_s=ACK_TIMEOUT_S)
+        self.client.call(request, answered, lambda _: answered(None), timeout_s=REQUEST_TIMEOUT_S)
 
     # --- the connection ---
 
@@ -417,12 +484,13 @@ class LogReaderActor:
 
     def on_reconnected(self) -> None:
         self.client.reconnect()
+        self.judge.on_connected()
         self.follower.on_reconnected()
         self._check()
 
     def on_heartbeat(self, heartbeat: LogHeartbeat) -> None:
         """Pass on a writer's heartbeat."""
-        self._heard_s = self._timeline.now_s
+        self.judge.on_heartbeat()
         self._run(self.follower.on_heartbeat(heartbeat, self._timeline.now_s))
 
     def on_snapshot_requested(self) -> None:
@@ -430,6 +498,7 @@ class LogReaderActor:
 
     def on_message(self, reading_id: int, message: LogMessage) -> None:
         """Pass on a message of the log."""
+        self.num_bytes += len(message.payload)
         self._run(self.follower.on_message(reading_id, message, self._timeline.now_s))
 
     def _on_pointer(self, request_id: int, found: tuple[SnapshotPointer | None, int] | None) -> None:
@@ -437,6 +506,7 @@ class LogReaderActor:
         self._run(self.follower.on_pointer_read(request_id, pointer, self._timeline.now_s))
 
     def _on_object(self, request_id: int, data: bytes | None) -> None:
+        self.num_bytes += len(data or b"")
         try:
             snapshot = None if data is None else Snapshot.decode(data)
         except DecodeError:
@@ -470,19 +540,5 @@ class LogReaderActor:
         self._check()
         self._wake_in_time()
 
-    # --- promises ---
-
     def _check(self) -> None:
-        cursor, now_s = self.follower.cursor, self._timeline.now_s
-        if cursor.state is not StreamState.LIVE:
-            self._live_since_s = None
-            return
-        if self._live_since_s is None:
-            self._live_since_s = now_s
-        known = self._truth.get((cursor.epoch, cursor.last_seq))
-        if self.blocks != known:
-            raise BrokenPromise("a LIVE view is never wrong", f"{self.name} is LIVE at {cursor.last_seq} and wrong")
-        if now_s - max(self._heard_s, self._live_since_s) > POLICY.answer_timeout_s + 1e-6:
-            raise BrokenPromise(
-                "LIVE needs heartbeats", f"{self.name} is LIVE and last heard the writer at {self._heard_s:.3f} s"
-            )
+        self.judge.on_change(self.follower.cursor, self.blocks)

@@ -412,7 +412,7 @@ class PublisherProcess:
             return
         actor, shape = self.actor, self._shape.publisher
         pending, stream = actor.sender.pending, actor.stream
-        self._counters.max_pending = max(self._counters.max_pending, len(pending))
+        self._counters.measure("pending", len(pending))
         if len(pending) >= MAX_WAITING:
             raise BrokenPromise("few batches wait", f"{len(pending)} batches are pending")
         if pending and not self.is_late and self._timeline.now_s - pending[0].ts > MAX_SEND_DELAY_S:

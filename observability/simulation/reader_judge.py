@@ -150,7 +150,7 @@ class ReaderJudge:
         self._live_since_s = now_s = self._timeline.now_s
         self._counters.counts["recoveries"] += 1
         if self._since_s is not None:
-            self._counters.max_until_live_s = max(self._counters.max_until_live_s, now_s - self._since_s)
+            self._counters.measure("until_live_s", now_s - self._since_s)
             self._since_s = None
 
     def _check_bytes(self, joining: JoiningBytes) -> None:
@@ -190,7 +190,7 @@ class ReaderJudge:
         if now_s - self._live_since_s < self._max_age_s:
             return
         published_s = actor.stamps.get((actor.epoch, cursor.last_seq + 1), now_s)
-        self._counters.max_age_s = max(self._counters.max_age_s, now_s - published_s)
+        self._counters.measure("age_s", now_s - published_s)
         if now_s - published_s > self._max_age_s:
             detail = f"{reader.name} is at {cursor.last_seq} and lacks a batch of {published_s:.6f}"
             raise BrokenPromise("batches arrive in time", detail)

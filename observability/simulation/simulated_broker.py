@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 import attrs
 import msgspec
 
-from observability.jetstream.log_writer import LogLimits
+from observability.jetstream.log_writer import DUPLICATE_WINDOW_S, SNAPSHOT_CHECK_S, LogLimits
 from observability.kv_stream.log_records import ID_HEADER, LogHeartbeat, LogMessage, SnapshotPointer
+from observability.simulation.log_troubles import AGE_LIMIT_S, LogTrouble, LogTroubles
 from observability.simulation.timeline import BrokenPromise, Timeline
 from observability.simulation.world_counters import WorldCounters
 
@@ -24,7 +25,6 @@ __all__ = ["BrokerClient", "BrokerQuality", "BrokerRefusedError", "BrokerUser", 
 T = TypeVar("T")
 
 _LATENCY_S = 0.001
-_JITTER_S = 0.004
 
 
 class BrokerRefusedError(Exception):
@@ -38,10 +38,12 @@ class BrokerQuality:
     Attributes:
         request_loss: the request does not arrive.
         answer_loss: the broker carries out the request, and its answer does not arrive.
+        jitter_s: a request or an answer takes up to this time longer.
     """
 
     request_loss: float = 0.0
     answer_loss: float = 0.0
+    jitter_s: float = 0.004
 
 
 class SimulatedBroker:
@@ -51,21 +53,23 @@ class SimulatedBroker:
         timeline: of the world.
         limits: of the log.
         counters: of the world.
-        duplicate_window_s: how long the broker knows the id of a message.
 
     Attributes:
+        troubles: of this log.
         log: messages with the time of their storage.
         last_seq: number of the newest message that the log ever had.
         pointer: the stored bytes; ``revision`` counts its changes in this bucket.
         objects: the two snapshots by slot.
         is_down: it answers nothing, because it elects a leader or starts.
         clients: connections, which hear about new messages and heartbeats.
-        has_one_writer: only one writer has ever used the log.
+        stored: epoch and number of every message that the log has ever had.
+        num_bytes: payload bytes of all of them.
     """
 
     __slots__ = (
-        "_duplicate_window_s", "_ids", "_timeline", "clients", "counters", "has_one_writer", "has_pointer_bucket",
-        "is_down", "last_seq", "limits", "log", "objects", "pointer", "revision",
+        "_duplicate_window_s", "_forged", "_has_gone_back", "_ids", "_is_deleted", "_lost_end", "_timeline", "clients",
+        "counters", "has_pointer_bucket", "is_down", "last_seq", "limits", "log", "num_bytes", "objects", "pointer",
+        "revision", "stored", "troubles",
     )  # fmt: skip
 
     def __init__(
@@ -73,30 +77,34 @@ class SimulatedBroker:
         timeline: Timeline,
         limits: LogLimits,
         counters: WorldCounters | None = None,
-        *,
-        duplicate_window_s: float = 120.0,
     ) -> None:
         self._timeline = timeline
         self.limits = limits
         self.counters = counters or WorldCounters()
-        self._duplicate_window_s = duplicate_window_s
+        self.troubles = LogTroubles(timeline)
+        self._duplicate_window_s = min(DUPLICATE_WINDOW_S, limits.max_age_s)
         self.log: deque[tuple[LogMessage, float]] | None = None
         self.last_seq = 0
-        self._ids: dict[str, tuple[int, float]] = {}
+        self._ids: dict[str, tuple[LogMessage, float]] = {}
+        self._forged: set[int] = set()
+        self._is_deleted = False  # and no writer has noticed it
+        self._has_gone_back = False  # the next message gets a number that an earlier one had
+        self._lost_end: dict[bytes, int] = {}  # one above the highest number that a fault has taken out, by epoch
+        self.stored: set[tuple[bytes, int]] = set()
+        self.num_bytes = 0
         self.pointer: bytes | None = None
         self.revision = 0
         self.has_pointer_bucket = False
         self.objects: dict[int, bytes] | None = None
         self.is_down = False
         self.clients: list[BrokerClient] = []
-        self.has_one_writer = True
 
     # --- requests of writers ---
 
     def open_log(self) -> int:
         """Create the log unless it exists; return the number of its newest message."""
         if self.log is None:
-            self.log, self.last_seq = deque(), 0
+            self.log, self.last_seq, self._is_deleted = deque(), 0, False
             self._ids.clear()
         return self.last_seq
 
@@ -111,24 +119,43 @@ class SimulatedBroker:
     def store(self, message: LogMessage) -> tuple[int, bool]:
         """Append a message unless its id is known; return its number, and whether the id was known."""
         if self.log is None:
+            if self._is_deleted:
+                self._is_deleted = False
+                self.troubles.note(LogTrouble.REFUSED)
             raise BrokerRefusedError("no log")
         self._expire()
         message_id = message.headers[ID_HEADER]
-        known = self._ids.get(message_id)
+        known, _ = self._ids.get(message_id, (None, 0.0))
         if known is not None:
-            return known[0], True
+            if known.digest != message.digest:
+                self.troubles.note(LogTrouble.STALLED)  # a forged message has the place of this one
+            return known.log_seq, True
+        self._append(message_id, message)
+        return self.last_seq, False
+
+    def _append(self, message_id: str, message: LogMessage, *, is_forged: bool = False) -> None:
+        assert self.log is not None
+        if self._has_gone_back:
+            self._has_gone_back = False
+            self.troubles.note(LogTrouble.STALLED)  # readers continue above the number that this message gets
         self.last_seq += 1
         now_s = self._timeline.now_s
-        self._ids[message_id] = self.last_seq, now_s
-        self.log.append((msgspec.structs.replace(message, log_seq=self.last_seq), now_s))
-        num_bytes = self._num_bytes()
+        message = msgspec.structs.replace(message, log_seq=self.last_seq)
+        self._ids[message_id] = message, now_s
+        self.log.append((message, now_s))
+        if is_forged:
+            self._forged.add(self.last_seq)
+        else:
+            self.stored.add((message.epoch, message.seq))
+        self.num_bytes += len(message.payload)
+        num_bytes = sum(len(each.payload) + self.limits.overhead_bytes for each, _ in self.log)
         while len(self.log) > self.limits.max_msgs or num_bytes > self.limits.max_bytes:
             dropped, _ = self.log.popleft()
             num_bytes -= len(dropped.payload) + self.limits.overhead_bytes
             self._check_covered(dropped)
+        self._timeline.after(self.limits.max_age_s, self._expire)
         for client in self.clients:
             client.push_log()
-        return self.last_seq, False
 
     def put_object(self, slot: int, data: bytes) -> None:
         if self.objects is None:
@@ -174,13 +201,28 @@ class SimulatedBroker:
 
     def request_snapshot(self) -> None:
         """Pass a reader's request to every writer."""
+        self.counters.counts["snapshots requested"] += 1
         for client in self.clients:
             client.push_snapshot_request()
 
     # --- faults ---
 
+    def forge(self, message: LogMessage) -> None:
+        """Store a message of another client, which no writer has sent."""
+        message_id = message.headers[ID_HEADER]
+        if self.log is not None and message_id not in self._ids:
+            self._append(message_id, message, is_forged=True)
+
     def delete_log(self) -> None:
+        for each, _ in self.log or ():
+            self._note_lost(each)
+        self._has_gone_back |= bool(self.last_seq)
+        self._is_deleted = True
         self.log = None
+
+    def _note_lost(self, message: LogMessage) -> None:
+        self._lost_end[message.epoch] = max(self._lost_end.get(message.epoch, 0), message.seq + 1)
+        self._forged.discard(message.log_seq)
 
     def delete_pointer_bucket(self) -> None:
         self.has_pointer_bucket = False
@@ -193,15 +235,24 @@ class SimulatedBroker:
         if self.log is None:
             return
         for _ in range(min(num_messages, len(self.log))):
-            self.log.pop()
-        self.last_seq -= min(num_messages, self.last_seq)
-        self._ids = {each.headers[ID_HEADER]: (each.log_seq, stored_s) for each, stored_s in self.log}
+            self._note_lost(self.log.pop()[0])
+            self.last_seq -= 1
+            self._has_gone_back = True
+        self._ids = {each.headers[ID_HEADER]: (each, stored_s) for each, stored_s in self.log}
 
     def expire(self, num_messages: int) -> None:
         """Drop the oldest messages, as an operator's purge or a full disk does."""
         for _ in range(min(num_messages, len(self.log or ()))):
             assert self.log is not None
-            self.log.popleft()
+            self._note_lost(self.log.popleft()[0])
+
+    @property
+    def is_damaged(self) -> bool:
+        """True while snapshot and log do not add up to the newest state, because a part of them was deleted."""
+        if self.log is None or self.objects is None or not self.has_pointer_bucket or self.pointer is None:
+            return True
+        pointer = SnapshotPointer.decode(self.pointer)
+        return pointer.slot not in self.objects or self._lost_end.get(pointer.epoch, 0) > pointer.end
 
     def elect_leader(self, outage_s: float) -> None:
         """Answer nothing for a while."""
@@ -210,29 +261,34 @@ class SimulatedBroker:
 
     def _end_outage(self) -> None:
         self.is_down = False
+        self.troubles.note(LogTrouble.STALLED)
         for client in self.clients:
             client.push_log()
 
     def _expire(self) -> None:
         """Drop messages and forget ids by their age."""
-        assert self.log is not None
         now_s = self._timeline.now_s
-        while self.log and now_s - self.log[0][1] > self.limits.max_age_s:
-            self.log.popleft()  # an unreachable broker may have no snapshot in time
-        while self._ids and now_s - next(iter(self._ids.values()))[1] > self._duplicate_window_s:
+        while self.log and now_s - self.log[0][1] >= self.limits.max_age_s:
+            dropped, _ = self.log.popleft()
+            if now_s >= self.troubles.settled_s + SNAPSHOT_CHECK_S + AGE_LIMIT_S:
+                self._check_covered(dropped)
+        while self._ids and now_s - next(iter(self._ids.values()))[1] >= self._duplicate_window_s:
             del self._ids[next(iter(self._ids))]
 
-    def _num_bytes(self) -> int:
-        return sum(len(each.payload) + self.limits.overhead_bytes for each, _ in self.log or ())
-
     def _check_covered(self, dropped: LogMessage) -> None:
-        """Check that the snapshot covers a message that the log drops by its limits, while one writer uses it."""
-        if self.pointer is None or not self.has_pointer_bucket or not self.has_one_writer:
+        """Check that the snapshot covers a message that the log drops by its limits.
+
+        The writer knows which of its messages the log has. So a message of another sender after this one excuses it.
+        """
+        if self.pointer is None or not self.has_pointer_bucket:
             return
         pointer = SnapshotPointer.decode(self.pointer)
-        if pointer.epoch == dropped.epoch and dropped.seq >= pointer.end:
-            detail = f"batch {dropped.seq} was dropped, and the snapshot ends at {pointer.end}"
-            raise BrokenPromise("the snapshot covers what the log drops", detail)
+        is_covered = pointer.epoch != dropped.epoch or dropped.seq < pointer.end or dropped.log_seq in self._forged
+        later = (each for each, _ in self.log or ())
+        if is_covered or any(each.epoch != dropped.epoch or each.log_seq in self._forged for each in later):
+            return
+        detail = f"batch {dropped.seq} was dropped, and the snapshot ends at {pointer.end}"
+        raise BrokenPromise("the snapshot covers what the log drops", detail)
 
 
 class BrokerUser(Protocol):
@@ -320,14 +376,17 @@ class BrokerClient:
                 then()
 
         def carry_out() -> None:
-            if self._broker.is_down or self not in self._broker.clients:
+            if self not in self._broker.clients:
+                return
+            if self._broker.is_down:
+                self._broker.troubles.note(LogTrouble.UNANSWERED)
                 return
             if not self.is_up:
                 if random.random() < 0.5:  # the client keeps it, and sends it after it has connected again
                     self._deferred.append(carry_out)
                 return
             if random.random() < self.quality.request_loss:
-                self._broker.counters.faults["request lost"] += 1
+                self._note_fault("request lost")
                 return
             try:
                 result = request()
@@ -342,9 +401,13 @@ class BrokerClient:
 
     def _answer(self, arrive: Callable[[], None]) -> None:
         if self._timeline.random.random() < self.quality.answer_loss:
-            self._broker.counters.faults["answer lost"] += 1
+            self._note_fault("answer lost")
             return
         self._push(arrive)
+
+    def _note_fault(self, kind: str) -> None:
+        self._broker.counters.faults[kind] += 1
+        self._broker.troubles.note(LogTrouble.UNANSWERED)
 
     def _push(self, arrive: Callable[[], None]) -> None:
         """Let something arrive at the client, unless the connection is lost before."""
@@ -352,7 +415,7 @@ class BrokerClient:
         self._timeline.after(self._delay_s(), lambda: arrive() if generation == self._generation else None)
 
     def _delay_s(self) -> float:
-        return _LATENCY_S + _JITTER_S * self._timeline.random.random()
+        return _LATENCY_S + self.quality.jitter_s * self._timeline.random.random()
 
     # --- what the broker sends ---
 

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
+from observability.jetstream.broker_preparation import BrokerPreparation
 from observability.jetstream.log_ownership import LogOwnership
 from observability.jetstream.log_writer import LogWriter
 from observability.kv_stream import log_cursor
@@ -17,7 +18,6 @@ from observability.kv_stream.digest_cursor import NO_EPOCH
 from observability.kv_stream.instructions import ApplyStaged, ReadLog
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.log_records import LogMessage, Snapshot, SnapshotPointer
-from observability.simulation.jetstream_actor import LogWriterActor
 
 
 def digest_of_a_message_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def reordered_messages_are_dropped_without_recovery(patch: pytest.MonkeyPatch) -
 
 
 def stalled_readers_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log_cursor, "_STALLED_HEARTBEATS", 10**6)
+    patch.setattr(log_cursor, "STALLED_HEARTBEATS", 10**6)
 
 
 def every_heartbeat_is_a_proof(patch: pytest.MonkeyPatch) -> None:
@@ -203,8 +203,8 @@ def the_snapshot_overwrites_the_one_in_use(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deleted_bucket_is_not_created_again(patch: pytest.MonkeyPatch) -> None:
-    """The defect of 0.4. The rule is one of the edge, which the actor repeats."""
-    patch.setattr(LogWriterActor, "_prepare_soon", lambda self: None)
+    """The defect of 0.4: a failure was no reason to prepare the broker again."""
+    patch.setattr(BrokerPreparation, "on_failed", lambda self: None)
 
 
 def a_revision_alone_identifies_a_pointer(patch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from cyclopts.validators import Number
 from observability.simulation import (
     DeliveryReport,
     DeliverySummary,
+    Measure,
     Violation,
     WorldKind,
     encode_delivery_report,
@@ -27,6 +28,13 @@ from scheduler_components.reference.cli.run_reporter import print_lines
 __all__ = ["format_summary", "format_violation", "simulate_delivery"]
 
 _NUM_SEEDS = 100
+_MEASURES: dict[Measure, str] = {
+    "until_live_s": "longest time from a reader's last fault to LIVE: {:.3f} s",
+    "age_s": "oldest batch that a reader lacked in a calm: {:.3f} s",
+    "pending": "most batches that waited at a publisher that could send: {:.0f}",
+    "joining_bytes": "most bytes that a reader received until it was LIVE, after it joined in a calm: {:,.0f}",
+}
+
 _NUM_VIOLATIONS = 5
 """Violations that are printed whole; of further ones the seed suffices."""
 
@@ -106,9 +114,9 @@ def format_summary(summary: DeliverySummary, processor_s: float) -> Iterator[str
     yield f"  faults: {sum(summary.faults.values()):,}"
     for name, count in summary.faults.items():
         yield f"    {name}: {count:,}"
-    yield f"  longest time from a reader's last fault to LIVE: {summary.max_until_live_s:.3f} s"
-    yield f"  oldest batch that a reader lacked in a calm: {1e3 * summary.max_age_s:.1f} ms"
-    yield f"  most pending batches of a publisher that could send: {summary.max_pending}"
+    for kind, measured in summary.measured.items():
+        yield f"  measured in worlds of the kind {kind}:"
+        yield from (f"    {_MEASURES[name].format(value)}" for name, value in measured.items())
     yield f"  {_speed(summary, processor_s)}"
     if summary.violations:
         seeds = ", ".join(map(str, summary.violations))

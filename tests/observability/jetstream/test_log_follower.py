@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import attrs
 from kit.events import stored_run
 from kit.follower_bench import POLICY, Diary
 
 from observability.jetstream.log_follower import LogFollower
 from observability.kv_stream import BatchApplier, BlockView, StreamState, Tier
+from observability.kv_stream.digest_cursor import NO_EPOCH, Position
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from scheduler_components import KVEventBatch
 from scheduler_components.kv_events import BatchDecoder, BatchEncoder, EventStream
@@ -196,3 +198,42 @@ def test_an_unreadable_batch_makes_the_view_partial() -> None:
     assert bench.state is not StreamState.LIVE
     assert bench.diary.unreadable == [6]
     assert bench.follower.stats("kv.log.pod").decode_errors == 1
+
+
+def test_a_flood_of_heartbeats_costs_a_bounded_number_of_requests() -> None:
+    """Every client of the broker may send heartbeats: of another epoch, or of a position that was never reached."""
+    bench = LogBench()
+    bench.sync()
+    bench.receive(2, 3)
+    other = LogHeartbeat(b"o" * 16, 9, bytes(8), 0)
+    for number, heartbeat in enumerate((other, LogHeartbeat(EPOCH, 4, b"notadig!", 2)) * 500):
+        now_s = number / 100
+        run(bench.follower.on_heartbeat(heartbeat, now_s))
+        bench.follower.tick(now_s)
+        run(bench.follower.on_pointer_read(bench.channel.pointers[-1], bench.pointer, now_s))
+        if bench.channel.snapshots:
+            run(bench.follower.on_snapshot_read(bench.channel.snapshots[-1][0], bench.snapshot(), now_s))
+    num_allowed = 4 + 10.0 / POLICY.request_interval_s
+    assert 4 < len(bench.channel.pointers) <= num_allowed
+    bench.receive(2, 3, now_s=10.0)
+    run(bench.follower.on_heartbeat(bench.heartbeat(), 10.0))
+    assert bench.state is StreamState.LIVE
+
+
+def test_a_heartbeat_without_an_epoch_proves_nothing() -> None:
+    """A forged one: the epoch of a reader that has read nothing yet is 16 zero bytes."""
+    bench = LogBench()
+    run(bench.follower.on_heartbeat(LogHeartbeat(NO_EPOCH, 0, Position().digest, 0), 0.0))
+    assert bench.state is not StreamState.LIVE
+    assert len(bench.channel.pointers) == 1
+
+
+def test_a_failed_request_that_finds_no_credit_is_sent_when_there_is_some() -> None:
+    bench = LogBench()
+    bench.follower.policy = attrs.evolve(POLICY, request_interval_s=3.0)
+    run(bench.follower.on_heartbeat(bench.heartbeat(), 0.0))
+    bench.follower.cursor.credit.available = 0
+    run(bench.follower.on_pointer_read(1, None, 0.0))
+    for second, num_requests in ((1, 1), (2, 1), (3, 1), (4, 2)):
+        bench.follower.tick(float(second))
+        assert len(bench.channel.pointers) == num_requests

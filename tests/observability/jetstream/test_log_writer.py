@@ -140,6 +140,7 @@ def test_a_known_id_of_a_message_sent_once_is_another_writers() -> None:
     writer.on_stored(pop(writer), 6, is_duplicate=True)
     assert writer.snapshot_reason(0.0) == "another writer used the id of a batch"
     assert second.seq == 1
+    assert (writer.counters.stored, writer.counters.collapsed) == (1, 1), "only the snapshot will have the batch"
 
 
 def test_the_log_never_has_more_messages_after_the_snapshot_than_its_limit() -> None:

@@ -153,7 +153,7 @@ def test_what_is_deleted_from_a_connected_broker_is_stored_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reader that joins afterwards is LIVE, and so is the one that followed meanwhile."""
-    monkeypatch.setattr(log_writer, "_REQUEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(log_writer, "REQUEST_PAUSE_S", 0.1)
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))
@@ -221,7 +221,7 @@ def test_a_retried_message_is_stored_once(
     nats_server: Any, feed: Any, wait_for_whole: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server pauses beyond the acknowledgement timeout, and receives each message twice."""
-    monkeypatch.setattr(nats_writer, "_ACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(nats_writer, "ACK_TIMEOUT_S", 0.2)
     config = config_of(nats_server)
     with write(config) as writer, read(config) as reader:
         feeder = feed(writer.sink(0))

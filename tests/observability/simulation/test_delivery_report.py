@@ -8,10 +8,10 @@ from observability.simulation import DeliveryReport, Violation, encode_delivery_
 
 KEPT = DeliveryReport(
     seed=1, kind="stream", duration_s=10.0, num_events=5, history="ab", faults={"pauses": 2}, counts={"requests": 3},
-    max_age_s=0.1, max_pending=4, max_until_live_s=2.0, violation=None,
+    measured={"age_s": 0.1, "pending": 4}, violation=None,
 )  # fmt: skip
 BROKEN = msgspec.structs.replace(
-    KEPT, seed=7, faults={"pauses": 1, "stalls": 1}, max_age_s=0.2, max_pending=1,
+    KEPT, seed=7, faults={"pauses": 1, "stalls": 1}, measured={"age_s": 0.2, "until_live_s": 1.0},
     violation=Violation(time_s=1.0, phase="calm", promise="p", detail="d", last_events=("e",)),
 )  # fmt: skip
 
@@ -20,7 +20,7 @@ def test_worlds_add_up() -> None:
     summary = summarize_deliveries([KEPT, BROKEN])
     assert (summary.num_worlds, summary.duration_s) == (2, 20.0)
     assert (summary.faults, summary.counts) == ({"pauses": 3, "stalls": 1}, {"requests": 6})
-    assert (summary.max_age_s, summary.max_pending, summary.max_until_live_s) == (0.2, 4, 2.0)
+    assert summary.measured == {"stream": {"age_s": 0.2, "pending": 4, "until_live_s": 1.0}}
     assert summary.violations == {7: BROKEN.violation}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import attrs
 import pytest
 
-from observability.jetstream.log_writer import LogLimits
+from observability.jetstream.log_writer import SNAPSHOT_CHECK_S, LogLimits
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, SnapshotPointer
+from observability.simulation.log_troubles import LogTrouble
 from observability.simulation.simulated_broker import (
     BrokerClient,
     BrokerQuality,
@@ -16,12 +18,12 @@ from observability.simulation.simulated_broker import (
 )
 from observability.simulation.timeline import BrokenPromise, Timeline
 
-EPOCH = b"e" * 16
+EPOCH, OTHER = b"e" * 16, b"o" * 16
 LIMITS = LogLimits(max_msgs=3, max_bytes=1_000, max_age_s=10.0, overhead_bytes=100)
 
 
-def message(seq: int, payload: bytes = b"x") -> LogMessage:
-    return LogMessage(0, EPOCH, seq, b"d" * 8, payload)
+def message(seq: int, payload: bytes = b"x", *, epoch: bytes = EPOCH) -> LogMessage:
+    return LogMessage(0, epoch, seq, b"d" * 8, payload)
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_drops_the_oldest_messages_by_number_bytes_and_age(timeline: Timeline, b
 
 
 def test_knows_the_id_of_a_message_for_a_while(timeline: Timeline) -> None:
-    broker = SimulatedBroker(timeline, LIMITS, duplicate_window_s=2.0)
+    broker = SimulatedBroker(timeline, attrs.evolve(LIMITS, max_age_s=2.0))
     broker.open_log()
     assert broker.store(message(0)) == (1, False)
     assert broker.store(message(0)) == (1, True)
@@ -121,6 +123,52 @@ def test_judges_that_the_snapshot_covers_what_is_dropped(broker: SimulatedBroker
         broker.store(message(seq))
     with pytest.raises(BrokenPromise, match="batch 1 was dropped"):
         broker.store(message(4))
+
+
+def test_messages_of_another_sender_excuse_only_what_is_dropped_before_them(broker: SimulatedBroker) -> None:
+    broker.update_pointer(SnapshotPointer(EPOCH, 1, 0).encode(), 0)
+    broker.store(message(0))
+    broker.store(message(1))
+    broker.store(message(0, epoch=OTHER))
+    broker.forge(message(9))
+    broker.store(message(2))  # drops batch 1, which is excused
+    broker.store(message(3))
+    broker.store(message(4))
+    with pytest.raises(BrokenPromise, match="batch 2 was dropped"):
+        broker.store(message(5))
+
+
+def test_judges_what_is_dropped_by_its_age_unless_a_trouble_excuses_it(
+    timeline: Timeline, broker: SimulatedBroker
+) -> None:
+    broker.update_pointer(SnapshotPointer(EPOCH, 1, 0).encode(), 0)
+    broker.store(message(0))
+    broker.store(message(1))
+    timeline.run_until(5.0)
+    broker.store(message(2))
+    timeline.run_until(9.0)
+    broker.troubles.note(LogTrouble.STALLED)
+    timeline.run_until(11.0)
+    assert stored(broker) == [2]
+    assert broker.troubles.settled_s + SNAPSHOT_CHECK_S < 14.0
+    with pytest.raises(BrokenPromise, match="batch 2 was dropped"):
+        timeline.run_until(16.0)
+
+
+def test_is_damaged_while_a_part_of_snapshot_and_log_is_missing(broker: SimulatedBroker) -> None:
+    assert broker.is_damaged
+    broker.put_object(0, b"snapshot")
+    broker.update_pointer(SnapshotPointer(EPOCH, 1, 0).encode(), 0)
+    for seq in range(3):
+        broker.store(message(seq))
+    assert not broker.is_damaged
+    broker.expire(2)
+    assert broker.is_damaged
+    broker.update_pointer(SnapshotPointer(EPOCH, 2, 0).encode(), 1)
+    assert not broker.is_damaged
+    broker.delete_snapshot_bucket()
+    broker.open_snapshot_bucket()
+    assert broker.is_damaged
 
 
 def test_a_request_gets_exactly_one_result(timeline: Timeline, broker: SimulatedBroker) -> None:
