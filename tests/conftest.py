@@ -14,10 +14,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import secrets
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -46,6 +48,10 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
 )
 settings.load_profile("default")
+
+# Each new client of httpx reads the 140 certificates of certifi, also for http. From OpenSSL's own folder it reads one
+# when it needs it. Tests make hundreds of clients.
+os.environ.setdefault("SSL_CERT_DIR", ssl.get_default_verify_paths().openssl_capath)
 
 
 LONGEST_FILES = (

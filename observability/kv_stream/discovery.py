@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -13,6 +14,8 @@ from scheduler_components._extras import require_modules
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 __all__ = [
@@ -127,7 +130,9 @@ def fetch_page(
         headers["authorization"] = f"Bearer {api_key}"
     try:
         # Without the environment's proxy, which usually cannot reach a worker.
-        with httpx.stream("GET", page, headers=headers, timeout=timeout_s, trust_env=False) as reply:
+        with httpx.stream(
+            "GET", page, headers=headers, timeout=timeout_s, trust_env=False, verify=_certificates()
+        ) as reply:
             if reply.status_code == httpx.codes.UNAUTHORIZED:
                 raise StartError(str(page), "answers 401", "give the worker's API key")
             if reply.status_code != httpx.codes.OK:
@@ -141,6 +146,14 @@ def fetch_page(
         hint = "check that the worker runs and that the port is its HTTP port"
         raise UnreachableError(str(page), problem, hint) from error
     return bytes(body)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return what https trusts. To read it takes longer than most pages."""
+    import httpx  # here, as in ``parse_worker_url``
+
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def fetch_json(url: httpx.URL, path: str, *, timeout_s: float, api_key: str | None = None) -> Any:

@@ -130,7 +130,8 @@ def test_a_study_is_deterministic_and_reports_each_run(tiny: tuple[Study, list[D
     different = {repr(sorted(case.settings.items())) for case in make_cases()}
     assert [each.number for each in done] == list(range(1, len(different) + 1))
     assert {run.factor for run in study.runs} == {factor.name for factor in FACTORS}
-    assert encode_study(run_study(trace, num_requests=8)) == encode_study(study)
+    again = run_study(trace, num_requests=8, cases=list({case.factor: case for case in make_cases()}.values()))
+    assert again.runs == list({run.factor: run for run in study.runs}.values())
 
 
 @pytest.mark.soak_only

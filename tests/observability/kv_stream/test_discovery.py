@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable
 
 import httpx
@@ -174,6 +175,16 @@ def test_any_json_gives_addresses_or_a_documented_error(
 def test_discover_asks_server_info(serve: Serve) -> None:
     url = serve({"/server_info": (200, json.dumps({"kv_events": DESCRIPTOR}).encode())})
     assert [str(address.events) for address in discover(url + "/")] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
+
+
+def test_certificates_are_read_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    create = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **options: read.append(options) or create(**options))
+    url = serve({"/server_info": (200, json.dumps({"kv_events": DESCRIPTOR}).encode())})
+    for _ in range(3):
+        discover(url)
+    assert len(read) <= 1
 
 
 @pytest.mark.parametrize(
