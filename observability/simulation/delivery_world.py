@@ -19,7 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from observability.simulation.delivery_report import DeliveryReport, Violation
 from observability.simulation.jetstream_part import JetStreamPart
-from observability.simulation.plain_publisher import PlainPart
+from observability.simulation.plain_part import PlainPart
 from observability.simulation.relay_part import RelayPart
 from observability.simulation.stream_part import StreamPart
 from observability.simulation.timeline import BrokenPromise, Timeline

@@ -55,6 +55,7 @@ class ReaderNetwork:
         garbling: probability that a META is unreadable.
         alteration: probability that a batch of an answer is another readable one; only with the extension.
         lateness: probability that the rest of an answer still comes after its request was given up.
+        calm_capacity: messages of an answer that fit into a network without faults, at least.
     """
 
     live: LinkQuality = attrs.Factory(LinkQuality)
@@ -62,6 +63,7 @@ class ReaderNetwork:
     garbling: float = attrs.field(default=0.0, validator=_is_probability)
     alteration: float = attrs.field(default=0.0, validator=_is_probability)
     lateness: float = attrs.field(default=0.0, validator=_is_probability)
+    calm_capacity: int = 0
 
     def without_faults(self) -> ReaderNetwork:
         """Return the same network without faults, and with answers that are faster than the publisher.
@@ -70,7 +72,8 @@ class ReaderNetwork:
         """
         replay = _without_faults(self.replay)
         if replay.capacity is not None:
-            replay = attrs.evolve(replay, capacity=max(replay.capacity, least_capacity(replay.max_latency_s)))
+            least = max(self.calm_capacity, least_capacity(replay.max_latency_s))
+            replay = attrs.evolve(replay, capacity=max(replay.capacity, least))
         return ReaderNetwork(live=_without_faults(self.live), replay=replay)
 
 
