@@ -195,7 +195,8 @@ class StreamPart:
                     for _ in range(draw.choice((1, 1, 20))):
                         connection.forge(number + draw.randint(0, 3), is_own_topic=True)
             case "other topic":
-                connection.forge(max(0, number + draw.randint(-2, 2)), is_own_topic=False)
+                for ahead in range(3):  # also the number that the reader expects
+                    connection.forge(number + ahead, is_own_topic=False)
             case "burst":
                 self._note("bursts")
                 for _ in range(draw.randint(2, _MAX_BURST)):

@@ -23,8 +23,8 @@ def make_part() -> tuple[StreamPart, Timeline, WorldCounters]:
 
 def test_a_storm_has_every_fault_of_its_shape() -> None:
     part, timeline, counters = make_part()
-    part.begin_storm(15.0)
-    timeline.run_until(15.0)
+    part.begin_storm(40.0)
+    timeline.run_until(40.0)
     for kind in (
         "disconnects", "pauses", "stalls", "bursts", "unreadable batches", "answers truncated", "publisher: crash",
         "publisher: restart", "publisher: hidden restart", "frames of another topic", "late threads",
@@ -33,7 +33,7 @@ def test_a_storm_has_every_fault_of_its_shape() -> None:
     before = dict(counters.faults)
     part.begin_calm()
     assert part.process.is_up and not part.process.is_stalled and not part.process.actor.is_poisoned
-    timeline.run_until(15.0 + part.limit_s)
+    timeline.run_until(40.0 + part.limit_s)
     part.judge()
     new = {kind: count - before.get(kind, 0) for kind, count in counters.faults.items()}
     assert sum(new.values()) <= 2 * len(part.readers), new  # the restart after unreadable batches
