@@ -51,6 +51,7 @@ def _write(options: argparse.Namespace) -> int:
             on_done=_show_progress,
         )
         (folder / RESULTS).write_bytes(encode_study(study))
+        study = decode_study(encode_study(study))  # in the order of the file, as a later run without a trace reads it
     for name in PLOTS:
         (folder / f"{name}.svg").write_text(draw(name, study))
     page = folder.with_suffix(".md")

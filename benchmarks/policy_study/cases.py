@@ -1,8 +1,8 @@
 """The runs of the study. A factor is a section of the page: what varies in it, and what stays.
 
-A run is a dictionary of settings and nothing else. Its names are fields of ``SimulationConfig``, ``ReplicaConfig``
-and ``TierConfig``, and ``workload``, ``router``, ``reservation`` and ``device``. ``STANDARD`` has the settings that all
-runs begin with.
+A run is a dictionary of settings and nothing else. Its names are fields of ``SimulationConfig``, ``ReplicaConfig``,
+``TierConfig`` and ``HiCachePolicy``, and ``workload``, ``router``, ``reservation`` and ``device``. ``STANDARD`` has the
+settings that all runs begin with.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ STANDARD: Mapping[str, Setting] = {
     "speed": 0.75,
     "host_tokens": 0,
     "load_gb_per_s": 25.0,
+    "storage_tokens": 0,
+    "storage_total_gb_per_s": 0.0,
+    "prefetch": "wait_complete",
     "event_lag_s": 0.0,
     "load_lag_s": 0.05,
     "load_interval_s": 0.1,
@@ -112,6 +115,8 @@ _OFFLINE: Mapping[str, Setting] = {
 
 _DOCUMENTS: Mapping[str, Setting] = {"workload": "documents", "num_replicas": 1}
 
+_STORED: Mapping[str, Setting] = {"workload": "conversations", "host_tokens": 1_048_576, "storage_tokens": 4_194_304}
+
 FACTORS: tuple[Factor, ...] = (
     Factor(
         name="policies",
@@ -187,6 +192,21 @@ FACTORS: tuple[Factor, ...] = (
         name="tier-bandwidth",
         fixed={"workload": "conversations", "host_tokens": 1_048_576},
         varied={"load_gb_per_s": (25.0, 1.0)},
+    ),
+    Factor(
+        name="storage",
+        fixed={},
+        varied={"workload": _BOTH, "host_tokens": (262_144, 1_048_576), "storage_tokens": (0, 4_194_304)},
+    ),
+    Factor(
+        name="storage-prefetch",
+        fixed=_STORED,
+        varied={"prefetch": ("best_effort", "wait_complete")},
+    ),
+    Factor(
+        name="storage-bandwidth",
+        fixed=_STORED,
+        varied={"storage_total_gb_per_s": (0.0, 12.5, 2.5)},
     ),
     Factor(
         name="prefill-delay",

@@ -238,6 +238,61 @@ def _tier_bandwidth(study: Study) -> Finding:
     )
 
 
+def _storage(study: Study) -> Finding:
+    small, small_stored, large, large_stored = (
+        study.pick("storage", workload="conversations", host_tokens=host, storage_tokens=storage)
+        for host in (262_144, 1_048_576)
+        for storage in (0, 4_194_304)
+    )
+    trace, trace_stored = (
+        study.pick("storage", workload="trace", host_tokens=1_048_576, storage_tokens=storage)
+        for storage in (0, 4_194_304)
+    )
+    shared = study.workloads["conversations"].shared_share
+    return Finding(
+        f"""Storage is shared: a replica finds there what any of the four has computed. With a host tier of 1,048,576
+        tokens, storage of 4,194,304 raises the hit rate of the conversations from {large["hit_rate"]:.1%} to
+        {large_stored["hit_rate"]:.1%}, of {shared:.1%} that an earlier prompt had, and lowers the mean TTFT from
+        {large["ttft_mean_s"]:.3f} to {large_stored["ttft_mean_s"]:.3f} s. On the trace the hit rate rises from
+        {trace["hit_rate"]:.1%} to {trace_stored["hit_rate"]:.1%}, and the mean TTFT falls from
+        {trace["ttft_mean_s"]:.1f} to {trace_stored["ttft_mean_s"]:.1f} s. What comes from storage needs room on the
+        host: with a host tier as large as the device, which is full of copies of the device's pages, the hit rate of
+        the conversations rises from {small["hit_rate"]:.1%} to {small_stored["hit_rate"]:.1%} only.""",
+        large_stored["hit_rate"] > large["hit_rate"] + 0.2
+        and 0.85 * shared < large_stored["hit_rate"] < shared
+        and large_stored["ttft_mean_s"] < 0.8 * large["ttft_mean_s"]
+        and trace_stored["hit_rate"] > trace["hit_rate"] + 0.03
+        and trace_stored["ttft_mean_s"] < trace["ttft_mean_s"]
+        and small["hit_rate"] < small_stored["hit_rate"] < large_stored["hit_rate"] - 0.1,
+    )
+
+
+def _storage_prefetch(study: Study) -> Finding:
+    effort, wait = (study.pick("storage-prefetch", prefetch=name) for name in ("best_effort", "wait_complete"))
+    return Finding(
+        f"""But only if requests wait for it. With `best_effort`, the default of `HiCachePolicy`, a request that could
+        run takes what has arrived. Here nearly nothing waits, so {effort["hit_rate_storage"]:.1%} of the prompt tokens
+        come from storage instead of {wait["hit_rate_storage"]:.1%}, and the mean TTFT is {effort["ttft_mean_s"]:.3f} s
+        instead of {wait["ttft_mean_s"]:.3f} s.""",
+        effort["hit_rate_storage"] < 0.01
+        and wait["hit_rate_storage"] > 0.2
+        and effort["ttft_mean_s"] > 1.2 * wait["ttft_mean_s"],
+    )
+
+
+def _storage_bandwidth(study: Study) -> Finding:
+    free, same, slow = (study.pick("storage-bandwidth", storage_total_gb_per_s=rate) for rate in (0.0, 12.5, 2.5))
+    none = study.pick("tiers", workload="conversations", host_tokens=1_048_576)
+    return Finding(
+        f"""Each replica reaches storage with 12.5 GB/s. If storage has no more than 12.5 GB/s for all four together,
+        the mean TTFT is {same["ttft_mean_s"]:.3f} s instead of {free["ttft_mean_s"]:.3f} s. With 2.5 GB/s it reads and
+        writes some 19,000 tokens per second, which is too slow for these requests. They wait for it, in turn: the mean
+        TTFT is {slow["ttft_mean_s"]:.1f} s, and {none["ttft_mean_s"]:.3f} s without storage.""",
+        free["ttft_mean_s"] <= same["ttft_mean_s"] < 1.1 * free["ttft_mean_s"]
+        and slow["ttft_mean_s"] > 5 * none["ttft_mean_s"],
+    )
+
+
 def _prefill_delay(study: Study) -> Finding:
     now, later, latest = (study.pick("prefill-delay", rate_per_s=40.0, max_delay_steps=steps) for steps in (0, 10, 30))
     calm, calm_later = (study.pick("prefill-delay", rate_per_s=10.0, max_delay_steps=steps) for steps in (0, 10))
@@ -270,6 +325,9 @@ FINDINGS: dict[str, Callable[[Study], Finding]] = {
     "event-lag-finding": _event_lag,
     "tiers-finding": _tiers,
     "tier-bandwidth-finding": _tier_bandwidth,
+    "storage-finding": _storage,
+    "storage-prefetch-finding": _storage_prefetch,
+    "storage-bandwidth-finding": _storage_bandwidth,
     "prefill-delay-finding": _prefill_delay,
 }
 """Findings by the name of their marks."""

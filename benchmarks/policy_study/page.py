@@ -115,6 +115,7 @@ _WAITS: tuple[_Column, ...] = (
     ("mean TTFT (s)", _seconds("ttft_mean_s")),
 )
 _TIER_RATES: tuple[_Column, ...] = (_HIT_RATE, ("of it from the host", _percent("hit_rate_host")))
+_STORAGE_RATES: tuple[_Column, ...] = (*_TIER_RATES, ("from storage", _percent("hit_rate_storage")))
 
 _TABLES: dict[str, tuple[Mapping[str, str], Sequence[_Column]]] = {
     "policies": (
@@ -184,6 +185,12 @@ _TABLES: dict[str, tuple[Mapping[str, str], Sequence[_Column]]] = {
         {"load_gb_per_s": "load (GB/s)"},
         (*_TIER_RATES, ("mean TTFT (s)", _seconds("ttft_mean_s")), ("p99 (s)", _seconds("ttft_p99_s"))),
     ),
+    "storage": (
+        {"workload": "workload", "host_tokens": "host (tokens)", "storage_tokens": "storage (tokens)"},
+        (*_STORAGE_RATES, *_TTFT, _GOODPUT),
+    ),
+    "storage-prefetch": ({"prefetch": "prefetch"}, (*_STORAGE_RATES, *_TTFT)),
+    "storage-bandwidth": ({"storage_total_gb_per_s": "storage (GB/s; 0 is no bound)"}, (*_STORAGE_RATES, *_TTFT)),
 }
 """Tables of factors: what varied, and columns."""
 

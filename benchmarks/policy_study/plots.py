@@ -169,12 +169,41 @@ def _prefill_delay(figure: Figure, study: Study) -> None:
     panels[0].legend()
 
 
+def _tiers(figure: Figure, study: Study) -> None:
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, workload in zip(panels, ("trace", "conversations"), strict=True):
+        rows = {"device only": study.pick("tiers", workload=workload, host_tokens=0)}
+        for run in study.of("storage", workload=workload):
+            host, storage = (float(run.varied[f"{tier}_tokens"]) / 1e6 for tier in ("host", "storage"))
+            rows[f"host {host:.2g} M" + (f", storage {storage:.2g} M" if storage else "")] = run.figures
+        left = [0.0] * len(rows)
+        for (tier, share_of), colour in zip(_TIER_SHARES.items(), _COLOURS, strict=False):
+            shares = [share_of(figures) for figures in rows.values()]
+            axes.barh(list(rows), shares, left=left, color=colour, height=0.6, label=tier)
+            left = [end + share for end, share in zip(left, shares, strict=True)]
+        shared = study.workloads[workload].shared_share
+        axes.axvline(shared, color=_GREY, linestyle="--", linewidth=1, label="shared with an earlier prompt")
+        axes.set(xlabel="hit rate", title=workload, xlim=(0, 0.8))
+        axes.set_axisbelow(True)
+        axes.grid(visible=False, axis="y")
+    panels[0].invert_yaxis()
+    panels[0].legend(loc="lower right")
+
+
+_TIER_SHARES: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "device": lambda figures: figures["hit_rate"] - figures["hit_rate_host"] - figures["hit_rate_storage"],
+    "host": lambda figures: figures["hit_rate_host"],
+    "storage": lambda figures: figures["hit_rate_storage"],
+}
+
+
 PLOTS: dict[str, Callable[[Figure, Study], None]] = {
     "policies": _policies,
     "load": _load,
     "pool": _pool,
     "preemption": _preemption,
     "event-lag": _event_lag,
+    "tiers": _tiers,
     "prefill-delay": _prefill_delay,
 }
 """Plots by name."""

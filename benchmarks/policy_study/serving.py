@@ -10,6 +10,7 @@ import attrs
 from benchmarks.policy_study.cases import Case, Setting
 from benchmarks.policy_study.workloads import continued
 from observability.routing import KvRouter, RoutingCostModel, SpeculativeEntries
+from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
 from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
 from scheduler_components.reference.engine.dp_attn_sim import DpSimConfig, simulate_dp_attn
@@ -33,6 +34,7 @@ FIGURES = {
     "refused": "requests larger than the pool",
     "hit_rate": "prompt tokens that were cached at the first admission / all",
     "hit_rate_host": "the same, of those on the host tier",
+    "hit_rate_storage": "the same, of those in storage",
     "ttft_p50_s": "from arrival to the first token, median",
     "ttft_p99_s": "99th percentile",
     "ttft_mean_s": "mean",
@@ -162,7 +164,8 @@ class RecordingRouter:
 
 
 def _serve(settings: Mapping[str, Setting], requests: Sequence[TraceRequest]) -> dict[str, float]:
-    tiers = TierConfig(**_fields(TierConfig, settings)) if settings.get("host_tokens") else None
+    policy = HiCachePolicy(**_fields(HiCachePolicy, settings))
+    tiers = TierConfig(**_fields(TierConfig, settings), policy=policy) if settings.get("host_tokens") else None
     make, ratios = RESERVATIONS[str(settings["reservation"])]
     replica = make(**_fields(ReplicaConfig, settings), **ratios, tiers=tiers)
     config = SimulationConfig(replica=replica, **_fields(SimulationConfig, settings))
@@ -187,7 +190,8 @@ def _figures(report: SimulationReport) -> dict[str, float]:
         "finished": report.num_finished,
         "refused": report.num_refused,
         "hit_rate": sum(report.hit_rate.values()),
-        "hit_rate_host": sum(rate for tier, rate in report.hit_rate.items() if tier != "device"),
+        "hit_rate_host": report.hit_rate.get("host", 0.0),
+        "hit_rate_storage": report.hit_rate.get("storage", 0.0),
         "ttft_p50_s": report.ttft_s.p50,
         "ttft_p99_s": report.ttft_s.p99,
         "ttft_mean_s": report.ttft_s.mean,

@@ -170,7 +170,9 @@ def test_the_command_writes_results_plots_and_page(
     monkeypatch.setattr(sys, "argv", ["policy_study", str(trace), "--requests", "8", "--out", str(folder)])
     assert command.main() == 0
     assert sorted(path.name for path in folder.iterdir()) == ["load.svg", command.RESULTS]
-    assert "| 8 |" in (tmp_path / "policies.md").read_text()
+    text = (tmp_path / "policies.md").read_text()
+    assert "| 8 |" in text
+    assert with_blocks(text, decode_study((folder / command.RESULTS).read_bytes())) == text
 
 
 @pytest.mark.parametrize(
