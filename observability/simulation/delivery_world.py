@@ -57,6 +57,10 @@ class WorldPart(Protocol):
         """Let another reader join, while the world is calm."""
         ...
 
+    def lose_frame(self) -> None:
+        """Let each reader lose one batch, while the world is calm."""
+        ...
+
     def judge(self) -> None:
         """Check what must hold in a calm."""
         ...
@@ -130,7 +134,9 @@ class DeliveryWorld:
             self._begin("calm")
             part.begin_calm()
             part.join()
-            self._run_judged(part, part.limit_s + _CALM_S)
+            self._run_judged(part, part.limit_s)
+            part.lose_frame()
+            self._run_judged(part, _CALM_S)
         self._begin("quiet")
         part.begin_quiet()
         self._run_judged(part, part.limit_s)

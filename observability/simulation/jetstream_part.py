@@ -380,6 +380,9 @@ class JetStreamPart:
         self._joined.append(reader)
         self._late = _LateReader(self.broker, reader)
 
+    def lose_frame(self) -> None:
+        """A log loses no message without a fault."""
+
     def judge(self) -> None:
         """Check every promise that holds while nothing has to be recovered from.
 

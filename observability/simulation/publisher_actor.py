@@ -66,6 +66,7 @@ class PublisherShape:
 
     Attributes:
         window, max_bytes: bounds of the replay buffer, in batches and in payload bytes.
+        chunk_bytes: size of a chunk of the snapshot.
         max_pending: pending batches above which all are merged into one.
         seq_base: ``"zero"`` or ``"clock"``: an epoch that does not begin at 0 begins with a clear.
         large_bytes: size of a payload above which its batch is sent in several parts.
@@ -73,6 +74,7 @@ class PublisherShape:
 
     window: int = 4
     max_bytes: int = 10**6
+    chunk_bytes: int = 256 * 1024
     max_pending: int = 2
     seq_base: str = "zero"
     large_bytes: int = LARGE_PAYLOAD_BYTES
@@ -152,6 +154,7 @@ class PublisherActor:
             max_steps=self._shape.window,
             max_bytes=self._shape.max_bytes,
             first_sequence=first,
+            chunk_bytes=self._shape.chunk_bytes,
         )
         self.sessions = ReplaySessions(self.stream, encoder=self._encoder, rank=0)
         self.sender = LiveSender(

@@ -61,7 +61,8 @@ class ReaderJudge:
 
     __slots__ = (
         "_counters", "_joining", "_ledger", "_left_s", "_live_since_s", "_max_age_s", "_num_departures",
-        "_probe_interval_s", "_process", "_reader", "_resync_s", "_since_s", "_state", "_timeline", "due_s", "limit_s",
+        "_probe_interval_s", "_process", "_reader", "_repair", "_resync_s", "_since_s", "_state", "_timeline", "due_s",
+        "limit_s",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,7 @@ class ReaderJudge:
         self._num_departures = 0
         self._joining: JoiningBytes | None = None
         self._ledger = LossLedger(reader)
+        self._repair: tuple[int, int, float] | None = None
         self.due_s = math.inf
 
     # --- the connection's listener ---
@@ -129,6 +131,12 @@ class ReaderJudge:
         if frame.epoch is not None:
             self._ledger.on_lost(frame.epoch, frame.sequence)
 
+    def expect_repair(self) -> None:
+        """The next batch is lost. A LIVE reader gets it without a snapshot, if the publisher keeps it so long."""
+        if self._reader.state is StreamState.LIVE and self._timeline.now_s >= self.due_s:
+            num_snapshots = self._reader.follower.cursor.counters.snapshots
+            self._repair = self._process.actor.stream.next_sequence, num_snapshots, self.due_s
+
     def on_change(self) -> None:
         """Check what holds always."""
         reader = self._reader
@@ -145,6 +153,17 @@ class ReaderJudge:
         self._ledger.check()
         if self._joining is not None:
             self._check_bytes(self._joining)
+        if self._repair is not None:
+            self._check_repair(*self._repair)
+
+    def _check_repair(self, lost: int, num_snapshots: int, due_s: float) -> None:
+        reader = self._reader
+        if self._process.actor.stream.first > lost or self.due_s != due_s:
+            self._repair = None
+        elif reader.follower.cursor.last_seq >= lost and reader.state is StreamState.LIVE:
+            self._repair = None
+            if reader.follower.cursor.counters.snapshots != num_snapshots:
+                raise BrokenPromise("a lost batch costs no snapshot", f"{reader.name} got one for batch {lost}")
 
     def _note_live(self) -> None:
         self._live_since_s = now_s = self._timeline.now_s

@@ -81,8 +81,8 @@ class RelayPart:
     """
 
     __slots__ = (
-        "_faults", "_faults_per_s", "_is_calm", "_is_flush_due", "_num_followed", "_shapes", "_storm_ends_s",
-        "counters", "engines", "own", "relay", "timeline",
+        "_fault_in_snapshot", "_faults", "_faults_per_s", "_is_calm", "_is_flush_due", "_num_followed", "_shapes",
+        "_storm_ends_s", "counters", "engines", "own", "relay", "timeline",
     )  # fmt: skip
 
     def __init__(self, timeline: Timeline, counters: WorldCounters) -> None:
@@ -94,8 +94,9 @@ class RelayPart:
             for key in range(draw.randint(1, _MAX_ENGINES))
         ]
         self._faults: tuple[RelayFault, ...] = tuple(each for each in get_args(RelayFault) if draw.random() < 0.6)
-        self._faults_per_s = 10 ** draw.uniform(-0.7, 0.3)
+        self._faults_per_s = 10 ** draw.uniform(-0.3, 0.6)
         self._storm_ends_s = 0.0
+        self._fault_in_snapshot: tuple[int, RelayFault] | None = None
         self._is_calm, self._is_flush_due = True, False
         self._num_followed = 0
         self.engines: list[StreamPart] = []
@@ -129,9 +130,16 @@ class RelayPart:
 
     def _flush_soon(self) -> None:
         """Flush after what is being read now, as the relay's loop does."""
+        if self._fault_in_snapshot is not None and self._is_staging(self._fault_in_snapshot[0]):
+            (key, fault), self._fault_in_snapshot = self._fault_in_snapshot, None
+            self.timeline.after(0.0, partial(self._break, fault, key))
         if not self._is_flush_due:
             self._is_flush_due = True
             self.timeline.after(0.0, self._flush)
+
+    def _is_staging(self, key: int) -> bool:
+        source = self.relay.sources[key]
+        return source is not None and source.reader.follower.applier.staging is not None
 
     def _flush(self) -> None:
         self._is_flush_due = False
@@ -165,20 +173,21 @@ class RelayPart:
             self.timeline.after(delay_s, self._break_next)
 
     def _break_next(self) -> None:
-        if self.own.process.is_up:
-            fault = self.timeline.random.choice(self._faults)
-            self.counters.faults[fault] += 1
-            self.timeline.record(fault)
-            self._break(fault)
+        self._break(self.timeline.random.choice(self._faults), self.timeline.random.randrange(len(self.engines)))
         self._break_later()
 
-    def _break(self, fault: RelayFault) -> None:
-        key = self.timeline.random.randrange(len(self.engines))
+    def _break(self, fault: RelayFault, key: int) -> None:
+        if not self.own.process.is_up:
+            return
+        self.counters.faults[fault] += 1
+        self.timeline.record(fault)
         match fault:
             case "relay restarts":
                 self._restart()
             case "source found elsewhere":
                 self.relay.follow_again(key)
+                if self.timeline.happens(0.5):
+                    self._fault_in_snapshot = key, self.timeline.random.choice(self._faults)
             case _:
                 self.relay.forget(key)
                 self.engines[key].readers = []
@@ -209,13 +218,18 @@ class RelayPart:
 
     def begin_calm(self) -> None:
         """Stop the faults. Traffic goes on."""
-        self._is_calm = True
+        self._is_calm, self._fault_in_snapshot = True, None
         for each in (*self.engines, self.own):
             each.begin_calm()
 
     def join(self) -> None:
         """Let one more reader join."""
         self.own.join()
+
+    def lose_frame(self) -> None:
+        """Let the relay, then its readers, lose one batch."""
+        for each in self.engines:
+            each.lose_frame()
 
     def judge(self) -> None:
         """Check what must hold on both sides while the world is calm."""

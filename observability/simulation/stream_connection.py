@@ -36,6 +36,12 @@ _ANSWERS_PER_S = 600.0
 """Messages of an answer that a network without faults carries at least: twice the batches of a relay with the three
 fastest engines. On a slower one the publisher cuts the answers, again and again."""
 
+_LATEST_ANSWER_S = 1.0
+"""The rest of an answer comes so late at most, after its request was given up."""
+
+_PAUSE_IN_ANSWER_S = 1.0
+"""A reader that pauses in the middle of an answer does so for this long, or until the storm ends."""
+
 _SERVE_EVERY_S = 0.001
 """A message waits for so long until the next one takes its place in the link."""
 
@@ -153,12 +159,14 @@ class StreamConnection:
     Attributes:
         reader: follows the stream.
         paused_until_s: until then the reader reads nothing.
+        pauses_answer_until_s: until then the next message of an answer that arrives makes the reader pause.
+        loses_frames: the network loses every live frame.
     """
 
     __slots__ = (
         "_answer", "_answers", "_client", "_frames", "_has_connected", "_is_closed", "_is_in_chunks", "_is_lost",
         "_judge", "_live", "_network", "_process", "_reopen_pauses", "_repeated", "_request", "_timeline", "_wake_s",
-        "paused_until_s", "reader",
+        "loses_frames", "paused_until_s", "pauses_answer_until_s", "reader",
     )  # fmt: skip
 
     def __init__(
@@ -184,7 +192,8 @@ class StreamConnection:
             now_s=timeline.now_s,
         )
         self._judge = judge(self.reader)
-        self.paused_until_s = 0.0
+        self.paused_until_s = self.pauses_answer_until_s = 0.0
+        self.loses_frames = False
         self._live: TimedLink[LiveFrame] | None = None
         self._frames: deque[LiveFrame] = deque()
         self._has_connected: int | None = None  # the epoch of a connection that the reader has not noticed
@@ -258,6 +267,9 @@ class StreamConnection:
         live = self._live
         if live is None:
             return
+        if self.loses_frames:
+            self._note_lost(frame)
+            return
         capacity = self._network.live.capacity
         if capacity is not None and len(live.link.in_transit) + len(self._frames) >= capacity:
             self._judge.on_fault("frames over the high-water mark")
@@ -314,12 +326,23 @@ class StreamConnection:
 
     def cancel(self) -> None:
         """Close the connection of the open request. The rest of its answer may come late."""
-        if self._answer is not None and self._timeline.happens(self._network.lateness):
-            self._judge.on_fault("late answers")
-        elif self._answer is not None:
+        if self._answer is not None:
+            late = (*self._answers, *self._answer.link.in_transit)
+            if late and self._timeline.happens(self._network.lateness):
+                self._hold_back(late)
             self._answer.cut()
         self._answer = self._request = None
         self._answers.clear()
+
+    def _hold_back(self, answers: tuple[Answer, ...]) -> None:
+        """Let the rest of an answer come late, between the messages of the next answer."""
+        self._judge.on_fault("late answers")
+
+        def arrive() -> None:
+            self._answers.extend(answers)
+            self._run()
+
+        self._timeline.after(self._timeline.random.random() * _LATEST_ANSWER_S, arrive)
 
     def can_take(self, client: bytes) -> bool | None:
         """Return whether the answer's connection can take a message; None if it is closed."""
@@ -356,6 +379,10 @@ class StreamConnection:
 
     def _on_answer(self, answer: Answer) -> None:
         self._answers.append(answer)
+        left_s = self.pauses_answer_until_s - self._timeline.now_s
+        if left_s > 0.0:
+            self.pauses_answer_until_s = 0.0
+            self.pause(min(left_s, _PAUSE_IN_ANSWER_S))
         self._run()
 
     # --- the publisher ---

@@ -18,6 +18,12 @@ __all__ = ["JudgedReader", "StreamPart"]
 _MAX_BURST = 60
 """Batches published between two instants."""
 
+_UNREADABLE_SHARE = 0.1
+"""Share of the streams whose last batch is unreadable."""
+
+_SILENT_SHARE = 0.25
+"""Share of the calms in which nothing is published."""
+
 _LONGEST_FAULT_S = 1.5
 """A pause, a stall or a time without a publisher."""
 
@@ -80,8 +86,8 @@ class StreamPart:
     """
 
     __slots__ = (
-        "_blocks", "_is_publishing", "_joined", "_shape", "_storm_ends_s", "counters", "listener", "process",
-        "readers", "timeline",
+        "_blocks", "_is_publishing", "_is_source", "_joined", "_shape", "_storm_ends_s", "counters", "listener",
+        "process", "readers", "timeline",
     )  # fmt: skip
 
     def __init__(
@@ -103,7 +109,7 @@ class StreamPart:
             timeline, shape.process, disk=disk, counters=counters, make_answers=make_answers
         )
         self._storm_ends_s = 0.0
-        self._is_publishing = is_source
+        self._is_source = self._is_publishing = is_source
         self._joined: JudgedReader | None = None
         self.readers = [JudgedReader(self, each, network, is_calm=True) for each, network in shape.readers]
         if is_source:
@@ -159,6 +165,9 @@ class StreamPart:
     def begin_storm(self, ends_s: float) -> None:
         """Let faults happen until ``ends_s``."""
         self._storm_ends_s = ends_s
+        if self._is_source and not self._is_publishing:
+            self._is_publishing = True
+            self._publish_later()
         for each in self.readers:
             each.connection.set_network(each.storm)
             each.judge.end()
@@ -190,6 +199,9 @@ class StreamPart:
                 connection.cut_answer()
             case "pause":
                 connection.pause(self._draw_duration_s())
+            case "pause in answer":
+                connection.pauses_answer_until_s = self._storm_ends_s
+                connection.cut()
             case "forge":
                 if connection.reader.has_extension:  # others cannot distinguish a forged frame
                     for _ in range(draw.choice((1, 1, 20))):
@@ -250,11 +262,14 @@ class StreamPart:
     # --- calm ---
 
     def begin_calm(self) -> None:
-        """Stop the faults. Traffic goes on, and another reader joins."""
+        """Stop the faults. Traffic goes on, unless the stream is silent in this calm."""
+        happens = self.timeline.happens
         for each in self.readers:
             each.connection.set_network(each.calm)
             each.judge.begin()
-        if self.process.is_running and (self.process.actor.is_poisoned or not self.process.actor.can_send):
+        self._is_publishing = self._is_publishing and not happens(_SILENT_SHARE)
+        is_given_up = self.process.actor.is_poisoned and happens(0.5)
+        if self.process.is_running and (is_given_up or not self.process.actor.can_send):
             self.process.crash(is_clean=True)
             self._restart()
 
@@ -274,6 +289,20 @@ class StreamPart:
         self._joined.judge.begin()
         self.readers.append(self._joined)
 
+    def lose_frame(self) -> None:
+        """Let every reader lose one batch, and get the one after it; in an empty stream, nothing is lost."""
+        if not len(self.process.actor.stream):
+            return
+        for each in self.readers:
+            each.judge.expect_repair()
+            each.connection.loses_frames = True
+        self.process.publish(self._draw_events())
+        self.process.idle()
+        for each in self.readers:
+            each.connection.loses_frames = False
+        self.process.publish(self._draw_events())
+        self.process.idle()
+
     def judge(self) -> None:
         """Check every promise that holds while the world is calm."""
         self.process.check()
@@ -283,8 +312,10 @@ class StreamPart:
     # --- quiet ---
 
     def begin_quiet(self) -> None:
-        """Publish nothing any more."""
+        """Publish nothing any more, after an unreadable batch in some streams."""
         self._is_publishing = False
+        if self._is_source and self.timeline.happens(_UNREADABLE_SHARE):
+            self.process.actor.send_poison()
         self.process.idle()
 
     def check_converged(self) -> None:

@@ -202,15 +202,24 @@ class RecoverySimulation:
 
     Args:
         window: length of the publisher's replay buffer, in batches.
+        chunk_bytes: size of a chunk of its snapshot.
         seq_base: of its epochs, ``"zero"`` or ``"clock"``.
         num_extended, num_plain: subscribers of either kind, numbered in this order.
     """
 
-    def __init__(self, *, window: int = 4, seq_base: str = "zero", num_extended: int = 2, num_plain: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        window: int = 4,
+        chunk_bytes: int = 256 * 1024,
+        seq_base: str = "zero",
+        num_extended: int = 2,
+        num_plain: int = 1,
+    ) -> None:
         self.now_s = 0.0
         self.subscribers: list[SteppedReader] = []
         self.publisher = PublisherActor(
-            PublisherShape(window=window, seq_base=seq_base),
+            PublisherShape(window=window, chunk_bytes=chunk_bytes, seq_base=seq_base),
             broadcast=self.broadcast,
             first_sequence=lambda epoch: 0 if seq_base == "zero" else _EPOCH_LENGTH * epoch,
             clock=lambda: self.now_s,

@@ -72,12 +72,14 @@ class TrafficShape:
         rate: batches published per turn, each with one stored or one removed block.
         sends: messages of all answers served per turn; a step of planning counts as all of them.
         standing: blocks that stay cached.
+        chunk_bytes: size of a chunk of the snapshot: small, so that it has several, as a large one has.
     """
 
     window: int = 32
     rate: int = 4
     sends: int = 16
     standing: int = 96
+    chunk_bytes: int = 600
 
 
 class TrafficSimulation(RecoverySimulation):
@@ -85,7 +87,12 @@ class TrafficSimulation(RecoverySimulation):
 
     def __init__(self, shape: TrafficShape | None = None, *, num_extended: int = 2, num_plain: int = 1) -> None:
         self.shape = shape or TrafficShape()
-        super().__init__(window=self.shape.window, num_extended=num_extended, num_plain=num_plain)
+        super().__init__(
+            window=self.shape.window,
+            chunk_bytes=self.shape.chunk_bytes,
+            num_extended=num_extended,
+            num_plain=num_plain,
+        )
         self.turn_number = self.num_blocks = 0
         self.published_turn: dict[int, int] = {}
         self.last_open_turn = 0

@@ -75,7 +75,7 @@ _MAX_CHUNK_BYTES = 2 * 1024 * 1024
 
 
 _SEGMENTS_PER_STEP = 500
-"""Segments planned before the plan yields, or ``_CHUNK_BYTES`` of them: about half a millisecond."""
+"""Segments planned before the plan yields, or those of one full chunk: about half a millisecond."""
 
 
 SnapshotChunk: TypeAlias = list[msgspec.Raw | RunSegment[msgspec.Raw]]
@@ -106,6 +106,7 @@ class EventStream:
         max_steps: batches kept in the replay buffer; 0 keeps neither buffer nor snapshot, so there is no replay.
         max_bytes: payload bytes kept in the replay buffer; the newest batch stays even if it alone is larger.
         first_sequence: number of the first batch.
+        chunk_bytes: size of a full snapshot chunk.
 
     Attributes:
         has_folded: True once a batch has left the replay buffer; before that, the snapshot is empty.
@@ -115,6 +116,7 @@ class EventStream:
 
     __slots__ = (
         "_batches",
+        "_chunk_bytes",
         "_end",
         "_folded",
         "_max_bytes",
@@ -127,8 +129,17 @@ class EventStream:
         "pins",
     )
 
-    def __init__(self, *, epoch: bytes, max_steps: int, max_bytes: int, first_sequence: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: bytes,
+        max_steps: int,
+        max_bytes: int,
+        first_sequence: int = 0,
+        chunk_bytes: int = _CHUNK_BYTES,
+    ) -> None:
         self.epoch = epoch
+        self._chunk_bytes = chunk_bytes
         self._max_steps = max_steps
         self._max_bytes = max_bytes
         # The trail and the replay buffer, in a form that the garbage collector never walks.
@@ -289,14 +300,14 @@ class EventStream:
         num_planned = num_read = 0
         for segment in self._snapshot.segments():
             length = len(segment.run.event)
-            if sizes[-1] and sizes[-1] + length > _CHUNK_BYTES:
+            if sizes[-1] and sizes[-1] + length > self._chunk_bytes:
                 chunks.append([])
                 sizes.append(0)
             chunks[-1].append(segment.run.event if segment.is_whole else segment)
             sizes[-1] += length
             num_planned += 1
             num_read += length
-            if num_planned == _SEGMENTS_PER_STEP or num_read > _CHUNK_BYTES:
+            if num_planned == _SEGMENTS_PER_STEP or num_read > self._chunk_bytes:
                 yield None
                 num_planned = num_read = 0
         if max_chunks is not None and len(chunks) > max_chunks:
@@ -311,12 +322,12 @@ class EventStream:
     ) -> Iterator[bytes | None]:
         """Encode a chunk of the snapshot as the payload of a batch; ``clear`` puts AllBlocksCleared first.
 
-        Yield None after each ``_CHUNK_BYTES`` that were read, then yield the payload.
+        Yield None after each ``chunk_bytes`` that were read, then yield the payload.
         """
         events = [msgspec.Raw(encoder.encode_event(AllBlocksCleared()))] if clear else []
         num_read = 0
         for each in chunk:
-            if num_read > _CHUNK_BYTES:
+            if num_read > self._chunk_bytes:
                 yield None
                 num_read = 0
             event = each.run.event if isinstance(each, RunSegment) else each

@@ -220,6 +220,22 @@ def test_a_snapshot_fits_into_as_few_messages_as_it_needs() -> None:
     assert least == -(-num_bytes // MAX_CHUNK_BYTES)
 
 
+def test_chunks_are_as_large_as_the_stream_is_asked_for() -> None:
+    encoder = BatchEncoder("array")
+    lengths = {}
+    for chunk_bytes in (40, 600):
+        stream = EventStream(epoch=bytes(16), max_steps=1, max_bytes=10**9, chunk_bytes=chunk_bytes)
+        for number in range(100):
+            batch = KVEventBatch(1.0, (BlockStored((number,), None, (number,), 1, None),))
+            stream.append(*encoder.encode_with_changes(batch, 0))
+            stream.fold_oldest()
+        *_, chunks = stream.plan_snapshot()
+        assert chunks is not None
+        lengths[chunk_bytes] = [sum(len(each) for each in chunk) for chunk in chunks]  # type: ignore[arg-type]
+        assert max(lengths[chunk_bytes]) <= chunk_bytes
+    assert len(lengths[40]) > 5 * len(lengths[600]) > 5
+
+
 @pytest.mark.soak
 @settings(deadline=None, max_examples=num_examples(3))
 @given(events=any_events(), dialect=st.sampled_from(DIALECTS), are_checked=st.booleans())

@@ -9,6 +9,7 @@ import pytest
 from kit import broken_traffic_cores
 
 from observability.kv_stream import StreamCursor, StreamState
+from observability.kv_stream.digest_cursor import DigestCursor
 from observability.simulation import BrokenPromise, DiskFaults, FaultyDisk, LinkQuality, PublisherShape, Timeline
 from observability.simulation.publisher_process import ProcessShape, PublisherProcess
 from observability.simulation.reader_judge import ReaderJudge, recovery_limit_s
@@ -16,6 +17,7 @@ from observability.simulation.stream_connection import ReaderNetwork, ReaderShap
 from observability.simulation.world_counters import WorldCounters
 from observability.testing.recovery_model import POLICY
 from scheduler_components import BlockStored
+from scheduler_components.kv_events.replay_messages import ReplayVerb
 
 NETWORK = ReaderNetwork(live=LinkQuality(latency_s=0.001), replay=LinkQuality(latency_s=0.001))
 
@@ -74,6 +76,26 @@ def test_a_reader_that_never_arrives_breaks_a_promise() -> None:
     it.wait(0.2)
     with pytest.raises(BrokenPromise, match="every reader is LIVE in time"):
         it.judge.judge()
+
+
+@pytest.mark.parametrize("window", [16, 1])
+def test_a_lost_batch_costs_no_snapshot_while_the_publisher_keeps_it(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Bench(window=window)
+    it.arrive()
+    sync = DigestCursor._sync
+    monkeypatch.setattr(DigestCursor, "_sync", lambda self, *_: sync(self, ReplayVerb.SNAPSHOT))
+    it.judge.expect_repair()
+    it.connection.loses_frames = True
+    it.publish(1)
+    it.connection.loses_frames = False
+    it.publish(1)
+    if window > 1:
+        with pytest.raises(BrokenPromise, match="a lost batch costs no snapshot"):
+            it.wait(1.0)
+    else:
+        it.wait(1.0)
 
 
 def test_a_fault_excuses_and_a_storm_does_so_without_a_limit() -> None:

@@ -161,6 +161,33 @@ def test_the_rest_of_an_answer_may_come_after_its_request() -> None:
     it.expect_converged()
 
 
+def test_a_late_answer_comes_while_the_next_one_is_received() -> None:
+    it = Bench(ReaderNetwork(replay=LinkQuality(latency_s=0.01, capacity=4), lateness=1.0), window=64)
+    it.publish(60)
+    it.wait(0.05)
+    it.connection.cut()
+    it.wait(0.1)
+    counters = it.reader.follower.cursor.counters
+    assert (it.faults["late answers"], counters.stale_replays) == (1, 0)
+    it.wait(2.0)
+    assert counters.stale_replays > 0
+    it.expect_converged()
+
+
+def test_a_reader_may_pause_in_the_middle_of_an_answer() -> None:
+    it = Bench(ReaderNetwork(replay=LinkQuality(latency_s=0.01, capacity=2)), window=64)
+    it.wait(0.2)
+    it.connection.pauses_answer_until_s = it.timeline.now_s + 0.9
+    it.connection.cut()
+    it.publish(60)
+    it.wait(0.8)
+    assert it.faults["pauses"] == 1
+    assert len(it.process.actor.sessions) > 0, "the answer waits for its reader"
+    it.wait(3.0)
+    it.expect_converged()
+    assert it.faults["pauses"] == 1
+
+
 def test_a_hidden_restart_is_noticed() -> None:
     it = Bench()
     it.wait(0.2)

@@ -32,7 +32,7 @@ def test_a_storm_has_every_fault_of_its_shape() -> None:
         assert counters.faults[kind], kind
     before = dict(counters.faults)
     part.begin_calm()
-    assert part.process.is_up and not part.process.is_stalled and not part.process.actor.is_poisoned
+    assert part.process.is_up and not part.process.is_stalled
     timeline.run_until(40.0 + part.limit_s)
     part.judge()
     new = {kind: count - before.get(kind, 0) for kind, count in counters.faults.items()}
@@ -49,6 +49,32 @@ def test_a_publisher_without_sockets_comes_back_with_the_calm() -> None:
     assert part.process.is_up
     timeline.run_until(2.0 + part.limit_s)
     part.judge()
+
+
+def test_some_calms_are_silent_and_some_publishers_stay_unreadable() -> None:
+    part, timeline, _ = make_part()
+    seen = set()
+    for _ in range(20):
+        part.begin_storm(timeline.now_s)
+        part.process.actor.send_poison()
+        part.begin_calm()
+        num_published = part.process.actor.num_published
+        timeline.run_until(timeline.now_s + 3.0)
+        seen.add((part.process.actor.num_published == num_published, part.process.actor.is_poisoned))
+    assert {is_silent for is_silent, _ in seen} == {is_poisoned for _, is_poisoned in seen} == {True, False}
+
+
+def test_every_reader_loses_one_batch_and_has_it_soon() -> None:
+    part, timeline, counters = make_part()
+    timeline.run_until(part.limit_s)
+    before = sum(each.reader.follower.cursor.counters.gaps for each in part.readers)
+    number = part.process.actor.stream.next_sequence
+    part.lose_frame()
+    timeline.run_until(timeline.now_s + 0.5)
+    readers = [each.reader for each in part.readers]
+    assert sum(each.follower.cursor.counters.gaps for each in readers) == before + len(readers)
+    assert min(each.follower.cursor.last_seq for each in readers) > number
+    assert counters.faults == {}
 
 
 def test_another_reader_joins_in_place_of_the_one_before() -> None:

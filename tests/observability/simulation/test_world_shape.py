@@ -29,6 +29,21 @@ def test_some_hundred_shapes_have_every_fault_and_every_kind_of_reader() -> None
     assert min(windows) == 1 and max(windows) > 64 and sorted(windows)[100] < 32
 
 
+def test_some_streams_are_busy_during_every_answer() -> None:
+    """The buffer passes the beginning of an answer before its chunks are sent, and never twice its length."""
+    shapes = [draw_stream_shape(random.Random(seed)) for seed in range(200)]
+    busy = [each for each in shapes if each.process.publisher.chunk_bytes == 40]
+    assert 10 < len(busy) < 40
+    for shape in busy:
+        for _, network in shape.readers:
+            calm = network.without_faults().replay
+            assert calm.capacity is not None
+            messages_per_s = calm.capacity / (calm.max_latency_s + 0.001)
+            num_chunks = shape.traffic.num_blocks
+            num_added = (num_chunks + shape.process.publisher.window) / messages_per_s * shape.traffic.rate_per_s
+            assert num_added < shape.process.publisher.window
+
+
 def test_every_answer_is_fast_in_a_calm_and_whole_without_the_extension() -> None:
     shapes = [draw_stream_shape(random.Random(seed)) for seed in range(200)]
     num_slow = 0

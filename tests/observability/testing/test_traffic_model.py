@@ -43,9 +43,8 @@ JOIN_ALL = [("join", 0), ("join", 1), ("join", 2)]
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot of some hundred blocks takes several steps of planning and several chunks, as a large one does."""
+    """A snapshot of some hundred blocks takes several steps of planning, as a large one does."""
     monkeypatch.setattr(stream, "_SEGMENTS_PER_STEP", 32)
-    monkeypatch.setattr(stream, "_CHUNK_BYTES", 600)
 
 
 def run(steps: Steps, shape: TrafficShape = SHAPE) -> None:
