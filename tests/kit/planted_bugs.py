@@ -1,8 +1,8 @@
-"""Bugs that simulated worlds must find: every break function of the kit, and where and when its bug was found.
+"""Bugs that are planted in the cores, and how each is found: by a simulated world, or by the trace of a test.
 
-``PYTHONPATH=.:tests python -m kit.planted_bugs 30`` searches the first 30 seeds of each kind of world for each bug, and
-prints ``FOUND`` and ``NOT_FOUND`` of ``kit/planted_seeds.py``. The table of docs/explanation/simulated-delivery.md is
-``table()``.
+``PYTHONPATH=.:tests python -m kit.planted_bugs 30`` searches the first 30 seeds of each kind of world for each bug. It
+writes ``kit/planted_seeds.py`` and the table of docs/explanation/simulated-delivery.md. With names after the number it
+searches for these bugs only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias
 
 import attrs
 import pytest
@@ -23,11 +27,16 @@ from kit import (
     broken_stream_cores,
     broken_traffic_cores,
     planted_seeds,
+    planted_traces,
 )
-from observability.simulation import DeliveryReport, WorldKind, run_world
-from scheduler_components.kv_events import stream
+from observability.simulation import DeliveryReport, Violation, WorldKind, run_world
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
+Finding: TypeAlias = tuple[WorldKind, int, str]
+"""Kind and seed of a world, and the promise that it broke."""
+
+CRASH = "crash: "
+"""Begins what is noted for a world in which a part failed. That breaks no promise, so it counts only without one."""
 
 WORLDS: dict[ModuleType, tuple[WorldKind, ...]] = {
     broken_stream_cores: ("stream", "plain"),
@@ -38,14 +47,18 @@ WORLDS: dict[ModuleType, tuple[WorldKind, ...]] = {
 }
 """The break functions of a module, and the kinds of worlds that are searched for them."""
 
+_KIT = Path(__file__).parent
+_PAGE = _KIT.parents[1] / "docs" / "explanation" / "simulated-delivery.md"
+_HEAD = "| planted bug | world | first seed | worlds tried | broken promise |"
+
 
 @attrs.frozen(kw_only=True)
 class PlantedBug:
-    """A bug and the worlds that should find it.
+    """A bug and the worlds that are searched for it.
 
     Attributes:
         plant: breaks one rule.
-        kinds: of worlds that are searched for it.
+        kinds: of worlds that have the broken part.
     """
 
     plant: Plant
@@ -58,23 +71,38 @@ class PlantedBug:
     def run(self, kind: WorldKind, seed: int) -> DeliveryReport:
         """Run one world with the bug."""
         with pytest.MonkeyPatch.context() as patch:
-            cut_small(patch)
             self.plant(patch)
             return run_world(seed, kind=kind)
 
-    def search(self, num_seeds: int) -> tuple[WorldKind, int] | None:
-        """Return kind and seed of the first world that finds the bug; None if none of the first seeds does."""
+    def search(self, num_seeds: int) -> Finding | None:
+        """Return the first world that breaks a promise only with the bug, else the first in which a part fails.
+
+        The first ``num_seeds`` seeds of each kind are tried. None if nothing was found.
+        """
+        crashed: Finding | None = None
         for seed in range(num_seeds):
             for kind in self.kinds:
-                if self.run(kind, seed).violation is not None:
-                    return kind, seed
-        return None
+                violation = self.run(kind, seed).violation
+                if violation is None or not is_sound(kind, seed):
+                    continue
+                promise = broken_promise(violation)
+                if not promise.startswith(CRASH):
+                    return kind, seed, promise
+                crashed = crashed or (kind, seed, promise)
+        return crashed
 
 
-def cut_small(patch: pytest.MonkeyPatch) -> None:
-    """Let a snapshot of some hundred blocks take several steps of planning and several chunks, as a large one does."""
-    patch.setattr(stream, "_SEGMENTS_PER_STEP", 32)
-    patch.setattr(stream, "_CHUNK_BYTES", 600)
+def broken_promise(violation: Violation) -> str:
+    """Return the promise that a world broke; of a part that failed, ``CRASH`` and the name of the exception."""
+    if violation.promise == "no part fails":
+        return CRASH + violation.detail.partition(":")[0]
+    return violation.promise
+
+
+@cache
+def is_sound(kind: WorldKind, seed: int) -> bool:
+    """Return whether a world without a bug keeps every promise."""
+    return run_world(seed, kind=kind).violation is None
 
 
 def _planted() -> Iterator[PlantedBug]:
@@ -87,33 +115,85 @@ def _planted() -> Iterator[PlantedBug]:
 PLANTED = {bug.name: bug for bug in _planted()}
 
 
+# --- the table ---
+
+
 def table() -> str:
-    """Return the rows of the page's table, and the list of bugs that no world has found."""
-    rows = ["| planted bug | world | first seed | worlds tried |", "| --- | --- | --- | --- |"]
-    for name, (kind, seed) in planted_seeds.FOUND.items():
+    """Return the page's tables: the bugs that a world has found, and the tests that catch the others."""
+    num_seeds = planted_seeds.NUM_SEEDS
+    rows = [_HEAD, "| --- | --- | --- | --- | --- |"]
+    for name, (kind, seed, promise) in sorted(planted_seeds.FOUND.items()):
         kinds = PLANTED[name].kinds
         num_tried = seed * len(kinds) + kinds.index(kind) + 1
-        rows.append(f"| {name.replace('_', ' ')} | {kind} | {seed} | {num_tried} |")
-    rows += ["", f"Not found in {planted_seeds.NUM_SEEDS} seeds of each kind:", ""]
-    rows += [f"- {name.replace('_', ' ')}" for name in planted_seeds.NOT_FOUND]
+        rows.append(f"| {_words(name)} | {kind} | {seed} | {num_tried} | {promise} |")
+    others = sorted(PLANTED.keys() - planted_seeds.FOUND.keys())
+    rows += [
+        "",
+        f"Of {len(PLANTED)} bugs, worlds found {len(planted_seeds.FOUND)}. The first {num_seeds} seeds of each kind do "
+        f"not show the other {len(others)}.",
+        "Each of those has a test, with a trace that fails with the bug and passes without it:",
+        "",
+        "| planted bug | test below `tests/` | why no world shows it |",
+        "| --- | --- | --- |",
+    ]
+    rows += [
+        f"| {_words(name)} | `{planted_traces.test_of(name)}` | {planted_traces.WHY_NO_WORLD.get(name, '')} |"
+        for name in others
+    ]
     return "\n".join(rows)
 
 
-def main(num_seeds: int) -> None:
-    """Search for every bug, and write the constants of ``planted_seeds``."""
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _write_page() -> None:
+    page = _PAGE.read_text()
+    start = page.index("| planted bug | world |")
+    end = page.index("\n## ", start)
+    _PAGE.write_text(f"{page[:start]}{table()}\n{page[end:]}")
+
+
+# --- the search ---
+
+
+def _write_seeds(found: dict[str, Finding], num_seeds: int) -> None:
+    planted_seeds.FOUND, planted_seeds.NUM_SEEDS = found, num_seeds
+    rows = [f'    "{name}": ("{kind}", {seed}, "{promise}"),' for name, (kind, seed, promise) in sorted(found.items())]
+    text = _SEEDS.format(num_seeds=num_seeds, rows="\n".join(rows))
+    (_KIT / "planted_seeds.py").write_text(text)
+
+
+_SEEDS = '''\
+"""What the search of ``kit.planted_bugs`` has found: the first world of each bug. A change of the worlds changes it."""
+
+from __future__ import annotations
+
+from observability.simulation import WorldKind
+
+NUM_SEEDS = {num_seeds}
+"""Seeds of each kind that were searched at least for each bug."""
+
+FOUND: dict[str, tuple[WorldKind, int, str]] = {{
+{rows}
+}}
+"""Kind, seed and broken promise."""
+'''
+
+
+def main(num_seeds: int, names: Sequence[str]) -> None:
+    """Search for the named bugs, or for all, and write what was found."""
     logging.disable(logging.CRITICAL)
-    write = sys.stdout.write
-    missed = []
-    write("FOUND: dict[str, tuple[WorldKind, int]] = {\n")
-    for name, bug in PLANTED.items():
-        found = bug.search(num_seeds)
-        if found is None:
-            missed.append(name)
-        else:
-            write(f'    "{name}": ("{found[0]}", {found[1]}),\n')
-            sys.stdout.flush()
-    write("}\n\nNOT_FOUND: tuple[str, ...] = (\n" + "".join(f'    "{name}",\n' for name in missed) + ")\n")
+    found = {name: each for name, each in planted_seeds.FOUND.items() if names and name not in names}
+    for name in names or PLANTED:
+        began_s = time.perf_counter()
+        finding = PLANTED[name].search(num_seeds)
+        if finding is not None:
+            found[name] = finding
+        sys.stderr.write(f"{name}: {finding}, {time.perf_counter() - began_s:.1f} s\n")
+    _write_seeds(found, num_seeds if not names else min(num_seeds, planted_seeds.NUM_SEEDS))
+    _write_page()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from observability.simulation import DiskFaults, FaultyDisk
 from observability.simulation.faulty_disk import FloorOnFaultyDisk
+from scheduler_components import StartError
 from scheduler_components.kv_events import sequence_floor
 from scheduler_components.kv_events.sequence_floor import open_floor
 
@@ -27,6 +28,18 @@ def test_each_epoch_starts_above_all_earlier_ones(seed: int, ends: list[bool]) -
             floor.close(next_number)
         else:
             disk.crash()
+
+
+def test_a_torn_floor_is_refused() -> None:
+    """The digits that are left would be a lower number."""
+    file = FloorOnFaultyDisk(disk=FaultyDisk(random=random.Random(0), faults=DiskFaults()), name="floor")
+    open_floor(file, wanted=1_700_000_000_000_000)
+    content = file.read()
+    assert content is not None
+    for length in range(len(content)):
+        file.replace(content[:length])
+        with pytest.raises(StartError):
+            open_floor(file, wanted=0)
 
 
 def test_a_file_that_cannot_be_written_later_is_reported_once_in_a_while(

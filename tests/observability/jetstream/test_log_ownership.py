@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
@@ -76,9 +78,8 @@ STEPS = st.lists(
 )
 
 
-@given(steps=STEPS)
-@settings(max_examples=num_examples(2))
-def test_the_writer_of_the_present_pointer_goes_on_and_any_other_that_has_begun_stops(steps: list[tuple]) -> None:
+def run(steps: Sequence[tuple]) -> PointerBucket:
+    """Carry out the steps."""
     bucket = PointerBucket()
     for step in steps:
         match step:
@@ -92,12 +93,44 @@ def test_the_writer_of_the_present_pointer_goes_on_and_any_other_that_has_begun_
                 bucket.store(number, is_read_before=is_read_before)
             case _:
                 bucket.delete()
+    return bucket
+
+
+def check_one_owner(steps: Sequence[tuple]) -> None:
+    """Carry out the steps. Then the writer of the present pointer goes on, and any other that has begun stops."""
+    bucket = run(steps)
     if bucket.pointer is not None:
         owner, other = bucket.writers[bucket.last_stored], bucket.writers[1 - bucket.last_stored]
         for number in (0, 1):
             bucket.read(number)
         assert not owner.is_superseded
         assert other.is_superseded or not other.has_begun
+
+
+@given(steps=STEPS)
+@settings(max_examples=num_examples(2))
+def test_the_writer_of_the_present_pointer_goes_on_and_any_other_that_has_begun_stops(steps: list[tuple]) -> None:
+    check_one_owner(steps)
+
+
+def test_a_replaced_writer_stops() -> None:
+    check_one_owner([("store", 0, True), ("store", 1, True)])
+
+
+def test_a_writer_that_begins_replaces_an_older_one() -> None:
+    bucket = run([("store", 0, True), ("store", 1, True)])
+    assert bucket.last_stored == 1
+    assert not bucket.writers[1].is_superseded
+
+
+def test_a_pointer_of_another_bucket_is_not_the_own_one_because_of_its_revision() -> None:
+    """A simulated world found it in 0.4: both writers went on."""
+    check_one_owner([("store", 0, True), ("delete",), ("store", 1, True)])
+
+
+def test_an_answer_that_comes_after_the_own_pointer_names_no_third_writer() -> None:
+    """A simulated world found it in 0.4: both writers stopped."""
+    check_one_owner([("store", 0, True), ("request", 1), ("store", 1, True), ("receive",)])
 
 
 def test_a_snapshot_goes_to_the_object_that_the_pointer_does_not_name() -> None:

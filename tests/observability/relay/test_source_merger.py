@@ -157,6 +157,20 @@ caught_by(broken_relay_cores.a_cut_snapshot_is_kept, 1, ("begin", 0), ("store", 
 caught_by(
     broken_relay_cores.a_snapshot_is_applied_to_the_view, 1, ("store", 0, 0, 1, False), ("begin", 0), ("clear", 0)
 )
+caught_by(
+    broken_relay_cores.a_source_forgotten_during_its_snapshot_leaves_blocks,
+    2,
+    ("begin", 0),
+    ("store", 0, 0, 1, False),
+    ("forget", 0),
+)
+caught_by(
+    broken_relay_cores.a_lost_source_keeps_its_unfinished_snapshot,
+    1,
+    ("begin", 0),
+    ("store", 0, 0, 1, False),
+    ("lose", 0),
+)
 caught_by(broken_relay_cores.media_are_one, 2, ("store", 0, 0, 1, False), ("store", 0, 0, 1, True))
 
 

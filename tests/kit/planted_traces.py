@@ -1,0 +1,93 @@
+"""The tests that catch a planted bug by an explicit trace, which fails with the bug and passes without it.
+
+Most are registered next to the model that runs the trace, with ``caught_by``. Others are tests without arguments.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REGISTERED = {
+    "observability/testing/test_recovery_model.py::test_a_broken_core_is_caught": "MUTANTS",
+    "observability/testing/test_traffic_model.py::test_a_broken_core_is_caught": "BROKEN",
+    "observability/relay/test_stream_model.py::test_a_broken_relay_is_caught": "BROKEN",
+    "observability/relay/test_source_merger.py::test_a_broken_merger_is_caught": "BROKEN",
+    "observability/kv_stream/test_log_cursor.py::test_a_broken_core_is_caught": "MUTANTS",
+}
+"""Tests that take a bug and its trace from a list, by the name of the list in their module. They check both ways."""
+
+_OWNERSHIP = "observability/jetstream/test_log_ownership.py"
+
+TESTS = {
+    "a_replaced_writer_goes_on": f"{_OWNERSHIP}::test_a_replaced_writer_stops",
+    "every_other_writer_stops": f"{_OWNERSHIP}::test_a_writer_that_begins_replaces_an_older_one",
+    "a_log_that_lost_its_end_is_not_noticed": f"{_OWNERSHIP}::test_a_lost_pointer_and_a_shorter_log_cause_a_snapshot",
+    "a_lost_pointer_is_not_noticed": f"{_OWNERSHIP}::test_a_lost_pointer_and_a_shorter_log_cause_a_snapshot",
+    "the_snapshot_overwrites_the_one_in_use": (
+        f"{_OWNERSHIP}::test_a_snapshot_goes_to_the_object_that_the_pointer_does_not_name"
+    ),
+    "a_revision_alone_identifies_a_pointer": (
+        f"{_OWNERSHIP}::test_a_pointer_of_another_bucket_is_not_the_own_one_because_of_its_revision"
+    ),
+    "a_late_answer_looks_like_another_writer": (
+        f"{_OWNERSHIP}::test_an_answer_that_comes_after_the_own_pointer_names_no_third_writer"
+    ),
+    "a_truncated_floor_is_believed": "kv_events/test_sequence_floor.py::test_a_torn_floor_is_refused",
+}
+"""Tests without arguments, by bug."""
+
+WHY_NO_WORLD: dict[str, str] = {}
+"""Why the worlds that were searched do not show a bug."""
+
+_TESTS_DIRECTORY = Path(__file__).parents[1]
+
+
+@cache
+def _load(path: str) -> ModuleType:
+    spec = spec_from_file_location(path.removesuffix(".py").replace("/", "."), _TESTS_DIRECTORY / path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _named(test: str) -> tuple[ModuleType, str]:
+    path, _, name = test.partition("::")
+    return _load(path), name
+
+
+@cache
+def registered() -> dict[str, str]:
+    """Return the tests that take bug and trace from a list, by bug."""
+    found: dict[str, str] = {}
+    for test, variants in REGISTERED.items():
+        module, name = _named(test)
+        assert callable(getattr(module, name))
+        found |= {each.id: f"{test}[{each.id}]" for each in getattr(module, variants)}
+    return found
+
+
+def test_of(bug: str) -> str | None:
+    """Return the test that catches a bug by a trace; None without one."""
+    return TESTS.get(bug) or registered().get(bug)
+
+
+def check_trace(bug: str, plant: object) -> None:
+    """Check that the test of a bug in ``TESTS`` passes, and that it fails with the bug.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    assert callable(plant)
+    module, name = _named(TESTS[bug])
+    trace = getattr(module, name)
+    trace()
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            trace()
