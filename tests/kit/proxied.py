@@ -79,6 +79,9 @@ async def proxied(
         listener = stack.enter_context(bind_http("127.0.0.1", 0))
         app = make_proxy_app(endpoint, registry, access=access)
         server = await stack.enter_async_context(open_http_server(app, listener, stall_timeout_s=stall_timeout_s))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S))
+        opened = httpx.AsyncClient(
+            base_url=server.url, timeout=DEADLINE_S, verify=False
+        )  # reading certificates takes 20 ms
+        client = await stack.enter_async_context(opened)
         await until(lambda: fleet.num_ready == sum(engine.is_ready for engine in engines))
         yield Proxied(fleet=fleet, endpoint=endpoint, client=client)

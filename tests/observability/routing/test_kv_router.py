@@ -167,6 +167,12 @@ def test_a_prefix_goes_on_to_lower_tiers() -> None:
     assert pick.cost == 5 - 2 - 0.75 - 2 * 0.25, "against 5 - 4 * 0.75 on b"
 
 
+def test_a_prefix_that_is_in_storage_alone_counts() -> None:
+    router = make_router("a")
+    router.apply_events("a", [stored_page(*HASHES[:3], medium="STORAGE")], 0.0)
+    assert router.overlaps(["a"], HASHES, now_s=0.0) == [(0, 0, 3)]
+
+
 def test_adapters_attract_their_requests() -> None:
     router = make_router("a", "b")
     adapters = (AdapterLoad("poems", is_loaded=True), AdapterLoad("maths"))
@@ -241,6 +247,18 @@ def test_the_version_of_the_weights_is_part_of_the_blocks_of_a_replica_that_says
     assert route(router, lora="poems").block_hashes == hashes
     router.apply_events("b", [stored_page(1)], 0.0)
     assert route(router, exclude={"a"}).block_hashes == HASHES, "an engine that restarts has its first weights"
+
+
+def test_replicas_with_different_weights_come_and_go() -> None:
+    router = make_router("a")
+    router.apply_events("a", [stored_page(1, extra_keys=((WEIGHTS.extra_key,),))], 0.0)
+    assert set(router.namespaces()) == {WEIGHTS}
+    router.on_replica_up("b", 0.0)
+    assert set(router.namespaces()) == {WEIGHTS, DEFAULT_NAMESPACE}
+    router.on_replica_down("b", 0.0)
+    assert set(router.namespaces()) == {WEIGHTS}
+    router.on_replica_down("a", 0.0)
+    assert set(router.namespaces()) == set()
 
 
 def test_extra_keys_of_another_kind_are_no_weights() -> None:
