@@ -215,7 +215,6 @@ class _RequestClock:
     def on_retracted(self, request: SimulatedRequest) -> None:
         request.has_lost_replica = False
         self.counts.num_retractions += 1
-        self.rates.observe_preemption()
 
     def on_tokens(self, requests: Sequence[SimulatedRequest], num_tokens: Sequence[int]) -> None:
         self.rates.observe_decode(sum(num_tokens))

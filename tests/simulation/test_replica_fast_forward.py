@@ -131,6 +131,19 @@ def test_decodes_between_two_prompts_reset_the_limit_of_prefill_steps(fast: bool
     assert ends["r0"] == 10 * (40 + 20)
 
 
+def test_steps_without_a_whole_microsecond_are_no_work_in_load_reports() -> None:
+    """0.4 us for one request, 0.6 us for two: the steps of both count, those of one alone do not."""
+    cost = attrs.evolve(STEP_10_MS, base_ms=2e-4, decode_us_per_request=0.2)
+    arrivals = [(0, recorded(0, 0.0, 8, 40, 0)), (0, recorded(1, 0.0, 8, 20, 1))]
+    moments = [
+        serve(attrs.evolve(SMALL, cost=cost), arrivals, NullDecisionLog(), fast=fast)[2].get_loads().decode_moments
+        for fast in (True, False)
+    ]
+    assert moments[0] == moments[1]
+    assert moments[0] is not None
+    assert moments[0].steps == 19
+
+
 def test_recomputed_positions_are_those_that_were_computed_before() -> None:
     """Two requests grow until their 12 pages are full. The later one loses its pages, and comes back."""
     config = attrs.evolve(SMALL, kv_tokens=48, new_token_ratio=0.0, min_new_token_ratio=0.0, max_prefill_tokens=32)
