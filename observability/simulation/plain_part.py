@@ -111,6 +111,10 @@ class PlainPart:
         self.stream.join()
         self._judges = {each: self._judges.get(each) or self._appoint(each) for each in self.stream.readers}
 
+    def lose_frame(self) -> None:
+        """Let every reader lose one batch, and get the one after it."""
+        self.stream.lose_frame()
+
     def judge(self) -> None:
         """Check every promise that holds while the world is calm."""
         self.stream.judge()
