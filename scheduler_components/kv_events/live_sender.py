@@ -53,7 +53,7 @@ _INVALID_BATCH_ERRORS = (*ENCODE_ERRORS, AttributeError, RecursionError)
 """Raised while encoding an object that is not a valid batch of events."""
 
 
-class LiveSender:
+class LiveSender:  # noqa: SCH003 - the six parts of a stream, and two bounds of what is sent
     """Encode, number and send batches, and count them.
 
     Args:
