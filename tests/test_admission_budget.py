@@ -20,7 +20,7 @@ from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.request_kv_cache import pages_for
 
-checked = settings(deadline=None, max_examples=num_examples(4))
+checked = settings(deadline=None, max_examples=num_examples(8))
 
 sizes = st.integers(1, 40)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
@@ -21,6 +21,7 @@ intents = st.builds(
     PrefillIntent, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.25, 0.5, 1.0])
 )
 Brought = tuple[BatchShape, PrefillIntent]
+RUNS, WAITS = PrefillIntent(has_work=True, is_running=True), PrefillIntent(True, True, False, True, 0.5)
 
 
 def world(dp: int, cp: int, tp: int) -> list[ParallelState]:
@@ -94,6 +95,7 @@ def test_every_rank_of_every_topology_gets_all_shapes_in_one_collective_per_step
 @pytest.mark.soak
 @settings(deadline=None, max_examples=num_examples(4))
 @given(st.lists(st.lists(intents, min_size=3, max_size=3), max_size=40), st.integers(1, 6))
+@example([[RUNS, RUNS, WAITS]] * 6, 2)
 def test_no_replica_waits_longer_than_the_limit_and_the_rule_is_pure(
     rounds: list[list[PrefillIntent]], limit: int
 ) -> None:
@@ -106,9 +108,6 @@ def test_no_replica_waits_longer_than_the_limit_and_the_rule_is_pure(
         assert in_a_row <= limit
         if vote in ("delayed", "timed_out", "all", "low_usage"):
             assert any(intent.is_prefillable for intent in said)
-
-
-RUNS, WAITS = PrefillIntent(has_work=True, is_running=True), PrefillIntent(True, True, False, True, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Property: a call that must send is asked to, whenever batches are published and 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
@@ -19,6 +19,7 @@ CALLS = st.tuples(GAPS_S, st.booleans(), st.booleans(), st.integers(0, 10))
 @pytest.mark.soak
 @settings(max_examples=num_examples(6))
 @given(st.integers(1, 2 * MAX_WAITING), st.lists(CALLS, max_size=60))
+@example(4, [(0.0, True, False, 0)] * 6)
 def test_waiting_batches_are_bounded_in_number_and_age(
     max_queue_size: int, calls: list[tuple[float, bool, bool, int]]
 ) -> None:

@@ -61,7 +61,7 @@ def test_a_killed_writer_leaves_a_complete_report_and_its_successor_continues(
 ) -> None:
     board = ShmBoard(directory=tmp_path, num_ranks=1, codec=codec)
     number = 0
-    for _ in range(3):
+    for _ in range(2):
         writer = start_writer(0)
         beyond = number + 20
         eventually(lambda beyond=beyond: board.read() and number_of(board.read()[0]) > beyond)
