@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 
@@ -72,6 +72,7 @@ def test_the_fit_needs_eight_steps_and_forgets_old_ones() -> None:
 @given(
     models, st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 8192), st.integers(1, 64), st.floats(0, 1)
 )
+@example(PrefillLatencyModel(0.0, 0.1, 500.0), 0, 200_000, 8192, 1, 1.0)
 def test_chunks_shrink_along_a_prompt_and_stay_within_bounds(
     model: PrefillLatencyModel, one: int, other: int, static: int, page_size: int, smooth: float
 ) -> None:

@@ -45,7 +45,7 @@ def run(session: ProfilerManager, profiler: ListProfiler, steps: list[ProfileSta
 
 
 @pytest.mark.soak
-@settings(deadline=None, max_examples=num_examples(4))
+@settings(deadline=None, max_examples=num_examples(8))
 @given(stages, st.integers(0, 5), st.none() | st.integers(1, 8), st.booleans())
 def test_exactly_the_requested_steps_are_recorded(
     steps: list[ProfileStage], start_step: int, num_steps: int | None, by_stage: bool

@@ -157,6 +157,8 @@ def test_garbage_is_a_decode_error(body: bytes) -> None:
 @pytest.mark.soak
 @settings(deadline=None, max_examples=num_examples(6))
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
+@example(encode_report(whole_report()).index(b"dp_rank"), b"\xff")
+@example(0, b"\xc1")
 def test_a_damaged_report_is_refused_or_still_a_whole_one(place: int, damage: bytes) -> None:
     body = bytearray(encode_report(whole_report()))
     at = place % len(body)
