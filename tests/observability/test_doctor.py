@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import attrs
 import pytest
 import zmq
-from kit.waiting import wait_until
 
 from observability import DoctorOptions, check_worker
 from observability.doctor import CheckResult, Severity, diagnose_stream, exit_code, render_report_json
@@ -328,15 +327,6 @@ def test_what_a_stream_shows_is_judged(facts: dict[str, object], severity: Sever
 
 
 # --- relays and bare endpoints ---
-
-
-def test_a_relay_is_not_warned_of_load_and_requests(stack: ExitStack, start_relay: Callable) -> None:
-    publisher = open_publisher(stack)
-    relay = start_relay(f"{publisher.endpoint},{publisher.replay_endpoint}")
-    wait_until(lambda: relay.get("/health") == {"status": "ok"})
-    report = check_worker(relay.url, QUICK)
-    assert troubles(report) == []
-    assert any("live at batch" in result.what and "1 blocks held" in result.what for result in report)
 
 
 def test_a_relay_that_does_not_know_its_source_is_warned_of(serve: Serve, stack: ExitStack) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from observability import discover
+from observability import DoctorOptions, check_worker, discover
+from observability.doctor import Severity
 
 pytestmark = [pytest.mark.faults, pytest.mark.sockets, pytest.mark.processes]
 
@@ -41,6 +42,9 @@ def test_a_late_reader_of_a_relay_has_the_whole_state(
     view.converge(set(range(150)))
     assert relay.get("/health") == {"status": "ok"}
     assert discover(relay.url)[0].block_size == 10
+    checked = check_worker(relay.url, DoctorOptions(timeout_s=2.0, listen_s=5.0))  # not warned of load and requests
+    assert [result for result in checked if result.severity is not Severity.OK] == []
+    assert any("live at batch" in result.what and "150 blocks held" in result.what for result in checked)
     assert 'kv_relay_is_whole{rank="0"} 1.0' in relay.get("/metrics")
     publisher.process.kill()
     publisher.process.wait()
