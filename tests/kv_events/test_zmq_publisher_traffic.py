@@ -90,7 +90,7 @@ def traffic_cases() -> Iterator[tuple[str, int, str]]:
 @pytest.mark.soak_only
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("subject", "num_clients", "loop"), traffic_cases())
+@pytest.mark.parametrize(("subject", "num_clients", "loop"), [*traffic_cases()])
 def test_every_loop_keeps_the_promises_during_traffic(subject: str, num_clients: int, loop: str) -> None:
     result = run_traffic(TrafficSpec(subject=subject, shape="1 block", loop=loop, num_clients=num_clients))
     assert result.max_pending <= MAX_WAITING
