@@ -69,7 +69,7 @@ class TrafficShape:
         num_blocks: blocks that it may hold.
         clear_share: share of the batches that clear the cache.
         refused_share: share of the batches that have an event which no reader accepts.
-        block_tokens: tokens of a block; with 1,024 a batch has up to 45 KB.
+        block_tokens: tokens of a block; with 1,024 a batch has up to 46 KB.
     """
 
     rate_per_s: float = 30.0
