@@ -521,6 +521,11 @@ class KvRouter:
         known = self._known.get(replica)
         return None if known is None else known.rank
 
+    def load_blocks(self, replica: ReplicaId) -> float:
+        """Return the load that counts for a replica: blocks to compute and to hold; 0 for an unknown one."""
+        known = self._known.get(replica)
+        return 0.0 if known is None else known.load_blocks
+
     def num_in_flight(self, replica: ReplicaId) -> int:
         """Return how many requests were sent to a replica and have not ended."""
         known = self._known.get(replica)

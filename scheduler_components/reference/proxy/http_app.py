@@ -121,6 +121,7 @@ def _engine_status(fleet: Fleet, engine: Engine) -> dict[str, Any]:
                 "stream": streams[rank].state.value if rank in streams else None,
                 "last_seq": streams[rank].last_seq if rank in streams else None,
                 "in_flight": fleet.num_in_flight(replica),
+                "load_blocks": fleet.load_blocks(replica),
                 **msgspec.to_builtins(replica.stats),
             }
             for rank, replica in engine.replicas.items()

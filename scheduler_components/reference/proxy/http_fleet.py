@@ -386,6 +386,10 @@ class Fleet:
         """Return how many requests were sent to a replica and have not ended."""
         return 0 if self._router is None else self._router.num_in_flight(replica.id)
 
+    def load_blocks(self, replica: Replica) -> float:
+        """Return the load that counts for a replica when a request is placed, in blocks."""
+        return 0.0 if self._router is None else self._router.load_blocks(replica.id)
+
     # --- following ---
 
     async def keep(self, engine: Engine) -> None:

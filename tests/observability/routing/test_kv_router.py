@@ -125,6 +125,7 @@ def test_a_sent_request_has_tokens_to_compute_and_tokens_to_hold() -> None:
     assert loads() == (600 + 11, 6 + 11, 2)
     received = LoadSnapshot(sequence=2, num_total_tokens=PAGE, dispatched_watermarks=((pick.ticket[0], 2),))
     router.on_load_report("a", received, 0.0)
+    assert (router.load_blocks("a"), router.load_blocks("unknown")) == (1, 0)
     assert loads() == (1, 1, 2)
 
 

@@ -49,7 +49,8 @@ def routed() -> Iterator[Routed]:
         engines = [stack.enter_context(started(*ENGINE, "--api-key", KEY)) for _ in range(2)]
         urls = [wait_for_url(engine) for engine in engines]
         keys = ["--api-key", "of-clients", "--replica-api-key", KEY]
-        proxy = stack.enter_context(started("route", *urls, "--port", "0", "--poll-interval", "0.1", *keys))
+        options = ["--port", "0", "--poll-interval", "0.1", "--picker", "sticky"]  # the same without a conversation
+        proxy = stack.enter_context(started("route", *urls, *options, *keys))
         url, headers = wait_for_url(proxy), {"authorization": "Bearer of-clients"}
         client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=60))
         yield Routed(engines, urls, proxy, url, client)
@@ -65,8 +66,13 @@ def words(topic: str, count: int) -> str:
     return " ".join(f"{topic}-{number}" for number in range(count))
 
 
-def test_a_prompt_goes_where_its_prefix_is_and_finds_it_in_the_cache(ready: Routed) -> None:
-    """The cached tokens are those that the engine itself reports. Each topic has a system prompt of 320 tokens."""
+def test_a_prompt_goes_where_its_prefix_is_and_finds_it_in_the_cache(
+    ready: Routed, eventually: Callable[[Callable[[], object]], None]
+) -> None:
+    """The cached tokens are those that the engine itself reports. Each topic has a system prompt of 320 tokens.
+
+    A report that was made while the last request ran would outweigh them.
+    """
     placed: dict[str, set[str]] = {}
     for turn in range(3):
         for topic in ("law", "art", "sea", "tea"):
@@ -74,6 +80,7 @@ def test_a_prompt_goes_where_its_prefix_is_and_finds_it_in_the_cache(ready: Rout
                 {"role": "system", "content": words(topic, 320)},
                 {"role": "user", "content": words(f"{topic}-{turn}", 8)},
             ]
+            eventually(lambda: not any(each["load_blocks"] for engine in ready.status() for each in engine["replicas"]))
             answer = ready.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
             assert answer.status_code == 200, answer.text
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -86,14 +93,22 @@ def test_a_prompt_goes_where_its_prefix_is_and_finds_it_in_the_cache(ready: Rout
     assert [replica["stream"] for replica in counted] == ["live", "live"]
 
 
+@pytest.mark.parametrize("weight_version", [None, "v2"])
 def test_the_blocks_that_engines_publish_are_those_of_the_tokens_that_they_return(
-    ready: Routed, eventually: Callable[[Callable[[], object]], None]
+    ready: Routed, eventually: Callable[[Callable[[], object]], None], weight_version: str | None
 ) -> None:
-    """The third prompt is known from events alone: the client sent the two before to the engine itself."""
+    """The third prompt is known from events alone: the client sent the two before to the engine itself.
+
+    After an update of the weights the hashes of the same tokens are others.
+    """
     body = {"text": words("direct", 200), "sampling_params": {"max_new_tokens": 1}}
-    before = ready.status()[1]["replicas"][0]["last_seq"]
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=ready.engine_urls[1], headers=headers, timeout=60) as engine:
+        if weight_version is not None:
+            update = {"weight_version": weight_version, "parts": {"layer.0": "bmV3"}}
+            assert engine.post("/update_weights", json=update).status_code == 200
+        replica = ready.status()[1]["replicas"][0]
+        before, cached_before = replica["last_seq"], replica["cached_blocks"]
         for _ in range(2):
             assert engine.post("/generate", json=body).status_code == 200
 
@@ -105,7 +120,15 @@ def test_the_blocks_that_engines_publish_are_those_of_the_tokens_that_they_retur
     answer = ready.client.post("/generate", json=body)
     assert answer.headers["x-replica"] == "1"
     assert answer.json()["meta_info"]["cached_tokens"] >= 192
+    assert ready.status()[1]["replicas"][0]["cached_blocks"] - cached_before >= 12
     assert ready.client.get("/status").json()["unknown_prompts"] == 0
+
+
+def test_a_conversation_stays_on_its_engine_with_the_sticky_picker(ready: Routed) -> None:
+    """Its prompts share nothing, so the lowest cost would be that of each engine in turn."""
+    bodies = [{"text": words(f"talk-{turn}", 20), "sampling_params": {"max_new_tokens": 1}} for turn in range(6)]
+    of_one = {ready.client.post("/generate", json=body | {"conversation": "c"}).headers["x-replica"] for body in bodies}
+    assert len(of_one) == 1
 
 
 def test_a_client_of_openai_gets_its_stream_chunk_by_chunk(ready: Routed) -> None:

@@ -122,7 +122,9 @@ def test_pickers_are_compared_and_repeat_their_choices(trace: Path, capsys: pyte
         assert simulate(trace, *routers, *pickers, "--json") == (0, "")
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
-    titles = [json.loads(line)["title"] for line in outputs[0].splitlines()]
+    reports = [json.loads(line) for line in outputs[0].splitlines()]
+    assert len({str(report["replicas"]) for report in reports[1:]}) > 2, "they choose different replicas"
+    titles = [report["title"] for report in reports]
     assert titles == ["fcfs, round-robin", *(f"fcfs, kv {name}" for name in get_args(PickerName))]
 
 

@@ -169,8 +169,8 @@ def test_the_status_names_engines_their_problems_and_their_requests() -> None:
     [found] = status["engines"]
     assert (found["engine"], found["state"], found["problem"], found["adapters"]) == (0, "up", None, ["poet"])
     [replica] = found["replicas"]
-    counts = {name: replica[name] for name in ("picks", "prompt_blocks", "cached_blocks", "failures")}
-    assert counts == {"picks": 2, "prompt_blocks": 2, "cached_blocks": 1, "failures": 0}
+    counts = {name: replica[name] for name in ("picks", "prompt_blocks", "cached_blocks", "failures", "load_blocks")}
+    assert counts == {"picks": 2, "prompt_blocks": 2, "cached_blocks": 1, "failures": 0, "load_blocks": 0}
 
 
 def test_a_proxy_is_ready_while_one_engine_is() -> None:
