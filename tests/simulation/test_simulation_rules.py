@@ -163,6 +163,11 @@ def test_goodput_counts_requests_within_both_bounds(fast: bool) -> None:
     assert goodput(0.015, 0.0099) == (1 / 3, pytest.approx(1 / 0.11)), "a single token has no time per token"
 
 
+def test_a_first_token_at_its_deadline_is_in_time() -> None:
+    arrivals = [attrs.evolve(recorded(at, at), deadline_s=deadline_s) for at, deadline_s in enumerate((0.01, 0.0099))]
+    assert simulate(ONE, arrivals).report.deadline_share == 0.5
+
+
 def points(run: Run) -> list[tuple[int, int, int, int]]:
     def point(each: TimelinePoint) -> tuple[int, int, int, int]:
         return round(each.time_s * 1e3), each.num_running, each.num_waiting, each.num_replicas

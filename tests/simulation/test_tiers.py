@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from kit.recording_router import RecordingRouter
 
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.cache import PrefixNamespace
@@ -212,6 +213,15 @@ def test_a_plan_to_poll_a_copy_lapses_when_a_request_arrives_earlier(fast: bool)
             without.ttft_s,
             without.e2e_s,
         )
+
+
+def test_a_replica_reports_that_it_is_idle_while_copies_are_under_way() -> None:
+    router = RecordingRouter(inner=RoundRobin())
+    config = SimulationConfig(replica=attrs.evolve(SMALL, tiers=TIERS), num_replicas=1, load_interval_s=9.0)
+    simulate(config, [recorded(0, 0.0, 40, 2, 1)], router)
+    idle_ns = [time_ns for _, time_ns, load in router.reports if not load.num_running_reqs]
+    [(_, end_ns, _)] = router.finished
+    assert idle_ns[0] == end_ns
 
 
 def test_a_request_that_migrates_keeps_where_its_prompt_was_found_first() -> None:
