@@ -165,14 +165,14 @@ def test_requests_of_a_failed_replica_continue_on_another_with_their_tokens() ->
 
 
 def test_positions_are_computed_again_after_a_preemption_or_a_failure() -> None:
-    """Three requests need more pages than the pool has. Then their replica fails, and the same happens on the other."""
+    """Three requests need more pages than the pool has. If their replica fails before, both happen: first it is lost."""
     replica = attrs.evolve(SMALL, kv_tokens=96, new_token_ratio=0.1)
     arrivals = [recorded(index, 0.0, prompt=24, output=60, prefix=index) for index in range(3)]
     config = SimulationConfig(replica=replica, num_replicas=1)
     _, preempted = simulate(config, arrivals, RoundRobin())
     assert preempted.num_retractions > 0
     assert preempted.recomputed_by_cause == {"preemption": preempted.recomputed_tokens, "migration": 0}
-    outage = Outage(replica=0, at_s=0.1, down_s=0.1, detection_s=0.0)
+    outage = Outage(replica=0, at_s=0.02, down_s=0.1, detection_s=0.0)
     _, failed = simulate(attrs.evolve(config, outages=(outage,)), arrivals, RoundRobin())
     assert failed.num_migrations == 3
     assert min(failed.recomputed_by_cause.values()) > 0
