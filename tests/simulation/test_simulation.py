@@ -165,7 +165,7 @@ def test_requests_of_a_failed_replica_continue_on_another_with_their_tokens() ->
 
 
 def test_positions_are_computed_again_after_a_preemption_or_a_failure() -> None:
-    """Three requests need more pages than the pool has. If their replica fails before, both happen: first it is lost."""
+    """Three requests need more pages than the pool has. If their replica fails before that, both happen."""
     replica = attrs.evolve(SMALL, kv_tokens=96, new_token_ratio=0.1)
     arrivals = [recorded(index, 0.0, prompt=24, output=60, prefix=index) for index in range(3)]
     config = SimulationConfig(replica=replica, num_replicas=1)

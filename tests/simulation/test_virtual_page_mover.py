@@ -179,6 +179,8 @@ def test_storage_serves_the_pages_of_all_replicas_one_after_the_other() -> None:
     first.submit([WriteToStorage(2, digests_of(20), (0,)), QueryStorage(3, digests_of(0))])
     assert drain(second) == [(1200, PagesRead(2, 10)), (1200, ReadDone(2))]
     assert drain(first) == [(1010, QueryDone(3, 1)), (1220, BackupDone(2, True))], "queries move no pages"
+    first.submit([WriteToStorage(4, digests_of(*range(10), 30), tuple(range(11)))])
+    assert drain(first) == [(1240, BackupDone(4, True))], "ten of the eleven are there"
 
 
 def test_a_link_may_be_slower_than_storage() -> None:
@@ -213,7 +215,10 @@ def test_a_forward_waits_for_the_loads_that_go_by_layer() -> None:
     assert mover.end_of_forward_ns(3200) == now_ns + 4010 + 100, "the last of 32 layers is computed after the load"
     assert mover.end_of_forward_ns(32_000) == now_ns + 32_000, "all other layers were loaded in time"
     drain(mover)
-    assert mover.end_of_forward_ns(3200) == mover.clock.now_ns + 3200
+    now_ns = mover.clock.now_ns
+    assert mover.end_of_forward_ns(3200) == now_ns + 3200
+    mover.submit([CopyToDevice(op, tuple(range(2000)), tuple(range(2000)), by_layer=True) for op in (3, 4)])
+    assert mover.end_of_forward_ns(3200) == now_ns + 2 * 4010 + 100, "one load after the other"
 
 
 def test_calls_count_what_was_begun_and_what_has_ended() -> None:

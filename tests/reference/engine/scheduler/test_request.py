@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError
 from scheduler_components.reference.device.sampling import SamplingLimits
 from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.values import TokenOutput
+from scheduler_components.values import CachedTokens, TokenOutput
 
 checked = settings(deadline=None)
 u32 = st.integers(0, 2**32 - 1)
@@ -70,3 +70,11 @@ def test_output_since_any_token_has_the_counts() -> None:
     request.num_cached_prompt_tokens = 2
     assert request.output_since(1) == TokenOutput((8, 9), num_prompt_tokens=3, num_cached_tokens=2)
     assert request.output_since(3).token_ids == ()
+
+
+def test_the_output_says_on_which_tiers_the_prompt_was_found() -> None:
+    request = Request("r", range(8))
+    request.num_cached_tokens = 6
+    request.record_cached_prompt(CachedTokens(1, 2, 3))
+    output = request.output_since(0)
+    assert (output.num_cached_tokens, output.cached) == (6, CachedTokens(1, 2, 3))
