@@ -13,7 +13,7 @@ from observability.kv_stream.cursor_events import CursorEvent, ReplayBatchReceiv
 from observability.kv_stream.digest_cursor import NO_EPOCH, DigestCursor, Position
 from observability.kv_stream.instructions import Apply, Instruction
 from observability.kv_stream.plain_cursor import PlainCursor
-from observability.kv_stream.stream_cursor import dispatch
+from observability.kv_stream.stream_cursor import StreamCursor, dispatch
 from observability.kv_stream.stream_state import ReplayCredit
 from scheduler_components import BlockStored
 from scheduler_components.events import TIER_MEDIUM
@@ -232,3 +232,8 @@ def plain_payload_not_compared(patch: pytest.MonkeyPatch) -> None:
         return on_first_batch(self, request, seq, payload)
 
     patch.setattr(PlainCursor, "_on_first_batch", believe)
+
+
+def the_extension_is_looked_for_once(patch: pytest.MonkeyPatch) -> None:
+    """The defect of 0.4 that a simulated world found: after its first requests were lost, a reader had no digest."""
+    patch.setattr(StreamCursor, "_on_extension_probe_due", lambda self: ())
