@@ -37,6 +37,12 @@ TESTS = {
     "a_late_answer_looks_like_another_writer": (
         f"{_OWNERSHIP}::test_an_answer_that_comes_after_the_own_pointer_names_no_third_writer"
     ),
+    "a_late_thread_is_counted_on": (
+        "kv_events/test_handover.py::test_a_thread_that_was_late_or_is_overdue_is_not_counted_on"
+    ),
+    "clients_that_are_gone_keep_their_answers": (
+        "kv_events/test_stream_drain.py::test_a_client_that_is_gone_loses_its_answer"
+    ),
     "a_truncated_floor_is_believed": "kv_events/test_sequence_floor.py::test_a_torn_floor_is_refused",
 }
 """Tests without arguments, by bug."""
