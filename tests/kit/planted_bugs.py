@@ -137,7 +137,7 @@ def table() -> str:
         "| --- | --- | --- |",
     ]
     rows += [
-        f"| {_words(name)} | `{planted_traces.test_of(name)}` | {planted_traces.WHY_NO_WORLD.get(name, '')} |"
+        f"| {_words(name)} | `{planted_traces.catching_test(name)}` | {planted_traces.WHY_NO_WORLD.get(name, '')} |"
         for name in others
     ]
     return "\n".join(rows)

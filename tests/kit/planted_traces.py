@@ -78,7 +78,7 @@ def registered() -> dict[str, str]:
     return found
 
 
-def test_of(bug: str) -> str | None:
+def catching_test(bug: str) -> str | None:
     """Return the test that catches a bug by a trace; None without one."""
     return TESTS.get(bug) or registered().get(bug)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kit.planted_bugs import CRASH, PLANTED, broken_promise, table
 from kit.planted_seeds import FOUND
-from kit.planted_traces import TESTS, check_trace, registered, test_of
+from kit.planted_traces import TESTS, check_trace, registered, catching_test
 
 from observability import simulation
 from observability.simulation import Violation, run_world
@@ -49,7 +49,7 @@ def test_the_search_finds_the_stored_world() -> None:
 
 def test_every_bug_is_found_by_a_world_or_caught_by_a_trace() -> None:
     assert FOUND.keys() <= PLANTED.keys()
-    assert {name for name in PLANTED if test_of(name) is None} <= FOUND.keys()
+    assert {name for name in PLANTED if catching_test(name) is None} <= FOUND.keys()
 
 
 @pytest.mark.broken_variants
