@@ -11,9 +11,15 @@ from observability.simulation.timeline import Timeline
 from observability.simulation.world_counters import WorldCounters
 
 
-def first_violation(num_seeds: int) -> str | None:
-    reports = (run_world(seed, kind="plain") for seed in range(num_seeds))
-    return next((each.violation.promise for each in reports if each.violation is not None), None)
+def check_found(*promises: str) -> None:
+    """Check that one of the first worlds breaks one of these promises."""
+    found = set()
+    for seed in range(20):
+        violation = run_world(seed, kind="plain").violation
+        found.add(violation and violation.promise)
+        if found & {*promises}:
+            return
+    pytest.fail(f"found {found}")
 
 
 def test_an_answer_may_be_larger_than_the_high_water_mark_in_a_storm_and_not_in_a_calm() -> None:
@@ -36,13 +42,13 @@ def test_a_view_that_forgets_that_it_began_late_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         PlainCursor, "_settle", lambda self: self._change_state("live" if self._run.last >= 0 else "partial")
     )
-    assert first_violation(6) in ("a LIVE view is never wrong", "a view is LIVE if its history is complete")
+    check_found("a LIVE view is never wrong", "a view is LIVE if its history is complete")
 
 
 @pytest.mark.broken_variants
 def test_a_gap_that_costs_the_whole_history_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainCursor, "_on_first_batch", lambda self, _, seq, payload: self._begin_run(seq, payload))
-    assert first_violation(6) == "no history is dropped that the publisher has"
+    check_found("no history is dropped that the publisher has")
 
 
 @pytest.mark.broken_variants
@@ -52,4 +58,4 @@ def test_a_gap_that_is_skipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         return ()
 
     monkeypatch.setattr(PlainCursor, "_recover_gap", skip)
-    assert first_violation(6) in ("batches are applied in order", "a LIVE view is never wrong")
+    check_found("batches are applied in order", "a LIVE view is never wrong")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kit.planted_bugs import CRASH, PLANTED, broken_promise, table
 from kit.planted_seeds import FOUND
-from kit.planted_traces import TESTS, check_trace, registered, catching_test
+from kit.planted_traces import TESTS, catching_test, check_trace, registered
 
 from observability import simulation
 from observability.simulation import Violation, run_world
