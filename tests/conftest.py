@@ -68,7 +68,9 @@ LONGEST_FILES = (
     "test_doctor.py",
     "test_zmq_publisher_processes.py",
     "test_http_server.py",
-    "test_scheduler_checks_variants.py",
+    "test_delivery_world.py",
+    "test_planted_bugs.py",
+    "test_http_fleet.py",
     "test_hicache_torchrun.py",
 )
 """They run first, so that no worker is left alone with one of them at the end."""
