@@ -8,6 +8,7 @@ lose its sockets, or crash and start again.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -45,6 +46,9 @@ _TRIM_BATCHES = 8 + MAX_WAITING
 
 _WALL_CLOCK_US = 1_700_000_000_000_000
 """The wall clock at the start, in microseconds."""
+
+_MOST_SENT = 256
+"""Batches of which the time is known: more than are sent in a round trip."""
 
 _FLOOR = "floor"
 
@@ -231,9 +235,9 @@ class PublisherProcess:
     """
 
     __slots__ = (
-        "_counters", "_disk", "_due_s", "_floor", "_handover", "_highest", "_late_until_s", "_num_bytes",
-        "_num_since_answer", "_shape", "_skew_us", "_timeline", "_work", "_work_clock", "actor", "answers",
-        "is_running", "peers", "stalled_until_s",
+        "_counters", "_disk", "_due_s", "_floor", "_handover", "_highest", "_largest_bytes", "_late_until_s",
+        "_num_bytes", "_num_since_answer", "_sent", "_shape", "_skew_us", "_timeline", "_work", "_work_clock",
+        "actor", "answers", "is_running", "peers", "stalled_until_s",
     )  # fmt: skip
 
     def __init__(
@@ -251,6 +255,8 @@ class PublisherProcess:
         self._counters = counters
         self._skew_us = 0
         self._highest = -1
+        self._largest_bytes = 0
+        self._sent: deque[tuple[float, int]] = deque(maxlen=_MOST_SENT)  # time and size of the newest batches
         self._late_until_s = 0.0
         self._floor = SequenceFloor(None, 0)
         self._work_clock = _WorkClock(timeline)
@@ -286,6 +292,9 @@ class PublisherProcess:
 
     def _broadcast(self, frame: LiveFrame) -> None:
         self._highest = max(self._highest, frame.sequence)
+        num_bytes = len(frame.frames[2])
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
+        self._sent.append((self._timeline.now_s, num_bytes))
         self.answers.on_frame(frame)
         for peer in self.peers:
             peer.on_frame(frame)
@@ -421,7 +430,8 @@ class PublisherProcess:
         # One drain sends several batches before it looks at the bounds.
         if kept > 2 * window + shape.max_pending:
             raise BrokenPromise("memory is bounded", f"the stream keeps {kept} batches of {window}")
-        if kept > 1 and stream.kept_bytes > 2 * shape.max_bytes + self._num_bytes:
+        # A batch that is larger than the buffer stays until the drain after the next one.
+        if kept > 1 and stream.kept_bytes > 2 * shape.max_bytes + self._num_bytes + self._largest_bytes:
             raise BrokenPromise("memory is bounded", f"the stream keeps {stream.kept_bytes} bytes of {shape.max_bytes}")
         if stream.has_stuck_pins:
             raise BrokenPromise("memory is bounded", "an answer that cannot be completed stays open")
@@ -431,6 +441,16 @@ class PublisherProcess:
     def can_prove(self, reader: SubscriberActor) -> bool:
         """Return whether ``reader`` can prove that it has everything."""
         return self.answers.can_prove(reader)
+
+    def keeps_answers(self, round_trip_s: float) -> bool:
+        """Return whether the replay buffer has room, in bytes, for what is sent while an answer travels.
+
+        Otherwise the publisher cuts answers, again and again, because its clients are too slow for it.
+        """
+        if _MOST_SENT * self._largest_bytes <= self._shape.publisher.max_bytes:
+            return True
+        since_s = self._timeline.now_s - round_trip_s
+        return sum(size for sent_s, size in self._sent if sent_s >= since_s) <= self._shape.publisher.max_bytes
 
     # --- replays ---
 

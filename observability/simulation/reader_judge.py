@@ -200,10 +200,14 @@ class ReaderJudge:
         if not self._process.can_prove(reader):
             return
         if reader.state is not StreamState.LIVE:
-            if now_s - self._left_s > self._resync_s:
+            if not self._process.keeps_answers(self._resync_s):
+                self._left_s = now_s  # its answers are cut
+            elif now_s - self._left_s > self._resync_s:
                 raise BrokenPromise("every reader is LIVE in time", f"{reader.name} is {reader.state}: {cursor!r}")
             return
-        if self._num_departures > _SPARE_DEPARTURES + (now_s - self.due_s + self.limit_s) / self._probe_interval_s:
+        if not self._process.keeps_answers(self._resync_s):
+            self._num_departures = 0
+        elif self._num_departures > _SPARE_DEPARTURES + (now_s - self.due_s + self.limit_s) / self._probe_interval_s:
             detail = f"{reader.name} has left LIVE {self._num_departures} times since {self.due_s - self.limit_s:.6f}"
             raise BrokenPromise("LIVE lasts", detail)
         if now_s - self._live_since_s < self._max_age_s:

@@ -136,5 +136,8 @@ def test_the_thread_polls_while_there_is_work_and_sleeps_when_there_is_none() ->
     assert next_poll_s(2.03) == 0.008
     it.sessions.on_full(b"a", 2.03)
     assert next_poll_s(5.0) == 0.5, "a stuck client"
-    it.live.pending.extend([numbered_batch(0)] * MAX_WAITING)
-    assert next_poll_s(5.0) == PAUSE_S
+    for _ in range(MAX_WAITING - 1):
+        it.may_wait(6.0)
+    assert next_poll_s(6.0) == pytest.approx(0.003)
+    it.may_wait(6.0)
+    assert next_poll_s(6.0) == PAUSE_S, "publish() found the sockets in use"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.events import numbered_batch
 
+from scheduler_components import BlockRemoved, EventBatch
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.live_sender import LiveSender
 from scheduler_components.kv_events.replay import ReplaySessions
@@ -21,7 +22,15 @@ from scheduler_components.kv_events.stream_drain import MESSAGES_PER_TURN, Repla
 class Bench:
     """A stream whose messages cost time, and clients with queues. It is the channel of its clients."""
 
-    def __init__(self, *, window: int = 100, has_replay: bool = True, cost_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        window: int = 100,
+        has_replay: bool = True,
+        cost_s: float = 0.0,
+        first_sequence: int = 0,
+        floor: SequenceFloor | None = None,
+    ) -> None:
         self.now_s, self.cost_s = 0.0, cost_s
         self.sent: list[bytes] = []
         self.requests: list[tuple[bytes, bytes, bytes]] = []
@@ -30,7 +39,7 @@ class Bench:
         self.order: list[str] = []
         self.has_failed = False
         self.num_counts = 0
-        stream = EventStream(epoch=bytes(16), max_steps=window, max_bytes=10**6)
+        stream = EventStream(epoch=bytes(16), max_steps=window, max_bytes=10**6, first_sequence=first_sequence)
         encoder = BatchEncoder("array")
         self.stream, self.sessions = stream, ReplaySessions(stream, encoder=encoder, rank=0)
         self.live = LiveSender(
@@ -40,7 +49,7 @@ class Bench:
             self.live,
             stream,
             self.sessions,
-            floor=SequenceFloor(None, 0),
+            floor=floor or SequenceFloor(None, 0),
             server=ReplayServer(self.sessions, self, clock=self._clock) if has_replay else None,
             count_peers=self._count_peers,
             clock=self._clock,
@@ -169,11 +178,83 @@ def test_without_replay_or_with_a_failed_socket_only_batches_are_sent() -> None:
         assert (len(it.sent), it.answers) == (5, {})
 
 
-def test_peers_are_counted_in_some_drains() -> None:
-    it = Bench()
-    for _ in range(130):
+class Disk:
+    """The file of a floor."""
+
+    name = "floor"
+    is_open = True
+    content = b""
+
+    def read(self) -> bytes | None:
+        return self.content
+
+    def replace(self, content: bytes) -> None:
+        self.content = content
+
+    def close(self) -> None: ...
+
+
+def test_some_drains_count_peers_and_reserve_numbers() -> None:
+    disk = Disk()
+    it = Bench(first_sequence=2**31, floor=SequenceFloor(disk, 0))
+    for _ in range(63):
+        it.work.drain(0.0, 0.0)
+    assert (it.num_counts, disk.content) == (0, b"")
+    it.work.drain(0.0, 0.0)
+    assert it.num_counts == 1 and disk.content.startswith(b"%d " % (2**31 + 2**32))
+    for _ in range(64):
         it.work.drain(0.0, 0.0)
     assert it.num_counts == 2
+
+
+def test_a_full_client_is_served_after_the_others() -> None:
+    it = Bench(cost_s=0.001)
+    it.publish(20)
+    it.work.drain(1.0, 0.0)
+    for client in (b"full", b"a", b"b"):
+        it.ask(client)
+    it.room[b"full"] = 0
+    it.work.drain(0.0, 0.0)
+    it.work.drain(0.0, 0.001)
+    assert it.sessions.clients == (b"b", b"full", b"a")
+
+
+def test_large_messages_end_a_turn_early() -> None:
+    it = Bench(cost_s=0.001)
+    for _ in range(20):
+        it.live.pending.append(EventBatch(1.0, (BlockRemoved(tuple(range(2**40, 2**40 + 3_000))),)))
+    it.work.drain(1.0, 0.0)
+    it.ask(b"a")
+    it.work.drain(0.0, 0.0)
+    it.work.drain(0.0, 1e-9)
+    assert len(it.answers[b"a"]) == 3, "64 KiB of 27 KB each"
+
+
+def test_what_a_pin_has_held_up_is_folded_while_there_is_time() -> None:
+    it = Bench(window=4)
+    it.stream.pins = 1
+    it.publish(100)
+    it.work.drain(1.0, 0.0)
+    assert len(it.stream) == 100
+    it.stream.pins = 0
+    it.work.drain(0.0, 0.0)
+    assert len(it.stream) > 4
+    it.work.drain(1.0, 0.0)
+    assert len(it.stream) == 4
+
+
+def test_an_answer_that_cannot_be_completed_is_cut() -> None:
+    it = Bench(window=4)
+    it.publish(4)
+    it.work.drain(1.0, 0.0)
+    it.room[b"slow"] = 0
+    it.ask(b"slow")
+    it.work.drain(1.0, 1.0)
+    assert it.stream.holds
+    for _ in range(20):
+        it.publish(1)
+        it.work.drain(1.0, 0.0)
+    assert not it.stream.has_stuck_pins and not it.stream.holds
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from observability.simulation.publisher_process import MAX_SEND_DELAY_S, Process
 from observability.simulation.timeline import BrokenPromise
 from observability.simulation.world_counters import WorldCounters
 from scheduler_components import BlockStored
-from scheduler_components.kv_events import codec, sequence_floor
+from scheduler_components.kv_events import EventStream, codec, sequence_floor
 from scheduler_components.kv_events.backlog import MAX_WAITING, Backlog
 from scheduler_components.kv_events.handover import Handover
 from scheduler_components.kv_events.live_sender import LiveSender
@@ -89,6 +89,15 @@ def test_a_publisher_whose_thread_sleeps_breaks_a_promise(monkeypatch: pytest.Mo
         it.process.check()
 
 
+def test_a_stream_that_keeps_too_many_bytes_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Bench(attrs.evolve(CLOCK, publisher=PublisherShape(max_bytes=300, window=100, max_pending=20)))
+    monkeypatch.setattr(EventStream, "is_over_limit", False)
+    with pytest.raises(BrokenPromise, match=r"memory is bounded: the stream keeps \d+ bytes of 300"):
+        for number in range(60):
+            it.timeline.run_until(0.01 * number)
+            it.publish()
+
+
 # A late thread.
 
 
@@ -154,6 +163,16 @@ def test_inline_every_call_sends() -> None:
     it.process.receive(b"client", ReplayRequest(0), it, has_extension=False)
     it.timeline.run_until(0.1)
     assert it.answers[-1] == -1
+
+
+def test_a_buffer_that_is_smaller_than_what_a_round_trip_sends_keeps_no_answer() -> None:
+    for max_bytes, expected in ((200, False), (10_000, True)):
+        it = Bench(attrs.evolve(CLOCK, publisher=PublisherShape(max_bytes=max_bytes, max_pending=20)))
+        for number in range(20):
+            it.timeline.at(0.01 * number, it.publish)
+        it.timeline.run_until(0.2)
+        assert it.process.keeps_answers(0.1) is expected
+        assert it.process.keeps_answers(0.01)
 
 
 # What is sent says what was published.
