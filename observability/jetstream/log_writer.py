@@ -83,11 +83,19 @@ class LogTraffic:
 
 @dataclass(slots=True)
 class _StoredSnapshot:
-    """The newest snapshot in the bucket: its end, the log's traffic when it was built, and the time it was stored."""
+    """The newest snapshot in the bucket.
+
+    Attributes:
+        end: it covers every batch below this number.
+        traffic_bytes: the log's traffic when it was built.
+        stored_s: when it was stored.
+        num_late: messages below its end that were in flight then. The log may have them behind later ones.
+    """
 
     end: int
     traffic_bytes: int
     stored_s: float
+    num_late: int = 0
 
 
 @dataclass(slots=True)
@@ -171,6 +179,7 @@ class LogWriter:
     _retried: set[int] = field(default_factory=set, init=False)  # handed out more than once, not stored yet
     _snapshot_cause: str = field(default="", init=False)  # why a snapshot is due whatever the limits
     _is_requested: bool = field(default=False, init=False)  # a reader requests a snapshot
+    _num_late: int = field(default=0, init=False)  # messages in flight when the newest snapshot was built
 
     def __post_init__(self) -> None:
         self.start_epoch(self.epoch)
@@ -225,6 +234,9 @@ class LogWriter:
             seq += 1
         self._next_out = seq
         if not stream.first <= seq < stream.next_sequence or seq - snapshot.end >= self.limits.max_msgs:
+            return None
+        if seq - snapshot.end + snapshot.num_late >= self.limits.max_msgs:
+            self._snapshot_cause = "messages in flight may use up max_msgs"
             return None
         payload = stream.payload(seq)
         if len(payload) > max_payload_bytes:
@@ -304,6 +316,7 @@ class LogWriter:
                         if chunk is not None:
                             chunks.append(chunk)
             batches = [stream.payload(seq) for seq in range(first, stream.next_sequence)]
+            self._num_late = len(self._in_flight)
         finally:
             stream.pins -= 1
         snapshot = Snapshot(stream.epoch, first, digest, chunks, batches, stream.digest, self.log_seq)
@@ -315,7 +328,7 @@ class LogWriter:
             return
         self.counters.bases += 1
         self.counters.collapsed += max(0, snapshot.end - self._highest_out)
-        self._stored = _StoredSnapshot(snapshot.end, traffic_bytes, now_s)
+        self._stored = _StoredSnapshot(snapshot.end, traffic_bytes, now_s, self._num_late)
         self._highest_out = max(self._highest_out, snapshot.end)
         self._acked = {seq for seq in self._acked if seq >= snapshot.end}
         self._retried = {seq for seq in self._retried if seq >= snapshot.end}

@@ -147,10 +147,13 @@ def test_the_log_never_has_more_messages_after_the_snapshot_than_its_limit() -> 
     writer = make_writer(buffer_steps=100)
     store_snapshot(writer)
     append(writer, *range(3))
-    assert pop_all(writer) == [0, 1, 2]
+    sent = [pop(writer) for _ in range(3)]
     assert writer.snapshot_reason(0.0) == ""
     append(writer, *range(3, 20))
-    assert pop_all(writer) == [3, 4, 5, 6, 7]
+    sent += [pop(writer) for _ in range(5)]
+    assert pop_all(writer) == []
+    for log_seq, message in enumerate(sent, 1):
+        writer.on_stored(message, log_seq)
     assert writer.snapshot_reason(0.0) == "half of max_msgs is used up"
     store_snapshot(writer)
     append(writer, 20)
@@ -254,3 +257,20 @@ def test_a_snapshot_that_is_given_up_releases_the_stream() -> None:
     assert writer.stream.pins == 1
     slices.close()
     assert writer.stream.pins == 0
+
+
+def test_messages_in_flight_leave_less_room_in_the_log_after_a_snapshot() -> None:
+    """The log may get them behind messages that the snapshot does not cover, and then they count."""
+    writer = make_writer(buffer_steps=100)
+    store_snapshot(writer)
+    append(writer, *range(3))
+    in_flight = [pop(writer) for _ in range(3)]
+    store_snapshot(writer)
+    append(writer, *range(3, 12))
+    assert pop_all(writer) == [3, 4, 5, 6, 7]
+    assert writer.snapshot_reason(0.0) == "messages in flight may use up max_msgs"
+    for log_seq, message in enumerate(in_flight, 1):
+        writer.on_stored(message, log_seq)
+    assert pop_all(writer) == []
+    store_snapshot(writer)
+    assert writer.num_waiting == 0
