@@ -125,13 +125,6 @@ def test_judges_that_the_snapshot_covers_what_is_dropped(broker: SimulatedBroker
         broker.store(message(4))
 
 
-def test_an_older_message_that_came_late_excuses_what_is_dropped_before_it(broker: SimulatedBroker) -> None:
-    broker.update_pointer(SnapshotPointer(EPOCH, 1, 0).encode(), 0)
-    for seq in (1, 0, 2, 3):
-        broker.store(message(seq))
-    assert stored(broker) == [0, 2, 3]
-
-
 def test_messages_of_another_sender_excuse_only_what_is_dropped_before_them(broker: SimulatedBroker) -> None:
     broker.update_pointer(SnapshotPointer(EPOCH, 1, 0).encode(), 0)
     broker.store(message(0))
