@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.machine_speed import measure_slowdown
 from benchmarks.measure import Measurement, Scale
 from benchmarks.peer_publishers import find_peers
-from benchmarks.report import as_json, as_table, machine
+from benchmarks.report import JsonReport, as_json, as_table, machine, read_json, with_section
 from benchmarks.scaling_plot import draw_scaling_plot
 
 _SECTIONS = (
@@ -58,19 +58,23 @@ def main() -> int:
     if unknown := set(arguments.sections) - set(_SECTIONS):
         parser.error(f"section {', '.join(sorted(unknown))} is not known: give some of {', '.join(_SECTIONS)}")
     peers, missing = find_peers()
-    slowdown = measure_slowdown()
-    print(*(f"{name} {value}" for name, value in machine(slowdown).items()), sep=", ", file=sys.stderr)
     for line in missing:
         print(line, file=sys.stderr)
     scale = _QUICK if arguments.quick else Scale(turns=arguments.turns)
+    kept = arguments.json is not None and arguments.json.exists()
+    report = read_json(arguments.json.read_bytes()) if kept else JsonReport({}, [])
     rows: list[Measurement] = []
+    verdicts: list[bool | None] = []
     for section in arguments.sections or _SECTIONS:
-        rows += _run(section, scale, peers, slowdown)
+        slowdown = measure_slowdown()  # of each section: a shared machine changes its speed within a run
+        found = _run(section, scale, peers, slowdown)
+        rows += found
+        verdicts += [row.reached(slowdown) for row in found]
         if arguments.json:  # after each section: a run takes an hour, and a section that fails ends it
-            arguments.json.write_bytes(as_json(rows, slowdown))
+            report = with_section(report, section, found, slowdown)
+            arguments.json.write_bytes(as_json(report))
     if arguments.plot:
         arguments.plot.write_text(draw_scaling_plot(rows))
-    verdicts = [row.reached(slowdown) for row in rows]
     print(f"{len(rows)} measurements, {verdicts.count(True)} goals reached, {verdicts.count(False)} missed")
     return 0
 
@@ -78,7 +82,9 @@ def main() -> int:
 def _run(section: str, scale: Scale, peers: list[str], slowdown: float) -> list[Measurement]:
     begun = time.perf_counter()
     found: list[Measurement] = importlib.import_module(f"benchmarks.bench_{section}").run(scale, peers)
-    print(f"\n{section}, {time.perf_counter() - begun:.0f} s\n{as_table(found, slowdown)}", flush=True)
+    facts = ", ".join(f"{name} {value}" for name, value in machine(slowdown).items())
+    took_s = time.perf_counter() - begun
+    print(f"\n{section}, {took_s:.0f} s ({facts})\n{as_table(found, slowdown)}", flush=True)
     return found
 
 
@@ -87,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(_SECTIONS)}; all by default")
     parser.add_argument("--quick", action="store_true", help="one short turn of each: to see that it runs")
     parser.add_argument("--turns", type=int, default=3, help="how often each comparison is repeated (3)")
-    parser.add_argument("--json", type=Path, help="write every turn's values there")
+    parser.add_argument("--json", type=Path, help="write every turn's values there; other sections that it has stay")
     parser.add_argument("--plot", type=Path, help="draw the cache's costs by size there, as SVG")
     return parser
 

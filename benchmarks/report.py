@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.measure import Measurement
 
-__all__ = ["JsonReport", "JsonRow", "as_json", "as_table", "machine", "number_text", "read_json"]
+__all__ = ["JsonReport", "JsonRow", "as_json", "as_table", "machine", "number_text", "read_json", "with_section"]
 
 _LIBRARIES = ("msgspec", "pyzmq", "prometheus-client")
 
@@ -31,9 +31,9 @@ class JsonRow(msgspec.Struct, frozen=True):
 
 
 class JsonReport(msgspec.Struct, frozen=True):
-    """One run and its machine."""
+    """The rows of all sections, and by section the facts of the machine that measured it."""
 
-    machine: dict[str, str]
+    machines: dict[str, dict[str, str]]
     rows: list[JsonRow]
 
 
@@ -48,13 +48,17 @@ def machine(slowdown: float = 1.0) -> dict[str, str]:
     } | {name: version(name) for name in _LIBRARIES}
 
 
-def as_json(rows: Iterable[Measurement], slowdown: float = 1.0) -> bytes:
+def with_section(report: JsonReport, section: str, rows: Iterable[Measurement], slowdown: float = 1.0) -> JsonReport:
+    """Return ``report`` with these rows in the place of the section's earlier ones, or at the end."""
+    measured = {name: [row for row in report.rows if row.section == name] for name in report.machines}
+    measured[section] = [_json_row(row, slowdown) for row in rows]
+    facts = report.machines | {section: machine(slowdown)}
+    return JsonReport(facts, [row for rows_of_section in measured.values() for row in rows_of_section])
+
+
+def as_json(report: JsonReport) -> bytes:
     """Encode all rows with the values of every turn, one row per line."""
-    return _as_lines(JsonReport(machine(slowdown), [_json_row(row, slowdown) for row in rows]))
-
-
-def _as_lines(report: JsonReport) -> bytes:
-    head = msgspec.json.encode(JsonReport(report.machine, [])).removesuffix(b"]}")
+    head = msgspec.json.encode(JsonReport(report.machines, [])).removesuffix(b"]}")
     return head + b"\n" + b",\n".join(map(msgspec.json.encode, report.rows)) + b"]}\n"
 
 

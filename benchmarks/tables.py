@@ -1,7 +1,7 @@
-"""Write the tables of ``docs/benchmark-results.md`` from one run: ``python -m benchmarks.tables``.
+"""Write the tables of ``docs/benchmark-results.md`` from ``benchmarks/results.json``: ``python -m benchmarks.tables``.
 
-The run is ``benchmarks/results.json``, which ``make bench BENCH_ARGS='--json benchmarks/results.json'`` writes. All
-figures of the page come from that run. A missed goal needs a reason in ``REASONS``.
+``make bench BENCH_ARGS='--json benchmarks/results.json'`` writes that file, whole or section by section. All figures of
+the page come from it. A missed goal needs a reason in ``REASONS``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ HEADLINE = (
 
 
 def results(report: JsonReport) -> str:
-    """Return every row, one table per section, and the facts of the machine."""
-    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    tables = [f"Of one run ({machine}):"]
+    """Return one table per section, with every row and the facts of the machine that measured it."""
+    tables = []
     for section, rows in groupby(report.rows, lambda row: row.section):
-        tables.append(f"#### {section}\n\n" + _table(rows))
+        facts = ", ".join(f"{name} {value}" for name, value in report.machines[section].items())
+        tables.append(f"#### {section}\n\nMachine: {facts}.\n\n" + _table(rows))
     return "\n\n".join(tables)
 
 

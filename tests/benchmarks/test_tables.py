@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.measure import Goal, Measurement
-from benchmarks.report import JsonReport, as_json, read_json
+from benchmarks.report import JsonReport, as_json, read_json, with_section
 
 ROWS = (
     Measurement("codec", "encode", "us", (2.0, 4.0, 3.0), {"limit": (1.0, 2.0, 1.5)}, Goal(1.5, "limit")),
@@ -20,7 +20,10 @@ ROWS = (
 
 @pytest.fixture
 def report() -> JsonReport:
-    return read_json(as_json(ROWS))
+    measured = JsonReport({}, [])
+    for section in ("codec", "view"):
+        measured = with_section(measured, section, [row for row in ROWS if row.section == section])
+    return read_json(as_json(measured))
 
 
 def test_each_section_is_a_table_with_every_row(report: JsonReport) -> None:
@@ -30,6 +33,17 @@ def test_each_section_is_a_table_with_every_row(report: JsonReport) -> None:
     assert "| apply | 1,500,000 blocks/s | Dynamo: not measured | <= 2 x Dynamo |" in text
     assert "| bytes a block | 143 |  |  |" in text
     assert text.index("#### codec") < text.index("#### view")
+
+
+def test_a_section_that_is_measured_again_replaces_its_rows_and_its_machine_only(report: JsonReport) -> None:
+    again = with_section(report, "codec", [Measurement("codec", "encode", "us", (5.0,))], slowdown=2.0)
+    assert [(row.what, row.value) for row in again.rows] == [
+        ("encode", 5.0),
+        ("apply", 1_500_000.0),
+        ("bytes a block", 143.0),
+    ]
+    assert again.machines["codec"]["slowdown"] == "2.00"
+    assert again.machines["view"] == report.machines["view"]
 
 
 def test_a_missed_goal_without_a_reason_is_named(report: JsonReport, monkeypatch: pytest.MonkeyPatch) -> None:
