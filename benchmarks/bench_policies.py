@@ -37,6 +37,7 @@ from scheduler_components.reference.engine.config import SchedulerConfig
 from scheduler_components.reference.engine.scheduler.request import Request
 from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.scheduling_policy import POLICY_NAMES, make_policy
+from scheduler_components.thread_adapter_loader import open_thread_adapter_loader
 from scheduler_components.values import RequestHints
 
 NAME = "policies"
@@ -109,6 +110,9 @@ class SteadyScheduler:
     """
 
     def __init__(self, policy: str, num_waiting: int) -> None:
+        device = SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None)
+        limits = LoraLimits(max_loaded=_NUM_ADAPTERS, max_registered=_NUM_ADAPTERS)
+        self._loader = open_thread_adapter_loader(device.adapters)
         self._scheduler = Scheduler.compose(
             SchedulerConfig(
                 page_size=PAGE_SIZE,
@@ -118,9 +122,9 @@ class SteadyScheduler:
                 chunk_tokens=PREFILL_TOKENS,
             ),
             ParallelState.trivial(),
-            SimulatedDevice(clock=lambda: 0.0, sleep=lambda _: None),
+            device,
             sinks=SchedulerSinks(),
-            lora=LoraQueue(limits=LoraLimits(max_loaded=_NUM_ADAPTERS, max_registered=_NUM_ADAPTERS)),
+            lora=LoraQueue(limits=limits, loader=self._loader),
         )
         # For other policies adapters would only split the cache.
         self._num_adapters = _NUM_ADAPTERS if policy == "lora-grouping" else 0
@@ -153,9 +157,15 @@ class SteadyScheduler:
             batch_ns += self._step()
         return batch_ns / 1e3 / num_steps, (batch_ns - running_ns) / 1e3 / num_steps
 
+    @property
+    def num_running(self) -> int:
+        """Return the number of running requests."""
+        return len(self._scheduler.queues.running)
+
     def close(self) -> None:
         """Close the scheduler."""
         self._scheduler.close()
+        self._loader.close()
 
     def _step(self) -> int:
         """Take a step as ``Scheduler.step`` does, without its reports. Return the nanoseconds of ``next_batch()``."""
