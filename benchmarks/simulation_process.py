@@ -29,7 +29,7 @@ from scheduler_components.simulation import (
 __all__ = ["SimulationCost", "measure_simulation"]
 
 _ROOT = Path(__file__).parent.parent
-_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
+_STATUS = Path("/proc/self/status")
 
 
 class SimulationCost(msgspec.Struct, frozen=True):
@@ -90,13 +90,21 @@ def _simulate(options: argparse.Namespace) -> None:
     cost = SimulationCost(
         wall_s=time.perf_counter() - wall_s,
         cpu_s=time.process_time() - cpu_s,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT,
+        peak_bytes=_peak_bytes(),
         num_finished=report.num_finished,
         simulated_s=report.duration_s,
         hit_rate=report.hit_rate["device"],
         ttft_p50_s=report.ttft_s.p50,
     )
     sys.stdout.write(msgspec.json.encode(cost).decode() + "\n")
+
+
+def _peak_bytes() -> int:
+    """Return the peak of this process's resident memory. On Linux ``ru_maxrss`` includes the parent's."""
+    if not _STATUS.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_kib = next(line.split()[1] for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak_kib) * 1024
 
 
 if __name__ == "__main__":

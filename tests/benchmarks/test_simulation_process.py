@@ -61,3 +61,11 @@ def test_the_cost_of_a_run_is_printed(
         monkeypatch.setattr(sys, "argv", ["benchmark", str(path), "--replicas", "2", "--router", router])
         assert simulation_process.main() == 0
         assert '"num_finished":1' in capsys.readouterr().out
+
+
+def test_the_peak_of_the_memory_is_that_of_the_run_alone(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [0]}\n')
+    larger = bytearray(b"x") * (1 << 28)  # as the process of all benchmarks
+    cost = simulation_process.measure_simulation(path, num_replicas=2, router="kv")
+    assert 0 < cost.peak_bytes < len(larger)
