@@ -72,9 +72,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (
         "traffic: (live delay|time to the end)",
         "Loop, replay clients, subscriber and libzmq's thread share two cores. In the loop that holds the GIL, a "
-        "replay gets a tenth of the time of its calls. With steps of 100 ms, a run has few batches, so its p99 is the "
-        "worst of them. With one block in a loop that never waits, the two runs took 12 and 56 ms. Each of these rows "
-        "was within its goal in another run.",
+        "replay gets a tenth of the time of its calls. With steps of 100 ms, a run has 30 steps, so its p99 is the "
+        "worst of them. With one block in a loop that never waits, the two runs took 12 and 56 ms.",
     ),
     (
         "replay: time to the end",
