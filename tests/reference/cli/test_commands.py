@@ -85,7 +85,7 @@ OPTIONS = {
     "doctor": f"{API_KEY} json listen publisher-key-file replay-endpoint secret-key-file timeout topic",
     "conformance": f"{API_KEY} badge batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": f"{API_KEY} block-size host jetstream kv-events-config port {STREAM_KEYS} topic worker",
-    "route": f"{API_KEY} allowed-host answer-timeout drain-timeout host max-requests poll-interval port"
+    "route": f"{API_KEY} allowed-host answer-timeout drain-timeout host max-requests picker poll-interval port"
     f" replica-api-key replica-api-key-file {STREAM_KEYS}",
     "new": "directory",
     "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps without",
