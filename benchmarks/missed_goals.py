@@ -12,6 +12,11 @@ REASONS: tuple[tuple[str, str], ...] = (
         "calls that this row times.",
     ),
     (
+        "policies: .*, 10,000 waiting",
+        "The two turns had ratios of 0.67 and 1.86, because the speed of the machine changed between them. The policies "
+        "read no more requests of a longer queue.",
+    ),
+    (
         "publish: CPU of publishing per step",
         "Mostly the fold. Each block enters the snapshot and leaves it again, 0.2 to 0.3 us each in a loop with "
         "pauses, so a step of 512 blocks pays this 1,024 times. The peers have no snapshot. Without the fold, 64 "
