@@ -20,7 +20,7 @@ DOCS_PORT ?= 8000
 ENGINES ?= transformers vllm sglang ray
 PYTHONS ?= python3.12 python3.13 python3.14
 
-# Real engines, built for CPUs, and what they need; the kit is installed beside them. WITHOUT_DEPS is installed first and
+# Real engines, built for CPUs, and what they need; the kit is installed with them. WITHOUT_DEPS is installed first and
 # alone: SGLang asks for CUDA packages, and borrows its CPU kernels from vLLM. UNFIT has no build for this torch.
 ENGINE_VENVS := .venv-engines
 PYTHON_VENVS := .venv-pythons
@@ -42,8 +42,8 @@ help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
 	@echo "make test    install what the tests need, then run them (TEST_ARGS='-k demo')"
 	@echo "make chat    install a small real model (100 MB, and torch), serve it, and talk with it (CHAT_ARGS='--temperature 0.7')"
-	@echo "make bench   measure costs beside their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
-	@echo "make soak    run long forms: 20 to 50 times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
+	@echo "make bench   measure costs next to their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
+	@echo "make soak    run long forms: up to a hundred times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang ray')"
 	@echo "make pythons import the kit and run pure tests in each other Python that is installed (PYTHONS='python3.12 python3.13')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"

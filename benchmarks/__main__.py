@@ -89,7 +89,7 @@ def _run(section: str, scale: Scale, peers: list[str], slowdown: float) -> list[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the kit costs, beside its limits.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the kit costs, next to its limits.")
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(_SECTIONS)}; all by default")
     parser.add_argument("--quick", action="store_true", help="one short turn of each: to see that it runs")
     parser.add_argument("--turns", type=int, default=3, help="how often each comparison is repeated (3)")

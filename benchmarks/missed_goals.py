@@ -13,8 +13,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "policies: .*, 10,000 waiting",
-        "The two turns had ratios of 0.67 and 1.86, because the speed of the machine changed between them. The policies "
-        "read no more requests of a longer queue.",
+        "The two turns had ratios of 0.67 and 1.86, because the speed of the machine changed between them. The "
+        "policies read no more requests of a longer queue.",
     ),
     (
         "publish: CPU of publishing per step",

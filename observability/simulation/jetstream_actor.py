@@ -47,7 +47,7 @@ _MAX_BUILD_BATCHES = 8
 """Batches published while a snapshot is built, at most."""
 
 _EVENT_BYTES = 48
-"""Size of an event that stores one block, at most. It is also enough for half of what a snapshot has besides."""
+"""Size of an event that stores one block, at most. It is also enough for half of what else a snapshot has."""
 
 _FRAME_BYTES = 3
 """What a snapshot adds to each batch."""

@@ -35,7 +35,7 @@ _ROUNDING_S = 1e-6
 """The clock counts nanoseconds."""
 
 _REQUEST_BYTES = 100
-"""What a reader that joins may receive besides: a batch that a message and the snapshot have."""
+"""What else a reader that joins may receive: a batch that a message and the snapshot have."""
 
 
 @attrs.frozen(kw_only=True)

@@ -109,7 +109,7 @@ class AppliedRun(NullStreamListener):
 
 
 class PlainJudge:
-    """Judges one reader of a plain publisher, besides its ``ReaderJudge``.
+    """Judges one reader of a plain publisher, in addition to its ``ReaderJudge``.
 
     Args:
         reader: the reader.

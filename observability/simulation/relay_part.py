@@ -227,7 +227,7 @@ class RelayPart:
         self.own.join()
 
     def lose_frame(self) -> None:
-        """Let the relay, then its readers, lose one batch."""
+        """Let the relay lose one batch of each engine."""
         for each in self.engines:
             each.lose_frame()
 

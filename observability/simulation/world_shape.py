@@ -1,7 +1,7 @@
 """WorldShape: what a world consists of and which faults it has, drawn from its seed.
 
-As in TigerBeetle's VOPR, a world has only some of the faults, each with a rate of its own. Worlds with every fault at
-once would hide what a single one does.
+As in TigerBeetle's VOPR, a world has only some of the faults, each with a rate of its own. Worlds with all faults would
+hide what a single one does.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pathlib import Path
 COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
 TWO_REPLICAS = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "1"]
 TWO_RANKS = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2"]
+TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]
 ONE_RANK = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "1"]
 DEADLINE_S = 90
 

@@ -131,9 +131,9 @@ def table() -> str:
     others = sorted(PLANTED.keys() - planted_seeds.FOUND.keys())
     rows += [
         "",
-        f"Of {len(PLANTED)} bugs, worlds found {len(planted_seeds.FOUND)}. The first {num_seeds} seeds of each kind do "
-        f"not show the other {len(others)}.",
-        "Each of those has a test, with a trace that fails with the bug and passes without it:",
+        f"Of {len(PLANTED)} bugs, worlds found {len(planted_seeds.FOUND)}. One of the other {len(others)} is not "
+        f"searched, and {num_seeds} seeds of each kind do not show the other {len(others) - 1}.",
+        f"Each of the {len(others)} has a test, with a trace that fails with the bug and passes without it:",
         "",
         "| planted bug | test below `tests/` | why no world shows it |",
         "| --- | --- | --- |",

@@ -22,6 +22,8 @@ QUICK = (
     "replays_starve_while_batches_are_published",
     "snapshot_is_not_folded",
     "the_begin_of_a_snapshot_is_ignored",
+    "the_extension_is_looked_for_once",
+    "the_thread_waits_for_a_scheduler_that_stopped",
 )
 """Bugs of three kinds of worlds, two defects of 0.4 among them."""
 

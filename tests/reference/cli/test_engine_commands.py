@@ -20,6 +20,7 @@ import zmq
 from kit.command_processes import (
     DEADLINE_S,
     ONE_RANK,
+    TWO_BY_TWO,
     TWO_RANKS,
     TWO_REPLICAS,
     finish,
@@ -39,10 +40,10 @@ pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
 
 def test_the_demo_passes_its_own_checks() -> None:
-    with started("demo", *TWO_REPLICAS, "--requests", "10", "--speed", "8", "--seed", "3") as process:
+    with started("demo", *TWO_BY_TWO, "--requests", "10", "--speed", "8", "--seed", "3") as process:
         code, out, err = finish(process)
     assert (code, err) == (0, "")
-    assert "exactly 2 streams for 2 ranks; 2 of 2 candidate ports answer" in out
+    assert "exactly 2 streams for 4 ranks; 2 of 4 candidate ports answer" in out
     assert "10 sent, 10 finished, 0 refused, 0 failed" in out
     assert re.search(r"no gap +ok +[1-9]\d* batches", out)
     assert re.search(r"view equals cache +ok +dp0: [1-9]\d* blocks equal; dp1: [1-9]\d* blocks equal", out)
