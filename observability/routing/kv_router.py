@@ -272,7 +272,7 @@ class KvRouter:
         namespace: PrefixNamespace | None = None,
         exclude: Collection[ReplicaId] = (),
     ) -> Pick | None:
-        """Do the same for a prompt that was hashed before, in ``namespace`` or in ``namespaces(lora=lora)``.
+        """Choose the replica of a prompt that was hashed before, in ``namespace`` or in ``namespaces(lora=lora)``.
 
         Nothing counts as cached on a replica whose namespace has changed since.
         """

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 
-_MAX_PROMPTS = 4096
+_MAX_PROMPTS = 256
 """Hashed prompts that are kept until Ray says where their requests went. One that was dropped is hashed again."""
 
 _TOKEN_FIELDS = ("prompt_token_ids", "token_ids", "input_ids")

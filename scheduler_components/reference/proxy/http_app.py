@@ -114,7 +114,7 @@ def _engine_status(fleet: Fleet, engine: Engine) -> dict[str, Any]:
         "state": engine.state.value,
         "problem": engine.problem or None,
         "times_lost": engine.num_times_lost,
-        "adapters": sorted(engine.adapters),
+        "adapters": sorted(engine.adapters or ()),
         "replicas": [
             {
                 "dp_rank": rank,

@@ -83,14 +83,14 @@ class _Description(msgspec.Struct, frozen=True):
         addresses: of its streams; none if it publishes no events.
         page_size: tokens per page.
         ranks: data-parallel ranks, each with its own cache.
-        adapters: names of the adapters that it serves.
+        adapters: names of the adapters that it serves; None if it does not list them.
         models: what it lists as models, by id.
     """
 
     addresses: tuple[StreamAddress, ...]
     page_size: int
     ranks: tuple[int, ...]
-    adapters: frozenset[str]
+    adapters: frozenset[str] | None
     models: Mapping[str, msgspec.Raw]
 
     def is_followed_as(self, other: _Description) -> bool:
@@ -152,7 +152,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
         state: whether it gets requests.
         problem: why it gets none.
         replicas: its ranks.
-        adapters: names of the adapters that it serves.
+        adapters: names of the adapters that it serves; None if it does not list them.
         models: what it lists as models, by id, as JSON.
         subscriber: follows its streams; None without streams, or while it is down.
         lost: set when it goes down. Requests that have no answer then go elsewhere.
@@ -164,7 +164,7 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
     state: EngineState = EngineState.DOWN
     problem: str = "has not answered yet"
     replicas: Mapping[int, Replica] = field(default_factory=dict)
-    adapters: frozenset[str] = frozenset()
+    adapters: frozenset[str] | None = None
     models: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     subscriber: AsyncSubscriber | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -179,6 +179,10 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
     @property
     def is_data_parallel(self) -> bool:
         return len(self.replicas) > 1
+
+    def lists_adapter(self, name: str) -> bool | None:
+        """Return whether the engine lists an adapter; None if it lists none that it may serve."""
+        return None if self.adapters is None else name in self.adapters
 
     def begin(self, description: _Description) -> None:
         """Note that the engine is back. Its ranks keep their counters."""
@@ -284,7 +288,7 @@ class Fleet:
                             break  # the prompt may be what it fails at
                     except (ReplicaError, AnswerMemoryError) as error:
                         _log.info("%s", error)
-                        break  # another engine would refuse the prompt, too
+                        break  # another engine would probably refuse the prompt too, or find the memory as full
         self.num_unknown_prompts += 1
         return ()
 
@@ -314,8 +318,8 @@ class Fleet:
             session = fields.new_session  # its engine refuses to open it again
         if session is not None:
             exclude = [*exclude, *self._others(session)]
-        elif any(lora in engine.adapters for engine in self.engines):
-            exclude = [*exclude, *(engine for engine in self.engines if lora not in engine.adapters)]
+        elif lora is not None and any(engine.lists_adapter(lora) for engine in self.engines):
+            exclude = [*exclude, *(engine for engine in self.engines if engine.lists_adapter(lora) is False)]
         excluded = frozenset(replica.id for engine in exclude for replica in engine.replicas.values())
         now_s = self.clock()
         with self._lock:
@@ -359,8 +363,8 @@ class Fleet:
     def _adapter(self, fields: RoutingFields) -> str | None:
         if fields.lora is not None:
             return fields.lora
-        is_named = any(fields.model in engine.adapters for engine in self.engines)
-        return fields.model if is_named else None
+        model = fields.model
+        return model if model is not None and any(engine.lists_adapter(model) for engine in self.engines) else None
 
     def finish(self, placement: Placement) -> None:
         """Note that a request has ended."""
@@ -430,9 +434,15 @@ class Fleet:
         page_size = next((each.block_size for each in addresses if each.block_size), info.page_size)
         ranks = tuple(address.rank for address in addresses) or tuple(range(info.dp_size))
         client = engine.client
-        return _Description(
-            addresses, page_size or _DEFAULT_PAGE_SIZE, ranks, await client.adapters(), await client.models()
-        )
+        adapters = await client.adapters()
+        try:
+            models = await client.models()
+        except EngineDownError:
+            raise
+        except ReplicaError as error:  # a list for clients, without which the engine serves all the same
+            _log.info("%s: the list from before stays", error)
+            models = engine.models
+        return _Description(addresses, page_size or _DEFAULT_PAGE_SIZE, ranks, adapters, models)
 
     def _begin(self, engine: Engine, description: _Description) -> RouterListener:
         """Add the replicas of an engine to the router, which sends them nothing yet. Return its streams' listener.

@@ -103,15 +103,15 @@ class EngineClient:
         """Return ``/server_info`` as JSON. Raises ReplicaError."""
         return await self._decoded("/server_info", Any)
 
-    async def adapters(self) -> frozenset[str]:
-        """Return the names of the adapters that the engine serves; none for an engine that does not list them.
+    async def adapters(self) -> frozenset[str] | None:
+        """Return the names of the adapters that the engine serves; None for an engine that does not list them.
 
         Raises:
             ReplicaError: the engine does not answer, or with an error of its own.
         """
         status, body = await self._ask("GET", "/model_info")
         if httpx.codes.is_client_error(status):  # it has no such route
-            return frozenset()
+            return None
         if status != httpx.codes.OK:
             raise ReplicaError(f"{self.url}/model_info answers {status}")
         return frozenset(self._decode("/model_info", body, _ModelInfo).adapters)

@@ -142,6 +142,28 @@ def test_an_adapter_that_is_loaded_costs_no_request_and_no_session() -> None:
     run(scenario, engine, description_interval_s=0.02)
 
 
+def test_an_engine_whose_models_cannot_be_listed_serves_all_the_same() -> None:
+    engine = FakeEngine()
+
+    async def failing(_: Request) -> Response:
+        return JSONResponse({}, 500)
+
+    async def begins(fleet: Fleet) -> None:
+        await until(lambda: fleet.num_ready)
+
+    async def scenario(fleet: Fleet) -> None:
+        await until(lambda: fleet.num_ready)
+        [found] = fleet.engines
+        listed = dict(found.models)
+        num_asked = engine.asked.count("/v1/models")
+        engine.pages["/v1/models"] = failing
+        await until(lambda: engine.asked.count("/v1/models") > num_asked + 4)
+        assert (found.state, found.num_times_lost, dict(found.models)) == (UP, 0, listed)
+
+    run(scenario, engine, description_interval_s=0.02, max_failed_polls=2)
+    run(begins, FakeEngine(pages={"/v1/models": failing}))
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/model_info"])
 def test_a_page_that_fails_a_few_times_does_not_cost_the_engine(path: str) -> None:
     engine = FakeEngine()
@@ -517,6 +539,21 @@ def test_blocks_of_updated_weights_are_found_by_what_the_stream_says(stack: Exit
 
     engines = FakeEngine(), FakeEngine(pages={"/server_info": info})
     assert run(scenario, *engines) == [1, 16] * 3
+
+
+def test_a_request_of_an_adapter_may_go_to_an_engine_that_lists_no_adapters() -> None:
+    async def missing(_: Request) -> Response:
+        return Response(status_code=404)
+
+    engines = FakeEngine(adapters=("poet",)), FakeEngine(pages={"/model_info": missing}), FakeEngine()
+
+    async def scenario(fleet: Fleet) -> list[int]:
+        await until(lambda: fleet.num_ready == 3)
+        prompt, fields = HashedPrompt(token_ids=[1], page_size=4), RoutingFields(lora="poet")
+        placed = [await fleet.place(prompt, fields, exclude=fleet.engines[:1]) for _ in range(3)]
+        return [each.engine.number for each in placed if each is not None]
+
+    assert run(scenario, *engines) == [1, 1, 1]
 
 
 def test_a_request_of_an_adapter_goes_to_an_engine_that_lists_it() -> None:
