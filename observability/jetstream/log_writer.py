@@ -89,7 +89,8 @@ class _StoredSnapshot:
         end: it covers every batch below this number.
         traffic_bytes: the log's traffic when it was built.
         stored_s: when it was stored.
-        num_late: messages below its end that were in flight then. The log may have them behind later ones.
+        num_late: messages below its end that were in flight when the first one after it was handed out. The log may
+            have them behind that one.
     """
 
     end: int
@@ -179,7 +180,8 @@ class LogWriter:
     _retried: set[int] = field(default_factory=set, init=False)  # handed out more than once, not stored yet
     _snapshot_cause: str = field(default="", init=False)  # why a snapshot is due whatever the limits
     _is_requested: bool = field(default=False, init=False)  # a reader requests a snapshot
-    _num_late: int = field(default=0, init=False)  # messages in flight when the newest snapshot was built
+    _built_end: int = field(default=0, init=False)  # of the newest snapshot that was built
+    _num_late: int = field(default=0, init=False)  # its ``_StoredSnapshot.num_late``
 
     def __post_init__(self) -> None:
         self.start_epoch(self.epoch)
@@ -189,7 +191,7 @@ class LogWriter:
         assert len(epoch) == EPOCH_BYTES
         self.epoch = epoch
         self._stream = EventStream(epoch=epoch, max_steps=self.limits.buffer_steps, max_bytes=self.limits.buffer_bytes)
-        self._next_out = self._highest_out = 0
+        self._next_out = self._highest_out = self._built_end = self._num_late = 0
         self._acked.clear()
         self._retried.clear()
         self._in_flight.clear()
@@ -204,7 +206,8 @@ class LogWriter:
     @property
     def num_waiting(self) -> int:
         """Batches that the broker has neither as a message nor in a snapshot."""
-        num_in_flight = sum(seq < self._next_out for seq in self._in_flight)
+        end = 0 if self._stored is None else self._stored.end
+        num_in_flight = sum(end <= seq < self._next_out for seq in self._in_flight)
         return self._stream.next_sequence - self._first_unstored - len(self._acked) + num_in_flight
 
     @property
@@ -235,6 +238,10 @@ class LogWriter:
         self._next_out = seq
         if not stream.first <= seq < stream.next_sequence or seq - snapshot.end >= self.limits.max_msgs:
             return None
+        if self._highest_out <= self._built_end <= seq:
+            self._num_late = sum(each < self._built_end for each in self._in_flight)
+            if snapshot.end == self._built_end:
+                snapshot.num_late = self._num_late
         if seq - snapshot.end + snapshot.num_late >= self.limits.max_msgs:
             self._snapshot_cause = "messages in flight may use up max_msgs"
             return None
@@ -292,7 +299,7 @@ class LogWriter:
             return "half of max_age_s is over"
         if self._highest_out <= snapshot.end:
             return ""  # the log has no message that could be dropped too early
-        if self._highest_out - snapshot.end >= limits.max_msgs // 2:
+        if self._highest_out - snapshot.end >= (limits.max_msgs - snapshot.num_late) // 2:
             return "half of max_msgs is used up"
         if self.traffic.total_bytes - snapshot.traffic_bytes >= limits.max_bytes // 2:
             return "half of max_bytes is used up"
@@ -316,10 +323,11 @@ class LogWriter:
                         if chunk is not None:
                             chunks.append(chunk)
             batches = [stream.payload(seq) for seq in range(first, stream.next_sequence)]
-            self._num_late = len(self._in_flight)
         finally:
             stream.pins -= 1
         snapshot = Snapshot(stream.epoch, first, digest, chunks, batches, stream.digest, self.log_seq)
+        if stream is self._stream:
+            self._built_end, self._num_late = snapshot.end, 0
         return snapshot, self.traffic.total_bytes
 
     def on_snapshot_stored(self, snapshot: Snapshot, traffic_bytes: int, now_s: float) -> None:
@@ -332,7 +340,6 @@ class LogWriter:
         self._highest_out = max(self._highest_out, snapshot.end)
         self._acked = {seq for seq in self._acked if seq >= snapshot.end}
         self._retried = {seq for seq in self._retried if seq >= snapshot.end}
-        self._in_flight = {seq for seq in self._in_flight if seq >= snapshot.end}
         self._snapshot_cause = ""
         self._is_requested = False
 

@@ -259,18 +259,62 @@ def test_a_snapshot_that_is_given_up_releases_the_stream() -> None:
     assert writer.stream.pins == 0
 
 
+def send_late(writer: LogWriter, num_late: int) -> list[LogMessage]:
+    """Store a snapshot, and hand out the batch after it, while ``num_late`` messages before its end are in flight."""
+    store_snapshot(writer)
+    append(writer, *range(num_late))
+    late = [pop(writer) for _ in range(num_late)]
+    store_snapshot(writer)
+    append(writer, num_late)
+    assert pop(writer).seq == num_late
+    return late
+
+
 def test_messages_in_flight_leave_less_room_in_the_log_after_a_snapshot() -> None:
     """The log may get them behind messages that the snapshot does not cover, and then they count."""
     writer = make_writer(buffer_steps=100)
-    store_snapshot(writer)
-    append(writer, *range(3))
-    in_flight = [pop(writer) for _ in range(3)]
-    store_snapshot(writer)
-    append(writer, *range(3, 12))
-    assert pop_all(writer) == [3, 4, 5, 6, 7]
+    late = send_late(writer, 3)
+    append(writer, *range(4, 12))
+    assert pop_all(writer) == [4, 5, 6, 7]
     assert writer.snapshot_reason(0.0) == "messages in flight may use up max_msgs"
-    for log_seq, message in enumerate(in_flight, 1):
+    for log_seq, message in enumerate(late, 1):
         writer.on_stored(message, log_seq)
     assert pop_all(writer) == []
     store_snapshot(writer)
     assert writer.num_waiting == 0
+
+
+def test_a_snapshot_is_due_while_messages_in_flight_still_leave_room() -> None:
+    """A batch without room is in the snapshot alone, and every reader that is live must recover from that."""
+    writer = make_writer(buffer_steps=100)
+    send_late(writer, 5)
+    assert writer.snapshot_reason(0.0) == "half of max_msgs is used up"
+    append(writer, 6)
+    assert pop_all(writer) == [6]
+
+
+def test_messages_that_the_log_has_before_the_next_one_is_sent_take_no_room() -> None:
+    writer = make_writer(buffer_steps=100)
+    store_snapshot(writer)
+    append(writer, *range(5))
+    in_flight = [pop(writer) for _ in range(5)]
+    store_snapshot(writer)
+    assert writer.num_waiting == 0, "the snapshot has them"
+    for log_seq, message in enumerate(in_flight, 1):
+        writer.on_stored(message, log_seq)
+    append(writer, *range(5, 20))
+    assert pop_all(writer) == list(range(5, 13))
+
+
+def test_messages_sent_between_building_and_storing_a_snapshot_count_too() -> None:
+    """The snapshot covers them, and the log may get them behind the first one that it does not cover."""
+    writer = make_writer(buffer_steps=100)
+    store_snapshot(writer)
+    append(writer, *range(3))
+    snapshot, traffic = build(writer)
+    assert pop_all(writer) == [0, 1, 2]
+    append(writer, 3)
+    assert pop_all(writer) == [3]
+    writer.on_snapshot_stored(snapshot, traffic, 0.0)
+    append(writer, *range(4, 12))
+    assert pop_all(writer) == [4, 5, 6, 7]
