@@ -27,6 +27,7 @@ __all__ = [
     "fetch_json",
     "fetch_page",
     "escape_unprintable",
+    "trusted_certificates",
     "parse_worker_url",
 ]
 
@@ -131,7 +132,7 @@ def fetch_page(
     try:
         # Without the environment's proxy, which usually cannot reach a worker.
         with httpx.stream(
-            "GET", page, headers=headers, timeout=timeout_s, trust_env=False, verify=_certificates()
+            "GET", page, headers=headers, timeout=timeout_s, trust_env=False, verify=trusted_certificates()
         ) as reply:
             if reply.status_code == httpx.codes.UNAUTHORIZED:
                 raise StartError(str(page), "answers 401", "give the worker's API key")
@@ -149,8 +150,8 @@ def fetch_page(
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
-    """Return what https trusts. To read it takes longer than most pages."""
+def trusted_certificates() -> ssl.SSLContext:
+    """Return what https trusts, read once per process: reading it takes longer than most pages."""
     import httpx  # here, as in ``parse_worker_url``
 
     return httpx.create_ssl_context(trust_env=False)

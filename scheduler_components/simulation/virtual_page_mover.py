@@ -40,7 +40,7 @@ from scheduler_components.page_operations import (
 )
 from scheduler_components.simulation.virtual_clock import NEVER_NS, VirtualClock
 
-__all__ = ["TransferLink", "VirtualPageMover"]
+__all__ = ["SimulatedStorage", "TransferLink", "VirtualPageMover"]
 
 _SLICE_PAGES = 32  # pages per piece of a read, as in ThreadPageMover
 _MAX_LOAD_BACK_PAGES = 4096  # as in ThreadPageMover

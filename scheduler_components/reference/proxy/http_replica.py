@@ -7,18 +7,17 @@ time, and its values are checked, so an engine that fails or lies costs its own 
 from __future__ import annotations
 
 import asyncio
-import ssl
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import httpx
 import msgspec
 
 from observability.kv_stream import escape_unprintable
+from observability.kv_stream.discovery import trusted_certificates
 from observability.kv_stream.stream_stats import MAX_STREAMS
 from scheduler_components import ComponentError
 from scheduler_components.reference.proxy.answer_memory import HeldAnswer
@@ -296,12 +295,6 @@ def _length_of_whole_events(text: bytes) -> int:
     return max(text.rfind(end) + len(end) if end in text else 0 for end in _EVENT_ENDS)
 
 
-@cache
-def _tls_context() -> ssl.SSLContext:
-    """Return the context of the clients of all engines: reading the certificates of authorities takes 20 ms."""
-    return httpx.create_ssl_context(trust_env=False)
-
-
 @asynccontextmanager
 async def open_engine_client(url: str, config: ProxyConfig) -> AsyncIterator[EngineClient]:
     """Open the client of the engine at a URL, which has no final slash."""
@@ -315,7 +308,7 @@ async def open_engine_client(url: str, config: ProxyConfig) -> AsyncIterator[Eng
         headers=headers,
         timeout=timeout,
         limits=limits,
-        verify=_tls_context(),
+        verify=trusted_certificates(),
         trust_env=False,
         follow_redirects=False,
     ) as http:
