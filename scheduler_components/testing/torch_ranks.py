@@ -107,6 +107,7 @@ def _run_rank(rank: int, folder: str, job: bytes, results: Connection) -> None:
             timeout=timedelta(seconds=_START_TIMEOUT_S),
         )
         groups = open_torch_groups(world_rank_groups(world), ["scheduler"], timeout_s=limit_s)["scheduler"]
+        dist.barrier()  # a rank that has connected would otherwise leave while another still connects to it
         results.send(("", work(groups)))
     except Exception:  # noqa: BLE001 - the parent process raises it
         results.send((traceback.format_exc(), None))
