@@ -36,7 +36,7 @@ class BrokerPreparation:
         return number == self._number
 
     def end(self, number: int) -> bool:
-        """Preparation ``number`` has succeeded. Return False if it counts no longer."""
+        """Note that preparation ``number`` has succeeded. Return whether the broker is prepared now."""
         if self.is_current(number):
             self.is_done = True
         return self.is_done

@@ -1,7 +1,7 @@
 """The HTTP client of one engine behind a proxy: its description, readiness, loads, tokens, and forwarded requests.
 
 The proxy relies on what an engine answers for the choice of a replica only. Each answer has a limit of bytes and of
-time, and its values are checked, so an engine that fails or lies costs its own requests and no others.
+time, and its values are checked, so an engine that fails or lies costs its own requests.
 """
 
 from __future__ import annotations

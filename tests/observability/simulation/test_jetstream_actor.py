@@ -6,44 +6,19 @@
 from __future__ import annotations
 
 import pytest
+from kit.log_world import LogWorld
 
 from observability.jetstream.log_writer import LogLimits
 from observability.kv_stream import StreamState
-from observability.simulation.jetstream_actor import LogReaderActor, LogWriterActor, Truth
-from observability.simulation.simulated_broker import SimulatedBroker
-from observability.simulation.timeline import BrokenPromise, Timeline
-from scheduler_components import BlockStored
+from observability.simulation.jetstream_actor import LogReaderActor
+from observability.simulation.timeline import BrokenPromise
 
 LIMITS = LogLimits(max_msgs=16, max_bytes=4_000, max_age_s=30.0, overhead_bytes=100)
 
 
-class LogWorld:
-    """A broker, one writer and one reader."""
-
-    def __init__(self) -> None:
-        self.timeline = Timeline(seed=1)
-        self.broker = SimulatedBroker(self.timeline, LIMITS)
-        self.truth: Truth = {}
-        self.writer = self.add_writer(0)
-        self.reader = LogReaderActor(self.timeline, self.broker, self.truth, "reader")
-        self.reader.start()
-
-    def add_writer(self, number: int) -> LogWriterActor:
-        writer = LogWriterActor(self.timeline, self.broker, number, self.truth)
-        writer.start()
-        return writer
-
-    def wait(self, duration_s: float) -> None:
-        self.timeline.run_until(self.timeline.now_s + duration_s)
-
-    def publish(self, *blocks: int) -> None:
-        for block in blocks:
-            self.writer.publish(BlockStored((block,), None, (block,), 1, None))
-
-
 @pytest.fixture
 def world() -> LogWorld:
-    return LogWorld()
+    return LogWorld(LIMITS)
 
 
 def test_a_reader_follows_a_writer(world: LogWorld) -> None:

@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from kit.log_world import LogWorld
 
 from observability.jetstream.log_follower import LogFollower
 from observability.jetstream.log_writer import LogLimits, LogWriter
 from observability.kv_stream.log_cursor import LogCursor
 from observability.kv_stream.log_records import LogHeartbeat
-from observability.simulation.jetstream_actor import POLICY, LogReaderActor, LogWriterActor
-from observability.simulation.log_reader_judge import LogReaderJudge, Truth
-from observability.simulation.simulated_broker import SimulatedBroker
-from observability.simulation.timeline import BrokenPromise, Timeline
-from scheduler_components import BlockStored
+from observability.simulation.jetstream_actor import POLICY
+from observability.simulation.log_reader_judge import LogReaderJudge
+from observability.simulation.timeline import BrokenPromise
 from scheduler_components.kv_events import EventStream
 
 LIMITS = LogLimits(max_msgs=16, max_bytes=4_000, max_age_s=30.0, overhead_bytes=100, buffer_steps=4)
 
 
-class LogWorld:
-    """A broker, one writer and one reader."""
-
-    def __init__(self) -> None:
-        self.timeline = Timeline(seed=1)
-        self.broker = SimulatedBroker(self.timeline, LIMITS)
-        self.truth: Truth = {}
-        self.writer = LogWriterActor(self.timeline, self.broker, 0, self.truth)
-        self.writer.start()
-        self.reader = LogReaderActor(self.timeline, self.broker, self.truth, "reader")
-        self.reader.start()
-
-    def wait(self, duration_s: float) -> None:
-        self.timeline.run_until(self.timeline.now_s + duration_s)
-
-    def publish(self, *blocks: int) -> None:
-        for block in blocks:
-            self.writer.publish(BlockStored((block,), None, (block,), 1, None))
-
-
 @pytest.fixture
 def world() -> LogWorld:
-    world = LogWorld()
+    world = LogWorld(LIMITS)
     world.publish(1)
     world.wait(2.0)
     return world

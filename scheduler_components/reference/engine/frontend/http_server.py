@@ -294,7 +294,8 @@ async def open_http_server(
         listener: socket from ``bind_http``.
         header_timeout_s: the server closes a connection that has not sent its request headers by then.
         linger_s: longest time, after a response, for a client that still sends its body.
-        stall_timeout_s: the server closes a connection whose client takes no byte of a response for so long.
+        stall_timeout_s: the server closes a connection whose client takes no byte for so long while more of a
+            response waits than asyncio buffers (64 KiB).
         max_connections: further connections get 503; None leaves descriptors for the rest of the process.
 
     Raises:
