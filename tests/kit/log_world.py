@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from observability.jetstream.log_writer import LogLimits
-from observability.simulation.jetstream_actor import LogReaderActor, LogWriterActor, Truth
+from observability.simulation.jetstream_actor import LogReaderActor, LogWriterActor
+from observability.simulation.log_reader_judge import Truth
 from observability.simulation.simulated_broker import SimulatedBroker
 from observability.simulation.timeline import Timeline
 from scheduler_components import BlockStored
