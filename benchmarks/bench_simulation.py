@@ -23,8 +23,8 @@ from benchmarks.dynamo_replay import (
 )
 from benchmarks.measure import Goal, Measurement, Scale
 from benchmarks.simulation_process import measure_simulation
-from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
-from scheduler_components.simulation import (
+from scheduler_engine.cli.simulate_trace_command import ROUTERS
+from scheduler_engine.simulation import (
     ConversationWorkload,
     SimulationConfig,
     TraceRequest,

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from benchmarks.measure import Goal, Measurement, Scale
 from scheduler_components.cache import RadixCache
-from scheduler_components.reference.device.workload import open_trace
+from scheduler_engine.device.workload import open_trace
 
 NAME = "trace"
 CAPACITY_TOKENS = 1 << 19

@@ -31,7 +31,8 @@ from benchmarks.dynamo_rules import DynamoRules
 from benchmarks.measure import count_argument
 from observability.routing import KvRouter, SpeculativeEntries
 from scheduler_components.errors import ComponentError, ConfigError
-from scheduler_components.simulation import (
+from scheduler_components.values import BatchShape, ScheduledBatch
+from scheduler_engine.simulation import (
     TRACE_BLOCK_TOKENS,
     CostModel,
     ReplicaConfig,
@@ -44,7 +45,6 @@ from scheduler_components.simulation import (
     open_trace,
     parse_trace,
 )
-from scheduler_components.values import BatchShape, ScheduledBatch
 
 __all__ = [
     "KIT_ROUTERS",

@@ -26,8 +26,8 @@ from typing import ClassVar
 from scheduler_components.cache import hash_pages
 from scheduler_components.events import BlockRemoved, BlockStored
 from scheduler_components.kv_events import BatchDecoder
-from scheduler_components.simulation import SimulatedRequest
 from scheduler_components.values import LoadSnapshot
+from scheduler_engine.simulation import SimulatedRequest
 
 __all__ = ["DynamoRules"]
 

@@ -21,9 +21,16 @@ from scheduler_components import ConfigError
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import HiCacheStepper, HiRadixCache
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.reference.device.workload import TRACE_BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
+from scheduler_components.values.page_operations import (
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadBackDone,
+    WriteDone,
+)
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.device.workload import TRACE_BLOCK_TOKENS, TraceRequest, open_trace, prompt_tokens
 
 __all__ = ["Found", "Sizes", "as_table", "find_in_device", "find_in_tiers", "unbounded_tokens"]
 

@@ -13,12 +13,12 @@ import zmq
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import BLOCK_INTS, ParallelGroups
+from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.hicache import HiCacheStepper, HiRadixCache
-from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.reference.engine.rank.zmq_sync import open_zmq_groups
 from scheduler_components.values import SyncCall
+from scheduler_components.values.page_operations import Instruction, IoEvent
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.engine.rank.zmq_sync import open_zmq_groups
 
 _WARM_UP_STEPS = 50
 
@@ -74,7 +74,7 @@ def _open_groups(spec: StepSpec) -> ParallelGroups:
     if spec.transport == "gloo":
         import torch.distributed as dist
 
-        from scheduler_components.torch_sync import open_torch_groups
+        from scheduler_components.agreement.torch_sync import open_torch_groups
 
         dist.init_process_group(
             "gloo",

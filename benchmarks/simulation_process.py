@@ -18,8 +18,8 @@ import msgspec
 
 from benchmarks.measure import count_argument
 from scheduler_components.errors import ComponentError
-from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
-from scheduler_components.simulation import (
+from scheduler_engine.cli.simulate_trace_command import ROUTERS
+from scheduler_engine.simulation import (
     Simulation,
     SimulationConfig,
     check_trace,

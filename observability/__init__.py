@@ -2,14 +2,14 @@
 
 Names are imported on first use, so Prometheus, starlette, httpx and pyzmq are needed only by what uses them. Further
 public modules: ``observability.catalog`` (the metric catalogue), ``observability.kv_stream`` (the parts of the
-subscriber), ``observability.testing`` (the test kit), ``observability.grafana`` (the dashboard).
+subscriber), ``worlds`` (the test kit), ``observability.grafana`` (the dashboard).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.conformance import check_conformance

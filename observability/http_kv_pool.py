@@ -22,7 +22,7 @@ import msgspec
 from observability.http_status import error_response
 from observability.kv_pool_client import MAX_HASHES_PER_PAGE, KvPoolPage, KvPoolPlace
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.values import KvPoolSnapshot
 
 with naming_extras:

@@ -20,7 +20,7 @@ import msgspec
 from observability.http_status_page import PAGE_POLICY, render_status_page
 from observability.prometheus_page import render_metrics
 from scheduler_components import ConfigError, __version__
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.values import LoadSnapshot
 
 with naming_extras:

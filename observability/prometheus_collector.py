@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from observability.catalog import Metric
 from scheduler_components import ConfigError
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 
 with naming_extras:
     from prometheus_client import CollectorRegistry

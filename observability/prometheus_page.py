@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 
 with naming_extras:
     from prometheus_client import CollectorRegistry, generate_latest

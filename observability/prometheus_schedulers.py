@@ -29,8 +29,8 @@ from observability.catalog import (
 )
 from observability.prometheus_collector import CatalogCollector, new_family
 from scheduler_components import ConfigError
-from scheduler_components._extras import naming_extras
-from scheduler_components.shm_board import ShmBoard
+from scheduler_components._internal.extras import naming_extras
+from scheduler_components.metrics.shm_board import ShmBoard
 from scheduler_components.values import HistogramSnapshot, SchedulerStats
 
 with naming_extras:

@@ -23,7 +23,7 @@ from observability.catalog import (
 from observability.jetstream import LogStats
 from observability.kv_stream import StreamState, StreamStats
 from observability.prometheus_collector import CatalogCollector, new_family
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.ports import StatsSource
 
 with naming_extras:

@@ -1,4 +1,4 @@
-"""The one place the version is written."""
+"""The version of the kit. The other wheels of this repository have the same one."""
 
 __version__ = "0.4.0"
 """The release that is installed."""

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from scheduler_components.failure_log import FailureLog
+from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.output_streamer import OutputStreamer, StreamedRequest
 from scheduler_components.values import FinishReason
 

@@ -35,17 +35,6 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from scheduler_components.admission_budget import (
-    AdmissionBudget,
-    AdmissionDemand,
-    BatchLimits,
-    estimate_pages,
-    estimate_pages_to_allocate,
-    prefill_chunk,
-)
-from scheduler_components.dp_attn import DpBatchSync, PrefillIntent
-from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
-from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
 from scheduler_components.ports import (
     ComputeGate,
     DecisionSink,
@@ -57,9 +46,20 @@ from scheduler_components.ports import (
     SchedulableRequest,
     SchedulingPolicy,
 )
-from scheduler_components.preemption_policy import LatestArrival
-from scheduler_components.request_queues import RequestQueues, TrackedRequest
-from scheduler_components.scheduling_policy import FirstComeFirstServed, ignores_batches
+from scheduler_components.scheduling.admission_budget import (
+    AdmissionBudget,
+    AdmissionDemand,
+    BatchLimits,
+    estimate_pages,
+    estimate_pages_to_allocate,
+    prefill_chunk,
+)
+from scheduler_components.scheduling.dp_attn import DpBatchSync, PrefillIntent
+from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
+from scheduler_components.scheduling.preemption_policy import LatestArrival
+from scheduler_components.scheduling.request_queues import RequestQueues, TrackedRequest
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed, ignores_batches
 from scheduler_components.values import (
     BatchShape,
     FinishReason,

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler_components.failure_log import FailureLog
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import check_number
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import ForwardPassSink, NullForwardPassSink
-from scheduler_components.validators import check_number
 from scheduler_components.values import (
     FORWARD_PASS_VERSION,
     ForwardPassMetrics,

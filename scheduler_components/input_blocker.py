@@ -30,8 +30,8 @@ from zlib import crc32
 
 import attrs
 
-from scheduler_components.failure_log import FailureLog
-from scheduler_components.validators import check_number, integer_validator, number_validator
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import check_number, integer_validator, number_validator
 from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection
 
 __all__ = ["BlockerState", "InputBlocker", "InputLimits", "NullRejectionSink", "RejectionSink", "RelayedMessage"]

@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 import attrs
 import msgspec
 
-from scheduler_components.allocation_log import AllocationLog, pair_records
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import integer_validator
+from scheduler_components.checks.allocation_log import AllocationLog, pair_records
 from scheduler_components.errors import ConfigError, PoolInvariantError
 from scheduler_components.events import (
     AllBlocksCleared,
@@ -40,14 +42,12 @@ from scheduler_components.events import (
     MediumGroup,
     medium_group,
 )
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import HeldBlocksSource, KvEventSource, NullHeldBlocksSource
-from scheduler_components.validators import integer_validator
 from scheduler_components.values import AllocationAction, AllocationRecord, IntegrityStats, PageHolding, PoolCount
 from scheduler_components.watchdog import StepProgress
 
 if TYPE_CHECKING:  # the frontend process reads CheckPolicy and must not load the cache
-    from scheduler_components.pool_stats_observer import AuditedNode, AuditedPool
+    from scheduler_components.checks.pool_stats_observer import AuditedNode, AuditedPool
 
 __all__ = [
     "CheckPolicy",

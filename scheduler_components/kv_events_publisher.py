@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.kv_events import EventPublisher
 from scheduler_components.metrics.kv_metrics import kv_metrics_of_load
 from scheduler_components.parallel_state import ParallelState

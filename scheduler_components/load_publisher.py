@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import check_number
 from scheduler_components.errors import ConfigError
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.load.load_stat import LOAD_HEARTBEAT_S
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSink, LoadSource
-from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
 
 if TYPE_CHECKING:

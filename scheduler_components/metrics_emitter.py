@@ -9,11 +9,11 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
 
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import LoadSource, MetricsSink, StatsSource
-from scheduler_components.validators import check_integer
 from scheduler_components.values import (
     AgreedQueueStats,
     BatchingStats,

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import msgspec
 
-from scheduler_components.failure_log import FailureLog
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.ports import OutputSink
-from scheduler_components.validators import check_integer
 from scheduler_components.values import OutputBatch, OutputDelta, OutputStats, TokenOutput
 
 __all__ = ["FinalDeltaBuffer", "OutputStreamer", "StreamedRequest"]

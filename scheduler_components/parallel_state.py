@@ -17,8 +17,8 @@ from typing import Any
 
 import attrs
 
+from scheduler_components._internal.validators import check_integer, integer_validator
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_integer, integer_validator
 
 __all__ = ["ParallelState"]
 

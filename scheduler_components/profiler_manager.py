@@ -11,10 +11,10 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.internal_state import StateValue
-from scheduler_components.validators import check_integer
 
 __all__ = ["NullProfiler", "ProfileRequest", "ProfileStage", "Profiler", "ProfilerManager"]
 

@@ -41,10 +41,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from zlib import crc32
 
+from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.cache.block_hash import weight_namespace
 from scheduler_components.errors import QuiesceDivergenceError
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.ports import DecisionSink, NullDecisionLog
 from scheduler_components.values import (
     DEFAULT_WEIGHT_VERSION,

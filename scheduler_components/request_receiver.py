@@ -33,7 +33,7 @@ from zlib import crc32
 from scheduler_components.errors import DecodeError, LockstepError
 from scheduler_components.input_blocker import InputBlocker, RelayedMessage
 from scheduler_components.ports import DecisionSink, NullDecisionLog
-from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.receiving.recv_skipper import RecvSkipper
 from scheduler_components.values import ForwardMode, InputMessage, ReceiverStats, RelayedInput
 from scheduler_components.watchdog import IDLE_PHASE, RECEIVE_PHASE, StepProgress
 

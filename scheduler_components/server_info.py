@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint, EventPublisherFactory, KVEventsConfig, ListeningStream, PortPlan
-from scheduler_components.validators import check_integer
 
 __all__ = ["LOAD_TOPIC", "describe_kv_events_publisher", "kv_events_server_info"]
 

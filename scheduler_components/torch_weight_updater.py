@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.errors import ConfigError
 from scheduler_components.weight_updater import LoadedTensors
 

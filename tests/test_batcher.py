@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.admission_budget import BatchLimits
 from scheduler_components.batcher import BatchConditions, Batcher
-from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
-from scheduler_components.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
-from scheduler_components.scheduling_policy import FirstComeFirstServed, PriorityPolicy
+from scheduler_components.scheduling.admission_budget import BatchLimits
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
+from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES, make_preemption_policy
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed, PriorityPolicy
 from scheduler_components.testing.batcher_checks import (
     BATCHER_CHECKS,
     SMALL_LIMITS,

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from observability.grafana import DASHBOARD_FILE
-from scheduler_components.reference.cli.commands import make_app
-from scheduler_components.reference.cli.engine_commands import engine_config
+from scheduler_engine.cli.commands import make_app
+from scheduler_engine.cli.engine_commands import engine_config
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 ROOT = DEPLOY.parent

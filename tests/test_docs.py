@@ -21,7 +21,7 @@ from kit.forked_programs import Ran, run_programs
 
 from observability.catalog import render_markdown
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored
-from scheduler_components.reference.cli.commands import COMMANDS, GROUPS, make_app
+from scheduler_engine.cli.commands import COMMANDS, GROUPS, make_app
 
 pytestmark = pytest.mark.processes
 
@@ -278,7 +278,7 @@ def test_the_wire_page_has_the_fields_of_each_event_in_their_order(event: type) 
 def test_every_package_that_exports_names_has_a_page_of_reference() -> None:
     inits = [init for package in PACKAGES for init in (ROOT / package).rglob("__init__.py")]
     exporting = [".".join(init.parent.relative_to(ROOT).parts) for init in inits if "__all__" in init.read_text()]
-    shown = [each for each in exporting if not each.startswith("scheduler_components.reference")]  # an example engine
+    shown = [each for each in exporting if not each.startswith("scheduler_engine")]  # an example engine
     assert set(shown) <= set(REFERENCE)
 
 

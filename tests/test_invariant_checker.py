@@ -9,8 +9,9 @@ import attrs
 import pytest
 from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler, kv_pool_of, request
 
-from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.cache import RadixCache
+from scheduler_components.checks.allocation_log import AllocationLog
+from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.errors import PoolInvariantError
 from scheduler_components.events import medium_group
 from scheduler_components.invariant_checker import (
@@ -20,11 +21,10 @@ from scheduler_components.invariant_checker import (
     PublishedBlocks,
     find_pool_violations,
 )
-from scheduler_components.pool_stats_observer import RadixCachePool
-from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import HeldCount, PageHolding, PoolCount
 from scheduler_components.watchdog import StepProgress
+from scheduler_engine.engine.config import IntegrityConfig
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 STRICT = CheckPolicy(count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 POOL_SIZE = 16

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_components.checks.pool_stats_observer import SlotPool
 from scheduler_components.invariant_checker import find_pool_violations
-from scheduler_components.pool_stats_observer import SlotPool
-from scheduler_components.reference.engine.scheduler.integrity import RequestSlotPool
-from scheduler_components.request_queues import RequestQueues
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import HeldCount, PageHolding
+from scheduler_engine.engine.scheduler.integrity import RequestSlotPool
 
 MANY = 10**7
 MAX_BYTES = 200_000

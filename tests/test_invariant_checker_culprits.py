@@ -13,14 +13,14 @@ from kit.hybrid_scheduler import SMALL, checker_of, ledger_of
 from kit.leaky_pages import LeakyPages, Loss
 
 from scheduler_components import ParallelState
-from scheduler_components.allocation_log import AllocationLog, pair_records
+from scheduler_components.checks.allocation_log import AllocationLog, pair_records
 from scheduler_components.invariant_checker import PoolReport, find_pool_violations
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import AllocationAction
+from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import IntegrityConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 NUM_REQUESTS = 24
 

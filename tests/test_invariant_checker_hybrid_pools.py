@@ -19,8 +19,8 @@ from kit.hybrid_scheduler import (
     serve,
 )
 
-from scheduler_components.reference.engine.scheduler.request import Request, RequestState
 from scheduler_components.values import AllocationRecord, PageHolding
+from scheduler_engine.engine.scheduler.request import Request, RequestState
 
 
 class LosesPageOfRetracted(HybridPages):

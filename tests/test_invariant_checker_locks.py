@@ -8,15 +8,15 @@ from kit.leaky_pages import LeakyPages
 
 from scheduler_components import ParallelState
 from scheduler_components.cache import RadixCache
+from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker
-from scheduler_components.pool_stats_observer import RadixCachePool
 from scheduler_components.ports import NullPageHolders
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import PoolCount
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import IntegrityConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 def test_a_lost_lock_is_found_while_requests_run() -> None:

@@ -20,12 +20,19 @@ from kit.hybrid_scheduler import SMALL, checker_of, hybrid_scheduler
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
 from scheduler_components.invariant_checker import CheckPolicy, find_pool_violations
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, Instruction, IoEvent, LoadBackDone, WriteDone
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request
+from scheduler_components.values.page_operations import (
+    CopyToDevice,
+    CopyToHost,
+    Instruction,
+    IoEvent,
+    LoadBackDone,
+    WriteDone,
+)
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import IntegrityConfig
+from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers
+from scheduler_engine.engine.scheduler.request import Request
 
 RAISE = CheckPolicy(action="raise", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)
 

@@ -18,16 +18,16 @@ from kit.replaced_parts import replace_kv_cache
 
 from scheduler_components import ParallelState
 from scheduler_components.cache import RadixNode
+from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.errors import CacheIntegrityError
-from scheduler_components.pool_stats_observer import RadixCachePool
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.engine.config import IntegrityConfig
-from scheduler_components.reference.engine.scheduler.integrity import RequestSlotPool
-from scheduler_components.reference.engine.scheduler.request import Request, RequestState
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.request_kv_cache import KV_POOL, RequestKvCache, RequestPageHolders
-from scheduler_components.request_queues import RequestQueues
+from scheduler_components.scheduling.request_kv_cache import KV_POOL, RequestKvCache, RequestPageHolders
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import AllocationRecord, FinishReason, PageHolding
+from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
+from scheduler_engine.engine.config import IntegrityConfig
+from scheduler_engine.engine.scheduler.integrity import RequestSlotPool
+from scheduler_engine.engine.scheduler.request import Request, RequestState
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,57 +19,52 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parent.parent
 KIT = "scheduler_components"
-SOURCES = sorted([*ROOT.glob("scheduler_components/**/*.py"), *ROOT.glob("observability/**/*.py")])
+WHEELS = {
+    "scheduler_components": {"observability"},
+    "observability": {"scheduler_components"},
+    "scheduler_engine": {"scheduler_components", "observability"},
+    "scheduler_refactor": {"scheduler_components", "observability"},
+}
+"""Which packages of this repository a package may import besides itself. The first two are one wheel."""
+SOURCES = sorted(path for package in WHEELS for path in (ROOT / package).rglob("*.py"))
 
 FLOORS = (
-    ("_version", "_lazy", "errors", "events", "failure_log"),
-    ("_extras", "fork_hook"),
-    ("file_lock", "file_unused_path", "validators"),
-    ("values", "page_operations", "page_shape"),
+    ("_version", "errors", "events", "_internal"),
+    ("values",),
     ("parallel_state",),
-    ("ports", "rank_groups", "shm_board", "sync_call"),
+    ("ports",),
     ("agreement",),
-    ("decision_log", "file_divergence_sink"),
-    ("agreed_queue", "step_agreement", "request_grammar", "llguidance_backend"),
-    ("grammar_queue",),
-    ("thread_grammar_compiler",),
-    ("waiting_rooms",),
-    ("kv_events", "cache", "torch_sync", "thread_sync"),
+    ("kv_events", "cache"),
     ("load", "metrics", "hicache", "watchdog", "weight_updater"),
-    ("sync_input_relay", "zmq_input_relay", "zmq_idle_sleeper", "recv_skipper", "input_blocker"),
+    ("receiving", "input_blocker"),
     ("request_receiver",),
-    ("allocation_log", "thread_watchdog", "pool_stats_observer"),
+    ("checks",),
     ("invariant_checker",),
     ("kv_events_publisher", "load_inquirer", "metrics_emitter", "output_streamer", "internal_state"),
-    ("forward_pass_publisher", "request_tracer"),
+    ("forward_pass_publisher",),
     ("batch_result_processor",),
-    ("dp_attn", "dynamic_chunk_sizer", "new_token_ratio_tracker"),
-    ("ordered_requests", "request_deadlines"),
-    ("request_queues",),
-    ("scheduling_policy", "preemption_policy", "admission_budget", "request_kv_cache"),
-    ("batcher", "lora_queue", "sessions", "tier_prefetcher"),
-    ("session_kv_releaser", "thread_adapter_loader"),
-    ("profiler_manager", "torch_profiler", "thread_stack_sampler"),
-    ("load_publisher", "server_info", "kv_pool_reader", "torch_weight_updater"),
+    ("waiting", "scheduling"),
+    ("batcher",),
+    ("profiler_manager",),
+    ("load_publisher", "server_info", "torch_weight_updater"),
     ("quiesce",),
     ("scheduler_components",),
     ("engines",),
-    ("testing", "component_lint", "refactor"),
-    ("simulation",),
+    ("testing",),
     ("observability.kv_stream",),
     ("observability.jetstream", "observability.routing"),
     ("observability",),
     ("observability.grafana", "observability.relay"),
-    ("observability.simulation",),
-    ("observability.testing",),
-    ("reference", "reference.device", "reference.text"),
-    ("reference.engine.log_output",),
-    ("reference.engine.messages", "reference.engine.config", "reference.engine.zmq_sockets"),
-    ("reference.engine.scheduler", "reference.engine.frontend"),
-    ("reference.engine.rank",),
-    ("reference.engine", "reference.proxy"),
-    ("reference.cli",),
     ("__main__",),
+    ("scheduler_refactor",),
+    ("scheduler_engine.simulation",),
+    ("scheduler_engine", "scheduler_engine.device", "scheduler_engine.text"),
+    ("scheduler_engine.engine.log_output",),
+    ("scheduler_engine.engine.messages", "scheduler_engine.engine.config", "scheduler_engine.engine.zmq_sockets"),
+    ("scheduler_engine.engine.scheduler", "scheduler_engine.frontend"),
+    ("scheduler_engine.engine.rank",),
+    ("scheduler_engine.engine", "scheduler_engine.proxy"),
+    ("scheduler_engine.cli",),
 )
 """From the ground: a room may import rooms of lower floors, and its own. Names are below ``scheduler_components``."""
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
@@ -102,8 +97,8 @@ EDGE_MODULES = {
     "ray",
 }
 HYPOTHESIS_ROOMS = {
-    "scheduler_components/refactor/harness.py",  # for a type
-    "scheduler_components/refactor/workload_search.py",
+    "scheduler_refactor/harness.py",  # for a type
+    "scheduler_refactor/workload_search.py",
     "scheduler_components/testing/strategies.py",
     "scheduler_components/testing/machines.py",
 }
@@ -148,7 +143,7 @@ def imports(path: Path) -> list[tuple[str, str]]:
 
 def kit_imports(path: Path) -> Iterator[tuple[str, str]]:
     """What a file imports of the kit itself."""
-    return ((module, what) for module, what in imports(path) if module.partition(".")[0] in (KIT, "observability"))
+    return ((module, what) for module, what in imports(path) if module.partition(".")[0] in WHEELS)
 
 
 def exports(path: Path) -> list[str]:
@@ -178,6 +173,15 @@ def test_imports_only_go_down() -> None:
     assert upward == []
 
 
+def test_a_wheel_imports_only_the_wheels_below_it() -> None:
+    wrong = []
+    for path in SOURCES:
+        package = path.relative_to(ROOT).parts[0]
+        asked = {module.partition(".")[0] for module, _ in kit_imports(path)} - {package}
+        wrong += [f"{name(path)} imports {each}" for each in sorted(asked - WHEELS[package])]
+    assert wrong == []
+
+
 def test_exported_names_are_imported_from_their_package() -> None:
     """What a package does not export is imported from one of its public modules."""
     wrong = []
@@ -185,8 +189,8 @@ def test_exported_names_are_imported_from_their_package() -> None:
         room = room_of(module_of(path))
         for module, what in kit_imports(path):
             asked = room_of(module)
-            package = asked if asked.startswith(("observability", KIT)) else f"{KIT}.{asked}"
-            if asked == room or asked.startswith("reference") or module == package:  # reference exports nothing
+            package = asked if asked.startswith(tuple(WHEELS)) else f"{KIT}.{asked}"
+            if asked == room or asked.startswith("scheduler_engine") or module == package:  # the engine exports nothing
                 continue
             inner = module.removeprefix(f"{package}.")
             if inner.startswith("_") or "._" in inner:
@@ -212,7 +216,7 @@ def test_no_file_imports_itself_through_others() -> None:
 def test_sockets_threads_and_devices_live_in_edge_files() -> None:
     wrong = []
     for path in SOURCES:
-        if room_of(module_of(path)).startswith(("reference", "testing", "observability.testing")):
+        if room_of(module_of(path)).startswith(("reference", "testing", "worlds")):
             continue
         found = EDGE_MODULES & {module.partition(".")[0] for module, _ in imports(path)}
         if found and not path.name.startswith(EDGE_PREFIXES):
@@ -268,8 +272,8 @@ def test_importing_a_package_loads_no_heavy_module() -> None:
 
 
 RANK_MODULES = (
-    "scheduler_components.reference.engine.scheduler",
-    "scheduler_components.reference.engine.rank",
+    "scheduler_engine.engine.scheduler",
+    "scheduler_engine.engine.rank",
     "scheduler_components.cache.radix_cache",
     "scheduler_components.cache.page_pool",
     "scheduler_components.hicache.cache",
@@ -283,5 +287,5 @@ RANK_MODULES = (
 
 
 def test_the_frontend_process_loads_no_scheduler() -> None:
-    parts = ("messages", "config", "frontend.frontend", "engine", "http_app")
-    expect_not_loaded([f"{KIT}.reference.engine.{part}" for part in parts], RANK_MODULES)
+    parts = ("engine.messages", "engine.config", "frontend.frontend", "engine.engine", "engine.http_app")
+    expect_not_loaded([f"scheduler_engine.{part}" for part in parts], RANK_MODULES)

@@ -1,7 +1,7 @@
 """The tests mirror the product: each module with behaviour has a test file of its name, and each test file a module.
 
 ``scheduler_components/cache/page_pool.py`` is tested in ``tests/cache/test_page_pool.py``. A large subject has further
-files (``test_page_pool_machine.py``) or a folder (``tests/page_pool/``). ``observability`` keeps its name.
+files (``test_page_pool_machine.py``) or a folder (``tests/page_pool/``). The other packages keep their names.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ DECLARATIONS = {
     "observability/kv_stream/cursor_events.py": "events",
     "observability/kv_stream/instructions.py": "instructions",
     "observability/kv_stream/stream_stats.py": "values",
-    "scheduler_components/_version.py": "a constant",
-    "scheduler_components/page_operations.py": "instructions, events and decisions",
+    "scheduler_components/values/page_operations.py": "instructions, events and decisions",
     "scheduler_components/ports/control.py": "ports",
     "scheduler_components/ports/decisions.py": "ports and their null objects",
     "scheduler_components/ports/grammar.py": "ports",
@@ -30,8 +29,8 @@ DECLARATIONS = {
     "scheduler_components/ports/scheduling.py": "ports",
     "scheduler_components/ports/stats.py": "a port",
     "scheduler_components/ports/sync.py": "ports",
-    "scheduler_components/reference/engine/frontend/errors.py": "errors",
-    "scheduler_components/reference/text/text_tokenizer.py": "a port",
+    "scheduler_engine/frontend/errors.py": "errors",
+    "scheduler_engine/text/text_tokenizer.py": "a port",
     "scheduler_components/values/batches.py": "values",
     "scheduler_components/values/decisions.py": "values",
     "scheduler_components/values/forward_pass.py": "values",
@@ -48,17 +47,18 @@ DECLARATIONS = {
 """Modules without a test file, because they declare something and do nothing. A function in them is one expression."""
 
 TOGETHER = {
-    "refactor/test_harness.py": "workload_search",
-    "refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
-    "refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
-    "reference/cli/test_server_options.py": "api_keys",
+    "scheduler_refactor/test_harness.py": "workload_search",
+    "scheduler_refactor/test_measurement.py": "leave_order measure_report source_index source_tree",
+    "scheduler_refactor/test_move.py": "apply body_checks code_edits host_tree prepare refusals rename text_edits",
+    "scheduler_engine/cli/test_server_options.py": "api_keys",
 }
 """Modules of a folder that are tested as one subject, by the test file of that subject."""
 
 SUBJECTS = {
     "benchmarks": "tests of benchmarks/",
-    "refactor": "docs/refactor, and the package of that name",
-    "observability/simulation/test_planted_bugs.py": "bugs planted in simulated worlds",
+    "scheduler_refactor": "docs/refactor, and the package of that name",
+    "worlds": "simulated worlds, next to their modules",
+    "tests/worlds/test_planted_bugs.py": "bugs planted in simulated worlds",
     "observability/test_alerts.py": "the alert rules",
     "test_deploy.py": "the files of deploy/",
     "test_docs.py": "the documents",
@@ -87,9 +87,9 @@ def mirrored(path: Path) -> PurePath:
 
 MODULES = {
     mirrored(path): path.relative_to(ROOT).as_posix()
-    for package in ("scheduler_components", "observability")
+    for package in ("scheduler_components", "observability", "scheduler_engine", "scheduler_refactor")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.stem not in ("__init__", "__main__")
+    if path.stem not in ("__init__", "__main__", "_version")
 }
 TESTED_TOGETHER = {PurePath(test).parent / name: test for test, modules in TOGETHER.items() for name in modules.split()}
 TEST_FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))

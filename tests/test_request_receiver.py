@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler_components.errors import LockstepError
 from scheduler_components.input_blocker import InputBlocker, InputLimits
-from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.receiving.recv_skipper import RecvSkipper
 from scheduler_components.request_receiver import RequestReceiver
 from scheduler_components.testing.fakes import ListInputSource, TextInputReader
 from scheduler_components.values import ForwardMode, RelayedInput

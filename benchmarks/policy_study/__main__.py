@@ -16,9 +16,9 @@ from benchmarks.policy_study.page import broken_findings, with_blocks
 from benchmarks.policy_study.plots import PLOTS, draw
 from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
 from scheduler_components import ConfigError
-from scheduler_components._extras import require_modules
+from scheduler_components._internal.extras import require_modules
 from scheduler_components.errors import ComponentError
-from scheduler_components.simulation import check_trace
+from scheduler_engine.simulation import check_trace
 
 FOLDER = Path(__file__).parents[2] / "docs" / "explanation" / "policies"
 RESULTS = "results.json"

@@ -11,10 +11,11 @@ from benchmarks.policy_study.cases import Case, Setting
 from benchmarks.policy_study.workloads import continued
 from observability.routing import KvRouter, RoutingCostModel, SpeculativeEntries
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
-from scheduler_components.reference.cli.simulate_trace_command import ROUTERS
-from scheduler_components.reference.engine.dp_attn_sim import DpSimConfig, simulate_dp_attn
-from scheduler_components.simulation import (
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest
+from scheduler_components.values import LoadSnapshot
+from scheduler_engine.cli.simulate_trace_command import ROUTERS
+from scheduler_engine.engine.dp_attn_sim import DpSimConfig, simulate_dp_attn
+from scheduler_engine.simulation import (
     ReplicaConfig,
     Router,
     SimulatedRequest,
@@ -24,8 +25,7 @@ from scheduler_components.simulation import (
     TierConfig,
     TraceRequest,
 )
-from scheduler_components.simulation.report import percentile_of
-from scheduler_components.values import LoadSnapshot
+from scheduler_engine.simulation.report import percentile_of
 
 __all__ = ["FIGURES", "RESERVATIONS", "RecordingRouter", "make_router", "percentile", "run_case"]
 

@@ -15,7 +15,7 @@ from benchmarks.policy_study.cases import STANDARD, Case, Setting, make_cases
 from benchmarks.policy_study.serving import run_case
 from benchmarks.policy_study.workloads import WorkloadFacts, describe, make_workload
 from scheduler_components.errors import ConfigError
-from scheduler_components.simulation import TraceRequest
+from scheduler_engine.simulation import TraceRequest
 
 __all__ = ["Done", "RunResult", "Study", "decode_study", "encode_study", "run_study"]
 

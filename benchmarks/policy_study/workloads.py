@@ -11,14 +11,14 @@ from random import Random
 import attrs
 import msgspec
 
-from scheduler_components.simulation import (
+from scheduler_engine.simulation import (
     TRACE_BLOCK_TOKENS,
     ConversationWorkload,
     TraceRequest,
     generate_conversations,
     open_trace,
 )
-from scheduler_components.simulation.conversations import draw_tokens
+from scheduler_engine.simulation.conversations import draw_tokens
 
 __all__ = ["CONVERSATIONS", "WorkloadFacts", "continued", "describe", "make_workload"]
 

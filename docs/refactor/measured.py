@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from scheduler_components.refactor.leave_order import LeavePlan
-from scheduler_components.refactor.measure_report import MeasureReport
-from scheduler_components.refactor.measurement import Measurement, Part, find_host, measure_host
-from scheduler_components.refactor.source_index import SourceIndex
-from scheduler_components.refactor.source_tree import find_module_file, python_files, read_text
+from scheduler_refactor.leave_order import LeavePlan
+from scheduler_refactor.measure_report import MeasureReport
+from scheduler_refactor.measurement import Measurement, Part, find_host, measure_host
+from scheduler_refactor.source_index import SourceIndex
+from scheduler_refactor.source_tree import find_module_file, python_files, read_text
 
 __all__ = ["ENGINES", "PAGE", "find_engine", "render_engine", "written_section", "written_version"]
 

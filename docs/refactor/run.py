@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
+from scheduler_refactor import Recording, first_difference, play
+from scheduler_refactor.component_lint import ComponentChecker
 
-from scheduler_components.component_lint import ComponentChecker
-from scheduler_components.refactor import Recording, first_difference, play
 from serving_parts.harness import Abort, Steps, Submit, Workload, harness, stage_tree
 from stages import STAGES, GuideError, write_stages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.grafana.dashboard import DASHBOARD_FILE, render_dashboard

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from observability.jetstream.addresses import LogAddress
 from observability.jetstream.config import JetStreamConfig
 from observability.jetstream.log_writer import LogStats
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from observability.jetstream.nats_subscriber import JetStreamSubscriber, open_jetstream_subscriber

@@ -10,7 +10,7 @@ import re
 import attrs
 
 from scheduler_components import ConfigError
-from scheduler_components.validators import integer_validator
+from scheduler_components._internal.validators import integer_validator
 
 __all__ = ["LogAddress", "check_prefix"]
 

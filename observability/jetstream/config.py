@@ -12,7 +12,7 @@ import attrs
 
 from observability.jetstream.addresses import check_prefix
 from scheduler_components import ConfigError
-from scheduler_components.validators import integer_validator, number_validator
+from scheduler_components._internal.validators import integer_validator, number_validator
 
 __all__ = ["JetStreamConfig"]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from observability.jetstream.config import JetStreamConfig
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 
 with naming_extras:
     import nats.errors

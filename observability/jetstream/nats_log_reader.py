@@ -19,7 +19,7 @@ from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.kv_stream import StreamPosition, StreamStats, escape_unprintable
 from observability.kv_stream.log_records import LogHeartbeat, Snapshot, SnapshotPointer, read_message
 from scheduler_components import DecodeError
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.kv_events.codec import MAX_PAYLOAD_BYTES
 
 with naming_extras:

@@ -15,7 +15,7 @@ from observability.jetstream.log_ownership import LogOwnership
 from observability.jetstream.log_writer import LogWriter
 from observability.kv_stream.log_records import LogMessage
 from scheduler_components import EventBatch
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 from scheduler_components.values import PublisherStats

@@ -25,7 +25,7 @@ from observability.kv_stream import (
     StreamListener,
 )
 from observability.kv_stream.subscriber_base import SubscriberBase, check_ranks
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.kv_events import BatchDecoder
 
 with naming_extras:

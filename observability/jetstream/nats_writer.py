@@ -34,7 +34,7 @@ from observability.jetstream.nats_connection import NATS_ERRORS, NatsThread
 from observability.jetstream.nats_sink import JetStreamSink, WrittenStream
 from observability.kv_stream.log_records import LogHeartbeat, LogMessage, Snapshot, SnapshotPointer
 from scheduler_components import DecodeError
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.stream_digest import EPOCH_BYTES
 

@@ -17,7 +17,7 @@ from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import StreamState
 from observability.kv_stream.stream_stats import StreamPosition, StreamStats
 from observability.kv_stream.view import BlockView, CountingView
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.events import Tier
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 
 from observability.kv_stream.stream_stats import MAX_STREAMS
 from scheduler_components import ComponentError, ConfigError, DecodeError, StartError
-from scheduler_components._extras import require_modules
+from scheduler_components._internal.extras import require_modules
 from scheduler_components.kv_events import Endpoint, StreamAddress
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ from observability.kv_stream.stream_cursor import StreamCursor
 from observability.kv_stream.stream_state import MAX_REPLAY_CREDIT
 from observability.kv_stream.stream_stats import StreamPosition, StreamStats
 from scheduler_components import DecodeError
+from scheduler_components._internal.validators import number_validator
 from scheduler_components.kv_events.replay_messages import ReplayMeta, ReplayMetaKind
-from scheduler_components.validators import number_validator
 
 __all__ = ["Deadlines", "FollowPolicy", "FollowerBase", "ReplayChannel", "StreamFollower"]
 

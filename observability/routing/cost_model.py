@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from scheduler_components.validators import check_share, number_validator
+from scheduler_components._internal.validators import check_share, number_validator
 
 __all__ = ["ReplicaId", "RoutingCostModel"]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -27,19 +27,16 @@ from observability.routing.picker import Candidate, LeastCost, Picker
 from observability.routing.replica_set import ReplicaSet
 from observability.routing.speculative_entries import SpeculativeEntries
 from scheduler_components import BlockStored, ConfigError, DecodeError, KVCacheEvent
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.cache.block_hash import weight_key_of
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.load import DispatchLedger
 from scheduler_components.load.token_counted_queue import MAX_DISPATCHER_NAME_CHARACTERS
-from scheduler_components.validators import check_integer
 from scheduler_components.values import LoadSnapshot
 
-if TYPE_CHECKING:
-    from scheduler_components.simulation import SimulatedRequest
-
-__all__ = ["KvRouter", "Pick"]
+__all__ = ["KvRouter", "Pick", "RoutedRequest"]
 
 
 _MAX_ADAPTERS = 4096
@@ -47,6 +44,24 @@ _MAX_ADAPTERS = 4096
 
 _MAX_NAME_CHARACTERS = MAX_DISPATCHER_NAME_CHARACTERS - 12
 """Of a router's name. A ledger's name has a hyphen and the number of the ledger after it."""
+
+
+class RoutedRequest(Protocol):
+    """A request of a simulation, as far as the router reads and writes it.
+
+    Attributes:
+        token_ids: the prompt.
+        conversation: its session.
+        ticket: (dispatcher, ticket); the router writes it.
+    """
+
+    ticket: tuple[str, int] | None
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def conversation(self) -> str | None: ...
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -170,7 +185,7 @@ class _Replica:  # noqa: SCH003 - all that the router knows of one replica
 
 @dataclass(slots=True, kw_only=True)
 class KvRouter:
-    """Chooses replicas. It satisfies ``scheduler_components.simulation.Router``; a proxy calls ``route_tokens``.
+    """Chooses replicas. It satisfies ``scheduler_engine.simulation.Router``; a proxy calls ``route_tokens``.
 
     Attributes:
         page_size: tokens per block, as on the replicas.
@@ -215,9 +230,9 @@ class KvRouter:
 
     # --- choosing ---
 
-    def route(self, request: SimulatedRequest, now_s: float) -> int | None:
+    def route(self, request: RoutedRequest, now_s: float) -> int | None:
         """Choose the replica of a simulated request. Its conversation is its session, and replicas are integers."""
-        pick = self.route_tokens(request.token_ids, now_s=now_s, session=request.recorded.conversation)
+        pick = self.route_tokens(request.token_ids, now_s=now_s, session=request.conversation)
         if pick is None:
             return None
         request.ticket = pick.ticket
@@ -409,7 +424,7 @@ class KvRouter:
         self._end(pick.replica, pick.ticket)
         self.speculative.discard(pick.replica, pick.block_hashes[pick.device_blocks :])
 
-    def on_finished(self, replica: ReplicaId, request: SimulatedRequest, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_finished(self, replica: ReplicaId, request: RoutedRequest, now_s: float) -> None:  # noqa: ARG002 - the port's
         if request.ticket is not None:
             self._end(replica, request.ticket)
 

@@ -13,8 +13,8 @@ from typing import Literal, Protocol, get_args
 import msgspec
 
 from observability.routing.cost_model import ReplicaId
+from scheduler_components._internal.validators import check_choice, check_integer, check_number
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_choice, check_integer, check_number
 
 __all__ = [
     "BoundedLoad",

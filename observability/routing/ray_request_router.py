@@ -30,7 +30,7 @@ from observability.routing.locked_listener import LockedListener
 from observability.routing.stream_listener import RouterListener
 from observability.routing.thread_prompt_hashing import hash_prompt
 from scheduler_components import ComponentError, ConfigError
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.values import LoadSnapshot
 
 with naming_extras:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from observability.routing.cost_model import ReplicaId
-from scheduler_components.validators import check_number
+from scheduler_components._internal.validators import check_number
 
 __all__ = ["ReplicaSet", "ReplicaState"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from observability.routing.cost_model import ReplicaId
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from scheduler_components._internal.validators import check_integer, check_number
 from scheduler_components.events import FULL_ATTENTION_KINDS, REMOTE, Tier, medium_tier
-from scheduler_components.validators import check_integer, check_number
 
 __all__ = ["SpeculativeEntries"]
 

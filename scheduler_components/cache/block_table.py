@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.cache.block_hash import (
     DEFAULT_NAMESPACE,
     TOKEN_BYTES,
@@ -40,7 +41,6 @@ from scheduler_components.events import (
     KVCacheEvent,
     signed_block_hash,
 )
-from scheduler_components.validators import check_integer
 
 __all__ = ["BlockTableRecorder"]
 

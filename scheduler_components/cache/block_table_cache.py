@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TypeAlias
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.cache.block_hash import (
     DEFAULT_NAMESPACE,
     DIGEST_BYTES,
@@ -35,7 +36,6 @@ from scheduler_components.cache.block_table import BlockTableRecorder
 from scheduler_components.cache.page_pool import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group
-from scheduler_components.validators import check_integer
 
 __all__ = ["BlockTableCache", "TableMatch"]
 

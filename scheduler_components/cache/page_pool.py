@@ -11,8 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
-from scheduler_components.validators import check_integer
 
 __all__ = ["PagePool"]
 

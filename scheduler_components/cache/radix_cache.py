@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.cache.block_hash import (
     DEFAULT_NAMESPACE,
     PrefixNamespace,
@@ -23,7 +24,6 @@ from scheduler_components.cache.recorder import EventRecorder, NullEventRecorder
 from scheduler_components.errors import CacheIntegrityError, ConfigError, OutOfPagesError
 from scheduler_components.events import KVCacheEvent, MediumGroup, medium_group
 from scheduler_components.ports import DecisionSink, NullDecisionLog
-from scheduler_components.validators import check_integer
 
 __all__ = ["LowerTiers", "NullLowerTiers", "PrefixMatch", "RadixCache"]
 

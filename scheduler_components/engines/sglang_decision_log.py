@@ -29,11 +29,11 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
+from scheduler_components._internal.validators import check_choice
 from scheduler_components.agreement import ParallelGroups, Proposal
-from scheduler_components.decision_log import DecisionLog, note_calls
+from scheduler_components.agreement.decision_log import DecisionLog, note_calls
+from scheduler_components.agreement.file_divergence_sink import FileDivergenceSink
 from scheduler_components.errors import ConfigError
-from scheduler_components.file_divergence_sink import FileDivergenceSink
-from scheduler_components.validators import check_choice
 from scheduler_components.values import DecisionKind, DivergencePolicy
 
 __all__ = ["DECISION_LOG_DIRECTORY_VARIABLE", "DECISION_LOG_VARIABLE", "SGLANG_DECISION_KINDS", "SglangDecisionLog"]
@@ -180,7 +180,7 @@ def _check_supported(scheduler: Any) -> None:
 
 def _open_groups(tp_group: Any) -> ParallelGroups:
     """Return the groups over SGLang's own CPU group. SGLang closes it."""
-    sync = import_module("scheduler_components.torch_sync")
+    sync = import_module("scheduler_components.agreement.torch_sync")
     ranks = tuple(tp_group.ranks)
     roll_call = sync.RollCall(rank=tp_group.rank, ranks=ranks, group=tp_group.cpu_group, timeout_s=_TIMEOUT_S)
     group = sync.TorchSyncGroup(ranks=ranks, group=tp_group.cpu_group, roll_call=roll_call, timeout_s=_TIMEOUT_S)

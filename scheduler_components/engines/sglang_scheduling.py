@@ -20,12 +20,12 @@ from typing import Any
 
 import attrs
 
-from scheduler_components.admission_budget import AdmissionBudget, AdmissionDemand
+from scheduler_components._internal.validators import check_choice, check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events.config import parse_json_object
 from scheduler_components.ports import SchedulingPolicy
-from scheduler_components.scheduling_policy import POLICY_NAMES, check_policy_name, make_policy
-from scheduler_components.validators import check_choice, check_integer
+from scheduler_components.scheduling.admission_budget import AdmissionBudget, AdmissionDemand
+from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES, check_policy_name, make_policy
 from scheduler_components.values import RequestHints
 
 __all__ = ["SCHEDULING_VARIABLE", "SglangScheduling", "SglangSchedulingSettings", "SglangWaitingRequest"]

@@ -25,7 +25,7 @@ from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import Any, Protocol
 
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     KV_EVENTS_VARIABLE,

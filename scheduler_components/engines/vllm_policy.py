@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from scheduler_components.engines.settings import read_scheduler_settings
 from scheduler_components.engines.vllm_policy_queue import PolicyQueue
 from scheduler_components.engines.vllm_request import VllmRequest, VllmRequests
-from scheduler_components.scheduling_policy import make_policy
+from scheduler_components.scheduling.scheduling_policy import make_policy
 from scheduler_components.values import ScheduledChunk
 
 if TYPE_CHECKING:

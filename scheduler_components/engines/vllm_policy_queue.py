@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_components.engines.vllm_request import VllmRequest, VllmRequests
 from scheduler_components.ports import SchedulingPolicy
-from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed
 from scheduler_components.values import ScheduledChunk
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import RequestStatus
 
-from scheduler_components.admission_budget import BatchLimits
 from scheduler_components.batcher import BatchConditions, Batcher
 from scheduler_components.cache import BlockTableCache
+from scheduler_components.checks.pool_stats_observer import BlockTablePool, PoolStatsObserver
 from scheduler_components.engines.settings import SchedulerSettings, read_scheduler_settings
 from scheduler_components.engines.vllm import open_event_stream
 from scheduler_components.engines.vllm_request import VllmRequest
@@ -47,12 +47,12 @@ from scheduler_components.metrics import open_shm_metrics_sink
 from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
 from scheduler_components.metrics_emitter import LiveStats, MetricsEmitter
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.pool_stats_observer import BlockTablePool, PoolStatsObserver
 from scheduler_components.ports import NullMetricsSink
-from scheduler_components.preemption_policy import make_preemption_policy
-from scheduler_components.request_kv_cache import RequestKvCache, RequestPageHolders
-from scheduler_components.request_queues import RequestQueues
-from scheduler_components.scheduling_policy import make_policy
+from scheduler_components.scheduling.admission_budget import BatchLimits
+from scheduler_components.scheduling.preemption_policy import make_preemption_policy
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache, RequestPageHolders
+from scheduler_components.scheduling.request_queues import RequestQueues
+from scheduler_components.scheduling.scheduling_policy import make_policy
 from scheduler_components.values import (
     FinishReason,
     RequestState,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import attrs
 
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
+from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.cache import PrefixMatch, PrefixNamespace, RadixCache, RadixNode
 from scheduler_components.cache.block_hash import block_hash_array, block_hashes_of, pack_tokens
 from scheduler_components.errors import CacheIntegrityError, ConfigError, TierDivergenceError
@@ -23,7 +24,6 @@ from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.prefetch_queue import PrefetchQueue
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
-from scheduler_components.page_operations import Instruction, IoEvent
 from scheduler_components.ports import (
     AllocationSink,
     DecisionSink,
@@ -33,8 +33,8 @@ from scheduler_components.ports import (
     PageHook,
     PageMover,
 )
-from scheduler_components.step_agreement import StepAgreement
 from scheduler_components.values import TierStats
+from scheduler_components.values.page_operations import Instruction, IoEvent
 
 __all__ = ["HiRadixCache", "HiCacheStepper"]
 

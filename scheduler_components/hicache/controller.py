@@ -15,7 +15,9 @@ from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import OutOfPagesError
 from scheduler_components.hicache.ack_queue import AckQueue
 from scheduler_components.hicache.prefetch import ActivePrefetches
-from scheduler_components.page_operations import (
+from scheduler_components.ports import AllocationSink, DecisionSink, HostPages, NullAllocationSink, NullDecisionLog
+from scheduler_components.values import AllocationAction
+from scheduler_components.values.page_operations import (
     BackupDone,
     BackupOutcome,
     CopyToDevice,
@@ -38,8 +40,6 @@ from scheduler_components.page_operations import (
     WriteOutcome,
     WriteToStorage,
 )
-from scheduler_components.ports import AllocationSink, DecisionSink, HostPages, NullAllocationSink, NullDecisionLog
-from scheduler_components.values import AllocationAction
 
 __all__ = ["AgreedState", "HiCacheController"]
 

@@ -33,10 +33,10 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from scheduler_components._internal.file_lock import FileLock, acquire_file_lock, open_file_lock
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import StartError, StorageError
-from scheduler_components.file_lock import FileLock, acquire_file_lock, open_file_lock
 from scheduler_components.ports import PageBytes
-from scheduler_components.validators import check_integer
 
 __all__ = ["PRIVATE_MODE", "FilePageStore", "PageDirectory", "open_file_page_store", "open_page_directory"]
 

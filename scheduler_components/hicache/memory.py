@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 from zlib import crc32
 
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
+from scheduler_components._internal.validators import check_choice
 from scheduler_components.cache import PagePool
 from scheduler_components.errors import CacheIntegrityError, ConfigError
-from scheduler_components.page_shape import HOST_LAYOUTS, HostLayout, PageShape
 from scheduler_components.ports import CopyEvent, DeviceMemory, HostLayerView, NullCopyEvent, PageBytes
-from scheduler_components.validators import check_choice
+from scheduler_components.values.page_shape import HOST_LAYOUTS, HostLayout, PageShape
 
 with naming_extras:
     import numpy as np

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.ports import PageBytes
-from scheduler_components.validators import check_integer
 
 __all__ = ["MemoryPageStore"]
 

@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias, get_args
 
 import attrs
 
+from scheduler_components._internal.validators import choice_validator, integer_validator
 from scheduler_components.errors import ConfigError
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.validators import choice_validator, integer_validator
 
 __all__ = ["AXES", "AxisPlacement", "KeySpace", "Placement"]
 

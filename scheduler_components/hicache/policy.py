@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 import attrs
 
-from scheduler_components.validators import choice_validator, integer_validator, number_validator
+from scheduler_components._internal.validators import choice_validator, integer_validator, number_validator
 
 __all__ = ["HiCachePolicy", "LoadBackMode", "PrefetchPolicy", "WritePolicy"]
 

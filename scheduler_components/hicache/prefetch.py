@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from scheduler_components.agreement import AgreedValues, Proposal, SlotKind, Slots
+from scheduler_components.agreement import AgreedValues, Proposal, Slots
+from scheduler_components.agreement.proposals import SlotKind
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.errors import CacheIntegrityError, OutOfPagesError
 from scheduler_components.hicache.ack_queue import AckQueue
 from scheduler_components.hicache.policy import HiCachePolicy
-from scheduler_components.page_operations import (
+from scheduler_components.ports import AllocationSink, HostPages, NullAllocationSink
+from scheduler_components.values import AllocationAction
+from scheduler_components.values.page_operations import (
     CancelPrefetch,
     Decision,
     Instruction,
@@ -27,8 +30,6 @@ from scheduler_components.page_operations import (
     ReadDone,
     ReadFromStorage,
 )
-from scheduler_components.ports import AllocationSink, HostPages, NullAllocationSink
-from scheduler_components.values import AllocationAction
 
 __all__ = ["MAX_ACTIVE_PREFETCHES", "ActivePrefetches", "LocalPrefetchState"]
 

@@ -20,8 +20,8 @@ from zlib import crc32
 
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.storage import CheckedPageStore, StorageStats, StoreClient, parse_count, parse_list
-from scheduler_components.page_shape import STORED_LAYOUT
 from scheduler_components.ports import ZeroCopyPageStore
+from scheduler_components.values.page_shape import STORED_LAYOUT
 
 __all__ = ["ZERO_COPY_LAYOUT", "FramedBackend", "ZeroCopyBackend", "StorageBackend"]
 

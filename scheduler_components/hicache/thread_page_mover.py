@@ -21,16 +21,17 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.cache.block_hash import split_digests
 from scheduler_components.errors import ConfigError, StorageError
-from scheduler_components.failure_log import FailureLog
 from scheduler_components.hicache.memory import HostPool
 from scheduler_components.hicache.page_keys import KeySpace
 from scheduler_components.hicache.storage import CheckedPageStore, StorageStats
 from scheduler_components.hicache.storage_backend import FramedBackend, StorageBackend, ZeroCopyBackend
 from scheduler_components.hicache.thread_layer_counter import ThreadLayerDoneCounter
 from scheduler_components.hicache.thread_storage import open_deadline_page_store, open_deadline_zero_copy_store
-from scheduler_components.page_operations import (
+from scheduler_components.ports import CopyEvent, DeviceMemory, NullCopyEvent, PageStore, ZeroCopyPageStore
+from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
     CopyToDevice,
@@ -48,7 +49,6 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import CopyEvent, DeviceMemory, NullCopyEvent, PageStore, ZeroCopyPageStore
 
 __all__ = ["ThreadPageMover"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError, first_line
 from scheduler_components.hicache.memory import merged_runs
-from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
-from scheduler_components.validators import check_integer
+from scheduler_components.values.page_shape import PageShape
 
 with naming_extras:
     import numpy as np

@@ -22,7 +22,8 @@ from scheduler_components.events import Tier
 from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.policy import HiCachePolicy
 from scheduler_components.hicache.tiers import TierTree, pages_per_node
-from scheduler_components.page_operations import (
+from scheduler_components.values import AllocationAction, HeldCount, PageHolding, TierStats
+from scheduler_components.values.page_operations import (
     BackupOutcome,
     Decision,
     LoadBackOutcome,
@@ -32,7 +33,6 @@ from scheduler_components.page_operations import (
     StorageDetached,
     WriteOutcome,
 )
-from scheduler_components.values import AllocationAction, HeldCount, PageHolding, TierStats
 
 __all__ = ["LoadBackTransfers", "WriteTransfers", "PrefetchTransfers", "TierTransfers"]
 

@@ -17,8 +17,8 @@ from typing import Literal
 
 import attrs
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_integer
 
 __all__ = [
     "MAX_PORT",

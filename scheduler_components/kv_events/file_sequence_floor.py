@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from scheduler_components._internal.file_lock import FileLock, acquire_file_lock
 from scheduler_components.errors import StartError
-from scheduler_components.file_lock import FileLock, acquire_file_lock
 from scheduler_components.kv_events.sequence_floor import SequenceFloor, open_floor
 
 __all__ = ["LockedFloorFile", "open_sequence_floor"]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError, PublisherNameTakenError
 from scheduler_components.kv_events.config import KVEventsConfig, spelling_hint
 from scheduler_components.kv_events.event_publisher import EventPublisher, NullEventPublisher
 from scheduler_components.parallel_state import ParallelState
-from scheduler_components.validators import check_integer
 
 __all__ = ["ENTRY_POINT_GROUP", "EventPublisherFactory", "PublisherConstructor", "open_event_publisher"]
 

@@ -32,9 +32,10 @@ import msgspec
 import zmq
 from msgspec import UNSET, UnsetType
 
+from scheduler_components._internal.fork_hook import register_for_fork
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ForkedPublisherError, PublisherClosedError, StartError
 from scheduler_components.events import AllBlocksCleared, EventBatch, KVEventBatch
-from scheduler_components.fork_hook import register_for_fork
 from scheduler_components.kv_events.backlog import MAX_WAIT_S, MAX_WAITING
 from scheduler_components.kv_events.codec import BatchEncoder
 from scheduler_components.kv_events.config import KVEventsConfig
@@ -58,7 +59,6 @@ from scheduler_components.kv_events.zmq_sockets import (
     StreamSockets,
     open_stream_sockets,
 )
-from scheduler_components.validators import check_integer
 from scheduler_components.values import PublisherStats
 
 __all__ = [

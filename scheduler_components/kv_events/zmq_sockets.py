@@ -15,8 +15,8 @@ import zmq
 from zmq.backend.cython import _zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from scheduler_components._internal.file_lock import FileLock, acquire_file_lock
 from scheduler_components.errors import StartError
-from scheduler_components.file_lock import FileLock, acquire_file_lock
 from scheduler_components.kv_events.endpoints import Endpoint
 from scheduler_components.kv_events.zmq_auth import CurveServerKeys
 

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import zmq
 
+from scheduler_components._internal.fork_hook import ForkGuard
+from scheduler_components._internal.validators import check_number
 from scheduler_components.errors import ConfigError, DecodeError, StartError
-from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.kv_events import CurveClientKeys, CurveServerKeys, Endpoint
 from scheduler_components.kv_events.zmq_auth import apply_curve_client_keys
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path, receive_queued
@@ -33,7 +34,6 @@ from scheduler_components.load.load_stat import (
     encode_load_stat,
     to_load_stat,
 )
-from scheduler_components.validators import check_number
 from scheduler_components.values import LoadSnapshot
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.metrics.request_times import RateMeter, RequestLatencyRecorder, RequestTimeStats
 
 if TYPE_CHECKING:

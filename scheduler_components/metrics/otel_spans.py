@@ -10,13 +10,13 @@ import logging
 import threading
 from collections import deque
 
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
+from scheduler_components._internal.failure_log import FailureLog
+from scheduler_components._internal.fork_hook import ForkGuard
+from scheduler_components._internal.validators import check_integer
 from scheduler_components._version import __version__
-from scheduler_components.failure_log import FailureLog
-from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullSpanSink, SpanSink
-from scheduler_components.validators import check_integer
 from scheduler_components.values import RequestSpan, SpanStats, TraceParent
 
 with naming_extras:

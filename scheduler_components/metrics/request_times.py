@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from scheduler_components._internal.validators import check_integer, check_number
 from scheduler_components.errors import ConfigError
-from scheduler_components.validators import check_integer, check_number
 from scheduler_components.values import HistogramSnapshot, LatencySnapshot
 
 __all__ = [

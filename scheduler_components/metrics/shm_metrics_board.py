@@ -12,11 +12,11 @@ from typing import SupportsFloat
 
 import msgspec
 
+from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.errors import DecodeError
-from scheduler_components.failure_log import FailureLog
+from scheduler_components.metrics.shm_board import ReportCodec, ShmBoard, ShmPageWriter, open_shm_page_writer
 from scheduler_components.parallel_state import ParallelState
 from scheduler_components.ports import NullMetricsSink
-from scheduler_components.shm_board import ReportCodec, ShmBoard, ShmPageWriter, open_shm_page_writer
 from scheduler_components.values import SchedulerStats
 
 __all__ = [

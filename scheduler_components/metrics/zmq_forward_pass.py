@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import zmq
 
+from scheduler_components._internal.fork_hook import ForkGuard
 from scheduler_components.errors import ConfigError, DecodeError, StartError
-from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.zmq_sockets import lock_ipc_path, receive_queued
 from scheduler_components.metrics.forward_pass_metrics import (

@@ -11,8 +11,8 @@ import math
 import msgspec
 import zmq
 
+from scheduler_components._internal.fork_hook import ForkGuard
 from scheduler_components.errors import ConfigError, DecodeError, StartError
-from scheduler_components.fork_hook import ForkGuard
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.zmq_sockets import receive_queued
 from scheduler_components.values import KvMetrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from scheduler_components.page_operations import Instruction, IoEvent
-from scheduler_components.page_shape import PageShape
+from scheduler_components.values.page_operations import Instruction, IoEvent
+from scheduler_components.values.page_shape import PageShape
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scheduler_components._lazy import lazy_exports
+from scheduler_components._internal.lazy import lazy_exports
 from scheduler_components.testing.agreement_checks import AGREEMENT_CHECKS
 from scheduler_components.testing.batcher_checks import BATCHER_CHECKS
 from scheduler_components.testing.check_trace import CheckTrace, ConformanceError

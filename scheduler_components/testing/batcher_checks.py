@@ -24,7 +24,7 @@ from random import Random
 
 import attrs
 
-from scheduler_components.admission_budget import BATCH_MODES, BatchLimits
+from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits
 from scheduler_components.testing.batcher_session import (
     BatcherSession,
     OpenBatcher,

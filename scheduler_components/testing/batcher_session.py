@@ -11,12 +11,12 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from scheduler_components.admission_budget import BatchLimits
 from scheduler_components.cache import RadixCache, RadixNode
+from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.invariant_checker import find_pool_violations
-from scheduler_components.pool_stats_observer import RadixCachePool
-from scheduler_components.request_kv_cache import RequestKvCache, RequestPageHolders
-from scheduler_components.request_queues import RequestQueues
+from scheduler_components.scheduling.admission_budget import BatchLimits
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache, RequestPageHolders
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.fake_device import PagedModel, next_token
 from scheduler_components.values import (

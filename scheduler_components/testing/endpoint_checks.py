@@ -13,6 +13,7 @@ from itertools import combinations, permutations
 
 import msgspec
 
+from scheduler_components._internal.validators import check_integer
 from scheduler_components.errors import ConfigError
 from scheduler_components.kv_events import Endpoint
 from scheduler_components.kv_events.endpoints import MAX_PORT
@@ -25,7 +26,6 @@ from scheduler_components.testing.topology_space import (
     make_topology,
     topologies,
 )
-from scheduler_components.validators import check_integer
 
 __all__ = ["ENDPOINT_CHECKS", "EndpointPromises", "dial_base_plus_rank"]
 

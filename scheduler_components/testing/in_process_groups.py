@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scheduler_components.agreement import AgreedValues, Proposal, elementwise_min
-from scheduler_components.decision_log import DecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
+from scheduler_components.agreement.sync_call import describe_calls
 from scheduler_components.errors import ConfigError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.sync_call import describe_calls
 from scheduler_components.values import SyncCall
 
 __all__ = ["InProcessGroups", "agree_on_decisions"]

@@ -40,7 +40,7 @@ import msgspec
 from scheduler_components import EventBatch, KVCacheEvent, ParallelState
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
-from scheduler_components.pool_stats_observer import AuditedPool
+from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.ports import HeldBlocksSource
 from scheduler_components.testing.topology_space import TopologyRank
 from scheduler_components.values import ControlReply, ControlRequest, ForwardMode, LoadSnapshot

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from scheduler_components import CacheIntegrityError, KVCacheEvent, KVEventBatch, OutOfPagesError
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.cache import PrefixNamespace, hash_pages
 from scheduler_components.kv_events import BatchEncoder
 from scheduler_components.kv_events.replay_messages import END_SEQ

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import msgspec
 
 from scheduler_components.ports import SchedulingPolicy
-from scheduler_components.scheduling_policy import ignores_batches
+from scheduler_components.scheduling.scheduling_policy import ignores_batches
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.values import RequestHints, ScheduledChunk
 

@@ -579,7 +579,7 @@ _BEYOND = (
         "/kv_pool names the last batch before the state that it shows, or null",
         "a comparison with another state reports errors of a correct engine",
         "read the pool between two steps, after the recorded events are sent",
-        verified_by="tests/reference/engine/test_http_app_kv_pool.py: "
+        verified_by="tests/scheduler_engine/engine/test_http_app_kv_pool.py: "
         "test_the_streams_of_a_serving_engine_match_its_pools",
     ),
 )

@@ -20,9 +20,9 @@ from itertools import chain
 
 import msgspec
 
+from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.events import BlockStored
 from scheduler_components.invariant_checker import find_pool_violations
-from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.testing.event_ledger import EventLedger
 from scheduler_components.testing.interfaces import (

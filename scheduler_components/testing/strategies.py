@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.cache import PrefixNamespace, RadixCache
 from scheduler_components.testing.faulty_network import Fault
 from scheduler_components.testing.interfaces import Workload

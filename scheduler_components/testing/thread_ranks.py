@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.thread_sync import ThreadSyncHub
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.thread_sync import ThreadSyncHub
 
 __all__ = ["RANK_WORLDS", "ThreadRanks", "run_ranks"]
 

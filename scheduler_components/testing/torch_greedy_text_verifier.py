@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.testing.check_trace import ConformanceError
 
 with naming_extras:

@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from scheduler_components import ParallelState
-from scheduler_components._extras import naming_extras
+from scheduler_components._internal.extras import naming_extras
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.torch_sync import open_torch_groups
 from scheduler_components.errors import StartError
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.torch_sync import open_torch_groups
 
 with naming_extras:
     import torch

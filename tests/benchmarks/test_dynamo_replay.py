@@ -24,7 +24,7 @@ from benchmarks.dynamo_replay import (
     serve_in_kit,
     write_arrivals,
 )
-from scheduler_components.simulation import ConversationWorkload, TraceRequest, generate_conversations
+from scheduler_engine.simulation import ConversationWorkload, TraceRequest, generate_conversations
 
 core: Any = pytest.importorskip("dynamo._core", reason="needs ai-dynamo-runtime: pip install ai-dynamo-runtime==1.6.1")
 

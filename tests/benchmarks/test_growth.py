@@ -22,8 +22,8 @@ from scheduler_components.cache import RadixCache
 from scheduler_components.kv_events import BatchEncoder, EventStream
 from scheduler_components.kv_events.snapshot import StreamSnapshot
 from scheduler_components.load import TokenCountedQueue
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.values import LoadSnapshot, SchedulerStats
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.timing
 

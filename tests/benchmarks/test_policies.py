@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.bench_policies import SteadyScheduler
 from benchmarks.policy_workload import NUM_ADMITTED, NUM_RUNNING
-from scheduler_components.scheduling_policy import POLICY_NAMES
+from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

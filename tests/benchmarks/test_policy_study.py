@@ -21,7 +21,7 @@ from benchmarks.policy_study.serving import FIGURES, percentile
 from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
 from benchmarks.policy_study.workloads import continued, describe, make_workload
 from scheduler_components import ConfigError
-from scheduler_components.simulation import ConversationWorkload, TraceRequest, generate_conversations
+from scheduler_engine.simulation import ConversationWorkload, TraceRequest, generate_conversations
 
 PAGE = ROOT / "docs" / "explanation" / "policies.md"
 MOST_BYTES = 60_000

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_components.refactor.measurement import find_host, measure_host
-from scheduler_components.refactor.source_index import SourceIndex
-from scheduler_components.refactor.source_tree import find_module_file, python_files, read_text
+from scheduler_refactor.measurement import find_host, measure_host
+from scheduler_refactor.source_index import SourceIndex
+from scheduler_refactor.source_tree import find_module_file, python_files, read_text
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "refactor"))
 

@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("sglang", reason="`make engines` makes an environment with SGLang")
 pytest.importorskip("libcst", reason="the extra `refactor`")
 
-from scheduler_components.refactor.apply import apply_step
-from scheduler_components.refactor.plan import MovePlanner
-from scheduler_components.refactor.recipe import Accepted
-from scheduler_components.refactor.source_tree import read_folder, write_changes
+from scheduler_refactor.apply import apply_step
+from scheduler_refactor.plan import MovePlanner
+from scheduler_refactor.recipe import Accepted
+from scheduler_refactor.source_tree import read_folder, write_changes
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_only, pytest.mark.processes]
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from scheduler_components.reference.engine.frontend.access import AccessPolicy, RouteAccess
+from scheduler_engine.frontend.access import AccessPolicy, RouteAccess
 
 sglang_auth = pytest.importorskip("sglang.srt.utils.auth", reason="needs sglang: make engines ENGINES=sglang")
 

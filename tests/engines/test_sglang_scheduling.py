@@ -19,7 +19,7 @@ from scheduler_components.engines.sglang_scheduling import (
     SglangSchedulingSettings,
     make_prefill_adder,
 )
-from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed
 
 
 class Verdict(enum.Enum):

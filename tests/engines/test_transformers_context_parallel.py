@@ -23,14 +23,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install sche
 from kit.mooncake_master import master_of, needs_mooncake
 
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.device.torch_model import inspect_model
-from scheduler_components.reference.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
-from scheduler_components.reference.engine.engine import Engine, open_engine
-from scheduler_components.reference.engine.frontend.errors import EngineFailedError, RankSilentError
-from scheduler_components.reference.engine.frontend.frontend import GenerateReqInput
-from scheduler_components.reference.engine.messages import CacheDump, pack_tokens
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.device.torch_model import inspect_model
+from scheduler_engine.engine.config import EngineConfig, HiCacheConfig, SchedulerConfig
+from scheduler_engine.engine.engine import Engine, open_engine
+from scheduler_engine.engine.messages import CacheDump, pack_tokens
+from scheduler_engine.frontend.errors import EngineFailedError, RankSilentError
+from scheduler_engine.frontend.frontend import GenerateReqInput
 
 pytestmark = [pytest.mark.model, pytest.mark.ranks, pytest.mark.processes, pytest.mark.engines_only]
 

@@ -14,13 +14,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.device.torch_device import TorchDevice
-from scheduler_components.reference.device.torch_model import TESTED_MODEL_TYPES, inspect_model, load_model
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
 from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.device.torch_device import TorchDevice
+from scheduler_engine.device.torch_model import TESTED_MODEL_TYPES, inspect_model, load_model
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 pytestmark = [pytest.mark.model, pytest.mark.engines_only]
 

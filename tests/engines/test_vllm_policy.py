@@ -23,8 +23,8 @@ from scheduler_components import ConfigError
 from scheduler_components.engines.vllm import PolicyScheduler
 from scheduler_components.engines.vllm_policy import AsyncPolicyScheduler
 from scheduler_components.engines.vllm_request import VllmRequest
-from scheduler_components.reference.device.workload import open_trace, prompt_tokens
-from scheduler_components.scheduling_policy import FirstComeFirstServed
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed
+from scheduler_engine.device.workload import open_trace, prompt_tokens
 
 pytestmark = [
     pytest.mark.engine,

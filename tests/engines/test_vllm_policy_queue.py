@@ -14,7 +14,7 @@ from vllm_request_double import RequestDouble, make_double
 
 from scheduler_components.engines.vllm_policy_queue import PolicyQueue
 from scheduler_components.engines.vllm_request import VllmRequest, VllmRequests
-from scheduler_components.scheduling_policy import FirstComeFirstServed, PriorityPolicy
+from scheduler_components.scheduling.scheduling_policy import FirstComeFirstServed, PriorityPolicy
 from scheduler_components.values import ScheduledChunk
 
 

@@ -29,7 +29,7 @@ from scheduler_components.engines.vllm import ComponentScheduler
 from scheduler_components.invariant_checker import CheckPolicy
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.metrics.shm_metrics_board import open_shm_metrics_board
-from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
 
 pytestmark = [
     pytest.mark.engine,

@@ -11,7 +11,8 @@ from scheduler_components.agreement import Proposal
 from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.prefetch import ActivePrefetches
-from scheduler_components.page_operations import (
+from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.values.page_operations import (
     BackupDone,
     BackupOutcome,
     Decision,
@@ -22,8 +23,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteOutcome,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 DIGESTS = bytes(range(32)) * 2
 

@@ -17,6 +17,7 @@ from scheduler_components import (
     OutOfPagesError,
     ParallelState,
 )
+from scheduler_components.agreement.thread_sync import ThreadSyncHub
 from scheduler_components.errors import SettingsDivergenceError
 from scheduler_components.events import Tier
 from scheduler_components.hicache import (
@@ -27,8 +28,7 @@ from scheduler_components.hicache import (
     MemoryPageStore,
     Placement,
 )
-from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
-from scheduler_components.thread_sync import ThreadSyncHub
+from scheduler_engine.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
 
 
 def six_pages(policy: HiCachePolicy | None = None) -> HiCacheRank:

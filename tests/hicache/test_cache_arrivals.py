@@ -7,7 +7,7 @@ from kit.hicache_rank import ScriptedMover, SteppedHiCacheRank, prompt
 
 from scheduler_components import CacheIntegrityError
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.page_operations import DiscardLoadBack, LoadBackDone
+from scheduler_components.values.page_operations import DiscardLoadBack, LoadBackDone
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from scheduler_components import OutOfPagesError
 from scheduler_components.cache import RadixCache, RadixNode
 from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache
-from scheduler_components.page_operations import (
+from scheduler_components.values.page_operations import (
     BackupDone,
     CopyToDevice,
     CopyToHost,
@@ -34,7 +34,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE, DEVICE_PAGES, HOST_PAGES = 2, 24, 32
 

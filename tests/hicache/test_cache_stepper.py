@@ -8,7 +8,7 @@ from kit.hicache_rank import SteppedHiCacheRank, prompt
 from scheduler_components.errors import TierDivergenceError
 from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.page_operations import (
+from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
     CopyToDevice,

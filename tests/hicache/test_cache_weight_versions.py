@@ -11,8 +11,8 @@ from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import RadixCache
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache
 from scheduler_components.quiesce import FlushableCache, QuiesceController, QuiesceStepper, weight_namespace
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
 from scheduler_components.values import BeginWeightUpdate, ControlRequest, EndWeightUpdate, FlushCache, LoadWeights
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 
 def tiered_cache() -> HiRadixCache:

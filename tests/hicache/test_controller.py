@@ -15,7 +15,8 @@ from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.hicache.ack_queue import AckQueue
 from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.prefetch import MAX_ACTIVE_PREFETCHES, ActivePrefetches
-from scheduler_components.page_operations import (
+from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.values.page_operations import (
     CancelPrefetch,
     Decision,
     Instruction,
@@ -29,8 +30,7 @@ from scheduler_components.page_operations import (
     ReadDone,
     ReadFromStorage,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 
 @st.composite

@@ -9,7 +9,7 @@ from kit.hybrid_scheduler import SMALL
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.allocation_log import AllocationLog
+from scheduler_components.checks.allocation_log import AllocationLog
 from scheduler_components.hicache import (
     HiCachePolicy,
     HiCacheStepper,
@@ -21,11 +21,11 @@ from scheduler_components.hicache import (
 )
 from scheduler_components.hicache.host_tier_pool import HostTierPool
 from scheduler_components.invariant_checker import find_pool_violations
-from scheduler_components.page_shape import PageShape
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
-from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.values.page_shape import PageShape
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.device.hicache_sim import FaultRates, SimulatedHostPages, SimulatedMover
+from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 PAGES = 24
 

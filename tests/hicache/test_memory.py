@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.hicache import CheckedPageStore, HostPool, MemoryPageStore, SimulatedDeviceMemory
-from scheduler_components.page_shape import PageShape
+from scheduler_components.values.page_shape import PageShape
 
 SHAPE = PageShape(num_layers=3, layer_page_bytes=5)
 NUM_PAGES = 6

@@ -24,7 +24,8 @@ from kit.searches import num_examples
 
 from scheduler_components.cache.block_hash import DIGEST_BYTES
 from scheduler_components.hicache import HiCachePolicy, HiRadixCache
-from scheduler_components.page_operations import (
+from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.values.page_operations import (
     CancelPrefetch,
     CopyToDevice,
     Instruction,
@@ -36,8 +37,7 @@ from scheduler_components.page_operations import (
     ReadDone,
     ReadFromStorage,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
-from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE, NUM_PAGES = 512, 6
 NEVER_ENDS = 10_000

@@ -6,7 +6,7 @@ import pytest
 from kit.hicache_rank import HiCacheRank, prompt
 
 from scheduler_components.hicache import HiCachePolicy
-from scheduler_components.page_operations import (
+from scheduler_components.values.page_operations import (
     CancelPrefetch,
     CopyToDevice,
     QueryDone,

@@ -25,7 +25,9 @@ from scheduler_components.hicache import (
     open_file_page_store,
 )
 from scheduler_components.hicache.storage_backend import ZeroCopyBackend
-from scheduler_components.page_operations import (
+from scheduler_components.ports import PageBytes, ZeroCopyPageStore
+from scheduler_components.testing import IN_PLACE_STORE_CHECKS
+from scheduler_components.values.page_operations import (
     BackupDone,
     IoEvent,
     PagesRead,
@@ -33,9 +35,7 @@ from scheduler_components.page_operations import (
     ReadFromStorage,
     WriteToStorage,
 )
-from scheduler_components.page_shape import PageShape
-from scheduler_components.ports import PageBytes, ZeroCopyPageStore
-from scheduler_components.testing import IN_PLACE_STORE_CHECKS
+from scheduler_components.values.page_shape import PageShape
 
 SHAPE = PageShape(num_layers=2, layer_page_bytes=32)
 NUM_PAGES = 40  # more than one slice of a read or write

@@ -19,9 +19,9 @@ from scheduler_components.hicache import (
     ThreadLayerDoneCounter,
     ThreadPageMover,
 )
-from scheduler_components.page_operations import CopyToDevice, CopyToHost, IoEvent, LoadBackDone, WriteDone
-from scheduler_components.page_shape import PageShape
 from scheduler_components.ports import CopyEvent, HostLayerView, NullCopyEvent
+from scheduler_components.values.page_operations import CopyToDevice, CopyToHost, IoEvent, LoadBackDone, WriteDone
+from scheduler_components.values.page_shape import PageShape
 
 pytestmark = pytest.mark.threads
 

@@ -36,7 +36,8 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     open_file_page_store,
 )
-from scheduler_components.page_operations import (
+from scheduler_components.ports import PageBytes, PageStore
+from scheduler_components.values.page_operations import (
     BackupDone,
     CopyToDevice,
     CopyToHost,
@@ -50,9 +51,8 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.page_shape import PageShape
-from scheduler_components.ports import PageBytes, PageStore
-from scheduler_components.reference.engine.rank.hicache_tiers import SimulatedKvPages
+from scheduler_components.values.page_shape import PageShape
+from scheduler_engine.engine.rank.hicache_tiers import SimulatedKvPages
 
 pytestmark = pytest.mark.threads
 

@@ -19,7 +19,8 @@ from scheduler_components.hicache import (
     SimulatedDeviceMemory,
     ThreadPageMover,
 )
-from scheduler_components.page_operations import (
+from scheduler_components.ports import PageBytes
+from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
     IoEvent,
@@ -28,8 +29,7 @@ from scheduler_components.page_operations import (
     ReadFromStorage,
     WriteToStorage,
 )
-from scheduler_components.page_shape import PageShape
-from scheduler_components.ports import PageBytes
+from scheduler_components.values.page_shape import PageShape
 
 pytestmark = pytest.mark.threads
 

@@ -14,7 +14,7 @@ from scheduler_components.cache.block_hash import pack_tokens
 from scheduler_components.events import Tier
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.ports import NullPageHook
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 
 @pytest.fixture

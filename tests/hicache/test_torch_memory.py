@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scheduler_components import ConfigError
 from scheduler_components.hicache import HostPool, SimulatedDeviceMemory, TorchDeviceMemory
 from scheduler_components.hicache.memory import merged_runs
-from scheduler_components.page_shape import HostLayout, PageShape
 from scheduler_components.ports import DeviceMemory
+from scheduler_components.values.page_shape import HostLayout, PageShape
 
 pytestmark = pytest.mark.torch
 

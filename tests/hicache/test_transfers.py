@@ -16,7 +16,8 @@ from scheduler_components.hicache.controller import HiCacheController
 from scheduler_components.hicache.prefetch import ActivePrefetches
 from scheduler_components.hicache.tiers import TierTree
 from scheduler_components.hicache.transfers import TierTransfers
-from scheduler_components.page_operations import (
+from scheduler_components.ports import NullPageHook
+from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
     CopyToDevice,
@@ -29,8 +30,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import NullPageHook
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 # --- pages counted as stored ---
 

@@ -10,11 +10,11 @@ import msgspec
 from hypothesis import strategies as st
 
 from scheduler_components import ParallelState
-from scheduler_components.agreed_queue import AgreedQueue, Departure
 from scheduler_components.agreement import AgreedValues, Proposal
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.step_agreement import StepAgreement
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.waiting.agreed_queue import AgreedQueue, Departure
 
 MAX_WAIT_S = 6.0
 RIDS = "abcdefgh"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from scheduler_components import OutOfPagesError
 from scheduler_components.cache import BlockTableCache, TableMatch, hash_pages
+from scheduler_components.checks.pool_stats_observer import BlockTablePool
 from scheduler_components.invariant_checker import find_pool_violations
-from scheduler_components.pool_stats_observer import BlockTablePool
 from scheduler_components.testing import EventLedger
 from scheduler_components.values import HeldCount, PageHolding
 

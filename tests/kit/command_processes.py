@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-COMMAND = [sys.executable, "-m", "scheduler_components.reference.cli.main"]
+COMMAND = [sys.executable, "-m", "scheduler_engine.cli.main"]
 TWO_REPLICAS = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "1"]
 TWO_RANKS = ["--dp-size", "1", "--attn-cp-size", "1", "--attn-tp-size", "2"]
 TWO_BY_TWO = ["--dp-size", "2", "--attn-cp-size", "1", "--attn-tp-size", "2"]

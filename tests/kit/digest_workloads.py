@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 
 from scheduler_components import ParallelState
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 _STEPS = 40
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
+from scheduler_engine.frontend.http_server import bind_http, open_http_server
 
 Answer = Callable[[Request], Awaitable[Response]]
 

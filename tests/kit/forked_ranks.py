@@ -13,7 +13,7 @@ from typing import Any, Self
 __all__ = ["ForkedRanks"]
 
 PATIENCE_S = 90
-PRELOADED = ["pytest", "torch.distributed", "scheduler_components.reference.device.hicache_torchrun"]
+PRELOADED = ["pytest", "torch.distributed", "scheduler_engine.device.hicache_torchrun"]
 
 
 class ForkedRanks:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups, Proposal
+from scheduler_components.agreement.rank_groups import RankGroups, world_rank_groups
+from scheduler_components.agreement.torch_sync import open_torch_groups
 from scheduler_components.errors import SyncDivergenceError, SyncTimeoutError
-from scheduler_components.rank_groups import RankGroups, world_rank_groups
-from scheduler_components.torch_sync import open_torch_groups
 
 ODD_RANK = 2
 World = Sequence[RankGroups]

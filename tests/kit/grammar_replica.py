@@ -9,13 +9,13 @@ import msgspec
 
 from kit.grammars import PathGrammar
 from scheduler_components import ParallelState
-from scheduler_components.agreed_queue import AgreedQueue
-from scheduler_components.grammar_queue import CompileResult, GrammarCompiler, GrammarQueue
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.request_grammar import RequestGrammar
-from scheduler_components.step_agreement import StepAgreement
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.values import GrammarKey, GrammarStats
+from scheduler_components.waiting.agreed_queue import AgreedQueue
+from scheduler_components.waiting.grammar_queue import CompileResult, GrammarCompiler, GrammarQueue
+from scheduler_components.waiting.request_grammar import RequestGrammar
 
 MAX_WAIT_S = 6.0
 

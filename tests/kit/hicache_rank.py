@@ -9,7 +9,7 @@ from typing import TypeVar
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal
 from scheduler_components.events import Tier
 from scheduler_components.hicache import HiCachePolicy, HiCacheStepper, HiRadixCache
-from scheduler_components.page_operations import (
+from scheduler_components.values.page_operations import (
     BackupDone,
     CopyToDevice,
     CopyToHost,
@@ -24,7 +24,7 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.reference.device.hicache_sim import SimulatedHostPages
+from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
 PAGE_SIZE = 2
 PATIENT = HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1)

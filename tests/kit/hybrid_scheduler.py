@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 from kit.replaced_parts import replace_kv_cache
 from scheduler_components import ParallelState
-from scheduler_components.allocation_log import AllocationLog
 from scheduler_components.cache import PagePool, PrefixNamespace, RadixNode
+from scheduler_components.checks.allocation_log import AllocationLog
+from scheduler_components.checks.pool_stats_observer import RadixCachePool, SlotPool
 from scheduler_components.invariant_checker import CheckPolicy, PoolInvariantChecker, PoolReport
-from scheduler_components.pool_stats_observer import RadixCachePool, SlotPool
-from scheduler_components.reference.device.device import SimulatedDevice, SimulatedModel
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import IntegrityConfig, SchedulerConfig
-from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.request_kv_cache import RequestKvCache
-from scheduler_components.request_queues import RequestQueues
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.values import HeldCount, PageHolding
+from scheduler_engine.device.device import SimulatedDevice, SimulatedModel
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import IntegrityConfig, SchedulerConfig
+from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 WINDOW_PAGES = 2
 STRICT = CheckPolicy(action="log", count_every_steps=1, full_check_every_steps=1, is_full_check_in_steps=True)

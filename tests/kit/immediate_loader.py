@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler_components import ConfigError
-from scheduler_components.lora_queue import Adapter, AdapterFact
-from scheduler_components.thread_adapter_loader import AdapterStore
+from scheduler_components.waiting.lora_queue import Adapter, AdapterFact
+from scheduler_components.waiting.thread_adapter_loader import AdapterStore
 
 
 class ImmediateLoader:

@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from observability import fetch_kv_pool
 from scheduler_components.events import medium_group
-from scheduler_components.reference.engine.frontend.http_server import bind_http, open_http_server
 from scheduler_components.values import KvPoolSnapshot
+from scheduler_engine.frontend.http_server import bind_http, open_http_server
 
 GPU, CPU = medium_group(None), ("CPU", 1)
 

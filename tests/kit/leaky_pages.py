@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 from kit.replaced_parts import replace_kv_cache
 from scheduler_components.cache import RadixNode
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
-from scheduler_components.request_kv_cache import KV_POOL, KvRequest, RequestKvCache
+from scheduler_components.scheduling.request_kv_cache import KV_POOL, KvRequest, RequestKvCache
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 Loss: TypeAlias = Literal["page", "lock"]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from worlds.jetstream_actor import LogReaderActor, LogWriterActor
+from worlds.log_reader_judge import Truth
+from worlds.simulated_broker import SimulatedBroker
+from worlds.timeline import Timeline
+
 from observability.jetstream.log_writer import LogLimits
-from observability.simulation.jetstream_actor import LogReaderActor, LogWriterActor
-from observability.simulation.log_reader_judge import Truth
-from observability.simulation.simulated_broker import SimulatedBroker
-from observability.simulation.timeline import Timeline
 from scheduler_components import BlockStored
 
 

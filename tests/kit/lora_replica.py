@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from random import Random
 
 from scheduler_components import ConfigError, ParallelState
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.errors import QueueFullError
-from scheduler_components.lora_queue import Adapter, AdapterFact, LoraLimits, LoraQueue
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.step_agreement import StepAgreement
 from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.values import RequestHints
+from scheduler_components.waiting.lora_queue import Adapter, AdapterFact, LoraLimits, LoraQueue
 
 LIMITS = LoraLimits(max_loaded=2, max_registered=4, max_waiting=6, max_wait_s=40.0)
 NAMES = "abcd"

@@ -26,8 +26,10 @@ from scheduler_components.hicache import (
     ThreadPageMover,
     TorchDeviceMemory,
 )
-from scheduler_components.lora_queue import LoraQueue
-from scheduler_components.page_operations import (
+from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter, PageStore
+from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
+from scheduler_components.values import FinishReason, TierStats
+from scheduler_components.values.page_operations import (
     BackupDone,
     CancelPrefetch,
     CopyToDevice,
@@ -45,15 +47,13 @@ from scheduler_components.page_operations import (
     WriteDone,
     WriteToStorage,
 )
-from scheduler_components.ports import CopyEvent, LayerDoneCounter, NullLayerDoneCounter, PageStore
-from scheduler_components.reference.device.sampling import SamplingLimits, SamplingParams
-from scheduler_components.reference.device.torch_device import TorchDevice
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers, TierLayerDoneCounter
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.testing.torch_greedy_text_verifier import GreedyTextVerifier, NearTie
-from scheduler_components.values import FinishReason, TierStats
+from scheduler_components.waiting.lora_queue import LoraQueue
+from scheduler_engine.device.sampling import SamplingLimits, SamplingParams
+from scheduler_engine.device.torch_device import TorchDevice
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers, TierLayerDoneCounter
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 PAGE_SIZE = 4
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from scheduler_components import ParallelState
 from scheduler_components.hicache import TorchDeviceMemory
-from scheduler_components.reference.device.model_spec import ModelSpec
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.device.torch_device import TorchDevice
-from scheduler_components.reference.device.torch_model import load_model
-from scheduler_components.reference.device.torch_model_parallel import (
+from scheduler_engine.device.model_spec import ModelSpec
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.device.torch_device import TorchDevice
+from scheduler_engine.device.torch_model import load_model
+from scheduler_engine.device.torch_model_parallel import (
     ModelParallelGroup,
     NullModelParallelGroup,
     open_model_parallel_group,
 )
-from scheduler_components.reference.device.torch_tensor_parallel import shard_model
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_engine.device.torch_tensor_parallel import shard_model
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 PAGE_SIZE, NUM_PAGES = 4, 96
 

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import attrs
 import pytest
+from worlds import DeliveryReport, Violation, WorldKind, run_world
 
 from kit import (
     broken_edges,
@@ -29,7 +30,6 @@ from kit import (
     planted_seeds,
     planted_traces,
 )
-from observability.simulation import DeliveryReport, Violation, WorldKind, run_world
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 Finding: TypeAlias = tuple[WorldKind, int, str]
@@ -171,7 +171,7 @@ _SEEDS = '''\
 
 from __future__ import annotations
 
-from observability.simulation import WorldKind
+from worlds import WorldKind
 
 NUM_SEEDS = {num_seeds}
 """Seeds of each kind that were searched at least for each bug."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observability.simulation import WorldKind
+from worlds import WorldKind
 
 NUM_SEEDS = 30
 """Seeds of each kind that were searched at least for each bug."""

@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry
 from kit.fake_engine import FakeEngine, served_engine
 from kit.waiting import DEADLINE_S
 from observability.routing import KvRouter, PickerName, make_picker
-from scheduler_components.reference.engine.frontend.access import AccessPolicy
-from scheduler_components.reference.engine.frontend.http_body import BodyReceiver
-from scheduler_components.reference.engine.frontend.http_server import STALL_TIMEOUT_S, bind_http, open_http_server
-from scheduler_components.reference.proxy.config import ProxyConfig
-from scheduler_components.reference.proxy.http_app import make_proxy_app
-from scheduler_components.reference.proxy.http_fleet import Fleet, open_fleet
-from scheduler_components.reference.proxy.http_proxy import ProxyEndpoint
-from scheduler_components.reference.proxy.prometheus_proxy import ProxyCollector
+from scheduler_engine.frontend.access import AccessPolicy
+from scheduler_engine.frontend.http_body import BodyReceiver
+from scheduler_engine.frontend.http_server import STALL_TIMEOUT_S, bind_http, open_http_server
+from scheduler_engine.proxy.config import ProxyConfig
+from scheduler_engine.proxy.http_app import make_proxy_app
+from scheduler_engine.proxy.http_fleet import Fleet, open_fleet
+from scheduler_engine.proxy.http_proxy import ProxyEndpoint
+from scheduler_engine.proxy.prometheus_proxy import ProxyCollector
 
 __all__ = ["Proxied", "following", "proxied", "until"]
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.thread_sync import ThreadSyncHub
 from scheduler_components.errors import SettingsDivergenceError, SyncDivergenceError, SyncTimeoutError
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.thread_sync import ThreadSyncHub
 
 Hops = dict[int, tuple[tuple[int, ...], ...]]
 """The groups that each rank reduces over, in the order of its calls."""

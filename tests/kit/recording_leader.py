@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_components.reference.engine.messages import RankCommand, decode_command
+from scheduler_engine.engine.messages import RankCommand, decode_command
 
 
 class RecordingLeader:

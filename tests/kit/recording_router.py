@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from scheduler_components.simulation import Router, SimulatedRequest
 from scheduler_components.values import LoadSnapshot, RequestState
+from scheduler_engine.simulation import Router, SimulatedRequest
 
 
 @dataclass(slots=True, kw_only=True)

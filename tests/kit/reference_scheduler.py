@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from scheduler_components import ParallelState
 from scheduler_components.ports import KvEventSink, OutputSink
-from scheduler_components.reference.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 from scheduler_components.testing import PagedModel, interfaces
 from scheduler_components.testing.fake_device import InstantDevice
 from scheduler_components.values import LoadSnapshot
+from scheduler_engine.device.device import DeviceOutput, DeviceRequest, ScheduledBatch
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
 
 PAGE_SIZE = 4
 

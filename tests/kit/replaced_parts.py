@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 def replace_kv_cache(scheduler: Scheduler, kv_cache: Any) -> None:

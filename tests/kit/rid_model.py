@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_components.simulation.simulated_model import HashedRequest, SimulatedModel
+from scheduler_engine.simulation.simulated_model import HashedRequest, SimulatedModel
 
 
 class RidModel(SimulatedModel):

@@ -10,13 +10,11 @@ from starlette.applications import Starlette
 
 from kit.rid_model import RidModel
 from scheduler_components import ConfigError, ParallelState
-from scheduler_components.reference.device.device import CostModel, SimulatedDevice
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
-from scheduler_components.reference.engine.frontend.frontend import Frontend
-from scheduler_components.reference.engine.frontend.text_frontend import TextFrontend
-from scheduler_components.reference.engine.http_app import text_routes
-from scheduler_components.reference.engine.messages import (
+from scheduler_components.values import OutputBatch
+from scheduler_engine.device.device import CostModel, SimulatedDevice
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.http_app import text_routes
+from scheduler_engine.engine.messages import (
     AbortRequest,
     RankCommand,
     RequestRefused,
@@ -26,11 +24,13 @@ from scheduler_components.reference.engine.messages import (
     encode_outputs,
     unpack_tokens,
 )
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler, SchedulerSinks
-from scheduler_components.reference.text.text_tokenizer import TextTokenizer
-from scheduler_components.reference.text.word_tokenizer import WordTokenizer
-from scheduler_components.values import OutputBatch
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler, SchedulerSinks
+from scheduler_engine.frontend.dispatcher import LoadDispatcher, ReplicaLoad
+from scheduler_engine.frontend.frontend import Frontend
+from scheduler_engine.frontend.text_frontend import TextFrontend
+from scheduler_engine.text.text_tokenizer import TextTokenizer
+from scheduler_engine.text.word_tokenizer import WordTokenizer
 
 MODEL = RidModel()
 FREE = CostModel(base_ms=0, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0, eager_ms=0)

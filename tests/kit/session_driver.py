@@ -8,12 +8,12 @@ from random import Random
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import RadixCache, RadixNode
+from scheduler_components.checks.pool_stats_observer import RadixCachePool
 from scheduler_components.invariant_checker import PublishedBlocks, find_event_violations, find_pool_violations
-from scheduler_components.pool_stats_observer import RadixCachePool
-from scheduler_components.request_kv_cache import RequestKvCache, pages_for
-from scheduler_components.session_kv_releaser import SessionKvReleaser
-from scheduler_components.sessions import SessionLimits, SessionTable
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache, pages_for
 from scheduler_components.values import FinishReason, HeldCount, PageHolding, SessionParams
+from scheduler_components.waiting.session_kv_releaser import SessionKvReleaser
+from scheduler_components.waiting.sessions import SessionLimits, SessionTable
 
 PAGE_SIZE = 2
 NUM_PAGES = 16

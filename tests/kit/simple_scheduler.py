@@ -17,8 +17,8 @@ from typing import ClassVar
 from scheduler_components import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from scheduler_components.cache import RadixNode
 from scheduler_components.cache.block_hash import pack_tokens
+from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.events import MediumGroup, medium_group
-from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.testing import PagedModel, interfaces
 from scheduler_components.values import (

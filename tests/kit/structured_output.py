@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kit.imported_later import ImportedLater
-from scheduler_components.reference.engine.engine import Engine
+from scheduler_engine.engine.engine import Engine
 
 jsonschema_rs = ImportedLater("jsonschema_rs", reason="schemathesis brings it")
 openai = ImportedLater("openai", reason="needs openai: pip install scheduler-components[dev]")

@@ -135,6 +135,6 @@ def judge(model_folder: Path) -> GreedyTextVerifier:
 @pytest.fixture(scope="session")
 def paged_model(model_folder: Path) -> PreTrainedModel:
     """The model of ``model_folder`` with attention over pages, in float32."""
-    from scheduler_components.reference.device.torch_model import inspect_model, load_model
+    from scheduler_engine.device.torch_model import inspect_model, load_model
 
     return load_model(inspect_model(model_folder))

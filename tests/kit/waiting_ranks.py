@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kit.grammar_replica import GrammarUser, ManualCompiler
-from scheduler_components.agreed_queue import AgreedQueue
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.grammar_queue import GrammarQueue
-from scheduler_components.lora_queue import Adapter, AdapterFact, LoraLimits, LoraQueue
-from scheduler_components.step_agreement import StepAgreement
+from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.values import GrammarKey, RequestHints
+from scheduler_components.waiting.agreed_queue import AgreedQueue
+from scheduler_components.waiting.grammar_queue import GrammarQueue
+from scheduler_components.waiting.lora_queue import Adapter, AdapterFact, LoraLimits, LoraQueue
 
 __all__ = ["AgreedRank", "GrammarRank", "LoraRank", "open_agreed_rank"]
 

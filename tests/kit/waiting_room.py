@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from scheduler_components.agreed_queue import AgreedQueue
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.errors import QueueFullError
-from scheduler_components.waiting_rooms import WaitingRequest
+from scheduler_components.waiting.agreed_queue import AgreedQueue
+from scheduler_components.waiting.waiting_rooms import WaitingRequest
 
 R = TypeVar("R", bound=WaitingRequest)
 

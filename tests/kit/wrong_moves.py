@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from scheduler_components.refactor.recipe import ClassRef, ComponentField, Move, Port, Prepare, Recipe
+from scheduler_refactor.recipe import ClassRef, ComponentField, Move, Port, Prepare, Recipe
 
 __all__ = ["ENGINE", "RECIPE", "WRONG_MOVES", "Hazard", "Mistake", "Net", "changed"]
 

@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import DiskFaults, FaultyDisk
+from worlds.faulty_disk import FloorOnFaultyDisk
 
-from observability.simulation import DiskFaults, FaultyDisk
-from observability.simulation.faulty_disk import FloorOnFaultyDisk
 from scheduler_components import StartError
 from scheduler_components.kv_events import sequence_floor
 from scheduler_components.kv_events.sequence_floor import open_floor

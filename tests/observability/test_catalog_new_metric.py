@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from observability import MetricsBoardCollector, PrometheusSink, render_metrics
 from observability.catalog import render_markdown
 from observability.grafana.dashboard import render_dashboard
-from observability.testing import METRICS_SINK_CHECKS
+from observability.metrics_sink_checks import METRICS_SINK_CHECKS
 from scheduler_components import LiveStats, MetricsEmitter, ParallelState
 from scheduler_components.values import LoadSnapshot, SchedulerCounters
 from scheduler_components.metrics import open_shm_metrics_board, open_shm_metrics_sink

@@ -16,11 +16,11 @@ from observability import check_conformance
 from observability.conformance import ConformanceReport, RuleResult
 from scheduler_components import ConfigError, KVEventBatch, StartError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig, ZmqEventPublisher
-from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import ScriptedPublisher
 from scheduler_components.testing.chain_event_generator import ChainEventGenerator
 from scheduler_components.testing.interfaces import BLOCK_SIZE, BoundPublisher, Frames
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
+from scheduler_engine.cli import main as cli
 
 pytestmark = pytest.mark.sockets
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from observability.conformance import ConformanceReport, StreamReport, build_stream_report
 from observability.conformance_files import badge_json, junit_xml
 from scheduler_components.kv_events import Endpoint, StreamAddress
-from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing import ScriptedPublisher
 from scheduler_components.testing.rules import RULES, Violation
 from scheduler_components.testing.stream_verifier import StreamFacts, StreamVerdict
+from scheduler_engine.cli import main as cli
 
 ENGINE_RULES = ("descriptor", "reachable")
 

@@ -28,9 +28,9 @@ from scheduler_components import (
     SchedulerKvEventsPublisher,
 )
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
-from scheduler_components.reference.cli import main as cli
 from scheduler_components.testing.zmq_stream_probe import ProbeOptions
 from scheduler_components.values import KvPoolSnapshot
+from scheduler_engine.cli import main as cli
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 

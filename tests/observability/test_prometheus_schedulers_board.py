@@ -16,7 +16,7 @@ from kit.searches import num_examples
 from prometheus_client import CollectorRegistry, generate_latest
 
 from observability import MetricsBoardCollector, PrometheusSink
-from observability.testing import METRICS_SINK_CHECKS, OpenMetricsSink
+from observability.metrics_sink_checks import METRICS_SINK_CHECKS, OpenMetricsSink
 from scheduler_components import ConfigError, ParallelState
 from scheduler_components.metrics import RequestLatencyRecorder, open_shm_metrics_board, open_shm_metrics_sink
 from scheduler_components.ports import MetricsSink

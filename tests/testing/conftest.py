@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.testing import interfaces
+from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 
 PAGE_SIZE = 4  # of ``reference_scheduler``
 
@@ -27,8 +27,8 @@ def open_host_tier() -> Iterator[Callable[[], CacheTiers]]:
         SimulatedDeviceMemory,
         ThreadPageMover,
     )
-    from scheduler_components.page_shape import PageShape  # fmt: skip
-    from scheduler_components.reference.engine.rank.hicache_tiers import HiCacheTiers
+    from scheduler_components.values.page_shape import PageShape  # fmt: skip
+    from scheduler_engine.engine.rank.hicache_tiers import HiCacheTiers
 
     opened: list[HiCacheTiers] = []
 

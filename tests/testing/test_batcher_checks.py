@@ -9,9 +9,9 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from scheduler_components.batcher import BatchConditions, Batcher
-from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
-from scheduler_components.preemption_policy import LongestRemaining
-from scheduler_components.scheduling_policy import PriorityPolicy
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
+from scheduler_components.scheduling.preemption_policy import LongestRemaining
+from scheduler_components.scheduling.scheduling_policy import PriorityPolicy
 from scheduler_components.testing import BatcherComparisonMachine, ConformanceError
 from scheduler_components.testing import batcher_checks as checks
 from scheduler_components.testing.batcher_session import BatcherUnderCheck, OpenBatcher

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from scheduler_components.admission_budget import AdmissionBudget, AdmissionDemand
 from scheduler_components.batcher import BatchConditions, Batcher
-from scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
-from scheduler_components.request_kv_cache import RequestKvCache, pages_for
+from scheduler_components.scheduling.admission_budget import AdmissionBudget, AdmissionDemand
+from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache, pages_for
 from scheduler_components.testing import BATCHER_CHECKS, ConformanceError
 from scheduler_components.testing import batcher_checks as checks
 from scheduler_components.testing.batcher_session import OpenBatcher
@@ -447,7 +447,10 @@ SURVIVORS: dict[str, tuple[OpenBatcher, str]] = {
     "preempts the earliest": (opening(PreemptsTheEarliest), "the others end first, and then it runs alone"),
     "takes the first": (opening(preemption=TakesTheFirst), "the batcher keeps the earliest arrival from it"),
     "raises": (opening(preemption=Raises), "the batcher replaces a policy that fails"),
-    "allows the watermark": (opening(budget_type=AllowsTheWatermark), "one page; tests/test_admission_budget.py"),
+    "allows the watermark": (
+        opening(budget_type=AllowsTheWatermark),
+        "one page; tests/scheduling/test_admission_budget.py",
+    ),
     "grows half": (opening(kv_cache_type=GrowsHalf), "no workload has some pages left, but too few"),
 }
 """Variants that pass, and why. Some are no errors."""

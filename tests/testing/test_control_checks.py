@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.dynamic_chunk_sizer import DynamicChunkSizer
-from scheduler_components.reference.device.device import SimulatedDevice
-from scheduler_components.reference.engine.config import SchedulerConfig
-from scheduler_components.reference.engine.scheduler.batcher_settings import BatcherSettings
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.checks.thread_stack_sampler import StackSampler
+from scheduler_components.scheduling.dynamic_chunk_sizer import DynamicChunkSizer
 from scheduler_components.testing import PROFILER_CHECKS, STATE_HOLDER_CHECKS, ConformanceError
-from scheduler_components.thread_stack_sampler import StackSampler
+from scheduler_engine.device.device import SimulatedDevice
+from scheduler_engine.engine.config import SchedulerConfig
+from scheduler_engine.engine.scheduler.batcher_settings import BatcherSettings
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 MODEL = {"chunk_base_us": 1.0, "chunk_token_us": 2.0, "chunk_million_pairs_us": 3.0}
 
@@ -77,7 +77,7 @@ def test_a_broken_holder_fails_with_its_trace(fault: str, words: str) -> None:
 def test_the_kits_profilers_pass(check: Callable[..., None], tmp_path: Path) -> None:
     check(lambda: StackSampler(tmp_path / "stacks"))
     pytest.importorskip("torch")
-    from scheduler_components.torch_profiler import TorchProfiler
+    from scheduler_components.checks.torch_profiler import TorchProfiler
 
     check(lambda: TorchProfiler(tmp_path / "torch"))
 

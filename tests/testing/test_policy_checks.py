@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.scheduling_policy import LongestPrefixMatch, PriorityPolicy, VirtualTokenCounter
+from scheduler_components.scheduling.scheduling_policy import LongestPrefixMatch, PriorityPolicy, VirtualTokenCounter
 from scheduler_components.testing import POLICY_CHECKS, ConformanceError, PolicyPromises, PolicyRequest
 from scheduler_components.testing import policy_checks as checks
 from scheduler_components.values import ScheduledChunk

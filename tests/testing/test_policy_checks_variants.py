@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from scheduler_components.ordered_requests import CachedLengths
-from scheduler_components.scheduling_policy import (
+from scheduler_components.scheduling.ordered_requests import CachedLengths
+from scheduler_components.scheduling.scheduling_policy import (
     FirstComeFirstServed,
     LongestPrefixMatch,
     LoraGrouping,

@@ -22,11 +22,11 @@ from scheduler_components import (
 )
 from scheduler_components.events import TIER_MEDIUM, MediumGroup, Tier, medium_group
 from scheduler_components.ports import HeldBlocksSource, KvEventSink, NullHeldBlocksSource, OutputSink
-from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
 from scheduler_components.testing import POOL_STREAM_CHECKS, ConformanceError, ListEventSink, PoolVerifier, next_token
 from scheduler_components.testing.pool_verifier import PoolDifference
 from scheduler_components.values import KvPoolSnapshot
+from scheduler_engine.device.device import DeviceRequest, ScheduledBatch
+from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
 
 GPU, CPU = medium_group(None), medium_group("CPU")
 

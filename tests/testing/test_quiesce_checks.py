@@ -13,17 +13,17 @@ from scheduler_components.batcher import Batcher
 from scheduler_components.events import MediumGroup
 from scheduler_components.ports import KvEventSink, OutputSink
 from scheduler_components.quiesce import QuiesceState
-from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
-from scheduler_components.reference.device.weights import SimulatedWeights
-from scheduler_components.reference.engine.rank.quiescable_scheduler import make_quiesce_stepper
-from scheduler_components.reference.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.reference.engine.scheduler.scheduler import Scheduler
+from scheduler_components.scheduling.tier_prefetcher import TierPrefetcher
 from scheduler_components.testing import QUIESCE_CHECKS, ConformanceError, interfaces, next_token
 from scheduler_components.testing import quiesce_checks as checks
 from scheduler_components.testing.scheduler_checks import WORKLOAD
-from scheduler_components.tier_prefetcher import TierPrefetcher
 from scheduler_components.values import ControlReply, ControlRequest
+from scheduler_engine.device.device import DeviceRequest, ScheduledBatch, SimulatedDevice
+from scheduler_engine.device.weights import SimulatedWeights
+from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
+from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
+from scheduler_engine.engine.scheduler.request import Request
+from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
 class RestingReference(ReferenceScheduler):

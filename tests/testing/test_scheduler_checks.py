@@ -14,15 +14,15 @@ from kit.reference_scheduler import PAGE_SIZE, ReferenceScheduler
 from scheduler_components import BatchResultProcessor, BlockStored, EventBatch, KVEventBatch
 from scheduler_components.batcher import Batcher
 from scheduler_components.ports import KvEventSink, OutputSink
-from scheduler_components.reference.device.device import DeviceRequest, ScheduledBatch
-from scheduler_components.reference.device.sampling import SamplingLimits
-from scheduler_components.reference.engine.scheduler.request import Request
-from scheduler_components.request_kv_cache import RequestKvCache
-from scheduler_components.request_queues import RequestQueues
+from scheduler_components.scheduling.request_kv_cache import RequestKvCache
+from scheduler_components.scheduling.request_queues import RequestQueues
 from scheduler_components.testing import ConformanceError, ListEventSink, ListOutputSink, interfaces
 from scheduler_components.testing import scheduler_checks as checks
 from scheduler_components.testing.strategies import workloads
 from scheduler_components.values import FinishReason, LoadSnapshot, OutputBatch, OutputDelta, TokenOutput
+from scheduler_engine.device.device import DeviceRequest, ScheduledBatch
+from scheduler_engine.device.sampling import SamplingLimits
+from scheduler_engine.engine.scheduler.request import Request
 
 
 @pytest.mark.parametrize("check", checks.SCHEDULER_CHECKS)

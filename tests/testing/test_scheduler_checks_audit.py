@@ -11,13 +11,13 @@ from kit.hybrid_scheduler import SMALL, HybridPages, KeepsStateOfAborted, LosesW
 from kit.reference_scheduler import DrivenScheduler
 from kit.searches import num_examples
 
+from scheduler_components.checks.pool_stats_observer import AuditedPool
 from scheduler_components.invariant_checker import CheckPolicy
-from scheduler_components.pool_stats_observer import AuditedPool
 from scheduler_components.ports import KvEventSink, OutputSink
-from scheduler_components.reference.engine.config import IntegrityConfig
 from scheduler_components.testing import POOL_INVARIANT_CHECKS, ConformanceError, interfaces
 from scheduler_components.testing.scheduler_checks import WORKLOAD, OpenAuditedScheduler
 from scheduler_components.testing.strategies import workloads
+from scheduler_engine.engine.config import IntegrityConfig
 
 SEEN_BY_THE_CHECKS = IntegrityConfig(checks=CheckPolicy(action="count", count_every_steps=10**6))
 CONFIG = attrs.evolve(

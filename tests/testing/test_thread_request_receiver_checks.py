@@ -9,14 +9,14 @@ from threading import Condition
 import pytest
 
 from scheduler_components import ParallelState
-from scheduler_components.rank_groups import world_rank_groups
-from scheduler_components.recv_skipper import RecvSkipper
+from scheduler_components.agreement.rank_groups import world_rank_groups
+from scheduler_components.agreement.thread_sync import ThreadSyncHub
+from scheduler_components.receiving.recv_skipper import RecvSkipper
+from scheduler_components.receiving.sync_input_relay import SyncGroupRelay
 from scheduler_components.request_receiver import InputRelay, InputSource, NullInputSource, RequestReceiver
-from scheduler_components.sync_input_relay import SyncGroupRelay
 from scheduler_components.testing import RECEIVER_CHECKS, ConformanceError
 from scheduler_components.testing import thread_request_receiver_checks as checks
 from scheduler_components.testing.fakes import ListInputSource, TextInputReader
-from scheduler_components.thread_sync import ThreadSyncHub
 from scheduler_components.values import RelayedInput
 
 WAIT_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_components.rank_groups import world_rank_groups
+from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.testing import make_topology, topologies
 
 

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from scheduler_components.metrics.shm_metrics_board import ShmMetricsSink
     from scheduler_components.metrics.zmq_kv_metrics import ZmqKvMetricsSink
     from scheduler_components.ports import NullMetricsSink
-    from scheduler_components.sync_input_relay import SyncGroupRelay
+    from scheduler_components.receiving.sync_input_relay import SyncGroupRelay
+    from scheduler_components.receiving.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
     from scheduler_components.values import SchedulerStats
-    from scheduler_components.zmq_input_relay import ZmqFollowerRelay, ZmqInputSource, ZmqLeaderRelay
 
     def an_event_sink(events: ZmqEventPublisher) -> ports.KvEventSink:
         return events

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 from hypothesis import strategies as st
-
-from scheduler_components.refactor import ModuleTree, Recorder
-from scheduler_components.refactor.recording import Decoder
+from scheduler_refactor import ModuleTree, Recorder
+from scheduler_refactor.recording import Decoder
 
 __all__ = ["CASES", "CaseHarness", "CaseWorkload", "case_version", "harness"]
 

@@ -11,10 +11,10 @@ import attrs
 import msgspec
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from scheduler_refactor import ModuleTree, Recorder
+from scheduler_refactor.recording import Decoder
 
 from scheduler_components import ParallelState
-from scheduler_components.refactor import ModuleTree, Recorder
-from scheduler_components.refactor.recording import Decoder
 from scheduler_components.values import LoadSnapshot
 from serving_parts.batching import Settings
 from serving_parts.request import Outbox, Output, Request

@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from kit import broken_log_cores
 from kit.searches import num_examples
+from worlds.jetstream_actor import POLICY, LogReaderActor, LogWriterActor
+from worlds.log_reader_judge import Truth
+from worlds.log_troubles import JOIN_LIMIT_S, LogTrouble
+from worlds.publisher_actor import FORGED_PAYLOAD
+from worlds.simulated_broker import BrokerQuality, SimulatedBroker
+from worlds.timeline import Timeline
 
 from observability.jetstream.log_writer import LogLimits
 from observability.kv_stream import StreamState
 from observability.kv_stream.log_records import LogMessage
-from observability.simulation.jetstream_actor import POLICY, LogReaderActor, LogWriterActor
-from observability.simulation.log_reader_judge import Truth
-from observability.simulation.log_troubles import JOIN_LIMIT_S, LogTrouble
-from observability.simulation.publisher_actor import FORGED_PAYLOAD
-from observability.simulation.simulated_broker import BrokerQuality, SimulatedBroker
-from observability.simulation.timeline import Timeline
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored
 
 LIMITS = LogLimits(

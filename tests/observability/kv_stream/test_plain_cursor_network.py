@@ -12,10 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
-
-from observability.kv_stream import FollowPolicy, StreamCursor, StreamState
-from observability.kv_stream.instructions import SendReplayRequest
-from observability.simulation import (
+from worlds import (
     Answer,
     FaultyLink,
     LinkFault,
@@ -24,7 +21,10 @@ from observability.simulation import (
     PublisherShape,
     SubscriberActor,
 )
-from observability.simulation.plain_publisher import BatchRing
+from worlds.plain_publisher import BatchRing
+
+from observability.kv_stream import FollowPolicy, StreamCursor, StreamState
+from observability.kv_stream.instructions import SendReplayRequest
 from scheduler_components import AllBlocksCleared, BlockRemoved, BlockStored
 from scheduler_components.events import Tier
 

@@ -21,12 +21,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from kit import broken_relay_cores
 from kit.searches import num_examples
+from worlds import SubscriberActor
+from worlds.recovery_model import RecoverySimulation, SteppedReader
+from worlds.relay_actor import RelayActor
 
 from observability.kv_stream import StreamListener, StreamState
-from observability.simulation import SubscriberActor
-from observability.simulation.relay_actor import RelayActor
-from observability.testing import RecoverySimulation
-from observability.testing.recovery_model import SteppedReader
 
 
 @dataclass

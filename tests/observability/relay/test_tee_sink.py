@@ -159,7 +159,7 @@ def test_every_counter_of_a_written_stream_has_one_metric() -> None:
 
 
 def test_the_command_requires_the_workers_name(capsys: pytest.CaptureFixture[str]) -> None:
-    from scheduler_components.reference.cli.relay_command import jetstream_writer
+    from scheduler_engine.cli.relay_command import jetstream_writer
 
     assert jetstream_writer(None, None, "") is None
     with pytest.raises(ConfigError, match="worker"):

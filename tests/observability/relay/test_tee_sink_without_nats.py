@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 WITHOUT_NATS = """
 import sys
 sys.modules["nats"] = None
-from scheduler_components.reference.cli.main import main
+from scheduler_engine.cli.main import main
 command = ["relay", "--kv-events-config", '{"endpoint": "tcp://127.0.0.1:0", "bind": true}']
 for sys.argv[1:] in (
     [*command, "nowhere"],

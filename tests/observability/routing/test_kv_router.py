@@ -27,8 +27,8 @@ from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace, hash_
 from scheduler_components.cache.block_hash import weight_namespace
 from scheduler_components.events import Tier
 from scheduler_components.kv_events import BatchEncoder
-from scheduler_components.simulation import Router, SimulatedRequest, TraceRequest
 from scheduler_components.values import AdapterLoad, LoadSnapshot, LoraLoad
+from scheduler_engine.simulation import Router, SimulatedRequest, TraceRequest
 
 PAGE = 4
 PROMPT = tuple(range(5 * PAGE))

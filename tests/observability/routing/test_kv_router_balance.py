@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.routing import KvRouter, LeastCost, Pick, Picker, PowerOfTwo, ReplicaSet, Softmax
-from scheduler_components.simulation import (
+from scheduler_components.values import LoadSnapshot
+from scheduler_engine.simulation import (
     Outage,
     ReplicaConfig,
     RoundRobin,
@@ -24,7 +25,6 @@ from scheduler_components.simulation import (
     TraceRequest,
     encode_report,
 )
-from scheduler_components.values import LoadSnapshot
 
 STEP_S = 0.05
 INTERVAL_S = 0.1

@@ -1,0 +1,1 @@
+"""What several packages of the kit share and nobody outside imports."""

@@ -1,0 +1,74 @@
+"""Simulated delivery: publishers, readers, networks and disks in virtual time, drawn from one seed.
+
+All parts of a stream that decide are the kit's real cores. The actors bring their messages and know the truth, so that
+the promises which docs/explanation/simulated-delivery.md lists can be judged while the world runs.
+
+- ``DeliveryWorld``: draws a history from a seed, carries it out and judges it.
+- ``PublisherActor``, ``SubscriberActor``: the cores with the truth next to them, for a world or a test of yours.
+- ``FaultyLink``, ``TimedLink``, ``FaultyDisk``: what fails between and below them.
+"""
+
+from __future__ import annotations
+
+from worlds.delivery_report import (
+    DeliveryReport,
+    DeliverySummary,
+    Violation,
+    encode_delivery_report,
+    summarize_deliveries,
+)
+from worlds.delivery_world import WORLD_KINDS, DeliveryWorld, WorldKind, WorldPart, run_world
+from worlds.faulty_disk import DiskFaults, FaultyDisk
+from worlds.faulty_link import PERFECT, FaultyLink, LinkCounters, LinkFault, LinkQuality, TimedLink
+from worlds.publisher_actor import (
+    FORGED_PAYLOAD,
+    OTHER_TOPIC,
+    TOPIC,
+    LiveFrame,
+    PublisherActor,
+    PublisherShape,
+    State,
+)
+from worlds.stream_part import StreamPart
+from worlds.subscriber_actor import Answer, SubscriberActor, begins_chunks
+from worlds.timeline import BrokenPromise, Timeline
+from worlds.world_counters import Measure
+
+__all__ = [
+    # a world
+    "DeliveryWorld",
+    "run_world",
+    "WORLD_KINDS",
+    "WorldKind",
+    "WorldPart",
+    "StreamPart",
+    "DeliveryReport",
+    "DeliverySummary",
+    "Measure",
+    "Violation",
+    "encode_delivery_report",
+    "summarize_deliveries",
+    # actors
+    "PublisherActor",
+    "PublisherShape",
+    "SubscriberActor",
+    "State",
+    "Answer",
+    "LiveFrame",
+    "begins_chunks",
+    "TOPIC",
+    "OTHER_TOPIC",
+    "FORGED_PAYLOAD",
+    # what fails
+    "FaultyLink",
+    "TimedLink",
+    "LinkFault",
+    "LinkQuality",
+    "LinkCounters",
+    "PERFECT",
+    "FaultyDisk",
+    "DiskFaults",
+    # time
+    "Timeline",
+    "BrokenPromise",
+]

@@ -1,0 +1,123 @@
+"""The judge of a log's reader finds each promise broken that holds at any time."""
+
+from __future__ import annotations
+
+import pytest
+from kit.log_world import LogWorld
+
+from observability.jetstream.log_follower import LogFollower
+from observability.jetstream.log_writer import LogLimits, LogWriter
+from observability.kv_stream.log_cursor import LogCursor
+from observability.kv_stream.log_records import LogHeartbeat
+from scheduler_components.kv_events import EventStream
+from worlds.jetstream_actor import POLICY
+from worlds.log_reader_judge import LogReaderJudge
+from worlds.timeline import BrokenPromise
+
+LIMITS = LogLimits(max_msgs=16, max_bytes=4_000, max_age_s=30.0, overhead_bytes=100, buffer_steps=4)
+
+
+@pytest.fixture
+def world() -> LogWorld:
+    world = LogWorld(LIMITS)
+    world.publish(1)
+    world.wait(2.0)
+    return world
+
+
+def test_measures_the_time_until_live(world: LogWorld) -> None:
+    assert 0.0 < world.broker.counters.measured["until_live_s"] < 1.3
+
+
+def test_a_wrong_view_that_is_live_breaks_a_promise(world: LogWorld) -> None:
+    world.truth.clear()
+    with pytest.raises(BrokenPromise, match="a LIVE view is never wrong"):
+        world.wait(1.0)
+
+
+def test_live_without_heartbeats_breaks_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogCursor, "_on_heartbeat_timeout", lambda _: ())
+    world.writer.close()
+    with pytest.raises(BrokenPromise, match="LIVE needs heartbeats"):
+        world.wait(5.0)
+        world.reader.on_disconnected()
+
+
+def test_requests_without_a_credit_break_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogFollower, "_take_credit", lambda *_: None)
+    world.writer.close()
+    with pytest.raises(BrokenPromise, match="bounded requests"):
+        for epoch in range(8):
+            world.broker.send_heartbeat(LogHeartbeat(bytes([100 + epoch]) * 16, 0, bytes(8), 0))
+            world.wait(0.05)
+
+
+def test_a_snapshot_that_is_not_counted_breaks_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_verified = LogCursor._on_verified
+
+    def verify(self: LogCursor) -> object:
+        num_snapshots = self.counters.snapshots
+        instructions = on_verified(self)
+        self.counters.snapshots = num_snapshots
+        return instructions
+
+    monkeypatch.setattr(LogCursor, "_on_verified", verify)
+    world.reader.on_disconnected()
+    for block in range(20):
+        world.publish(block)
+        world.wait(0.05)
+    world.reader.on_reconnected()
+    with pytest.raises(BrokenPromise, match="every loss is reported"):
+        world.wait(5.0)
+
+
+def test_a_writer_that_does_not_count_what_only_the_snapshot_has_breaks_a_promise(
+    world: LogWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_snapshot_stored = LogWriter.on_snapshot_stored
+
+    def store(self: LogWriter, *arguments: object) -> None:
+        num_collapsed = self.counters.collapsed
+        on_snapshot_stored(self, *arguments)  # type: ignore[arg-type]
+        self.counters.collapsed = num_collapsed
+
+    world.writer.check_counted()
+    monkeypatch.setattr(LogWriter, "on_snapshot_stored", store)
+    world.writer.on_disconnected()
+    world.publish(*range(10))
+    world.writer.on_reconnected()
+    world.wait(1.0)
+    with pytest.raises(BrokenPromise, match="every loss is reported"):
+        world.writer.check_counted()
+
+
+def test_a_writer_that_keeps_every_batch_breaks_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventStream, "fold_oldest", lambda _: None)
+    with pytest.raises(BrokenPromise, match="memory is bounded"):
+        for block in range(40):
+            world.publish(block)
+
+
+def test_a_snapshot_that_repeats_its_batches_breaks_a_promise(world: LogWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_chunk = EventStream.encode_chunk
+
+    def encode_thrice(self: EventStream, chunk: list, *arguments: object, **options: object) -> object:
+        return encode_chunk(self, chunk * 3, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EventStream, "encode_chunk", encode_thrice)
+    with pytest.raises(BrokenPromise, match="a snapshot has the size of the state"):
+        for block in range(40):
+            world.publish(block)
+            world.wait(0.05)
+
+
+def test_a_judge_allows_requests_by_time(world: LogWorld) -> None:
+    judge = LogReaderJudge(
+        "reader", world.timeline, world.broker.counters, truth={}, troubles=world.broker.troubles, policy=POLICY
+    )
+    for _ in range(4):
+        judge.on_request()
+    world.wait(POLICY.request_interval_s)
+    judge.on_request()
+    with pytest.raises(BrokenPromise, match="bounded requests"):
+        judge.on_request()
