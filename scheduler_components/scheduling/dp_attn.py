@@ -19,8 +19,8 @@ a prefill is already running, or no request decodes, or a replica has so few tok
 empty. SGLang (0.5.23) votes in a separate collective call before it builds the batch. This vote is one step old and
 costs no call. SGLang also delays each chunk of a long prompt; here a started prefill continues, and the others join it.
 
-The invariant: all ranks of all replicas have the same `DpStep` after each step. ``tests/scheduling/test_dp_attn.py`` runs
-whole topologies, and removes parts of the exchange to see the ranks diverge.
+The invariant: all ranks of all replicas have the same `DpStep` after each step. ``tests/scheduling/test_dp_attn.py``
+runs whole topologies, and removes parts of the exchange to see the ranks diverge.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ budget of the step is spent. Rules that hold for every policy of this file:
    128 waiting requests all lengths are of this step; beyond, the requests take turns, the newest first. SGLang 0.5.23
    orders more than 128 waiting requests by arrival instead.
 4. **Bounded, or known to starve.** ``wait_bound`` says how long a request may wait, in steps that admit a request each
-   while as many arrive, or by which arrivals it starves. ``tests/scheduling/test_scheduling_policy.py`` checks each bound
-   and runs each counterexample.
+   while as many arrive, or by which arrivals it starves. ``tests/scheduling/test_scheduling_policy.py`` checks
+   each bound and runs each counterexample.
 5. **A key that cannot be ordered is refused.** ``add`` raises a ``ConfigError`` for NaN and for what is not a number.
    The request then does not wait in the policy.
 
