@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "code-map.md"
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
-PACKAGES = ("scheduler_components", "observability")
+PACKAGES = ("scheduler_components", "observability", "scheduler_engine", "scheduler_refactor")
 HEAD = """# Code map
 
 Every file with its subject, generated from the first sentence of its docstring by `make generated`. Files whose

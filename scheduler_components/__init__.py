@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         KVEventBatch,
     )
     from scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+    from scheduler_components.kv_pool_reader import KvPoolReader
     from scheduler_components.load import TokenCountedQueue
-    from scheduler_components.load.kv_pool_reader import KvPoolReader
     from scheduler_components.load.work_counters import WorkCounters
     from scheduler_components.load_inquirer import LoadInquirer
     from scheduler_components.load_publisher import GaugePacer, LoadPublisher, open_load_publisher
@@ -93,7 +93,7 @@ __getattr__ = lazy_exports(
         ),
         "scheduler_components.events": "AllBlocksCleared BlockRemoved BlockStored EventBatch KVCacheEvent KVEventBatch",
         "scheduler_components.kv_events_publisher": "SchedulerKvEventsPublisher",
-        "scheduler_components.load.kv_pool_reader": "KvPoolReader",
+        "scheduler_components.kv_pool_reader": "KvPoolReader",
         "scheduler_components.load": "TokenCountedQueue",
         "scheduler_components.load.work_counters": "WorkCounters",
         "scheduler_components.load_inquirer": "LoadInquirer",

@@ -9,17 +9,31 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from scheduler_components import __version__
 from scheduler_components._internal.extras import EXTRA_OF, naming_extras, require_modules
 from scheduler_components.errors import MissingExtraError, StartError
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def read_wheel(folder: str) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the extras of a wheel, and what it needs itself."""
+    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    return project["optional-dependencies"], project["dependencies"]
+
+
+EXTRAS, _ = read_wheel(".")
+OTHER_WHEELS = {
+    "scheduler-components-engine": read_wheel("scheduler_engine"),
+    "scheduler-components-refactor": read_wheel("scheduler_refactor"),
+}
 
 WITHOUT_EXTRAS = """
 import importlib, json, pkgutil, sys, traceback
@@ -108,8 +122,12 @@ def test_a_required_module_is_checked_without_its_import(monkeypatch: pytest.Mon
 
 
 def requirements(extra: str) -> set[str]:
-    """The distributions that an extra lists itself."""
-    return {re.split(r"[\[<>=;, ]", each)[0].lower().replace("_", "-") for each in EXTRAS[extra]}
+    """The distributions that an extra lists itself, or that the extra of another wheel lists, to which it points."""
+    listed = list(EXTRAS[extra])
+    if pointer := re.match(r"(scheduler-components-\w+)(?:\[(\w+)\])?==", listed[0]):
+        extras, needed = OTHER_WHEELS[pointer[1]]
+        listed = [*needed, *extras.get(pointer[2] or "", ())]
+    return {re.split(r"[\[<>=;, ]", each)[0].lower().replace("_", "-") for each in listed}
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +153,15 @@ def test_the_table_of_extras_is_that_of_the_package() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text()
     _, _, table = page.partition("## Extras")
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(EXTRAS)
+
+
+def test_all_wheels_have_one_version_and_ask_for_it() -> None:
+    files = [
+        ROOT / package / "_version.py" for package in ("scheduler_components", "scheduler_engine", "scheduler_refactor")
+    ]
+    assert len({path.read_text().partition("__version__")[2] for path in files}) == 1
+    asked = [each for extra in EXTRAS.values() for each in extra]
+    asked += [each for extras, needed in OTHER_WHEELS.values() for each in (*needed, *chain(*extras.values()))]
+    pinned = [each for each in asked if re.match(r"scheduler-components(-\w+)?(\[[\w,]+\])?==", each)]
+    assert len(pinned) > 5
+    assert {each.partition("==")[2] for each in pinned} == {__version__}
