@@ -31,7 +31,7 @@ _STEPS_PER_TURN = 200
 _AGREEMENTS_PER_TURN = 2_000
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want their engines
     """Time one rank by its processor time, and two processes over the reference engine's sockets by the wall."""
     return [*_one_rank(scale), *_two_ranks(scale)]
 

@@ -25,18 +25,18 @@ class _EchoGroup:
 
     ranks = tuple(range(_REPLICAS))
 
-    def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:  # noqa: ARG002
+    def all_reduce_min(self, values: Sequence[int], call: SyncCall) -> list[int]:
         absent = 2**63 - 1
         return [64 if value == absent else value for value in values]
 
-    def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:  # noqa: ARG002
+    def all_gather(self, values: Sequence[int], call: SyncCall) -> list[int]:
         return list(values) * _REPLICAS
 
     def close(self) -> None:
         pass
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want their engines
     """Time each component alone, next to a step of 64 running requests."""
     sync = DpBatchSync(
         groups=ParallelGroups(groups=(_EchoGroup(),)),

@@ -20,7 +20,7 @@ SIZES = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPT_TOKENS = 10_000
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want a device's tensors
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want a device's tensors
     """Time one long match, then all three operations in growing trees."""
     rows = [*_long_match(scale)]
     sizes = [size for size in SIZES if size <= scale.of(SIZES[-1])]

@@ -29,7 +29,7 @@ _NOTES_PER_CALL = 100
 _RANKS = 8
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want their engines
     """Time a note, an agreement, a step with the log and without it, and the report on a difference."""
     return [_note(scale), _agreement(scale), *_steps(scale), _report(scale)]
 

@@ -31,7 +31,7 @@ _GRIDS: dict[str, _Grid] = {
 _QUEUES = (0, 100, 1000)
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want a device's tensors
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want a device's tensors
     """Step real processes over the reference engine's sockets, and over gloo if torch is installed."""
     transports = ["zmq", *(["gloo"] if importlib.util.find_spec("torch") is not None else [])]
     rows = []

@@ -39,7 +39,7 @@ _SKIPS = 8  # decode steps per receive, in the rows that skip
 _PROMPT = pack_tokens(range(1000))
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - SGLang's wants its whole scheduler
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: SGLang's wants its whole scheduler
     """Time a step with and without a receive, and the parts of a receive."""
     return [*_steps(scale), *_receives(scale)]
 

@@ -28,7 +28,7 @@ _READY_S = 60.0
 _PAUSE_S = 0.005
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - no peer writes into a log
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peer writes into a log
     """Measure if the extra and its server are installed."""
     server = shutil.which("nats-server", path=Path(sys.executable).parent) or shutil.which("nats-server")
     try:

@@ -42,7 +42,7 @@ class _Run(msgspec.Struct, frozen=True):
     batches_per_s: float
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - no peer has a snapshot
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peer has a snapshot
     """Let readers join at each rate, in both send modes."""
     joins = scale.of(_JOINS)
     rows = []

@@ -41,7 +41,7 @@ def inquirer_over(waiting: Sequence[WaitingRequest]) -> LoadInquirer:
     return LoadInquirer(parallel=ParallelState.trivial(), queues=queues, pool=queues)
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - their inquirers want their engines
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: their inquirers want their engines
     """Time ``get_loads`` at three lengths, and counting per request."""
     rows = []
     for length in (0, 1_000, 10_000):

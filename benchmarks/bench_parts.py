@@ -22,7 +22,7 @@ _CASES = {"1 block": 20_000, "64 events": 1_000, "8,192 tokens": 500}
 _WINDOW_BYTES = 1 << 30
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - of the kit's publisher alone
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # of the kit's publisher alone
     """Time the parts of each shape, and all of them in a burst while the replay buffer fills."""
     rows = []
     for shape, number in _CASES.items():

@@ -50,7 +50,7 @@ _FLAT = 1.25  # within noise
 _ROOT = Path(__file__).parents[1]
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - these peers run in processes
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # these peers run in processes
     """Measure each policy with 0, 128 and 10,000 waiting requests, in turns with the peers."""
     rows = []
     with (
@@ -202,7 +202,7 @@ class Peer(Protocol):
 
 
 class _Absent:
-    def us_per_call(self, policy: str, num_waiting: int, num_calls: int) -> float | None:  # noqa: ARG002 - the port's
+    def us_per_call(self, policy: str, num_waiting: int, num_calls: int) -> float | None:
         return None
 
 

@@ -28,7 +28,7 @@ _STEPS_PER_TURN = 200
 _FOR_EVER_S = 1e9
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want their engines
     """Time a step without control requests, with them enabled, and with one pending; and an agreement alone."""
     return [*_steps(scale), _question(scale)]
 

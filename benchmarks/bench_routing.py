@@ -30,7 +30,7 @@ _GOALS = {64: Goal(400.0), 1_000: Goal(3_000.0)}
 _NOW_S = 1.0
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peer is a library
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # the peer is a library
     """Time choices among 64 and 1,000 replicas, in turns with Dynamo's."""
     return [row for num_replicas in _GOALS for row in asyncio.run(_rows(num_replicas, scale))]
 

@@ -25,7 +25,7 @@ class _Counter:
         return self.count
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - no peer has a shadow
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peer has a shadow
     """Time a shadowed call without and with ports, a load report, and a stopped shadow."""
     return [*_calls(scale), _load_report(scale)]
 

@@ -42,7 +42,7 @@ _WHOLE_GOAL_MB = 1000.0
 _DYNAMO_MODES = {"round-robin": "round_robin", "kv": "kv_router"}
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peer is a library
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # the peer is a library
     """Time whole runs, in turns with Dynamo's."""
     trace = os.environ.get("BENCH_TRACE")
     rows = _time_a_thousand(scale, list(_requests(trace, scale.of(_NUM_REQUESTS))))

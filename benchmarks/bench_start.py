@@ -31,7 +31,7 @@ _MEMORY = {
 _MEMORY_GOALS = {"base1": Goal(120.0), "base64": Goal(120.0)}
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - importing them imports torch
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: importing them imports torch
     """Time imports in turns with a bare interpreter; read resident memory before and after."""
     return [*_import_rows(scale), *_memory_rows(scale)]
 

@@ -35,7 +35,7 @@ _STEPS_BEFORE = 20
 _PARALLEL = ParallelState.trivial()
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - theirs want their engines
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # no peers: theirs want their engines
     """Time ``emit`` over both sinks, the load inquiry, latencies, the pool checks, and the sort of a queue."""
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         rows = [*_emits(scale, Path(folder))]

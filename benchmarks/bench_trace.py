@@ -40,7 +40,7 @@ class Peer(Protocol):
 
 
 class _Absent:
-    def us_per_request(self, page_size: int, events: bool) -> float | None:  # noqa: ARG002 - the protocol's
+    def us_per_request(self, page_size: int, events: bool) -> float | None:
         return None
 
 
@@ -60,7 +60,7 @@ class _Process:
         return float(answer) if answer else None
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - it is found by its own variable
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # the peer is found by its own variable
     """Time a request at page sizes 1, 16 and 64, with and without events."""
     prompts = _prompts(scale.of(_NUM_REQUESTS))
     rows = []

@@ -22,7 +22,7 @@ _CLEARED_BLOCKS = 1_000_000
 _MEMORY = {"distinct": ("blocks of one rank", 105.0), "shared": ("blocks that 64 ranks share", 6.0)}
 
 
-def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:  # noqa: ARG001 - the peers have no view
+def run(scale: Scale, peers: Sequence[str]) -> list[Measurement]:
     """Time stores and removals next to one dict store per block, queries next to Dynamo's tree, a clear, and memory."""
     unequal = [_unequal_row(ranks, scale) for ranks in (1, 8, 64, 256, 1_000)]
     equal = [row for ranks in _EQUAL_GOALS for row in _equal_rows(ranks, scale)]

@@ -131,7 +131,7 @@ class DynamoRules:
         self.num_foreign_choices += self.choices[index] not in tied
         return self.choices[index]
 
-    def on_events(self, replica: int, payload: bytes, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_events(self, replica: int, payload: bytes, now_s: float) -> None:
         held = self._workers[replica].held
         for event in self._decoder.decode(payload).events:
             if isinstance(event, BlockStored):
@@ -144,15 +144,15 @@ class DynamoRules:
     def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:
         pass
 
-    def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:
         worker = self._workers[replica]
         for block_hash in worker.sent.pop(request.rid).hashes:
             worker.active[block_hash] -= 1
             if not worker.active[block_hash]:
                 del worker.active[block_hash]
 
-    def on_replica_up(self, replica: int, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_up(self, replica: int, now_s: float) -> None:
         self._workers[replica] = _Worker()
 
-    def on_replica_down(self, replica: int, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_down(self, replica: int, now_s: float) -> None:
         self._workers.pop(replica, None)

@@ -26,7 +26,7 @@ class _Delays(NullStreamListener):
     def __init__(self) -> None:
         self.ms: list[float] = []
 
-    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         """Record the delay."""
         self.ms.append(1e3 * (time.time() - batch.ts))
 

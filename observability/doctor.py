@@ -362,7 +362,7 @@ class _BlockSizes(NullStreamListener):
     def __init__(self) -> None:
         self.of_rank: dict[int, set[int]] = defaultdict(set)
 
-    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002 - port
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         sizes = self.of_rank[rank]
         if len(sizes) < _MAX_SIZES:
             sizes.update(event.block_size for event in batch.events if isinstance(event, BlockStored))

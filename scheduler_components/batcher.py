@@ -188,7 +188,7 @@ class NullPrefetcher:
     num_look_ahead = 0
     num_pending_pages = 0
 
-    def is_ready(self, request: object, *, is_next: bool) -> bool:  # noqa: ARG002 - the port's
+    def is_ready(self, request: object, *, is_next: bool) -> bool:
         return True
 
     def on_admitted(self, request: object) -> None:

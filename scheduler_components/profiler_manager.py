@@ -48,7 +48,7 @@ class NullProfiler:
     def start(self) -> None:
         pass
 
-    def stop(self, name: str) -> str:  # noqa: ARG002 - the port's
+    def stop(self, name: str) -> str:
         return ""
 
 

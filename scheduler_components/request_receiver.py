@@ -54,7 +54,7 @@ class InputSource(Protocol):
 class NullInputSource:
     """The source of a rank that does not lead: all of its input comes through the relay."""
 
-    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - the port's
+    def poll(self, most: int) -> Sequence[bytes]:
         return ()
 
 

@@ -59,7 +59,7 @@ class TorchWeightStore:
     _staged: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _loaded: LoadedTensors = field(default_factory=LoadedTensors, init=False, repr=False)
 
-    def begin(self, weight_version: str) -> None:  # noqa: ARG002 - the port's
+    def begin(self, weight_version: str) -> None:
         self.roll_back()
 
     def load(self, name: str, content: bytes) -> None:

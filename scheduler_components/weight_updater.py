@@ -44,7 +44,7 @@ class NullWeightStore:
     def begin(self, weight_version: str) -> None:
         raise ConfigError("weight_version", weight_version, "cannot be loaded", "give this scheduler a WeightStore")
 
-    def load(self, name: str, content: bytes) -> None:  # noqa: ARG002 - the port's
+    def load(self, name: str, content: bytes) -> None:
         self.begin(name)
 
     def checksum(self) -> int:

@@ -245,8 +245,8 @@ class GitRepository:
     def _run(
         self, arguments: Sequence[str], stdin: bytes = b"", environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(  # noqa: S603 - a list of arguments, no shell
-            ["git", *_OPTIONS, *arguments],  # noqa: S607 - the user's git
+        return subprocess.run(  # a list of arguments, no shell
+            ["git", *_OPTIONS, *arguments],  # the user's git
             input=stdin,
             cwd=self.root,
             env={**os.environ, **(environment or {})},  # noqa: SCH007 git's variables, added to the user's

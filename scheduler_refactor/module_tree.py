@@ -169,7 +169,7 @@ class _TreeFinder(MetaPathFinder):
         self,
         fullname: str,
         path: Sequence[str] | None,
-        target: ModuleType | None = None,  # noqa: ARG002 - the protocol's
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if not self._tree.owns(fullname):
             return None

@@ -128,7 +128,7 @@ def commit_files(root: Path, recipe: Recipe, changed: Sequence[str]) -> str:
 def _git(repository: Path, *arguments: str) -> str:
     command = ["git", *arguments]
     try:
-        ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)  # noqa: S603
+        ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     except OSError as error:
         raise ConfigError("root", str(repository), f"git does not run there ({error})", "install git") from error
     if ran.returncode:

@@ -117,7 +117,7 @@ def _report_disconnected(follower: LogFollower, now_s: float) -> Iterator[None]:
     yield None
 
 
-def _report_reconnected(follower: LogFollower, now_s: float) -> Iterator[None]:  # noqa: ARG001 - as every inbox item
+def _report_reconnected(follower: LogFollower, now_s: float) -> Iterator[None]:
     follower.on_reconnected()
     yield None
 

@@ -110,11 +110,11 @@ class SourceListener(NullStreamListener):
         self._key = key
         self._streams = streams
 
-    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         stream = self._streams[rank]
         stream.publish(stream.merger.on_batch_applied(self._key, batch.events), batch.ts)
 
-    def on_view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         stream = self._streams[rank]
         stream.publish(stream.merger.on_view_cleared(self._key), stream.wall_clock())
 
@@ -125,7 +125,7 @@ class SourceListener(NullStreamListener):
         stream = self._streams[rank]
         stream.publish(stream.merger.on_snapshot_end(self._key, was_used=was_used), stream.wall_clock())
 
-    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:  # noqa: ARG002
+    def on_state_changed(self, rank: int, old: StreamState, new: StreamState) -> None:
         stream = self._streams[rank]
         stream.merger.on_state_changed(self._key, new)
         stream.send_upstream_state()

@@ -424,7 +424,7 @@ class KvRouter:
         self._end(pick.replica, pick.ticket)
         self.speculative.discard(pick.replica, pick.block_hashes[pick.device_blocks :])
 
-    def on_finished(self, replica: ReplicaId, request: RoutedRequest, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_finished(self, replica: ReplicaId, request: RoutedRequest, now_s: float) -> None:
         if request.ticket is not None:
             self._end(replica, request.ticket)
 
@@ -513,7 +513,7 @@ class KvRouter:
         self.replicas.add(replica, now_s)
         self._compare_weights()
 
-    def on_replica_down(self, replica: ReplicaId, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_down(self, replica: ReplicaId, now_s: float) -> None:
         """Remove a replica that has failed."""
         self.remove_replica(replica)
 

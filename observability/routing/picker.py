@@ -59,7 +59,7 @@ class Picker(Protocol):
 class LeastCost:
     """Picks the lowest cost; of equal ones the replica that got the fewest requests, then the first."""
 
-    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
         return _cheapest(candidates)
 
 
@@ -84,7 +84,7 @@ class Softmax:
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, "is not a temperature")
 
-    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
         costs = [candidate.cost for candidate in candidates]
         lowest = min(costs)
         scale = (max(costs) - lowest) * self.temperature or 1.0
@@ -101,7 +101,7 @@ class PowerOfTwo:
 
     rng: random.Random
 
-    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:  # noqa: ARG002
+    def pick(self, candidates: Sequence[Candidate], *, session: str | None, now_s: float) -> Candidate:
         if len(candidates) == 1:
             return candidates[0]
         return _cheapest(self.rng.sample(candidates, 2))
@@ -201,11 +201,11 @@ PickerName = Literal["least-cost", "softmax", "power-of-two", "bounded-load", "s
 """The pickers that a command offers, each with its defaults."""
 
 _PICKERS: Mapping[PickerName, Callable[[random.Random], Picker]] = {
-    "least-cost": lambda rng: LeastCost(),  # noqa: ARG005
+    "least-cost": lambda rng: LeastCost(),
     "softmax": lambda rng: Softmax(rng=rng),
     "power-of-two": lambda rng: PowerOfTwo(rng=rng),
-    "bounded-load": lambda rng: BoundedLoad(),  # noqa: ARG005
-    "sticky": lambda rng: StickySessions(),  # noqa: ARG005
+    "bounded-load": lambda rng: BoundedLoad(),
+    "sticky": lambda rng: StickySessions(),
 }
 
 

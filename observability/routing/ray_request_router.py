@@ -142,7 +142,7 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
         self,
         pending_request: PendingRequest,
         replica_id: ReplicaID,
-        result: object,  # noqa: ARG002 - Ray's
+        result: object,
     ) -> None:
         """Count a request at the replica that has accepted it."""
         name, request_id = replica_id.unique_id, pending_request.metadata.internal_request_id
@@ -169,7 +169,7 @@ class KvRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not instal
     def _prompt_of(self, request: PendingRequest) -> HashedPrompt:
         return HashedPrompt(token_ids=self._tokens_of(request), page_size=self._kv.page_size)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002 - Ray's
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Stop counting a request."""
         with self._lock:
             pick = self._picks.pop(internal_request_id, None)

@@ -31,7 +31,7 @@ class RouterListener:
     clock: Callable[[], float]
     _staging: dict[int, BlockView] = field(default_factory=dict, init=False, repr=False)
 
-    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:  # noqa: ARG002
+    def on_batch_applied(self, rank: int, seq: int, batch: DecodedBatch, *, replayed: bool) -> None:
         replica = self.replicas.get(rank)
         if replica is not None:
             self.router.apply_events(replica, batch.events, self.clock(), staging=self._staging.get(rank))
@@ -42,7 +42,7 @@ class RouterListener:
     def on_gap(self, rank: int, expected: int, seq: int) -> None:
         pass
 
-    def on_view_cleared(self, rank: int, reason: str) -> None:  # noqa: ARG002 - the port's
+    def on_view_cleared(self, rank: int, reason: str) -> None:
         replica = self.replicas.get(rank)
         if replica is not None:
             self.router.clear_blocks(replica)

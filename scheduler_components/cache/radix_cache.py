@@ -88,13 +88,13 @@ class NullLowerTiers:
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         pass
 
-    def join(self, upper: RadixNode, lower: RadixNode) -> bool:  # noqa: ARG002 - the port's
+    def join(self, upper: RadixNode, lower: RadixNode) -> bool:
         return True
 
     def on_computed(self, node: RadixNode) -> None:
         pass
 
-    def on_evicted(self, node: RadixNode) -> bool:  # noqa: ARG002 - the port's
+    def on_evicted(self, node: RadixNode) -> bool:
         return False
 
 

@@ -161,10 +161,10 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        structured_output_manager: StructuredOutputManager,  # noqa: ARG002 - the interface's
+        structured_output_manager: StructuredOutputManager,
         block_size: int,
-        hash_block_size: int | None = None,  # noqa: ARG002
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,  # noqa: ARG002
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
@@ -276,7 +276,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
 
     # --- a step: schedule, execute (vLLM's worker), update ---
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: ARG002 - DP balancing is not supported
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # DP balancing is not supported
         """Make a batch and describe it to the worker."""
         self.checker.progress.begin_step(self.batcher.num_steps + 1, "schedule")
         self._batch = self.batcher.next_batch()
@@ -319,7 +319,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
 
     def update_from_output(
         self,
-        scheduler_output: SchedulerOutput,  # noqa: ARG002 - the batch that it describes is kept
+        scheduler_output: SchedulerOutput,  # the batch that it describes is kept
         model_runner_output: ModelRunnerOutput,
     ) -> dict[int, EngineCoreOutputs]:
         """Apply what the worker computed, and return the new tokens and ends by client."""
@@ -410,7 +410,7 @@ class ComponentScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.gate.state = pause_state
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:  # noqa: ARG002
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the table of cached pages. Return False, without a change, while requests use some of them."""
         if reset_running_requests:
             self.batcher.retract_all()

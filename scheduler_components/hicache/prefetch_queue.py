@@ -180,11 +180,11 @@ class NullPrefetchQueue:
 
     def is_done(
         self,
-        rid: str,  # noqa: ARG002 - the signature of PrefetchQueue, here and below
-        token_ids: Sequence[int],  # noqa: ARG002
-        namespace: PrefixNamespace | None = None,  # noqa: ARG002
+        rid: str,
+        token_ids: Sequence[int],
+        namespace: PrefixNamespace | None = None,
         *,
-        is_next: bool = True,  # noqa: ARG002
+        is_next: bool = True,
     ) -> bool:
         return True
 
@@ -194,5 +194,5 @@ class NullPrefetchQueue:
     def cancel(self, rid: str) -> None:
         pass
 
-    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:  # noqa: ARG002
+    def record_admission(self, rid: str, *, prompt_tokens: int, cached_tokens: int) -> CachedTokens:
         return CachedTokens(device=cached_tokens)

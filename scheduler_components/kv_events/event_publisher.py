@@ -31,7 +31,7 @@ class EventPublisher(ABC):
     def idle(self) -> None:  # noqa: B027 - optional: a publisher that sends in publish() needs none
         """Encode and send the pending batches. Called where the scheduler waits for its device."""
 
-    def flush(self, deadline_s: float = 0.0) -> bool:  # noqa: ARG002 - this publisher has no thread to wait for
+    def flush(self, deadline_s: float = 0.0) -> bool:  # this publisher has no thread to wait for
         """Send the pending batches within ``deadline_s`` seconds. Return True if each of them has its number."""
         self.idle()
         return not self.stats().batches_pending

@@ -483,7 +483,7 @@ def _summarize_removed(head: Any) -> _Summary:
     return BlockRemoved, _location_of_head(head), head.block_hashes, None
 
 
-def _summarize_cleared(head: Any) -> _Summary:  # noqa: ARG001 - the event has no fields
+def _summarize_cleared(head: Any) -> _Summary:  # the event has no fields
     return AllBlocksCleared, LOCAL_GPU, (), None
 
 

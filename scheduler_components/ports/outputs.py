@@ -31,7 +31,7 @@ class NullOutputSink:
     def is_ready(self) -> bool:
         return True
 
-    def send(self, batch: OutputBatch) -> bool:  # noqa: ARG002
+    def send(self, batch: OutputBatch) -> bool:
         return True
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class IdlePages(Protocol):
 class NullIdlePages:
     """The idle pages of a scheduler that keeps none."""
 
-    def release_next(self, num_missing: int = 1) -> bool:  # noqa: ARG002 - the port's
+    def release_next(self, num_missing: int = 1) -> bool:
         return False
 
 
@@ -80,7 +80,7 @@ class AllocationSink(Protocol):
 class NullAllocationSink:
     """The sink of a scheduler that keeps no allocation log."""
 
-    def is_sampled(self, holder: str) -> bool:  # noqa: ARG002 - the port's
+    def is_sampled(self, holder: str) -> bool:
         return False
 
     def record(self, action: AllocationAction, pool: str, holder: str, component: str, pages: Sequence[int]) -> None:

@@ -94,7 +94,7 @@ class ZmqFollowerRelay:
     steps: zmq.Socket[bytes]
     wait_for: WaitForSocket
 
-    def broadcast(self, own: RelayedInput) -> RelayedInput:  # noqa: ARG002 - the receiver compares the two
+    def broadcast(self, own: RelayedInput) -> RelayedInput:  # the receiver compares the two
         while True:
             try:
                 return _read(self.steps.recv(zmq.DONTWAIT))

@@ -155,7 +155,7 @@ class RequestNamespaces(Protocol[Request_contra]):
 class NullRequestNamespaces:
     """The namespaces of a scheduler whose requests all compute with the same weights."""
 
-    def namespace_of(self, request: object, base: PrefixNamespace) -> PrefixNamespace:  # noqa: ARG002 - the port's
+    def namespace_of(self, request: object, base: PrefixNamespace) -> PrefixNamespace:
         return base
 
 

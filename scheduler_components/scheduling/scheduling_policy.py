@@ -89,13 +89,13 @@ class FirstComeFirstServed(Generic[R]):
 
     _waiting: OrderedRequests[R] = field(default_factory=OrderedRequests, init=False, repr=False)
 
-    def add(self, request: R, step: int) -> None:  # noqa: ARG002 - the port's
+    def add(self, request: R, step: int) -> None:
         self._waiting.put(request)
 
     def discard(self, request: R) -> None:
         self._waiting.discard(request)
 
-    def order(self, step: int) -> Iterator[R]:  # noqa: ARG002 - the port's
+    def order(self, step: int) -> Iterator[R]:
         return iter(self._waiting)
 
     def on_scheduled(self, chunks: Sequence[ScheduledChunk[R]]) -> None:
@@ -145,7 +145,7 @@ class PriorityPolicy(Generic[R]):
     def discard(self, request: R) -> None:
         self._waiting.discard(request)
 
-    def order(self, step: int) -> Iterator[R]:  # noqa: ARG002 - the port's
+    def order(self, step: int) -> Iterator[R]:
         return iter(self._waiting)
 
     def on_scheduled(self, chunks: Sequence[ScheduledChunk[R]]) -> None:
@@ -168,14 +168,14 @@ class EarliestDeadline(Generic[R]):
 
     _waiting: OrderedRequests[R] = field(default_factory=OrderedRequests, init=False, repr=False)
 
-    def add(self, request: R, step: int) -> None:  # noqa: ARG002 - the port's
+    def add(self, request: R, step: int) -> None:
         deadline_s = request.hints.deadline_s
         self._waiting.put(request, float("inf") if deadline_s is None else _ordered_number("deadline_s", deadline_s))
 
     def discard(self, request: R) -> None:
         self._waiting.discard(request)
 
-    def order(self, step: int) -> Iterator[R]:  # noqa: ARG002 - the port's
+    def order(self, step: int) -> Iterator[R]:
         return iter(self._waiting)
 
     def on_scheduled(self, chunks: Sequence[ScheduledChunk[R]]) -> None:
@@ -233,7 +233,7 @@ class LongestPrefixMatch(Generic[R]):
     def __post_init__(self) -> None:
         self._lengths = CachedLengths(self.match_length, self.matches_per_step)
 
-    def add(self, request: R, step: int) -> None:  # noqa: ARG002 - the port's
+    def add(self, request: R, step: int) -> None:
         self._waiting.put(request, -request.num_cached_tokens)
         self._lengths.add(request)
 
@@ -302,7 +302,7 @@ class DfsWeight(Generic[R]):
     def __post_init__(self) -> None:
         check_integer("matches_per_step", self.matches_per_step, "is not a number of requests")
 
-    def add(self, request: R, step: int) -> None:  # noqa: ARG002 - the port's
+    def add(self, request: R, step: int) -> None:
         self._waiting.put(request)
 
     def discard(self, request: R) -> None:
@@ -587,7 +587,7 @@ class VirtualTokenCounter(Generic[R]):
         check_number("prefill_weight", self.prefill_weight, "is not a weight")
         check_number("decode_weight", self.decode_weight, "is not a weight")
 
-    def add(self, request: R, step: int) -> None:  # noqa: ARG002 - the port's
+    def add(self, request: R, step: int) -> None:
         tenant = _name("tenant", request.hints.tenant)
         if not len(self._tenants):
             self._floor = max(self._floor, self._counters.get(self._last_tenant, self._floor))
@@ -601,7 +601,7 @@ class VirtualTokenCounter(Generic[R]):
         if tenant is not None:
             self._last_tenant = tenant.name
 
-    def order(self, step: int) -> Iterator[R]:  # noqa: ARG002 - the port's
+    def order(self, step: int) -> Iterator[R]:
         waiting = self._tenants.by_key()
         tenant = next(waiting, None)
         if tenant is not None:

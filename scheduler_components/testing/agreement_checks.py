@@ -384,7 +384,7 @@ def _facts_of_all(num_ranks: int, rids: Sequence[str]) -> tuple[_Fact, ...]:
 @lru_cache(maxsize=64)
 def _random_script(seed: int, num_ranks: int) -> _Script:
     """Return a history of arrivals, aborts, failures and late ranks, whose end lets everything expire."""
-    random = Random(seed)  # noqa: S311 - repeatable, not secret
+    random = Random(seed)
     turns, waiting, now_s, number = list[_Turn](), list[str](), 0.0, 0
     for _ in range(25):
         now_s += random.choice((0.001, 0.5, 0.5, 7.0, 20.0))

@@ -44,7 +44,7 @@ _SYSTEM = tuple(range(1, 13))
 
 def random_workload(seed: int, *, num_requests: int = 14, max_tokens: int = 80) -> tuple[PlannedRequest, ...]:
     """Return requests of random lengths, arrivals, hints and aborts, each of at most ``max_tokens`` positions."""
-    random = Random(seed)  # noqa: S311 - repeatable, not secret
+    random = Random(seed)
     workload = []
     for number in range(num_requests):
         size = random.randint(1, max_tokens * 3 // 4)

@@ -202,7 +202,7 @@ class ListRefusalSink(_FailingSink):
         super().__init__()
         self.refused: list[RequestRejection] = []
 
-    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:  # noqa: ARG002
+    def reject(self, refusal: RequestRejection, incoming: InputMessage[object]) -> None:
         self._act()
         self.refused.append(refusal)
 

@@ -154,7 +154,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     model_type: ClassVar[type[PrefixCacheModel]] = PrefixCacheModel
 
-    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> PrefixCache:  # noqa: ARG002 - an example of the signature
+    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> PrefixCache:
         """Open the cache under test; without ``record`` it returns no events."""
         raise TypeError(f"{type(self).__name__} has no cache: override open_cache")
 

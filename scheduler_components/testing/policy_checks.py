@@ -79,7 +79,7 @@ class PolicyPromises(msgspec.Struct, frozen=True):
 _NO_PROMISES = PolicyPromises()
 
 
-def check_each_waiting_request_comes_once(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:  # noqa: ARG001 - as of all checks
+def check_each_waiting_request_comes_once(open_policy: OpenPolicy, promises: PolicyPromises = _NO_PROMISES) -> None:
     """Over a history of arrivals, admissions, aborts and preemptions, an order has each waiting request once.
 
     So it has of 1,100 waiting requests: more than Python's limit of nested calls.
@@ -95,7 +95,7 @@ def check_each_waiting_request_comes_once(open_policy: OpenPolicy, promises: Pol
 
 def check_requests_may_be_discarded_while_they_are_read(
     open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,  # noqa: ARG001 - as of all checks
+    promises: PolicyPromises = _NO_PROMISES,
 ) -> None:
     """Discarding the request just read changes nothing for the others: each still comes once."""
     for every in (1, 2, 5):
@@ -162,7 +162,7 @@ def _check_places(open_policy: OpenPolicy) -> None:
 
 def check_orders_are_repeatable(
     open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,  # noqa: ARG001 - as of all checks
+    promises: PolicyPromises = _NO_PROMISES,
 ) -> None:
     """Reading an order, whole or in part, changes no order of this step or of a later one."""
     title = "An order that was read before, or in part, is the same"
@@ -177,7 +177,7 @@ def check_orders_are_repeatable(
 
 def check_ranks_decide_equally(
     open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,  # noqa: ARG001 - as of all checks
+    promises: PolicyPromises = _NO_PROMISES,
 ) -> None:
     """Policies with the same calls have the same order: no hash, no object's address and no order of adding matters.
 
@@ -260,7 +260,7 @@ def check_cost_is_flat(open_policy: OpenPolicy, promises: PolicyPromises = _NO_P
 
 def check_bad_keys_are_refused(
     open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,  # noqa: ARG001 - as of all checks
+    promises: PolicyPromises = _NO_PROMISES,
 ) -> None:
     """A hint that has no place in an order is refused with a ``ValueError`` of one line, or it is not a key.
 
@@ -385,7 +385,7 @@ _SHARED_BATCHES: tuple[tuple[tuple[tuple[str, int, int], ...], str], ...] = (
 
 def check_discarded_requests_are_released(
     open_policy: OpenPolicy,
-    promises: PolicyPromises = _NO_PROMISES,  # noqa: ARG001 - as of all checks
+    promises: PolicyPromises = _NO_PROMISES,
 ) -> None:
     """A policy keeps no request that waits no longer: its tokens would stay in memory."""
     use = _Use("A discarded request is released", open_policy)
@@ -546,7 +546,7 @@ class _ReadCounter(PolicyRequest):
 
 def _history(use: _Use, num_steps: int) -> Iterable[int]:
     """Step through arrivals, admissions, aborts, preemptions and idle time. Yield after each change of a step."""
-    random = Random(25)  # noqa: S311 - repeatable, not secret
+    random = Random(25)
     requests = iter(_requests(4 * num_steps, use.rid_prefix))
     running: list[PolicyRequest] = []
     for _ in range(num_steps):
@@ -573,7 +573,7 @@ def _history(use: _Use, num_steps: int) -> Iterable[int]:
 
 def _requests(count: int, prefix: str = "r") -> list[PolicyRequest]:
     """Make requests that differ in everything that a policy may read. ``prefix`` begins all names."""
-    random = Random(7)  # noqa: S311 - repeatable, not secret
+    random = Random(7)
     families = [tuple(random.choices(range(50), k=200)) for _ in range(5)]
     made = []
     for arrival in range(count):

@@ -133,7 +133,7 @@ def check_clear_publishes_all_blocks_cleared(open_cache: OpenCache) -> None:
 def check_events_match_the_contents(open_cache: OpenCache) -> None:
     """A hundred random requests in a small pool: the events break no rule and add up to the cache."""
     trace, cache = _begin("A reader of the events has the cache's blocks", open_cache, 12)
-    ledger, random = EventLedger(block_size=PAGE_SIZE), Random(12)  # noqa: S311 - repeatable, not secret
+    ledger, random = EventLedger(block_size=PAGE_SIZE), Random(12)
     for number in range(100):
         _serve(trace, cache, _prompt(random))
         if number % 3 == 2:  # One drain has several stores and removals.
@@ -145,7 +145,7 @@ def check_events_match_the_contents(open_cache: OpenCache) -> None:
 def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
     """Two caches with the same calls hold the same pages: no decision depends on a clock or on chance."""
     trace, cache = _begin("Two caches with the same calls behave in the same way", open_cache, 6)
-    other, random = open_cache(6), Random(7)  # noqa: S311 - repeatable, not secret
+    other, random = open_cache(6), Random(7)
     for _ in range(60):
         tokens = _prompt(random)
         pages = tuple(_serve(trace, cache, tokens).pages)

@@ -207,7 +207,7 @@ def check_unknown_block_is_not_removed(open_recorder: OpenRecorder) -> None:
 def check_random_history_matches_the_table(open_recorder: OpenRecorder) -> None:
     """Five hundred random calls: the events break no rule and add up to the blocks that can be reached."""
     trace, recorder, ledger = _begin("A reader of the events has the table's blocks", open_recorder)
-    table, random = CopyCountingTable(), Random(12)  # noqa: S311 - repeatable, not secret
+    table, random = CopyCountingTable(), Random(12)
     places: tuple[BlockLocation, ...] = ((None, None), ("CPU", None), (None, 1))
     for number in range(500):
         place = random.choice(places)

@@ -111,7 +111,7 @@ class NullAdapterLoader:
     def __init__(self) -> None:
         self._facts: list[AdapterFact] = []
 
-    def load(self, key: str, adapter: Adapter) -> None:  # noqa: ARG002 - the port's
+    def load(self, key: str, adapter: Adapter) -> None:
         self._facts.append(AdapterFact(key))
 
     def unload(self, adapter: Adapter) -> None:

@@ -271,7 +271,7 @@ class SessionTable(Generic[Node]):
     def fill(self, proposal: Proposal) -> None:
         """Add nothing to the agreement: the table needs its time only."""
 
-    def apply(self, step: int, agreed: AgreedValues) -> None:  # noqa: ARG002 - the port's
+    def apply(self, step: int, agreed: AgreedValues) -> None:
         """Close idle sessions by the agreed time."""
         self.step(agreed.now_s)
 

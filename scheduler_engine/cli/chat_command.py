@@ -176,7 +176,7 @@ async def _talk(engine: Engine, url: str, options: ChatOptions, console: Console
     is_terminal = is_edited(sys.stdin, sys.stdout)
     questions = edited_lines(sys.stdin, sys.stdout) if is_terminal else read_lines(sys.stdin)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # noqa: S113  a queue may be long
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # a queue may be long
             await engine.run(run_chat(client, questions, options, console, is_echoed=not is_terminal))
     finally:
         engine.frontend.fail(EngineFailedError("the engine is stopping"))  # ends open answers before the server closes

@@ -125,7 +125,7 @@ def route(
         access=AccessPolicy(allowed_hosts=frozenset({*allowed_host, host}), api_key=key),
         drain_timeout_s=drain_timeout,
     )
-    rng = random.Random()  # noqa: S311 - it spreads load
+    rng = random.Random()  # it spreads load
     asyncio.run(_route(config, listener, partial(_make_router, picker=make_picker(picker, rng))))
     return 0
 

@@ -66,13 +66,13 @@ _PICKER_SEED = 0
 
 
 def _make_kv_router(config: SimulationConfig, *, picker: PickerName = "least-cost") -> KvRouter:
-    rng = random.Random(_PICKER_SEED)  # noqa: S311 - the same options give the same report
+    rng = random.Random(_PICKER_SEED)  # the same options give the same report
     return KvRouter(page_size=config.replica.page_size, picker=make_picker(picker, rng))
 
 
 ROUTERS: dict[str, Callable[[SimulationConfig], Router]] = {
-    "round-robin": lambda config: RoundRobin(),  # noqa: ARG005
-    "least-loaded": lambda config: LeastLoaded(),  # noqa: ARG005
+    "round-robin": lambda config: RoundRobin(),
+    "least-loaded": lambda config: LeastLoaded(),
     "kv": _make_kv_router,
 }
 """What makes each router, by name."""

@@ -193,7 +193,7 @@ class ChatDriver:
         """Start each chat at its time, and wait until all have ended."""
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
         # No timeout, because a queue may be long.
-        async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=None) as client:  # noqa: S113
+        async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=None) as client:
             async with asyncio.TaskGroup() as playing:
                 start_s = self.clock()
                 for number, chat in enumerate(chats):

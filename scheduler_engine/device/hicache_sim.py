@@ -302,7 +302,7 @@ class SimulatedWorkload:
 
     def steps(self, num_steps: int) -> Iterator[StepCommands]:
         """Yield the commands of each step."""
-        rng = random.Random(self.seed)  # noqa: S311  a simulation
+        rng = random.Random(self.seed)
         num_pages = [2] * self.num_chats
         open_rids: list[str] = []
         for step in range(num_steps):
@@ -631,7 +631,7 @@ class SimulatedReplica:
 
 def make_rank(config: SimulationConfig, rank: int, store: PageStore, seed: int) -> SimulatedRank:
     """Make one rank. ``seed`` and ``rank`` determine its I/O."""
-    rng = random.Random(f"{seed}/{rank}")  # noqa: S311  a simulation
+    rng = random.Random(f"{seed}/{rank}")
     stage, tp_rank = divmod(rank, config.tp_size)
     host = SimulatedHostPages(config.host_pages, rng=rng, failure=config.rates.no_host_page)
     parallel = ParallelState.from_tp_rank(

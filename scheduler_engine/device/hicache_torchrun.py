@@ -56,7 +56,7 @@ class _Workload:
 
     steps: Iterator[StepCommands]
 
-    def poll(self, most: int) -> Sequence[bytes]:  # noqa: ARG002 - always one message
+    def poll(self, most: int) -> Sequence[bytes]:  # always one message
         return [msgspec.msgpack.encode(next(self.steps))]
 
 

@@ -379,7 +379,7 @@ class _ShapeProbe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,  # noqa: ARG002 - the port's
+        scaling: float | None,
     ) -> torch.Tensor:
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
             raise ConfigError("model", "keys and values", "differ in width", "serve a model with equal head sizes")

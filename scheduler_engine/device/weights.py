@@ -25,7 +25,7 @@ class SimulatedWeights:
     device: SimulatedDevice
     _parts: LoadedTensors = field(default_factory=LoadedTensors, init=False, repr=False)
 
-    def begin(self, weight_version: str) -> None:  # noqa: ARG002 - the port's
+    def begin(self, weight_version: str) -> None:
         self._parts.clear()
 
     def load(self, name: str, content: bytes) -> None:

@@ -111,7 +111,7 @@ class Chat:
 
 def generate_chats(config: WorkloadConfig) -> Iterator[Chat]:
     """Yield chats in order of their start, with exactly ``num_requests`` turns in all."""
-    random = Random(config.seed)  # noqa: S311  a workload is repeatable, not secret
+    random = Random(config.seed)
     systems = [_system_prompt(config, number) for number in range(config.num_system_prompts)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
     left, start_s, number = config.num_requests, 0.0, 0
@@ -129,7 +129,7 @@ def generate_chats(config: WorkloadConfig) -> Iterator[Chat]:
 
 
 def _system_prompt(config: WorkloadConfig, number: int) -> tuple[int, ...]:
-    random = Random(f"system-{config.seed}-{number}")  # noqa: S311
+    random = Random(f"system-{config.seed}-{number}")
     longest = config.max_system_prompt_tokens
     return _draw_tokens(random, config, random.randint(-(-longest // 3), longest))
 

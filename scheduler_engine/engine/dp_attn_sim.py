@@ -87,7 +87,7 @@ class DpSimReport(msgspec.Struct, frozen=True):
 
 def make_arrivals(config: DpSimConfig) -> list[Arrival]:
     """Return the requests in order of arrival. Equal seeds give equal requests."""
-    draw = random.Random(config.seed)  # noqa: S311  a workload, not a secret
+    draw = random.Random(config.seed)
 
     def near(mean: int) -> int:
         return max(1, draw.randint(mean - mean // 2, mean + mean // 2))

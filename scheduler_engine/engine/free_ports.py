@@ -89,7 +89,7 @@ def _is_taken(host: str, port: int) -> bool:
 def _free_ports(host: str, count: int) -> int:
     """Return the first of ``count`` consecutive free ports."""
     for _ in range(_SEARCHES):
-        base = random.randrange(*_SEARCHED_PORTS)  # noqa: S311  any port will do
+        base = random.randrange(*_SEARCHED_PORTS)  # any port will do
         if all(_is_free(host, port) for port in range(base, base + count)):
             return base
     raise StartError(f"{count} ports on {host}", "are not free in sequence", "choose ports with --kv-events-config")

@@ -71,7 +71,7 @@ class ConversationWorkload:
 
 def generate_conversations(workload: ConversationWorkload) -> Iterator[TraceRequest]:
     """Yield requests in order of their arrival, exactly ``num_requests`` of them."""
-    random, ids = Random(workload.seed), count()  # noqa: S311  a workload is repeatable, not secret
+    random, ids = Random(workload.seed), count()
     num_blocks = -(-workload.system_prompt_tokens // TRACE_BLOCK_TOKENS)
     systems = [tuple(next(ids) for _ in range(num_blocks)) for _ in range(workload.num_system_prompts)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]

@@ -222,7 +222,7 @@ class _RequestClock:
             if request.first_token_ns < 0:
                 request.first_token_ns = self.clock.now_ns
 
-    def on_finished(self, request: SimulatedRequest, reason: FinishReason) -> None:  # noqa: ARG002 - the port's
+    def on_finished(self, request: SimulatedRequest, reason: FinishReason) -> None:
         request.finished_ns = self.clock.now_ns
         self.finished.append(request)
 

@@ -162,7 +162,7 @@ class SimulatedRequest:
         left = self.prefill_end - self.num_computed_tokens
         return left if left > 0 else 0
 
-    def output_since(self, start: int) -> TokenOutput:  # noqa: ARG002 - the port's
+    def output_since(self, start: int) -> TokenOutput:
         """Return the counts of the output. No client reads its tokens."""
         return TokenOutput(num_prompt_tokens=self.num_prompt_tokens, num_retractions=self.num_retractions)
 

@@ -69,7 +69,7 @@ class RoundRobin:
     _replicas: list[int] = field(default_factory=list, init=False, repr=False)
     _last: int = field(default=-1, init=False, repr=False)
 
-    def route(self, request: SimulatedRequest, now_s: float) -> int | None:  # noqa: ARG002 - the port's
+    def route(self, request: SimulatedRequest, now_s: float) -> int | None:
         if not self._replicas:
             return None
         later = [replica for replica in self._replicas if replica > self._last]
@@ -85,10 +85,10 @@ class RoundRobin:
     def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:
         pass
 
-    def on_replica_up(self, replica: int, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_up(self, replica: int, now_s: float) -> None:
         self._replicas = sorted({*self._replicas, replica})
 
-    def on_replica_down(self, replica: int, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_down(self, replica: int, now_s: float) -> None:
         self._replicas = [each for each in self._replicas if each != replica]
 
 
@@ -118,7 +118,7 @@ class LeastLoaded:
     _num_sent: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _num_ledgers: int = field(default=0, init=False, repr=False)
 
-    def route(self, request: SimulatedRequest, now_s: float) -> int | None:  # noqa: ARG002 - the port's
+    def route(self, request: SimulatedRequest, now_s: float) -> int | None:
         if not self._loads:
             return None
         replica = min(self._loads, key=lambda each: (self._loads[each].num_tokens, self._num_sent[each], each))
@@ -130,7 +130,7 @@ class LeastLoaded:
     def on_events(self, replica: int, payload: bytes, now_s: float) -> None:
         pass
 
-    def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:
         known = self._loads.get(replica)
         if known is not None:
             known.reported_tokens = load.num_total_tokens
@@ -139,10 +139,10 @@ class LeastLoaded:
     def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:
         pass
 
-    def on_replica_up(self, replica: int, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_up(self, replica: int, now_s: float) -> None:
         self._num_ledgers += 1
         self._loads[replica] = _ReplicaLoad(ledger=DispatchLedger(dispatcher=f"router-{self._num_ledgers}"))
         self._num_sent[replica] = 0
 
-    def on_replica_down(self, replica: int, now_s: float) -> None:  # noqa: ARG002 - the port's
+    def on_replica_down(self, replica: int, now_s: float) -> None:
         self._loads.pop(replica, None)

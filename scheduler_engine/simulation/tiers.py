@@ -316,8 +316,8 @@ class DeviceOnly:
 
     def make_prefetcher(
         self,
-        kv_cache: RequestKvCache[RadixNode],  # noqa: ARG002 - the signature of SimulatedTiers
-        queues: RequestQueues[SimulatedRequest],  # noqa: ARG002
+        kv_cache: RequestKvCache[RadixNode],
+        queues: RequestQueues[SimulatedRequest],
     ) -> DevicePrefetcher:
         return DevicePrefetcher()
 

@@ -11,12 +11,12 @@ transformers = pytest.importorskip(
     "transformers", "5.23", reason="`make engines` makes an environment with transformers 5.23"
 )
 
-import torch  # noqa: E402
+import torch
 
-from scheduler_components.quiesce import QuiesceController  # noqa: E402
-from scheduler_components.testing.in_process_groups import InProcessGroups  # noqa: E402
-from scheduler_components.torch_weight_updater import TorchWeightStore  # noqa: E402
-from scheduler_components.values import (  # noqa: E402
+from scheduler_components.quiesce import QuiesceController
+from scheduler_components.testing.in_process_groups import InProcessGroups
+from scheduler_components.torch_weight_updater import TorchWeightStore
+from scheduler_components.values import (
     BeginWeightUpdate,
     CheckWeights,
     ControlReply,
