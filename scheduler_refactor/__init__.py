@@ -13,7 +13,7 @@ from scheduler_refactor.harness import (
     play,
     replay_recordings,
 )
-from scheduler_refactor.module_tree import ModuleTree, VirtualClock, parse_tree
+from scheduler_refactor.module_tree import ModuleTree, TreeClock, parse_tree
 from scheduler_refactor.recipe import Recipe, read_recipe, write_recipe
 from scheduler_refactor.recording import Coverage, Difference, Recording, first_difference
 from scheduler_refactor.shadow import Shadow, ShadowStats
@@ -32,7 +32,7 @@ __all__ = [
     "NotReproducibleError",
     "Recorder",
     "Recording",
-    "VirtualClock",
+    "TreeClock",
     "compare_versions",
     "first_difference",
     "parse_tree",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from scheduler_components.errors import ComponentError, ConfigError, DecodeError
-from scheduler_refactor.module_tree import ModuleTree, VirtualClock
+from scheduler_refactor.module_tree import ModuleTree, TreeClock
 from scheduler_refactor.recording import (
     RAISED,
     Decoder,
@@ -71,7 +71,7 @@ class Recorder:
     """
 
     def __init__(self, tree: ModuleTree, exits: Sequence[str], targets: Sequence[str]) -> None:
-        self.clock: VirtualClock = tree.clock
+        self.clock: TreeClock = tree.clock
         self._tree = tree
         self._exits = frozenset([*exits, RAISED])
         self._targets = frozenset(targets)

@@ -7,7 +7,7 @@ was before. Nothing is written next to the sources, because bytecode is neither 
 What a tree does not contain is shared by all trees with its state: the standard library, installed packages. A thread
 of a tree that imports a module of it while the tree is not active finds the wrong one.
 
-Modules of a tree see the clock of the tree: ``import time`` gives them a module whose functions read a `VirtualClock`
+Modules of a tree see the clock of the tree: ``import time`` gives them a module whose functions read a `TreeClock`
 and whose ``sleep`` advances it. ``datetime.now()``, ``random`` and ``uuid`` are not replaced; pass your own modules for
 them as ``replaced``.
 """
@@ -28,10 +28,10 @@ from types import CodeType, ModuleType
 
 from scheduler_components.errors import ConfigError
 
-__all__ = ["ModuleTree", "VirtualClock", "parse_tree"]
+__all__ = ["ModuleTree", "TreeClock", "parse_tree"]
 
 
-class VirtualClock:
+class TreeClock:
     """A clock that only `advance` and a ``sleep`` of the tree move.
 
     A call returns seconds since 1970. `module` is a replacement for the module ``time``.
@@ -88,7 +88,7 @@ class ModuleTree:
             if not place.exists():
                 raise ConfigError("package", str(place), "does not exist", "give the folder of a package")
         self.packages = {name: place.resolve() for name, place in packages.items()}
-        self.clock = VirtualClock()
+        self.clock = TreeClock()
         self._modules: dict[str, ModuleType] = {}
         self._code: dict[str, CodeType] = {}
         self._depth = 0

@@ -36,7 +36,7 @@ from scheduler_components.engines.settings import (
 )
 from scheduler_components.engines.vllm_published_blocks import (
     ONCE_PER_BLOCK,
-    PublishedBlocks,
+    VllmPublishedBlocks,
     patch_removed_events_to_last_copy,
 )
 from scheduler_components.errors import ConfigError
@@ -233,14 +233,14 @@ def _events_address(text: str, binds: bool | None) -> tuple[Endpoint, bool]:
     return _on_this_node(endpoint), binds
 
 
-def _filter_copies(rank: int) -> PublishedBlocks | None:
+def _filter_copies(rank: int) -> VllmPublishedBlocks | None:
     """Patch vLLM's pool, and return the filter of a stream; None if this vLLM does not have what is patched."""
     try:
         patch_removed_events_to_last_copy()
     except ConfigError as error:
         _log.warning("rank %d publishes an event for each copy of a block, as vLLM does: %s", rank, error)
         return None
-    return PublishedBlocks()
+    return VllmPublishedBlocks()
 
 
 def _patch_reset_to_publish(theirs: VllmKvEventsModule) -> None:
@@ -311,7 +311,7 @@ class VllmEventPublisher:
     __slots__ = ("_config", "_published", "publisher")
 
     def __init__(
-        self, *, publisher: EventPublisher, config: VllmConfig | None, published: PublishedBlocks | None = None
+        self, *, publisher: EventPublisher, config: VllmConfig | None, published: VllmPublishedBlocks | None = None
     ) -> None:
         self.publisher = publisher
         self._config = config

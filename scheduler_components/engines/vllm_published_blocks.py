@@ -8,7 +8,7 @@ reports (``kv_cache_report_mode``), which repeat stored blocks and look like fur
 
 So no reader can count copies from events alone. The pool has the number of copies:
 ``patch_removed_events_to_last_copy`` publishes a removal only if the pool's table has no copy left, and
-``PublishedBlocks`` drops the stores of published blocks. Then both kinds of readers hold the blocks of the pool.
+``VllmPublishedBlocks`` drops the stores of published blocks. Then both kinds of readers hold the blocks of the pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from scheduler_components.errors import ConfigError
 from scheduler_components.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, true_runs
 
-__all__ = ["ONCE_PER_BLOCK", "PublishedBlocks", "patch_removed_events_to_last_copy"]
+__all__ = ["ONCE_PER_BLOCK", "VllmPublishedBlocks", "patch_removed_events_to_last_copy"]
 
 ONCE_PER_BLOCK = "once_per_block"
 """The switch of the plugin for this module. It is on by default."""
@@ -33,7 +33,7 @@ _STORED, _REMOVED, _CLEARED = (kind.__name__ for kind in (BlockStored, BlockRemo
 _Batch = TypeVar("_Batch", bound=Any)
 
 
-class PublishedBlocks:
+class VllmPublishedBlocks:
     """The published blocks of one stream by KV-cache group. It does no I/O and is not thread-safe.
 
     It accepts vLLM's events. Events of other media do not belong to the pool and pass unchanged.

@@ -10,7 +10,7 @@ from scheduler_components.kv_events.replay import ReplaySessions
 from scheduler_components.kv_events.sequence_floor import SequenceFloor
 from scheduler_components.kv_events.stream import EventStream
 
-__all__ = ["MESSAGES_PER_TURN", "ReplayChannel", "ReplayServer", "StreamDrain"]
+__all__ = ["MESSAGES_PER_TURN", "ReplayServerChannel", "ReplayServer", "StreamDrain"]
 
 MESSAGES_PER_TURN = 8
 """Messages to one client before the time is checked and the next client gets its turn."""
@@ -22,7 +22,7 @@ _DRAINS_PER_COUNT = 64
 """Peers connect rarely, so their reports are received once per this many drains of a busy scheduler."""
 
 
-class ReplayChannel(Protocol):
+class ReplayServerChannel(Protocol):
     """The connections to the replay clients. It never waits."""
 
     @property
@@ -50,7 +50,7 @@ class ReplayServer:
 
     __slots__ = ("_channel", "_clock", "_sessions")
 
-    def __init__(self, sessions: ReplaySessions, channel: ReplayChannel, *, clock: Callable[[], float]) -> None:
+    def __init__(self, sessions: ReplaySessions, channel: ReplayServerChannel, *, clock: Callable[[], float]) -> None:
         self._sessions = sessions
         self._channel = channel
         self._clock = clock

@@ -5,7 +5,7 @@ with the steps, the expectation and the finding.
 
 | checks | a check takes | the part is |
 | --- | --- | --- |
-| ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``PrefixCache`` of pages of ``PAGE_SIZE`` tokens |
+| ``PREFIX_CACHE_CHECKS`` | ``open_cache(num_pages)`` | a ``CheckedPrefixCache`` of pages of ``PAGE_SIZE`` tokens |
 | ``BLOCK_TABLE_CACHE_CHECKS`` | the same | one that keeps the pages of its requests |
 | ``RECORDER_CHECKS`` | ``open_recorder()`` | a ``BlockRecorder`` of blocks of ``BLOCK_SIZE`` tokens |
 | ``PAGE_STORE_CHECKS`` | ``store, prefix`` | a ``PageStore``, open; no key of it begins with ``prefix`` |
@@ -48,8 +48,8 @@ from scheduler_components.values import ControlReply, ControlRequest, ForwardMod
 __all__ = [
     # prefix caches
     "PAGE_SIZE",
-    "CachedPrefix",
-    "PrefixCache",
+    "CheckedPrefix",
+    "CheckedPrefixCache",
     # recorders of block tables
     "BLOCK_SIZE",
     "BlockRecorder",
@@ -89,7 +89,7 @@ PAGE_SIZE = 2
 """Tokens per page of the caches under check."""
 
 
-class CachedPrefix(Protocol):
+class CheckedPrefix(Protocol):
     """The cached prefix of a prompt."""
 
     @property
@@ -108,7 +108,7 @@ class CachedPrefix(Protocol):
         ...
 
 
-class PrefixCache(Protocol):
+class CheckedPrefixCache(Protocol):
     """A prefix cache over a pool of pages, with the contract of ``RadixCache``."""
 
     @property
@@ -126,11 +126,11 @@ class PrefixCache(Protocol):
     @property
     def evictable_tokens(self) -> int: ...
 
-    def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> CachedPrefix: ...
+    def match_prefix(self, token_ids: Sequence[int], namespace: PrefixNamespace | None = None) -> CheckedPrefix: ...
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], namespace: PrefixNamespace | None = None
-    ) -> CachedPrefix: ...
+    ) -> CheckedPrefix: ...
 
     def lock(self, node: Any) -> None: ...
 

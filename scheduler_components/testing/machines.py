@@ -36,9 +36,9 @@ from scheduler_components.testing.faulty_network import Fault, FaultyNetwork
 from scheduler_components.testing.interfaces import (
     BLOCK_SIZE,
     BlockRecorder,
-    CachedPrefix,
+    CheckedPrefix,
+    CheckedPrefixCache,
     FollowerCore,
-    PrefixCache,
     page_of,
 )
 from scheduler_components.testing.recorder_checks import BlockLocation, CopyCountingTable
@@ -154,7 +154,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     model_type: ClassVar[type[PrefixCacheModel]] = PrefixCacheModel
 
-    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> PrefixCache:
+    def open_cache(self, page_size: int, capacity_tokens: int, record: bool) -> CheckedPrefixCache:
         """Open the cache under test; without ``record`` it returns no events."""
         raise TypeError(f"{type(self).__name__} has no cache: override open_cache")
 
@@ -173,14 +173,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert answers[0] == answers[1] == answers[2], f"{method}{args}: equal caches return {answers}"
         return answers[0]
 
-    def matches(self, method: str, *args: Any) -> list[CachedPrefix]:
+    def matches(self, method: str, *args: Any) -> list[CheckedPrefix]:
         """Make the same call on every cache, if the results have nodes of the caches."""
-        answers: list[CachedPrefix] = [getattr(cache, method)(*args) for cache in self.caches]
+        answers: list[CheckedPrefix] = [getattr(cache, method)(*args) for cache in self.caches]
         assert len({(match.num_tokens, tuple(match.pages)) for match in answers}) == 1
         assert answers[0].num_tokens == len(answers[0].pages) * self.model.page_size
         return answers
 
-    def refuse(self, error: type[Exception], call: Callable[[PrefixCache], object]) -> None:
+    def refuse(self, error: type[Exception], call: Callable[[CheckedPrefixCache], object]) -> None:
         """Expect every cache to raise ``error``."""
         for cache in self.caches:
             try:

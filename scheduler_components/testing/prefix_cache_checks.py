@@ -14,11 +14,11 @@ from scheduler_components import CacheIntegrityError, OutOfPagesError
 from scheduler_components.cache import PrefixNamespace
 from scheduler_components.testing.check_trace import CheckTrace
 from scheduler_components.testing.event_ledger import EventLedger
-from scheduler_components.testing.interfaces import PAGE_SIZE, CachedPrefix, PrefixCache
+from scheduler_components.testing.interfaces import PAGE_SIZE, CheckedPrefix, CheckedPrefixCache
 
 __all__ = ["BLOCK_TABLE_CACHE_CHECKS", "PREFIX_CACHE_CHECKS", "OpenCache"]
 
-OpenCache = Callable[[int], PrefixCache]
+OpenCache = Callable[[int], CheckedPrefixCache]
 """Opens a cache with a number of pages."""
 
 
@@ -153,7 +153,7 @@ def check_equal_calls_give_equal_events(open_cache: OpenCache) -> None:
         trace.expect(tuple(cache.take_events()), tuple(other.take_events()), "the other cache's events")
 
 
-def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[CheckTrace, PrefixCache]:
+def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[CheckTrace, CheckedPrefixCache]:
     trace = CheckTrace(title)
     cache = trace.call(f"opened a cache of {num_pages} pages of {PAGE_SIZE} tokens", lambda: open_cache(num_pages))
     trace.expect(PAGE_SIZE, cache.page_size, "page_size")
@@ -161,11 +161,11 @@ def _begin(title: str, open_cache: OpenCache, num_pages: int) -> tuple[CheckTrac
 
 
 def _serve(
-    trace: CheckTrace, cache: PrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
-) -> CachedPrefix:
+    trace: CheckTrace, cache: CheckedPrefixCache, tokens: Sequence[int], namespace: PrefixNamespace | None = None
+) -> CheckedPrefix:
     """Run a request from its match to its end, on a cache with enough free pages."""
 
-    def run() -> CachedPrefix:
+    def run() -> CheckedPrefix:
         found = cache.match_prefix(tokens, namespace)
         cache.lock(found.node)
         own = cache.allocate(len(tokens) // PAGE_SIZE - len(found.pages))
@@ -176,7 +176,7 @@ def _serve(
     return trace.call(f"served a request for {list(tokens)}{f' of {namespace}' if namespace else ''}", run)
 
 
-def _read(trace: CheckTrace, cache: PrefixCache, ledger: EventLedger) -> None:
+def _read(trace: CheckTrace, cache: CheckedPrefixCache, ledger: EventLedger) -> None:
     """Apply the new events; they must break no rule and add up to the contents."""
     events = trace.call("took its events", cache.take_events)
     trace.expect([], ledger.apply_all(events), "broken rules of the wire")

@@ -17,10 +17,10 @@ from scheduler_components.agreement.step_agreement import AgreementPart
 from scheduler_components.values import AgreedQueueStats
 from scheduler_components.waiting.agreed_queue import AgreedQueue, Departure
 
-__all__ = ["WaitingRequest", "WaitingRoom", "WaitingRooms"]
+__all__ = ["RequestWithRid", "WaitingRoom", "WaitingRooms"]
 
 
-class WaitingRequest(Protocol):
+class RequestWithRid(Protocol):
     """A request, as ``WaitingRooms`` reads it: the scheduler's own class."""
 
     @property
@@ -29,7 +29,7 @@ class WaitingRequest(Protocol):
         ...
 
 
-R = TypeVar("R", bound=WaitingRequest)
+R = TypeVar("R", bound=RequestWithRid)
 
 
 class WaitingRoom(AgreementPart, Protocol[R]):

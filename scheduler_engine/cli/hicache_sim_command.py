@@ -22,7 +22,7 @@ from scheduler_engine.device.hicache_sim import (
     AgreementName,
     AgreementScope,
     FaultRates,
-    SimulationConfig,
+    HiCacheSimulationConfig,
     SimulationRun,
     run_simulation,
 )
@@ -70,7 +70,7 @@ def hicache_sim(
     With --without, they agree over all ranks, but not about one thing. The report names the first decision that
     differed, as DecisionLog reports it. The exit code is 1 if ranks diverge in spite of the full agreement.
     """
-    ranks = SimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, pp_size=pp_size)
+    ranks = HiCacheSimulationConfig(attn_cp_size=attn_cp_size, attn_tp_size=attn_tp_size, pp_size=pp_size)
     if without is not None:
         if picture is not None:
             raise ConfigError("picture", str(picture), "shows scopes of agreement", "leave it out with --without")
@@ -97,7 +97,7 @@ def hicache_sim(
     return int(any(run.diverged_at_step is not None for run in runs[ranks.scopes[-1]]))
 
 
-def _simulate_without(config: SimulationConfig, seeds: int, steps: int) -> None:
+def _simulate_without(config: HiCacheSimulationConfig, seeds: int, steps: int) -> None:
     progress, runs = RunProgress(out=sys.stderr, num_runs=seeds), list[SimulationRun]()
     for seed in range(seeds):
         runs += run_simulation(config, seeds=[seed], num_steps=steps, sample_steps=steps)

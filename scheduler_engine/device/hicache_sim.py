@@ -55,7 +55,7 @@ __all__ = [
     "SimulatedHostPages",
     "SimulatedMover",
     "StepCommands",
-    "SimulatedRequest",
+    "HiCacheRequest",
     "SimulatedScheduler",
     "SimulatedWorkload",
     "Agreement",
@@ -64,8 +64,8 @@ __all__ = [
     "LocalSlots",
     "SimulationRun",
     "SimulatedRank",
-    "SimulatedReplica",
-    "SimulationConfig",
+    "HiCacheReplica",
+    "HiCacheSimulationConfig",
     "make_in_process_groups",
     "make_rank",
     "run_simulation",
@@ -264,7 +264,7 @@ class SimulatedMover:
 
 
 @attrs.frozen
-class SimulatedRequest:
+class HiCacheRequest:
     """A prompt and the number of steps for which it runs."""
 
     rid: str
@@ -276,7 +276,7 @@ class SimulatedRequest:
 class StepCommands:
     """The commands that all ranks receive before a step."""
 
-    arrivals: tuple[SimulatedRequest, ...] = ()
+    arrivals: tuple[HiCacheRequest, ...] = ()
     aborts: tuple[str, ...] = ()
 
 
@@ -311,7 +311,7 @@ class SimulatedWorkload:
                 chat = rng.randrange(self.num_chats)
                 num_pages[chat] = num_pages[chat] % self.max_pages + rng.randint(1, 4)
                 length = num_pages[chat] * self.page_size + rng.randrange(self.page_size)
-                arrivals.append(SimulatedRequest(f"r{step}", self._tokens(chat, length), rng.randint(1, 6)))
+                arrivals.append(HiCacheRequest(f"r{step}", self._tokens(chat, length), rng.randint(1, 6)))
                 open_rids.append(f"r{step}")
             aborts: tuple[str, ...] = ()
             if open_rids and rng.random() < self.abort_rate:
@@ -326,7 +326,7 @@ class SimulatedWorkload:
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    request: SimulatedRequest
+    request: HiCacheRequest
     node: RadixNode
     pages: list[int]
     num_shared: int
@@ -348,7 +348,7 @@ class SimulatedScheduler:
     decisions: DecisionLog
     max_running: int = 4
     num_served: int = field(default=0, init=False)
-    _waiting: list[SimulatedRequest] = field(default_factory=list, init=False)
+    _waiting: list[HiCacheRequest] = field(default_factory=list, init=False)
     _running: list[_Running] = field(default_factory=list, init=False)
 
     @property
@@ -377,7 +377,7 @@ class SimulatedScheduler:
                 del self._waiting[0]
                 return
 
-    def _start(self, request: SimulatedRequest) -> bool:
+    def _start(self, request: HiCacheRequest) -> bool:
         cache = self.cache
         match = cache.match_prefix(request.token_ids)
         cache.lock(match.node)
@@ -445,7 +445,7 @@ SLOTS_OF_AGREEMENT: Mapping[AgreementName, str] = {
 
 
 @attrs.frozen(kw_only=True)
-class SimulationConfig:
+class HiCacheSimulationConfig:
     """The configuration of a simulated replica.
 
     Attributes:
@@ -517,7 +517,7 @@ class LocalSlots:
         return AgreedValues(agreed.numbers | numbers, agreed.flags | flags)
 
 
-def make_in_process_groups(config: SimulationConfig) -> InProcessGroups:
+def make_in_process_groups(config: HiCacheSimulationConfig) -> InProcessGroups:
     """Return the agreement over the axes of ``config.scope``."""
     parallel = ParallelState.from_tp_rank(
         0, tp_size=config.tp_size, attn_cp_size=config.attn_cp_size, pp_size=config.pp_size
@@ -542,7 +542,7 @@ class SimulatedRank:
     clock_rate: float
 
 
-class SimulatedReplica:
+class HiCacheReplica:
     """All ranks of one replica, stepped together.
 
     Args:
@@ -553,7 +553,7 @@ class SimulatedReplica:
     The decisions of all ranks are compared before each step, whatever the scope of the agreement is.
     """
 
-    def __init__(self, config: SimulationConfig, *, seed: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, config: HiCacheSimulationConfig, *, seed: int, agreement: Agreement | None = None) -> None:
         self.config = config
         if agreement is None:
             agreement = make_in_process_groups(config)
@@ -629,7 +629,7 @@ class SimulatedReplica:
         return self.num_steps * rank.clock_rate
 
 
-def make_rank(config: SimulationConfig, rank: int, store: PageStore, seed: int) -> SimulatedRank:
+def make_rank(config: HiCacheSimulationConfig, rank: int, store: PageStore, seed: int) -> SimulatedRank:
     """Make one rank. ``seed`` and ``rank`` determine its I/O."""
     rng = random.Random(f"{seed}/{rank}")
     stage, tp_rank = divmod(rank, config.tp_size)
@@ -692,14 +692,14 @@ class SimulationRun:
 
 
 def run_simulation(
-    config: SimulationConfig, *, seeds: Sequence[int], num_steps: int, sample_steps: int
+    config: HiCacheSimulationConfig, *, seeds: Sequence[int], num_steps: int, sample_steps: int
 ) -> list[SimulationRun]:
     """Run each seed for ``num_steps`` steps."""
     return [_run(config, seed, num_steps, sample_steps) for seed in seeds]
 
 
-def _run(config: SimulationConfig, seed: int, num_steps: int, sample_steps: int) -> SimulationRun:
-    replica, run = SimulatedReplica(config, seed=seed), SimulationRun(seed=seed)
+def _run(config: HiCacheSimulationConfig, seed: int, num_steps: int, sample_steps: int) -> SimulationRun:
+    replica, run = HiCacheReplica(config, seed=seed), SimulationRun(seed=seed)
     workload = SimulatedWorkload(seed=seed, page_size=config.page_size)
     for step, commands in enumerate(workload.steps(num_steps), start=1):
         try:

@@ -34,8 +34,8 @@ from scheduler_components.request_receiver import NullInputSource, RequestReceiv
 from scheduler_components.values import ForwardMode, InputKind, InputMessage
 from scheduler_engine.device.hicache_sim import (
     FaultRates,
+    HiCacheSimulationConfig,
     SimulatedWorkload,
-    SimulationConfig,
     StepCommands,
     make_rank,
 )
@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> None:
     )
     all_groups = open_torch_groups(world_rank_groups(parallel), ["scheduler", "input"], timeout_s=arguments.timeout)
     groups = all_groups["scheduler"]
-    config = SimulationConfig(
+    config = HiCacheSimulationConfig(
         attn_cp_size=parallel.attn_cp_size,
         attn_tp_size=parallel.attn_tp_size,
         pp_size=parallel.pp_size,

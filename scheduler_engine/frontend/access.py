@@ -26,7 +26,7 @@ import msgspec
 
 from scheduler_components import ConfigError
 
-__all__ = ["ANY_HOST", "AccessPolicy", "Headers", "Refusal", "RouteAccess", "is_loopback"]
+__all__ = ["ANY_HOST", "AccessPolicy", "Headers", "AccessRefusal", "RouteAccess", "is_loopback"]
 
 ANY_HOST = "*"
 """In ``AccessPolicy.allowed_hosts``: accept any Host header."""
@@ -51,7 +51,7 @@ class RouteAccess(enum.Enum):
     ADMIN = "admin"
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class AccessRefusal(msgspec.Struct, frozen=True):
     """Why a request is refused: the status code and one sentence for the client."""
 
     status_code: int
@@ -95,7 +95,7 @@ class AccessPolicy:
     api_key: str | None = attrs.field(default=None, repr=False, validator=_check_key)
     admin_api_key: str | None = attrs.field(default=None, repr=False, validator=_check_key)
 
-    def refusal(self, method: str, headers: Headers, access: RouteAccess) -> Refusal | None:
+    def refusal(self, method: str, headers: Headers, access: RouteAccess) -> AccessRefusal | None:
         """Return why the request is refused; None lets it pass.
 
         Args:
@@ -113,7 +113,7 @@ class AccessPolicy:
         may = "send requests" if self.admin_api_key is not None else "send requests, and pause or flush the engine"
         return f"the HTTP server listens at {bound_host} without --api-key: every host that reaches it can {may}"
 
-    def _foreign_host(self, headers: Headers) -> Refusal | None:
+    def _foreign_host(self, headers: Headers) -> AccessRefusal | None:
         if ANY_HOST in self.allowed_hosts:
             return None
         for value in _values(headers, b"host"):
@@ -121,10 +121,10 @@ class AccessPolicy:
             if not (is_loopback(name) or _is_address(name) or name in self.allowed_hosts):
                 shown = name[:_MAX_SHOWN]
                 hint = "use its IP address, or start the server with --allowed-host and this name"
-                return Refusal(403, f"host: {shown!r} is not a name of this server; {hint}")
+                return AccessRefusal(403, f"host: {shown!r} is not a name of this server; {hint}")
         return None
 
-    def _missing_key(self, method: str, headers: Headers, access: RouteAccess) -> Refusal | None:
+    def _missing_key(self, method: str, headers: Headers, access: RouteAccess) -> AccessRefusal | None:
         if access is RouteAccess.PUBLIC or method == "OPTIONS":
             return None
         expected, name = self.api_key, "API key"
@@ -132,7 +132,7 @@ class AccessPolicy:
             expected, name = self.admin_api_key, "admin API key"
         if expected is None or _has_key(headers, expected):
             return None
-        return Refusal(401, f"authorization: is not the {name} of this server; send 'Authorization: Bearer KEY'")
+        return AccessRefusal(401, f"authorization: is not the {name} of this server; send 'Authorization: Bearer KEY'")
 
 
 def _values(headers: Headers, name: bytes) -> list[bytes]:
@@ -154,14 +154,14 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _foreign_origin(headers: Headers) -> Refusal | None:
+def _foreign_origin(headers: Headers) -> AccessRefusal | None:
     """Refuse a request that a page of another origin sent."""
     hosts = _values(headers, b"host")
     is_foreign = any(value.strip().lower() not in _OWN_SITES for value in _values(headers, b"sec-fetch-site"))
     is_foreign |= any(not _is_own_origin(value, hosts) for value in _values(headers, b"origin"))
     if not is_foreign:
         return None
-    return Refusal(403, "origin: a page of another origin sent the request; open this server's address directly")
+    return AccessRefusal(403, "origin: a page of another origin sent the request; open this server's address directly")
 
 
 def _is_own_origin(origin: bytes, hosts: Sequence[bytes]) -> bool:
@@ -184,13 +184,13 @@ def _authority(text: str, scheme: str) -> tuple[str | None, int | None] | None:
     return parts.hostname, default if port is None else port
 
 
-def _unnamed_browser(method: str, headers: Headers, access: RouteAccess) -> Refusal | None:
+def _unnamed_browser(method: str, headers: Headers, access: RouteAccess) -> AccessRefusal | None:
     """Refuse a control request by GET from a browser that does not say which page it comes from."""
     if access is not RouteAccess.ADMIN or method not in _SAFE_METHODS or _values(headers, b"sec-fetch-site"):
         return None
     if not any(value.lstrip().startswith(b"Mozilla/") for value in _values(headers, b"user-agent")):
         return None
-    return Refusal(403, "sec-fetch-site: is missing, so any page may have sent this; use POST, or another client")
+    return AccessRefusal(403, "sec-fetch-site: is missing, so any page may have sent this; use POST, or another client")
 
 
 def _has_key(headers: Headers, expected: str) -> bool:

@@ -16,12 +16,12 @@ from scheduler_components.load import DispatchLedger
 from scheduler_components.values import LoadSnapshot
 from scheduler_engine.engine.messages import FRONTEND_DISPATCHER
 
-__all__ = ["LoadDispatcher", "Placement", "ReplicaLoad"]
+__all__ = ["LoadDispatcher", "DispatchChoice", "ReplicaLoad"]
 
 _MAX_CONVERSATIONS = 65_536
 
 
-class Placement(NamedTuple):
+class DispatchChoice(NamedTuple):
     """The replica of a request, and the ticket under which load reports will count it."""
 
     replica: int
@@ -79,7 +79,9 @@ class LoadDispatcher:
     affinity_tokens: int = 0
     _last_replicas: OrderedDict[str, int] = field(default_factory=OrderedDict)  # by conversation, oldest first
 
-    def dispatch(self, num_tokens: int, conversation: str | None = None, *, avoid: Collection[int] = ()) -> Placement:
+    def dispatch(
+        self, num_tokens: int, conversation: str | None = None, *, avoid: Collection[int] = ()
+    ) -> DispatchChoice:
         """Choose a replica that is not in ``avoid`` for a request of ``num_tokens`` input tokens, and count it."""
         chosen = min((index for index in range(len(self.replicas)) if index not in avoid), key=self._load_key)
         if conversation is not None and self.affinity_tokens:
@@ -88,9 +90,9 @@ class LoadDispatcher:
             extra_tokens = self.replicas[last].total_tokens - self.replicas[chosen].total_tokens
             chosen = last if extra_tokens <= self.affinity_tokens else chosen
             self._remember(conversation, chosen)
-        return Placement(chosen, self.replicas[chosen].issue_ticket(num_tokens))
+        return DispatchChoice(chosen, self.replicas[chosen].issue_ticket(num_tokens))
 
-    def dispatch_to(self, num_tokens: int, replica: int) -> Placement:
+    def dispatch_to(self, num_tokens: int, replica: int) -> DispatchChoice:
         """Count a request at the replica that its client has chosen.
 
         Raises:
@@ -99,7 +101,7 @@ class LoadDispatcher:
         if not 0 <= replica < len(self.replicas):
             hint = f"give 0 to {len(self.replicas) - 1}, or none"
             raise ConfigError("data_parallel_rank", replica, "is not a rank of this engine", hint)
-        return Placement(replica, self.replicas[replica].issue_ticket(num_tokens))
+        return DispatchChoice(replica, self.replicas[replica].issue_ticket(num_tokens))
 
     def _load_key(self, index: int) -> tuple[int, int]:
         """Sort by load, and replicas of equal load by the number of requests that they were sent."""

@@ -44,7 +44,7 @@ from scheduler_engine.engine.messages import (
     SubmitRequest,
     encode,
 )
-from scheduler_engine.frontend.dispatcher import LoadDispatcher, Placement
+from scheduler_engine.frontend.dispatcher import DispatchChoice, LoadDispatcher
 from scheduler_engine.frontend.errors import (
     EngineFailedError,
     RequestFailedError,
@@ -210,7 +210,7 @@ class Frontend:
         self.send(replica, command)
         return stream
 
-    def _place(self, request: GenerateReqInput) -> Placement:
+    def _place(self, request: GenerateReqInput) -> DispatchChoice:
         silent = self.heartbeats.silent_replicas()
         pinned = request.replica
         if pinned in silent:

@@ -17,7 +17,7 @@ from observability import error_response, render_metrics
 from scheduler_components import __version__
 from scheduler_engine.frontend.access import AccessPolicy, RouteAccess
 from scheduler_engine.frontend.http_access import AccessGuard, ApiRoute
-from scheduler_engine.proxy.http_fleet import Engine, Fleet
+from scheduler_engine.proxy.http_fleet import Fleet, ProxiedEngine
 from scheduler_engine.proxy.http_proxy import FORWARDED_PATHS, GENERATING_PATHS, ProxyEndpoint
 
 __all__ = ["GENERATING_PATHS", "make_proxy_app", "proxy_status"]
@@ -106,7 +106,7 @@ def proxy_status(endpoint: ProxyEndpoint) -> dict[str, Any]:
     }
 
 
-def _engine_status(fleet: Fleet, engine: Engine) -> dict[str, Any]:
+def _engine_status(fleet: Fleet, engine: ProxiedEngine) -> dict[str, Any]:
     streams = {} if engine.subscriber is None else engine.subscriber.positions()
     return {
         "engine": engine.number,

@@ -43,7 +43,7 @@ from scheduler_engine.proxy.http_replica import (
 )
 from scheduler_engine.proxy.routing_fields import MAX_KEY_CHARACTERS, RoutingFields
 
-__all__ = ["Engine", "EngineState", "Fleet", "Placement", "Replica", "ReplicaStats", "open_fleet"]
+__all__ = ["ProxiedEngine", "EngineState", "Fleet", "RequestRoute", "Replica", "ReplicaStats", "open_fleet"]
 
 _log = logging.getLogger("scheduler_components.proxy")
 
@@ -143,7 +143,7 @@ class Replica:
 
 
 @dataclass(slots=True, kw_only=True)
-class Engine:  # noqa: SCH003 - all that is known of one engine, as the status shows it
+class ProxiedEngine:  # noqa: SCH003 - all that is known of one engine, as the status shows it
     """An engine and what the proxy knows of it.
 
     Attributes:
@@ -211,10 +211,10 @@ class Engine:  # noqa: SCH003 - all that is known of one engine, as the status s
         return self._known.setdefault(rank, Replica(id=self.number * MAX_STREAMS + rank, rank=rank))
 
 
-class Placement(msgspec.Struct, frozen=True):
+class RequestRoute(msgspec.Struct, frozen=True):
     """The replica that gets a request, and the router's choice."""
 
-    engine: Engine
+    engine: ProxiedEngine
     replica: Replica
     pick: Pick
 
@@ -233,12 +233,12 @@ class Fleet:
     """
 
     config: ProxyConfig
-    engines: Sequence[Engine]
+    engines: Sequence[ProxiedEngine]
     make_router: Callable[[int], KvRouter]
     clock: Callable[[], float] = time.monotonic
     answers: AnswerMemory = field(init=False)
     num_unknown_prompts: int = field(default=0, init=False)
-    _sessions: OrderedDict[str, Engine] = field(default_factory=OrderedDict, init=False, repr=False)
+    _sessions: OrderedDict[str, ProxiedEngine] = field(default_factory=OrderedDict, init=False, repr=False)
     _router: KvRouter | None = field(default=None, init=False, repr=False)
     _lock: FairRLock = field(default_factory=FairRLock, init=False, repr=False)
     _last_tokenizer: int = field(default=-1, init=False, repr=False)
@@ -292,7 +292,7 @@ class Fleet:
         self.num_unknown_prompts += 1
         return ()
 
-    def _tokenizers(self) -> list[Engine]:
+    def _tokenizers(self) -> list[ProxiedEngine]:
         """Return the engines that are up, each time beginning with another."""
         ready = [engine for engine in self.engines if engine.state is EngineState.UP]
         self._last_tokenizer += 1
@@ -300,8 +300,8 @@ class Fleet:
         return ready[first:] + ready[:first]
 
     async def place(
-        self, prompt: HashedPrompt, fields: RoutingFields, *, exclude: Collection[Engine] = ()
-    ) -> Placement | None:
+        self, prompt: HashedPrompt, fields: RoutingFields, *, exclude: Collection[ProxiedEngine] = ()
+    ) -> RequestRoute | None:
         """Choose the replica of a request among engines that are not in ``exclude``; None if none takes requests.
 
         The prompt is hashed without the router's lock. A long one is hashed in a thread.
@@ -333,9 +333,9 @@ class Fleet:
         replica.stats.picks += 1
         replica.stats.prompt_blocks += len(pick.block_hashes)
         replica.stats.cached_blocks += pick.device_blocks + pick.host_blocks + pick.storage_blocks
-        return Placement(engine, replica, pick)
+        return RequestRoute(engine, replica, pick)
 
-    def add_session(self, name: str, engine: Engine) -> bool:
+    def add_session(self, name: str, engine: ProxiedEngine) -> bool:
         """Note that an engine has, or is asked to open, a session. Return False if it is known or its name too long.
 
         Beyond the limit the session that was unused for the longest time is forgotten.
@@ -351,7 +351,7 @@ class Fleet:
         """Note that a session was closed or not opened; an unknown one is ignored."""
         self._sessions.pop(name, None)
 
-    def _others(self, session: str) -> list[Engine]:
+    def _others(self, session: str) -> list[ProxiedEngine]:
         """Return the engines that do not have a session, which is used now."""
         engine = self._sessions.get(session)
         if engine is None:
@@ -366,19 +366,19 @@ class Fleet:
         model = fields.model
         return model if model is not None and any(engine.lists_adapter(model) for engine in self.engines) else None
 
-    def finish(self, placement: Placement) -> None:
+    def finish(self, placement: RequestRoute) -> None:
         """Note that a request has ended."""
         if self._router is not None:
             with self._lock:
                 self._router.finish(placement.pick)
 
-    def cancel(self, placement: Placement) -> None:
+    def cancel(self, placement: RequestRoute) -> None:
         """Note that a replica has not taken a request, so its prompt is not cached there."""
         if self._router is not None:
             with self._lock:
                 self._router.cancel(placement.pick)
 
-    def fail(self, placement: Placement, error: EngineDownError) -> None:
+    def fail(self, placement: RequestRoute, error: EngineDownError) -> None:
         """Note that an engine failed before it answered. One that refuses connections goes down, others are polled."""
         placement.replica.stats.failures += 1
         self.cancel(placement)
@@ -396,7 +396,7 @@ class Fleet:
 
     # --- following ---
 
-    async def keep(self, engine: Engine) -> None:
+    async def keep(self, engine: ProxiedEngine) -> None:
         """Follow an engine until this task is cancelled."""
         pause_s = self.config.retry_min_s
         while True:
@@ -416,7 +416,7 @@ class Fleet:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self.config.retry_max_s)
 
-    async def _describe(self, engine: Engine) -> _Description:
+    async def _describe(self, engine: ProxiedEngine) -> _Description:
         """Ask an engine for its description.
 
         Raises:
@@ -444,7 +444,7 @@ class Fleet:
             models = engine.models
         return _Description(addresses, page_size or _DEFAULT_PAGE_SIZE, ranks, adapters, models)
 
-    def _begin(self, engine: Engine, description: _Description) -> RouterListener:
+    def _begin(self, engine: ProxiedEngine, description: _Description) -> RouterListener:
         """Add the replicas of an engine to the router, which sends them nothing yet. Return its streams' listener.
 
         Raises:
@@ -465,7 +465,7 @@ class Fleet:
         return RouterListener(router=router, replicas=ids, clock=self.clock)
 
     async def _follow(
-        self, engine: Engine, addresses: Sequence[StreamAddress], listener: RouterListener, stack: AsyncExitStack
+        self, engine: ProxiedEngine, addresses: Sequence[StreamAddress], listener: RouterListener, stack: AsyncExitStack
     ) -> None:
         """Follow the streams of an engine until the stack is closed. Wait a little for the blocks of a warm engine."""
         if not addresses:
@@ -479,7 +479,7 @@ class Fleet:
         subscriber = engine.subscriber = await stack.enter_async_context(opened)
         await asyncio.gather(*(subscriber.wait_until(address.rank, -1, _CONTACT_S) for address in addresses))
 
-    def _lose(self, engine: Engine, error: ComponentError | None) -> None:
+    def _lose(self, engine: ProxiedEngine, error: ComponentError | None) -> None:
         """Take out an engine: its replicas, their blocks, and the requests that wait for its answer."""
         if error is not None and str(error) != engine.problem:
             engine.problem = str(error)
@@ -493,7 +493,7 @@ class Fleet:
                 for replica in engine.replicas.values():
                     self._router.on_replica_down(replica.id, self.clock())
 
-    async def _poll_until_changed(self, engine: Engine, description: _Description) -> None:
+    async def _poll_until_changed(self, engine: ProxiedEngine, description: _Description) -> None:
         """Poll an engine until it describes other streams.
 
         Raises:
@@ -520,7 +520,7 @@ class Fleet:
             self._sweep()
             await _wait_for(engine.check_now, self.config.poll_interval_s)
 
-    async def _poll(self, engine: Engine) -> None:
+    async def _poll(self, engine: ProxiedEngine) -> None:
         """Ask whether an engine is ready, and for its load.
 
         For an engine without ``/v1/loads`` the load is what was sent and has not ended.
@@ -544,7 +544,7 @@ class Fleet:
                 with self._lock:
                     router.on_load_report(replica.id, counted, now_s)
 
-    def _set_ready(self, engine: Engine, is_ready: bool) -> None:
+    def _set_ready(self, engine: ProxiedEngine, is_ready: bool) -> None:
         state = EngineState.UP if is_ready else EngineState.NOT_READY
         if self._router is None or engine.state in (state, EngineState.DOWN):
             return
@@ -582,7 +582,7 @@ async def open_fleet(config: ProxyConfig, *, make_router: Callable[[int], KvRout
         engines = []
         for number, url in enumerate(config.urls):
             client = await stack.enter_async_context(open_engine_client(url, config))
-            engines.append(Engine(number=number, client=client))
+            engines.append(ProxiedEngine(number=number, client=client))
         fleet = Fleet(config=config, engines=engines, make_router=make_router)
         tasks = [asyncio.create_task(fleet.keep(engine), name=f"follow {engine.url}") for engine in engines]
         try:

@@ -28,7 +28,7 @@ from scheduler_engine.frontend.http_body import (
 )
 from scheduler_engine.frontend.http_openai import RANK_HEADER
 from scheduler_engine.proxy.answer_memory import AnswerMemoryError, HeldAnswer
-from scheduler_engine.proxy.http_fleet import Engine, Fleet, Placement
+from scheduler_engine.proxy.http_fleet import Fleet, ProxiedEngine, RequestRoute
 from scheduler_engine.proxy.http_replica import EngineDownError, ReplicaError
 from scheduler_engine.proxy.routing_fields import RoutingFields, read_routing_fields, read_session_id
 
@@ -215,7 +215,7 @@ class ProxyEndpoint:
     async def _answer(self, exchange: _Exchange) -> None:
         """Let replicas serve the request, one after another, until one has answered."""
         prompt = await self.fleet.prompt_of(exchange.fields)
-        failed: list[Engine] = []
+        failed: list[ProxiedEngine] = []
         refusal: Response | None = None
         while len(failed) < self.fleet.config.max_attempts:
             placement = await self.fleet.place(prompt, exchange.fields, exclude=failed)
@@ -232,7 +232,7 @@ class ProxyEndpoint:
             refusal.headers.update(_RETRY_AFTER)
         await exchange.respond(refusal)
 
-    async def _try(self, exchange: _Exchange, placement: Placement) -> Response | None:
+    async def _try(self, exchange: _Exchange, placement: RequestRoute) -> Response | None:
         """Let one replica answer. If it does not, the exchange has not begun, and another one may.
 
         Returns:
@@ -274,7 +274,7 @@ class ProxyEndpoint:
             self.fleet.cancel(placement)
         return refusal
 
-    async def _attempt(self, exchange: _Exchange, placement: Placement) -> Response | None:
+    async def _attempt(self, exchange: _Exchange, placement: RequestRoute) -> Response | None:
         """Let one replica serve the request. Return its refusal, if it takes no requests now.
 
         Raises:
@@ -307,7 +307,7 @@ class ProxyEndpoint:
         await exchange.respond(response)
         return None
 
-    def _note_session(self, exchange: _Exchange, engine: Engine, body: bytes) -> None:
+    def _note_session(self, exchange: _Exchange, engine: ProxiedEngine, body: bytes) -> None:
         if exchange.path == OPEN_SESSION:
             exchange.has_opened = True
             self.fleet.add_session(engine.client.session_id(body), engine)
@@ -317,7 +317,7 @@ class ProxyEndpoint:
     async def _pass_events(
         self,
         exchange: _Exchange,
-        engine: Engine,
+        engine: ProxiedEngine,
         lost: asyncio.Event,
         answer: httpx.Response,
         headers: Mapping[str, str],

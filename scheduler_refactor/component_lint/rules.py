@@ -30,7 +30,7 @@ from scheduler_refactor.component_lint.class_info import (
     unquoted,
 )
 
-__all__ = ["RULES", "Limits", "Problem", "Rule", "find_problems"]
+__all__ = ["RULES", "Limits", "Problem", "LintRule", "find_problems"]
 
 
 class Problem(msgspec.Struct, frozen=True, order=True):
@@ -49,7 +49,7 @@ class Problem(msgspec.Struct, frozen=True, order=True):
     message: str
 
 
-class Rule(msgspec.Struct, frozen=True):
+class LintRule(msgspec.Struct, frozen=True):
     """One rule.
 
     Attributes:
@@ -69,74 +69,74 @@ class Rule(msgspec.Struct, frozen=True):
         return Problem(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), self.code, message)
 
 
-WHOLE_SCHEDULER = Rule(
+WHOLE_SCHEDULER = LintRule(
     "SCH001",
     "whole-scheduler",
     "a field or a method's parameter that holds the whole scheduler, or a use of self.scheduler",
     "ask for a small port with only the members that the class uses",
 )
-MIXIN = Rule(
+MIXIN = LintRule(
     "SCH002",
     "mixin",
     "a mixin class, a class made of mixins, or a method whose self is annotated as another class",
     "turn it into a component whose constructor takes what it reads",
 )
-TOO_MANY_FIELDS = Rule(
+TOO_MANY_FIELDS = LintRule(
     "SCH003",
     "too-many-fields",
     "a component with more fields than the limit (an option, default 7)",
     "split it by subject, or group values that belong together",
 )
-UNTYPED_CALLABLE = Rule(
+UNTYPED_CALLABLE = LintRule(
     "SCH004",
     "untyped-callable",
     "a field that is a Callable without its parameter types",
     "ask for a port with a named method; use a bare callable only for one typed, stateless verb such as a clock",
 )
-MANY_CALLABLES = Rule(
+MANY_CALLABLES = LintRule(
     "SCH005",
     "many-callables",
     "a class with more typed callables as fields than the limit (an option, default 2)",
     "replace them by one port that has a method for each",
 )
-ANY_FIELD = Rule(
+ANY_FIELD = LintRule(
     "SCH006",
     "any-field",
     "a field of a component typed Any",
     "name the type, or a Protocol with the members that the class uses",
 )
-AMBIENT_CONTEXT = Rule(
+AMBIENT_CONTEXT = LintRule(
     "SCH007",
     "ambient-context",
     "a value from ambient context: a global get_...(), a singleton, a global statement, the environment",
     "pass the value to the constructor",
 )
-IO_IN_CONSTRUCTOR = Rule(
+IO_IN_CONSTRUCTOR = LintRule(
     "SCH008",
     "io-in-constructor",
     "a socket, thread, process or file that a constructor opens",
     "open the resource in an open_...() function and pass it to the constructor",
 )
-ENABLED_GATE = Rule(
+ENABLED_GATE = LintRule(
     "SCH009",
     "enabled-gate",
     "a branch on self.enable..., self.enabled or the like",
     "decide once when the component is composed, and pass a null object if the feature is off",
 )
-TOO_MANY_PARAMETERS = Rule(
+TOO_MANY_PARAMETERS = LintRule(
     "SCH010",
     "too-many-parameters",
     "a component whose constructor has more parameters than the limit (an option, default 7)",
     "split the component by subject, or pass values that belong together as one value",
 )
-NO_SLOTS = Rule(
+NO_SLOTS = LintRule(
     "SCH011",
     "no-slots",
     "a component that is a dataclass or an attrs class without slots",
     "declare it with slots=True, so that no other class can add fields to it",
 )
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, LintRule] = {
     rule.code: rule
     for rule in (
         WHOLE_SCHEDULER,

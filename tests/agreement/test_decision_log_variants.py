@@ -44,10 +44,10 @@ from scheduler_engine.device.hicache_sim import (
     SLOTS_OF_AGREEMENT,
     AgreementName,
     FaultRates,
+    HiCacheReplica,
+    HiCacheSimulationConfig,
     LocalSlots,
-    SimulatedReplica,
     SimulatedWorkload,
-    SimulationConfig,
     make_in_process_groups,
 )
 from scheduler_engine.device.sampling import SamplingLimits
@@ -346,7 +346,7 @@ def test_ranks_that_decide_alike_raise_no_alarm() -> None:
             assert replica.step()
         assert replica.report() is None
         assert replica.logs[0].stats().num_unregistered == 0
-    tiers = SimulatedReplica(BUSY, seed=0)
+    tiers = HiCacheReplica(BUSY, seed=0)
     for commands in SimulatedWorkload(seed=0, page_size=BUSY.page_size).steps(150):
         tiers.step(commands)
     assert tiers.first_divergence is None
@@ -354,7 +354,7 @@ def test_ranks_that_decide_alike_raise_no_alarm() -> None:
 
 # --- the agreements of HiCache, quiesce and AgreedQueue ---
 
-BUSY = SimulationConfig(
+BUSY = HiCacheSimulationConfig(
     policy=HiCachePolicy(prefetch="timeout", prefetch_timeout_s=3.0, prefetch_threshold_pages=2),
     rates=FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001),
 )
@@ -387,7 +387,7 @@ def test_a_local_value_in_hicache_is_named_at_its_first_step(
     for seed in range(8):
         seen.clear()
         local = LocalSlots(make_in_process_groups(BUSY), SLOTS_OF_AGREEMENT[agreement])
-        replica = SimulatedReplica(BUSY, seed=seed, agreement=local)
+        replica = HiCacheReplica(BUSY, seed=seed, agreement=local)
         for commands in SimulatedWorkload(seed=seed, page_size=BUSY.page_size).steps(300):
             try:
                 replica.step(commands)
@@ -549,7 +549,7 @@ def test_schedulers_and_tiers_raise_no_alarm_for_long() -> None:
         replica = Replica(seed)
         while replica.num_steps < 1_000:
             assert replica.step(), replica.report()
-        tiers = SimulatedReplica(BUSY, seed=seed)
+        tiers = HiCacheReplica(BUSY, seed=seed)
         for commands in SimulatedWorkload(seed=seed, page_size=BUSY.page_size).steps(1_000):
             tiers.step(commands)
         assert tiers.first_divergence is None

@@ -28,10 +28,10 @@ from scheduler_components.hicache import HiCachePolicy, HiRadixCache, KeySpace, 
 from scheduler_engine.device.hicache_sim import (
     SLOTS_OF_AGREEMENT,
     FaultRates,
+    HiCacheReplica,
+    HiCacheSimulationConfig,
     LocalSlots,
-    SimulatedReplica,
     SimulatedWorkload,
-    SimulationConfig,
     StepCommands,
     make_in_process_groups,
 )
@@ -57,7 +57,7 @@ RATES = st.builds(
     storage_outage=st.sampled_from([0.0, 0.02]),
 )
 CONFIGS = st.builds(
-    SimulationConfig,
+    HiCacheSimulationConfig,
     attn_cp_size=st.integers(1, 3),
     attn_tp_size=st.integers(1, 3),
     pp_size=st.integers(1, 2),
@@ -99,19 +99,19 @@ class TierView:
 @pytest.mark.soak
 @settings(max_examples=num_examples(1) // 2, deadline=None)
 @given(config=CONFIGS, seed=st.integers(0, 10_000), num_steps=st.integers(1, 80))
-@example(config=SimulationConfig(), seed=0, num_steps=60)
-@example(config=SimulationConfig(attn_cp_size=1, pp_size=2), seed=0, num_steps=60)
-@example(config=SimulationConfig(placement=Placement.mla()), seed=0, num_steps=60)
+@example(config=HiCacheSimulationConfig(), seed=0, num_steps=60)
+@example(config=HiCacheSimulationConfig(attn_cp_size=1, pp_size=2), seed=0, num_steps=60)
+@example(config=HiCacheSimulationConfig(placement=Placement.mla()), seed=0, num_steps=60)
 @example(
-    config=SimulationConfig(
+    config=HiCacheSimulationConfig(
         attn_cp_size=1, policy=HiCachePolicy(load="by_layer", prefetch_threshold_pages=1), device_pages=30
     ),
     seed=0,
     num_steps=60,
 )
-def test_ranks_never_diverge_and_nothing_leaks(config: SimulationConfig, seed: int, num_steps: int) -> None:
+def test_ranks_never_diverge_and_nothing_leaks(config: HiCacheSimulationConfig, seed: int, num_steps: int) -> None:
     agreement = make_in_process_groups(config)
-    replica, view = SimulatedReplica(config, seed=seed, agreement=agreement), TierView()
+    replica, view = HiCacheReplica(config, seed=seed, agreement=agreement), TierView()
     num_hops = sum(size > 1 for size in (config.attn_cp_size, config.attn_tp_size, config.pp_size))
     for commands in SimulatedWorkload(seed=seed, page_size=config.page_size).steps(num_steps):
         replica.step(commands)
@@ -138,17 +138,17 @@ NOTHING = "no slot has this name"
 HARSH = FaultRates(max_latency_steps=10, failure=0.1, no_host_page=0.1, no_load_room=0.3, storage_outage=0.001)
 
 
-def num_diverged(config: SimulationConfig, pattern: str, seeds: range) -> int:
+def num_diverged(config: HiCacheSimulationConfig, pattern: str, seeds: range) -> int:
     """Return how many runs ended because ranks diverged or one of them failed."""
     return sum(
         has_diverged(
-            SimulatedReplica(config, seed=seed, agreement=LocalSlots(make_in_process_groups(config), pattern)), seed
+            HiCacheReplica(config, seed=seed, agreement=LocalSlots(make_in_process_groups(config), pattern)), seed
         )
         for seed in seeds
     )
 
 
-def has_diverged(replica: SimulatedReplica, seed: int) -> bool:
+def has_diverged(replica: HiCacheReplica, seed: int) -> bool:
     for commands in SimulatedWorkload(seed=seed, page_size=replica.config.page_size).steps(400):
         try:
             replica.step(commands)
@@ -159,7 +159,7 @@ def has_diverged(replica: SimulatedReplica, seed: int) -> bool:
     return False
 
 
-ALL_NEEDED = SimulationConfig(
+ALL_NEEDED = HiCacheSimulationConfig(
     policy=HiCachePolicy(prefetch="timeout", prefetch_timeout_s=3.0, prefetch_threshold_pages=2), rates=HARSH
 )
 """A simulation that exercises every agreement."""
@@ -177,9 +177,9 @@ def test_without_this_agreement_ranks_part(agreement: str) -> None:
     )
 
 
-def diverged_replica(agreement: str) -> SimulatedReplica:
-    config = SimulationConfig(attn_cp_size=2, attn_tp_size=1, rates=attrs.evolve(HARSH, storage_outage=0.0))
-    replica = SimulatedReplica(config, seed=1, agreement=LocalSlots(make_in_process_groups(config), agreement))
+def diverged_replica(agreement: str) -> HiCacheReplica:
+    config = HiCacheSimulationConfig(attn_cp_size=2, attn_tp_size=1, rates=attrs.evolve(HARSH, storage_outage=0.0))
+    replica = HiCacheReplica(config, seed=1, agreement=LocalSlots(make_in_process_groups(config), agreement))
     for commands in SimulatedWorkload(seed=1, page_size=config.page_size).steps(60):
         replica.step(commands)
     assert replica.caches[1].evict(1) == 1
@@ -201,7 +201,7 @@ def test_without_the_agreed_state_a_diverged_rank_is_not_detected() -> None:
     assert replica.has_diverged
 
 
-MLA = SimulationConfig(
+MLA = HiCacheSimulationConfig(
     placement=Placement.mla(),
     policy=HiCachePolicy(prefetch="wait_complete", prefetch_threshold_pages=1),
     rates=FaultRates(failure=0.0, no_host_page=0.0, no_load_room=0.0, storage_outage=0.0),
@@ -211,8 +211,8 @@ MLA = SimulationConfig(
 """Pages of a latent that CP and TP ranks replicate, and that return from storage."""
 
 
-def run_replica(config: SimulationConfig) -> SimulatedReplica:
-    replica = SimulatedReplica(config, seed=0)
+def run_replica(config: HiCacheSimulationConfig) -> HiCacheReplica:
+    replica = HiCacheReplica(config, seed=0)
     for commands in SimulatedWorkload(seed=0, page_size=config.page_size).steps(200):
         replica.step(commands)
     return replica
@@ -257,14 +257,14 @@ def test_a_key_with_a_replicated_axis_is_written_by_no_rank(monkeypatch: pytest.
 def test_ranks_diverge_over_tp_only_and_never_over_cp_x_tp() -> None:
     seeds = range(1)
     for scope, expected in (("tp", 1), ("cp x tp", 0)):
-        config = SimulationConfig(scope=scope)
+        config = HiCacheSimulationConfig(scope=scope)
         assert num_diverged(config, NOTHING, seeds) == expected
 
 
 class Stage0Relays:
     """Passes the agreed values of stage 0 to the other stages, which are then wrong about their own I/O."""
 
-    def __init__(self, config: SimulationConfig) -> None:
+    def __init__(self, config: HiCacheSimulationConfig) -> None:
         self._num_ranks = config.tp_size
         self._agreement = make_in_process_groups(attrs.evolve(config, pp_size=1))
 
@@ -276,17 +276,17 @@ class Stage0Relays:
 
 def test_pipeline_stages_diverge_unless_all_take_part() -> None:
     """Agreed within each stage; relayed from stage 0; agreed over all."""
-    seeds, config = range(1), SimulationConfig(attn_cp_size=1, attn_tp_size=2, pp_size=2)
+    seeds, config = range(1), HiCacheSimulationConfig(attn_cp_size=1, attn_tp_size=2, pp_size=2)
     assert num_diverged(attrs.evolve(config, scope="cp x tp"), NOTHING, seeds) == 1
-    relayed = [SimulatedReplica(config, seed=seed, agreement=Stage0Relays(config)) for seed in seeds]
+    relayed = [HiCacheReplica(config, seed=seed, agreement=Stage0Relays(config)) for seed in seeds]
     assert sum(has_diverged(replica, seed) for seed, replica in enumerate(relayed)) == 1
     assert num_diverged(config, NOTHING, seeds) == 0
 
 
 def test_a_rank_without_a_proposal_is_named() -> None:
-    config = SimulationConfig()
+    config = HiCacheSimulationConfig()
     agreement = make_in_process_groups(config)
-    caches = SimulatedReplica(config, seed=0).caches
+    caches = HiCacheReplica(config, seed=0).caches
     proposals = {
         rank: cache.proposal(1, has_storage=True, load_back_budget_pages=1, now_s=0.0)
         for rank, cache in enumerate(caches)
@@ -298,8 +298,8 @@ def test_a_rank_without_a_proposal_is_named() -> None:
 
 def test_the_proposal_has_the_same_slots_under_any_load() -> None:
     """And they fit the first block: one reduction per hop."""
-    config = SimulationConfig(device_pages=2000, host_pages=4000)
-    [cache, *_] = SimulatedReplica(config, seed=0).caches
+    config = HiCacheSimulationConfig(device_pages=2000, host_pages=4000)
+    [cache, *_] = HiCacheReplica(config, seed=0).caches
     make: Callable[[], Proposal] = lambda: cache.proposal(1, has_storage=True, load_back_budget_pages=1, now_s=0.0)  # noqa: E731
     idle = len(make())
     for chat in range(500):

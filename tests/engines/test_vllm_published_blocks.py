@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from kit.searches import num_examples
 
 from scheduler_components import ConfigError
-from scheduler_components.engines.vllm_published_blocks import PublishedBlocks, patch_removed_events_to_last_copy
+from scheduler_components.engines.vllm_published_blocks import VllmPublishedBlocks, patch_removed_events_to_last_copy
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
@@ -99,7 +99,7 @@ class Pool:
             num_gpu_blocks=12, enable_caching=True, hash_block_size=SIZE, enable_kv_cache_events=True
         )
         self.batch_of = import_module("vllm.distributed.kv_events").KVEventBatch
-        self.published: Any = PublishedBlocks() if published is None else published
+        self.published: Any = VllmPublishedBlocks() if published is None else published
         self.running: list[list[Any]] = []
         self.readers = (SetReader(), CountingReader())
         self.events: list[Any] = []
@@ -244,7 +244,7 @@ def stored(events: Any, hashes: Any, **changes: Any) -> Any:
     return events.BlockStored(block_hashes=hashes, **(standard | changes))
 
 
-def drop_published(events: Any, published: PublishedBlocks, *each: Any) -> list[Any]:
+def drop_published(events: Any, published: VllmPublishedBlocks, *each: Any) -> list[Any]:
     batch = published.drop_published(events.KVEventBatch(ts=1.0, events=list(each), data_parallel_rank=3))
     if batch is None:
         return []
@@ -253,7 +253,7 @@ def drop_published(events: Any, published: PublishedBlocks, *each: Any) -> list[
 
 
 def test_an_event_with_a_published_block_in_the_middle_is_split_in_two(vllm_events: Any) -> None:
-    published = PublishedBlocks()
+    published = VllmPublishedBlocks()
     drop_published(vllm_events, published, stored(vllm_events, [2]))
     keys = [("a",), None, ("c",), ("d",)]
     whole = stored(vllm_events, [1, 2, 3, 4], token_ids=list(range(16)), extra_keys=keys, session_id="s")
@@ -265,7 +265,7 @@ def test_an_event_with_a_published_block_in_the_middle_is_split_in_two(vllm_even
 
 
 def test_groups_are_separate_and_other_media_are_not_filtered(vllm_events: Any) -> None:
-    published = PublishedBlocks()
+    published = VllmPublishedBlocks()
     first = stored(vllm_events, [1])
     assert drop_published(vllm_events, published, first) == [first]
     others = [stored(vllm_events, [1], group_idx=1), *[stored(vllm_events, [1], medium="CPU")] * 2]
@@ -279,7 +279,7 @@ def test_groups_are_separate_and_other_media_are_not_filtered(vllm_events: Any) 
 
 def test_an_event_whose_tokens_do_not_match_its_blocks_is_published_whole(vllm_events: Any) -> None:
     """vLLM omits blocks of groups with a sliding window, but not their tokens."""
-    published = PublishedBlocks()
+    published = VllmPublishedBlocks()
     masked = stored(vllm_events, [1, 2], token_ids=[0] * SIZE * 5)
     assert drop_published(vllm_events, published, stored(vllm_events, [1])) != []
     assert drop_published(vllm_events, published, masked) == [masked]
@@ -287,7 +287,7 @@ def test_an_event_whose_tokens_do_not_match_its_blocks_is_published_whole(vllm_e
 
 
 def test_an_invalid_event_is_left_to_the_encoder(vllm_events: Any) -> None:
-    published = PublishedBlocks()
+    published = VllmPublishedBlocks()
     odd = [None, "text", stored(vllm_events, None, token_ids=[]), stored(vllm_events, [[1]]), vllm_events.KVEventBatch]
     first = stored(vllm_events, [1])
     assert drop_published(vllm_events, published, *odd, first, first) == [*odd, first]

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 from scheduler_components.agreement import AgreedValues, Proposal
 from scheduler_components.errors import QueueFullError
 from scheduler_components.waiting.agreed_queue import AgreedQueue
-from scheduler_components.waiting.waiting_rooms import WaitingRequest
+from scheduler_components.waiting.waiting_rooms import RequestWithRid
 
-R = TypeVar("R", bound=WaitingRequest)
+R = TypeVar("R", bound=RequestWithRid)
 
 
-def every_request(_: WaitingRequest) -> bool:
+def every_request(_: RequestWithRid) -> bool:
     return True
 
 

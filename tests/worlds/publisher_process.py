@@ -129,7 +129,7 @@ class Answers(Protocol):
 
 
 class SessionAnswers:
-    """The kit's answers: ``ReplaySessions``, sent in the turns of each drain. The ``ReplayChannel`` of its server.
+    """The kit's answers: ``ReplaySessions``, sent in the turns of each drain. Its server's ``ReplayServerChannel``.
 
     Args:
         process: the publisher.
@@ -174,7 +174,7 @@ class SessionAnswers:
         """Return whether ``reader`` can prove that it has everything."""
         return self._process.actor.can_be_live(has_extension=reader.has_extension)
 
-    # --- ReplayChannel ---
+    # --- ReplayServerChannel ---
 
     @property
     def has_failed(self) -> bool:

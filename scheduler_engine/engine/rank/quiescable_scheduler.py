@@ -1,4 +1,4 @@
-"""QuiescableScheduler: the ports through which control requests pause a scheduler and flush its cache."""
+"""PausableScheduler: the ports through which control requests pause a scheduler and flush its cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scheduler_components.quiesce import (
 from scheduler_components.weight_updater import NullWeightStore, WeightStore
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
-__all__ = ["QuiescableScheduler", "make_quiesce_stepper"]
+__all__ = ["PausableScheduler", "make_quiesce_stepper"]
 
 
 @dataclass(slots=True, kw_only=True)
-class QuiescableScheduler:
+class PausableScheduler:
     """The ``PausableRequests`` and ``FlushableCache`` of a scheduler."""
 
     scheduler: Scheduler  # noqa: SCH001 drives the scheduler from above, which does not know it
@@ -69,7 +69,7 @@ def make_quiesce_stepper(
         groups: the ranks of the replica, which agree on when a request is executed.
         weights, memory: ports of the rank's device.
     """
-    port = QuiescableScheduler(scheduler=scheduler)
+    port = PausableScheduler(scheduler=scheduler)
     quiesce = QuiesceController(
         work=port, cache=port, weights=weights, memory=memory, state=state, decisions=scheduler.decisions
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from scheduler_components import ConfigError
-from scheduler_engine.device.hicache_sim import SimulationConfig, run_simulation
+from scheduler_engine.device.hicache_sim import HiCacheSimulationConfig, run_simulation
 
 
 def test_without_cp_the_scopes_do_not_differ() -> None:
-    config = SimulationConfig(attn_cp_size=1, attn_tp_size=2, scope="tp")
+    config = HiCacheSimulationConfig(attn_cp_size=1, attn_tp_size=2, scope="tp")
     [run] = run_simulation(config, seeds=[0], num_steps=100, sample_steps=50)
     assert run.diverged_at_step is None
     assert run.differing_pages == [0, 0]
@@ -17,7 +17,7 @@ def test_without_cp_the_scopes_do_not_differ() -> None:
 
 
 def test_a_run_is_determined_by_its_seed() -> None:
-    config = SimulationConfig(scope="tp")
+    config = HiCacheSimulationConfig(scope="tp")
     assert run_simulation(config, seeds=[3], num_steps=60, sample_steps=10) == run_simulation(
         config, seeds=[3], num_steps=60, sample_steps=10
     )
@@ -25,4 +25,4 @@ def test_a_run_is_determined_by_its_seed() -> None:
 
 def test_an_invalid_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="device_pages=0: is not a size"):
-        SimulationConfig(device_pages=0)
+        HiCacheSimulationConfig(device_pages=0)

@@ -24,7 +24,7 @@ from scheduler_components.cache.block_hash import weight_namespace
 from scheduler_components.kv_events import DecodedBatch, EventBatch, KVEventsConfig, ZmqEventPublisher
 from scheduler_engine.proxy import http_fleet
 from scheduler_engine.proxy.answer_memory import HeldAnswer
-from scheduler_engine.proxy.http_fleet import EngineState, Fleet, Placement
+from scheduler_engine.proxy.http_fleet import EngineState, Fleet, RequestRoute
 from scheduler_engine.proxy.http_replica import EngineClient, EngineDownError
 from scheduler_engine.proxy.routing_fields import MAX_HASHED_TOKENS, RoutingFields, read_routing_fields
 
@@ -44,7 +44,7 @@ def run(scenario: Callable[[Fleet], Awaitable[Any]], *engines: FakeEngine, **set
     return asyncio.run(asyncio.wait_for(with_a_fleet(), 60))
 
 
-async def place(fleet: Fleet, tokens: Sequence[int], fields: RoutingFields) -> Placement | None:
+async def place(fleet: Fleet, tokens: Sequence[int], fields: RoutingFields) -> RequestRoute | None:
     return await fleet.place(HashedPrompt(token_ids=tokens, page_size=4), fields)
 
 

@@ -12,7 +12,7 @@ from scheduler_components.agreement import ParallelGroups
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.values import FlushCache, SessionParams
 from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.rank.quiescable_scheduler import QuiescableScheduler, make_quiesce_stepper
+from scheduler_engine.engine.rank.quiescable_scheduler import PausableScheduler, make_quiesce_stepper
 from scheduler_engine.engine.scheduler.request import Request
 
 PROMPTS = [list(range(8)), list(range(20, 28)), list(range(40, 48)), list(range(60, 68))]
@@ -29,16 +29,16 @@ def bench(make_bench: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def port(bench: Any) -> QuiescableScheduler:
-    return QuiescableScheduler(scheduler=bench.scheduler)
+def port(bench: Any) -> PausableScheduler:
+    return PausableScheduler(scheduler=bench.scheduler)
 
 
-def test_it_counts_running_and_waiting_requests_and_transfers(port: QuiescableScheduler) -> None:
+def test_it_counts_running_and_waiting_requests_and_transfers(port: PausableScheduler) -> None:
     assert (port.num_running, port.num_waiting, port.num_operations) == (2, 2, 0)
 
 
 def test_abort_all_ends_running_and_waiting_requests_and_publishes_their_pages(
-    bench: Any, port: QuiescableScheduler
+    bench: Any, port: PausableScheduler
 ) -> None:
     assert port.abort_all() == 4
     num_batches = len(bench.publisher.batches)
@@ -60,11 +60,11 @@ def test_abort_all_leaves_no_page_to_a_session(make_bench: Callable[..., Any]) -
     params = SessionParams("s")
     bench.scheduler.submit(Request("turn", sessions.extend(params, range(9)), SamplingLimits(max_new_tokens=9)), params)
     bench.scheduler.step()
-    assert QuiescableScheduler(scheduler=bench.scheduler).abort_all() == 1
+    assert PausableScheduler(scheduler=bench.scheduler).abort_all() == 1
     assert (sessions.num_held_pages, "s" in sessions) == (0, True)
 
 
-def test_retract_all_returns_running_requests_to_the_queue(bench: Any, port: QuiescableScheduler) -> None:
+def test_retract_all_returns_running_requests_to_the_queue(bench: Any, port: PausableScheduler) -> None:
     assert port.retract_all() == 2
     assert (port.num_running, port.num_waiting) == (0, 4)
     assert port.retract_all() == 0
@@ -72,7 +72,7 @@ def test_retract_all_returns_running_requests_to_the_queue(bench: Any, port: Qui
     assert sum(delta.finish_reason == "length" for delta in bench.outputs.deltas) == 4
 
 
-def test_clear_empties_the_cache_and_reports_it_to_readers(bench: Any, port: QuiescableScheduler) -> None:
+def test_clear_empties_the_cache_and_reports_it_to_readers(bench: Any, port: PausableScheduler) -> None:
     bench.drain()
     assert list(bench.scheduler.cache.block_hashes())
     port.clear("v2")
