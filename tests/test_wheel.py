@@ -86,7 +86,7 @@ def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(programs: Path, *requirements: str) -> None:
-    """Install in one call, so that no wheel of this repository is fetched from the index. Give the kit first, for pip."""
+    """Install in one call, so that no wheel of this repository is fetched from the index. The kit must come first."""
     pip = [sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check"]
     run(*pip, "install", "--quiet", *requirements, cwd=programs)
 
