@@ -9,9 +9,11 @@ line shows its version without them.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from scheduler_components._internal.lazy import lazy_exports
+from scheduler_components._internal.old_names import OldNameFinder
 from scheduler_components._version import __version__
 
 if TYPE_CHECKING:
@@ -105,3 +107,6 @@ __getattr__ = lazy_exports(
         "scheduler_components.server_info": "kv_events_server_info",
     },
 )
+
+if not any(isinstance(finder, OldNameFinder) for finder in sys.meta_path):
+    sys.meta_path.append(OldNameFinder())

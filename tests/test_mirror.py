@@ -16,6 +16,7 @@ DECLARATIONS = {
     "observability/kv_stream/cursor_events.py": "events",
     "observability/kv_stream/instructions.py": "instructions",
     "observability/kv_stream/stream_stats.py": "values",
+    "scheduler_components/_internal/old_name_table.py": "a table",
     "scheduler_components/values/page_operations.py": "instructions, events and decisions",
     "scheduler_components/ports/control.py": "ports",
     "scheduler_refactor/commands/output.py": "one function",

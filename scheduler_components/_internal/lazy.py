@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from scheduler_components._internal.old_names import old_names
+
 __all__ = ["lazy_exports"]
 
 
@@ -20,7 +22,7 @@ def lazy_exports(package: str, modules: dict[str, str]) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return old_names(package)(name)
         module = import_module(module_of[name])
         return module if module.__name__ == f"{package}.{name}" else getattr(module, name)
 

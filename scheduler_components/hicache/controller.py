@@ -22,7 +22,6 @@ from scheduler_components.values.page_operations import (
     BackupOutcome,
     CopyToDevice,
     CopyToHost,
-    Decision,
     DiscardLoadBack,
     Instruction,
     IoEvent,
@@ -36,6 +35,7 @@ from scheduler_components.values.page_operations import (
     ReadDone,
     ReleaseStorage,
     StorageDetached,
+    TierDecision,
     WriteDone,
     WriteOutcome,
     WriteToStorage,
@@ -188,13 +188,13 @@ class HiCacheController:
         proposal.fill(_TRANSFER_SLOTS, values)
         self.prefetches.fill(proposal)
 
-    def apply(self, agreed: AgreedValues) -> list[Decision]:
+    def apply(self, agreed: AgreedValues) -> list[TierDecision]:
         """Return the decisions that follow from the agreed values, in the order in which to carry them out."""
         numbers, before = agreed.numbers, self.agreed
         self.agreed = AgreedState(agreed.flags["storage"], numbers["load room"])
         if self.agreed != before:
             self.decisions.note("apply", "hicache", "limits", self.agreed.has_storage, numbers["load room"])
-        decisions: list[Decision] = []
+        decisions: list[TierDecision] = []
         for number, host_pages, is_ok in self._writes.pop(numbers["writes done"], numbers["writes good"]):
             decisions.append(self._settle_write(number, host_pages, is_ok))
         for number, _, is_ok in self._loads.pop(numbers["loads done"], numbers["loads good"]):
@@ -231,7 +231,7 @@ class HiCacheController:
         self.decisions.note("apply", "hicache", operation, number, num_pages)
         return number
 
-    def _note(self, decision: Decision) -> None:
+    def _note(self, decision: TierDecision) -> None:
         """Note a decision by its facts that are equal on all ranks: not by host pages, which each rank chooses."""
         name = type(decision).__name__
         match decision:

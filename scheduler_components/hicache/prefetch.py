@@ -19,7 +19,6 @@ from scheduler_components.ports import AllocationSink, HostPages, NullAllocation
 from scheduler_components.values import AllocationAction
 from scheduler_components.values.page_operations import (
     CancelPrefetch,
-    Decision,
     Instruction,
     PagesRead,
     PrefetchDrained,
@@ -29,6 +28,7 @@ from scheduler_components.values.page_operations import (
     QueryStorage,
     ReadDone,
     ReadFromStorage,
+    TierDecision,
 )
 
 __all__ = ["MAX_ACTIVE_PREFETCHES", "ActivePrefetches", "LocalPrefetchState"]
@@ -180,9 +180,9 @@ class ActivePrefetches:
         settled, instructions = self._terminate(self._by_number[number])
         return settled, instructions + self._fill_lanes()
 
-    def terminate_all(self) -> tuple[list[Decision], list[Instruction]]:
+    def terminate_all(self) -> tuple[list[TierDecision], list[Instruction]]:
         """End every prefetch."""
-        decisions: list[Decision] = []
+        decisions: list[TierDecision] = []
         instructions: list[Instruction] = []
         for prefetch in list(self._by_number.values()):
             settled, more = self._terminate(prefetch)
@@ -261,7 +261,7 @@ class ActivePrefetches:
         values.append(self._drains.num_done())
         proposal.fill(_PREFETCH_SLOTS, values)
 
-    def apply(self, agreed: AgreedValues) -> tuple[list[Decision], list[Instruction]]:
+    def apply(self, agreed: AgreedValues) -> tuple[list[TierDecision], list[Instruction]]:
         """Advance every prefetch according to the agreed values, and end those that are late on the agreed clock."""
         self._now_s = agreed.now_s
         if not self._by_number and not self._drains:
@@ -283,8 +283,8 @@ class ActivePrefetches:
             instructions += more
         return decisions, instructions + self._fill_lanes()
 
-    def _settle_drains(self, num_done: int) -> list[Decision]:
-        decisions: list[Decision] = []
+    def _settle_drains(self, num_done: int) -> list[TierDecision]:
+        decisions: list[TierDecision] = []
         for number, host_pages, _ in self._drains.pop(num_done, num_done):
             self._abort(number, host_pages)
             decisions.append(PrefetchDrained(number, len(host_pages)))
@@ -292,7 +292,7 @@ class ActivePrefetches:
 
     def _advance(
         self, prefetch: _Prefetch, lane: int, agreed: AgreedValues, instructions: list[Instruction]
-    ) -> Decision | None:
+    ) -> TierDecision | None:
         if prefetch.phase is _Phase.QUERYING:
             if agreed.flags[_LANES[lane].answered]:
                 return self._after_query(prefetch, agreed.numbers[_LANES[lane].hit])
@@ -304,7 +304,7 @@ class ActivePrefetches:
                 return self._end_reading(prefetch)
         return None
 
-    def _after_query(self, prefetch: _Prefetch, num_pages: int) -> Decision:
+    def _after_query(self, prefetch: _Prefetch, num_pages: int) -> TierDecision:
         if num_pages < self.policy.prefetch_threshold_pages:
             return self._remove(prefetch)
         prefetch.phase = _Phase.RESERVING

@@ -25,12 +25,12 @@ from scheduler_components.hicache.tiers import TierTree, pages_per_node
 from scheduler_components.values import AllocationAction, HeldCount, PageHolding, TierStats
 from scheduler_components.values.page_operations import (
     BackupOutcome,
-    Decision,
     LoadBackOutcome,
     PrefetchDrained,
     PrefetchHit,
     PrefetchOutcome,
     StorageDetached,
+    TierDecision,
     WriteOutcome,
 )
 
@@ -496,7 +496,7 @@ class TierTransfers:
             stats=stats,
         )
 
-    def apply(self, decisions: list[Decision]) -> None:
+    def apply(self, decisions: list[TierDecision]) -> None:
         """Apply decisions to the tree, in order; then write ahead if the policy says so."""
         for decision in decisions:
             match decision:

@@ -38,6 +38,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from scheduler_components import EventBatch, KVCacheEvent, ParallelState
+from scheduler_components._internal.old_names import old_names
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.cache import DEFAULT_NAMESPACE, PrefixNamespace
 from scheduler_components.checks.pool_stats_observer import AuditedPool
@@ -446,3 +447,6 @@ class RankRunner(Protocol):
             Exception: ``work`` raised it on some rank.
         """
         ...
+
+
+__getattr__ = old_names(__name__)

@@ -1,7 +1,7 @@
 """The operations on pages: instructions to a mover, its I/O events, and the decisions of all ranks.
 
 The cache begins an operation and submits an ``Instruction`` to the rank's mover. The mover answers with an ``IoEvent``,
-at a different time on each rank. When all ranks agree, the cache applies a ``Decision`` to its tree.
+at a different time on each rank. When all ranks agree, the cache applies a ``TierDecision`` to its tree.
 
 An operation has the same number on every rank, because all ranks begin the same operations in the same order.
 """
@@ -17,7 +17,7 @@ __all__ = [
     "BackupOutcome",
     "CopyToDevice",
     "CopyToHost",
-    "Decision",
+    "TierDecision",
     "Instruction",
     "DiscardLoadBack",
     "IoEvent",
@@ -210,6 +210,6 @@ class StorageDetached(msgspec.Struct, frozen=True, gc=False):
     """At least one rank has detached its storage, so no page counts as stored."""
 
 
-Decision: TypeAlias = (
+TierDecision: TypeAlias = (
     WriteOutcome | LoadBackOutcome | BackupOutcome | PrefetchHit | PrefetchOutcome | PrefetchDrained | StorageDetached
 )

@@ -15,11 +15,11 @@ from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.values.page_operations import (
     BackupDone,
     BackupOutcome,
-    Decision,
     IoEvent,
     LoadBackDone,
     LoadBackOutcome,
     StorageDetached,
+    TierDecision,
     WriteDone,
     WriteOutcome,
 )
@@ -41,7 +41,7 @@ class TwoControllers:
         self._sync = InProcessGroups({0: [(0, 1)], 1: [(0, 1)]})
         self._step = 0
 
-    def agree(self) -> list[list[Decision]]:
+    def agree(self) -> list[list[TierDecision]]:
         self._step += 1
         proposals = {}
         for at, rank in enumerate(self.ranks):

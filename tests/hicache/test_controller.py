@@ -18,7 +18,6 @@ from scheduler_components.hicache.prefetch import MAX_ACTIVE_PREFETCHES, ActiveP
 from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.values.page_operations import (
     CancelPrefetch,
-    Decision,
     Instruction,
     IoEvent,
     PagesRead,
@@ -29,6 +28,7 @@ from scheduler_components.values.page_operations import (
     QueryStorage,
     ReadDone,
     ReadFromStorage,
+    TierDecision,
 )
 from scheduler_engine.device.hicache_sim import SimulatedHostPages
 
@@ -120,7 +120,7 @@ class TwoRanks:
         for controller in self.controllers:
             controller.handle(event)
 
-    def agree(self, without: str = "no slot has this name") -> list[tuple[list[Decision], list[Instruction]]]:
+    def agree(self, without: str = "no slot has this name") -> list[tuple[list[TierDecision], list[Instruction]]]:
         """One agreement; slots that end in ``without`` are each rank's own."""
         self._step += 1
         proposals = {}
