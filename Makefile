@@ -137,6 +137,7 @@ generated: $(VENV)/.dev
 	$(BIN)/python docs/make_metrics_table.py
 	$(BIN)/python docs/make_code_map.py
 	$(BIN)/python docs/make_spec.py
+	$(BIN)/python docs/make_upgrading.py
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m observability.grafana.dashboard
 

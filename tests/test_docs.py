@@ -172,7 +172,7 @@ def test_the_index_links_to_every_document() -> None:
 
 
 def test_every_named_command_exists() -> None:
-    for path in set(DOCUMENTS) - {ROOT / "CHANGELOG.md"}:  # which names those of the past, too
+    for path in set(DOCUMENTS) - {ROOT / "CHANGELOG.md", ROOT / "docs" / "upgrading.md"}:  # which name the past, too
         # A line of a log is quoted, and begins with the name, too.
         named = set(re.findall(r'(?<!")scheduler-components ([a-z]+(?:-[a-z]+)*)', path.read_text()))
         known = COMMANDS.keys() | GROUPS.keys() | {"refactor"}
@@ -267,6 +267,12 @@ def test_the_layers_of_the_architecture_are_those_of_the_imports() -> None:
     writer = load_writer("make_code_map")
     assert [name for layer in writer.read_layers() for name in layer] != []
     assert writer.with_layers(ARCHITECTURE) == ARCHITECTURE
+
+
+def test_the_names_of_the_upgrading_page_are_those_that_work() -> None:
+    """Else run ``make generated``."""
+    page = (ROOT / "docs" / "upgrading.md").read_text()
+    assert load_writer("make_upgrading").with_names(page) == page
 
 
 @pytest.mark.parametrize("event", [BlockStored, BlockRemoved, AllBlocksCleared])
