@@ -112,7 +112,8 @@ mutants: $(VENV)/.mutants
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/flake8 --require-plugins scheduler-components-refactor --select SCH scheduler_components observability scheduler_engine
+	$(BIN)/flake8 --require-plugins scheduler-components-refactor --select SCH \
+		scheduler_components observability scheduler_engine scheduler_refactor
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -16,7 +16,7 @@ The object is the *host*: the scheduler that a mixin's ``self`` is, or that a fu
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -138,6 +138,7 @@ class Origin:
 
 
 Binding: TypeAlias = ast.expr | Origin | None
+_Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
 @dataclass(slots=True)
@@ -210,25 +211,15 @@ class AccessReader:
     def _statement(self, node: ast.stmt, scope: _Scope) -> None:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                for decorator in node.decorator_list:
-                    self._use(decorator, scope)
+                self._uses(node.decorator_list, scope)
                 self._function(node.args, node.body, scope)
             case ast.ClassDef():
-                for expression in (*node.decorator_list, *node.bases, *(word.value for word in node.keywords)):
-                    self._use(expression, scope)
-                inner = _Scope(parent=scope, is_class=True)
-                _bind_all(node.body, inner)
-                outer_class, self.class_name = self.class_name, node.name
-                self._statements(node.body, inner)
-                self.class_name = outer_class
+                self._class(node, scope)
             case ast.Assign():
                 self._assigned(node.value, node.targets, scope)
-                for target in node.targets:
-                    self._use(target, scope, "rebind")
             case ast.AnnAssign():
                 if node.value is not None:
                     self._assigned(node.value, [node.target], scope)
-                    self._use(node.target, scope, "rebind")
             case ast.AugAssign():
                 self._use(node.value, scope)
                 self._augmented(node.target, scope)
@@ -241,26 +232,32 @@ class AccessReader:
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
                     self._use(item.context_expr, scope)
-                    if item.optional_vars is not None:
-                        self._use(item.optional_vars, scope, "rebind")
+                    self._uses([item.optional_vars], scope, "rebind")
                 self._statements(node.body, scope)
             case ast.Delete():
-                for target in node.targets:
-                    self._use(target, scope, "delete")
-            case ast.Return():
-                if node.value is not None:
-                    self._bare(node.value, scope, "returned")
-                    self._use(node.value, scope)
+                self._uses(node.targets, scope, "delete")
+            case ast.Return(value=ast.expr() as value):
+                self._returned(value, scope)
             case _:
-                condition = _condition(node)
-                if condition is not None:
-                    self._use(condition, scope)
-                is_branch = isinstance(node, _BRANCHES)
-                self._branches += is_branch
-                for child in ast.iter_child_nodes(node):
-                    if child is not condition:
-                        self._child(child, scope)
-                self._branches -= is_branch
+                self._branch(node, scope)
+
+    def _class(self, node: ast.ClassDef, scope: _Scope) -> None:
+        self._uses((*node.decorator_list, *node.bases, *(word.value for word in node.keywords)), scope)
+        inner = _Scope(parent=scope, is_class=True)
+        _bind_all(node.body, inner)
+        outer_class, self.class_name = self.class_name, node.name
+        self._statements(node.body, inner)
+        self.class_name = outer_class
+
+    def _branch(self, node: ast.stmt, scope: _Scope) -> None:
+        condition = _condition(node)
+        self._uses([condition], scope)
+        is_branch = isinstance(node, _BRANCHES)
+        self._branches += is_branch
+        for child in ast.iter_child_nodes(node):
+            if child is not condition:
+                self._child(child, scope)
+        self._branches -= is_branch
 
     def _child(self, child: ast.AST, scope: _Scope) -> None:
         if isinstance(child, ast.stmt):
@@ -275,6 +272,11 @@ class AccessReader:
         if any(not isinstance(target, ast.Name) for target in targets):
             self._bare(value, scope, "stored")
         self._use(value, scope)
+        self._uses(targets, scope, "rebind")
+
+    def _returned(self, value: ast.expr, scope: _Scope) -> None:
+        self._bare(value, scope, "returned")
+        self._use(value, scope)
 
     def _augmented(self, target: ast.expr, scope: _Scope) -> None:
         if isinstance(target, ast.Attribute) and any(o.what == "host" for o in self._origins(target.value, scope)):
@@ -288,8 +290,7 @@ class AccessReader:
             self._use(target, scope, "rebind")
 
     def _function(self, arguments: ast.arguments, body: list[ast.stmt], scope: _Scope) -> None:
-        for default in (*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)):
-            self._use(default, scope)
+        self._uses((*arguments.defaults, *arguments.kw_defaults), scope)
         inner = _Scope(parent=scope)
         _bind_parameters(arguments, inner, self._defaults(arguments, scope))
         _bind_all(body, inner)
@@ -309,13 +310,22 @@ class AccessReader:
 
     # Expressions
 
+    def _uses(self, nodes: Iterable[ast.expr | None], scope: _Scope, kind: AccessKind = "read") -> None:
+        for node in nodes:
+            if node is not None:
+                self._use(node, scope, kind)
+
+    def _stored(self, nodes: list[ast.expr], scope: _Scope, kind: AccessKind = "read") -> None:
+        for node in nodes:
+            self._bare(node, scope, "stored")
+            self._use(node, scope, kind)
+
     def _use(self, node: ast.expr, scope: _Scope, kind: AccessKind = "read", member: str = "") -> None:
         """Record the uses in an expression. `kind` is what the code does with its value."""
+        binding: AccessKind = kind if kind in ("rebind", "delete") else "read"
         match node:
             case ast.Name():
-                for origin in self._lookup(node.id, scope):
-                    if origin.what == "attribute" and kind in ("mutate", "invoke", "call"):
-                        self._record(origin, origin.name, kind, node, member)
+                self._name(node, scope, kind, member)
             case ast.Attribute():
                 self._attribute(node, scope, kind, member)
             case ast.Subscript():
@@ -324,60 +334,43 @@ class AccessReader:
             case ast.Call():
                 self._call(node, scope, kind, member)
             case ast.Starred():
-                self._use(node.value, scope, kind if kind in ("rebind", "delete") else "read")
-            case ast.Tuple() | ast.List():
-                for element in node.elts:
-                    self._bare(element, scope, "stored")
-                    self._use(element, scope, kind if kind in ("rebind", "delete") else "read")
-            case ast.NamedExpr():
-                self._use(node.value, scope, kind, member)
-            case ast.IfExp():
-                self._use(node.test, scope)
-                self._use(node.body, scope, kind, member)
-                self._use(node.orelse, scope, kind, member)
-            case ast.BoolOp():
-                for value in node.values:
-                    self._use(value, scope, kind, member)
-            case ast.Lambda():
-                self._lambda(node, scope)
-            case ast.Yield() if node.value is not None:
-                self._bare(node.value, scope, "returned")
-                self._use(node.value, scope)
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
-                self._comprehension(node.generators, [node.elt], scope)
-            case ast.DictComp():
-                self._comprehension(node.generators, [node.key, node.value], scope)
+                self._use(node.value, scope, binding)
+            case ast.Tuple() | ast.List() | ast.Set():
+                self._stored(node.elts, scope, binding)
             case ast.Dict():
-                for value in node.values:
-                    self._bare(value, scope, "stored")
-                for child in (*node.keys, *node.values):
-                    if child is not None:
-                        self._use(child, scope)
-            case ast.Set():
-                for element in node.elts:
-                    self._bare(element, scope, "stored")
-                    self._use(element, scope)
+                self._uses(node.keys, scope)
+                self._stored(node.values, scope)
+            case ast.NamedExpr() | ast.IfExp() | ast.BoolOp():
+                if isinstance(node, ast.IfExp):
+                    self._use(node.test, scope)
+                for part in _alternatives(node):
+                    self._use(part, scope, kind, member)
+            case ast.Lambda():
+                returned = ast.copy_location(ast.Return(value=node.body), node.body)
+                self._function(node.args, [returned], scope)
+            case ast.Yield(value=ast.expr() as value):
+                self._returned(value, scope)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                self._comprehension(node, scope)
             case _:
                 for inner in ast.iter_child_nodes(node):
                     self._child(inner, scope)
 
-    def _lambda(self, node: ast.Lambda, scope: _Scope) -> None:
-        returned = ast.copy_location(ast.Return(value=node.body), node.body)
-        self._function(node.args, [returned], scope)
+    def _name(self, node: ast.Name, scope: _Scope, kind: AccessKind, member: str) -> None:
+        for origin in self._lookup(node.id, scope):
+            if origin.what == "attribute" and kind in ("mutate", "invoke", "call"):
+                self._record(origin, origin.name, kind, node, member)
 
-    def _comprehension(self, generators: list[ast.comprehension], results: list[ast.expr], scope: _Scope) -> None:
+    def _comprehension(self, node: _Comprehension, scope: _Scope) -> None:
         inner = _Scope(parent=scope)
-        for generator in generators:
+        for generator in node.generators:
             for name in _target_names(generator.target):
                 inner.bind(name, None)
-        for number, generator in enumerate(generators):
+        for number, generator in enumerate(node.generators):
             self._use(generator.iter, inner if number else scope)
             self._use(generator.target, inner, "rebind")
-            for condition in generator.ifs:
-                self._use(condition, inner)
-        for result in results:
-            self._bare(result, inner, "stored")
-            self._use(result, inner)
+            self._uses(generator.ifs, inner)
+        self._stored([node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt], inner)
 
     def _attribute(self, node: ast.Attribute, scope: _Scope, kind: AccessKind, member: str) -> None:
         name = self._mangled(node.attr)
@@ -423,10 +416,7 @@ class AccessReader:
             done = kind
         if len(node.args) > 1:
             self._named(node, node.args[1], self._hosts(node.args[0], scope), done, scope, member)
-        if not isinstance(node.args[0], ast.Name):
-            self._use(node.args[0], scope)
-        for argument in node.args[1:]:
-            self._use(argument, scope)
+        self._uses(node.args[isinstance(node.args[0], ast.Name) :], scope)
 
     def _named(
         self,
@@ -474,10 +464,8 @@ class AccessReader:
                 return [origin for origin in inner if origin.what == "attribute"]
             case ast.NamedExpr():
                 return self._origins(node.value, scope)
-            case ast.IfExp():
-                return [o.doubted() for part in (node.body, node.orelse) for o in self._origins(part, scope)]
-            case ast.BoolOp():
-                return [o.doubted() for part in node.values for o in self._origins(part, scope)]
+            case ast.IfExp() | ast.BoolOp():
+                return [o.doubted() for part in _alternatives(node) for o in self._origins(part, scope)]
             case ast.Call():
                 return self._call_origins(node, scope)
             case _:
@@ -657,38 +645,59 @@ def _bind_parameters(arguments: ast.arguments, scope: _Scope, origins: dict[str,
             scope.bind(parameter.arg, origins.get(parameter.arg))
 
 
+def _alternatives(node: ast.NamedExpr | ast.IfExp | ast.BoolOp) -> list[ast.expr]:
+    """Return the expressions of which one is the value of the whole."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    return node.values if isinstance(node, ast.BoolOp) else [node.value]
+
+
 def _bind_all(body: list[ast.stmt], scope: _Scope) -> None:
     """Bind every name that the statements bind in their scope, without those of nested scopes."""
     for node in _own_nodes(body):
-        match node:
-            case ast.Assign():
-                for target in node.targets:
-                    _bind_target(target, node.value, scope)
-            case ast.AnnAssign() if node.value is not None:
-                _bind_target(node.target, node.value, scope)
-            case ast.AugAssign():
-                _bind_target(node.target, None, scope)
-            case ast.NamedExpr():
-                _bind_target(node.target, node.value, scope)
-            case ast.For() | ast.AsyncFor():
-                values = node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else [None]
-                for value in values:
-                    _bind_target(node.target, value, scope)
-            case ast.withitem() if node.optional_vars is not None:
-                _bind_target(node.optional_vars, None, scope)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                scope.bind(node.name, None)
-                if not isinstance(node, ast.ClassDef):
-                    _bind_nonlocal(node, scope)
-            case ast.Import() | ast.ImportFrom():
-                for alias in node.names:
-                    scope.bind(alias.asname or alias.name.partition(".")[0], None)
-            case ast.ExceptHandler() | ast.MatchAs() | ast.MatchStar() if node.name:
-                scope.bind(node.name, None)
-            case ast.MatchMapping() if node.rest:
-                scope.bind(node.rest, None)
-            case ast.Global() | ast.Nonlocal():
-                scope.outside.update(node.names)
+        for target, value in _bound_targets(node):
+            _bind_target(target, value, scope)
+        for name in _bound_names(node):
+            scope.bind(name, None)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            _bind_nonlocal(node, scope)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            scope.outside.update(node.names)
+
+
+def _bound_targets(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:
+    """Return the targets of a statement with their values; None for an unknown value."""
+    match node:
+        case ast.Assign():
+            return [(target, node.value) for target in node.targets]
+        case ast.AnnAssign() | ast.NamedExpr() if node.value is not None:
+            return [(node.target, node.value)]
+        case ast.AugAssign():
+            return [(node.target, None)]
+        case ast.For() | ast.AsyncFor():
+            values = node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else [None]
+            return [(node.target, value) for value in values]
+        case ast.withitem(optional_vars=ast.expr() as target):
+            return [(target, None)]
+        case _:
+            return []
+
+
+def _bound_names(node: ast.AST) -> list[str]:
+    """Return the names that a statement or pattern binds without a target."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Import() | ast.ImportFrom():
+            return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+        case (
+            ast.ExceptHandler(name=str() as name) | ast.MatchAs(name=str() as name) | ast.MatchStar(name=str() as name)
+        ):
+            return [name]
+        case ast.MatchMapping(rest=str() as name):
+            return [name]
+        case _:
+            return []
 
 
 def _bind_nonlocal(function: FunctionNode, scope: _Scope) -> None:

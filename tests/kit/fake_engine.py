@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -82,6 +83,25 @@ class FakeEngine:
                 return await self.answer(request)
             return JSONResponse({"by": self.name})
         return JSONResponse({"error": "not here"}, 404)
+
+
+def says(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+    """Return an answer with this JSON."""
+
+    async def answer(_: Request) -> Response:
+        return JSONResponse(content, status, headers)
+
+    return answer
+
+
+def holds(event: asyncio.Event, content: object = None) -> Answer:
+    """Return an answer with this JSON that comes when the event is set."""
+
+    async def answer(_: Request) -> Response:
+        await event.wait()
+        return JSONResponse(content)
+
+    return answer
 
 
 @asynccontextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from prometheus_client import CollectorRegistry
@@ -23,8 +24,9 @@ from scheduler_engine.proxy.http_fleet import Fleet, open_fleet
 from scheduler_engine.proxy.http_proxy import ProxyEndpoint
 from scheduler_engine.proxy.prometheus_proxy import ProxyCollector
 
-__all__ = ["Proxied", "following", "proxied", "until"]
+__all__ = ["PROMPT", "Proxied", "ask", "following", "proxied", "run_proxied", "until"]
 
+PROMPT = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
 _QUICK = {"poll_interval_s": 0.02, "retry_min_s": 0.02, "retry_max_s": 0.05}
 
 
@@ -85,3 +87,30 @@ async def proxied(
         client = await stack.enter_async_context(opened)
         await until(lambda: fleet.num_ready == sum(engine.is_ready for engine in engines))
         yield Proxied(fleet=fleet, endpoint=endpoint, client=client)
+
+
+def run_proxied(scenario: Callable[[Proxied], Awaitable[Any]], *engines: FakeEngine, **settings: Any) -> Any:
+    """Run a scenario with a proxy in front of engines, and return what it returns."""
+
+    async def with_a_proxy() -> Any:
+        async with proxied(*engines, **settings) as running:
+            return await scenario(running)
+
+    return asyncio.run(asyncio.wait_for(with_a_proxy(), 60))
+
+
+def ask(
+    *engines: FakeEngine,
+    path: str = "/generate",
+    body: object = PROMPT,
+    headers: Mapping[Any, Any] | None = None,
+    **settings: Any,
+) -> httpx.Response:
+    """Send one request to a proxy in front of engines."""
+
+    async def scenario(running: Proxied) -> httpx.Response:
+        return await running.client.post(path, json=body, headers=headers)
+
+    answer = run_proxied(scenario, *engines, **settings)
+    assert isinstance(answer, httpx.Response)
+    return answer

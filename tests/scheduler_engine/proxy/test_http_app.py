@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
-from kit.fake_engine import FakeEngine
-from kit.proxied import Proxied, proxied, until
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from kit.fake_engine import FakeEngine, says
+from kit.proxied import PROMPT, Proxied, ask, run_proxied, until
 
 from scheduler_engine.frontend.access import AccessPolicy
 
 pytestmark = pytest.mark.sockets
-
-PROMPT = {"prompt": [1, 2, 3, 4, 5]}
-
-
-def run(scenario: Callable[[Proxied], Awaitable[Any]], *engines: FakeEngine, **settings: Any) -> Any:
-    async def with_a_proxy() -> Any:
-        async with proxied(*engines, **settings) as running:
-            return await scenario(running)
-
-    return asyncio.run(asyncio.wait_for(with_a_proxy(), 60))
 
 
 def test_the_models_are_those_of_all_engines_and_unknown_paths_are_not_forwarded() -> None:
@@ -45,7 +32,7 @@ def test_the_models_are_those_of_all_engines_and_unknown_paths_are_not_forwarded
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
         assert (await get("/generate")).status_code == 405
 
-    run(scenario, *engines)
+    run_proxied(scenario, *engines)
     assert "/flush_cache" not in engines[0].asked
 
 
@@ -59,7 +46,7 @@ def test_asking_for_models_asks_no_engine() -> None:
             await running.client.get("/v1/models")
         return engine.asked.count("/v1/models") - before
 
-    assert run(scenario, engine) == 0
+    assert run_proxied(scenario, engine) == 0
 
 
 async def raw_request(url: httpx.URL, method: str, target: str, host: str = "127.0.0.1") -> tuple[int, bytes]:
@@ -99,7 +86,7 @@ def test_a_model_cannot_name_another_route_of_an_engine() -> None:
         url = running.client.base_url
         return [(await raw_request(url, "GET", target))[0] for target in OTHER_PATHS]
 
-    assert run(scenario, engine) == [404] * len(OTHER_PATHS)
+    assert run_proxied(scenario, engine) == [404] * len(OTHER_PATHS)
     assert set(engine.asked) <= DESCRIBING_PATHS
 
 
@@ -107,15 +94,14 @@ NAMES = {"org/name.v1..2": "org/name.v1..2", "a%20b": "a b", "%252e%252e": "%2e%
 
 
 def test_a_model_is_found_by_its_name() -> None:
-    async def models(_: Request) -> Response:
-        return JSONResponse({"data": [{"id": name} for name in NAMES.values()]})
+    models = says({"data": [{"id": name} for name in NAMES.values()]})
 
     async def scenario(running: Proxied) -> None:
         for target, name in NAMES.items():
             status, answer = await raw_request(running.client.base_url, "GET", f"/v1/models/{target}")
             assert (status, json.loads(answer.partition(b"\r\n\r\n")[2])) == (200, {"id": name})
 
-    run(scenario, FakeEngine(pages={"/v1/models": models}))
+    run_proxied(scenario, FakeEngine(pages={"/v1/models": models}))
 
 
 def test_neither_a_host_header_nor_a_line_break_chooses_the_route_of_an_engine() -> None:
@@ -128,7 +114,7 @@ def test_neither_a_host_header_nor_a_line_break_chooses_the_route_of_an_engine()
                 status, _ = await raw_request(running.client.base_url, "POST", target, host)
                 assert status in ({404, 403} if "%" in target else {200, 403}), (host, target)
 
-    run(scenario, engine)
+    run_proxied(scenario, engine)
     assert set(engine.asked) <= {*DESCRIBING_PATHS, "/generate"}
 
 
@@ -142,17 +128,13 @@ def test_a_proxy_with_a_key_wants_it_for_all_but_probes() -> None:
         headers = {"authorization": "Bearer key"}
         assert (await running.client.post("/generate", json=PROMPT, headers=headers)).status_code == 200
 
-    run(scenario, FakeEngine(), access=AccessPolicy(api_key="key"))
+    run_proxied(scenario, FakeEngine(), access=AccessPolicy(api_key="key"))
 
 
 def test_a_page_of_another_origin_is_refused() -> None:
     engine = FakeEngine()
 
-    async def scenario(running: Proxied) -> int:
-        headers = {"origin": "http://evil.example"}
-        return (await running.client.post("/generate", json=PROMPT, headers=headers)).status_code
-
-    assert run(scenario, engine) == 403
+    assert ask(engine, headers={"origin": "http://evil.example"}).status_code == 403
     assert engine.received == []
 
 
@@ -164,7 +146,7 @@ def test_the_status_names_engines_their_problems_and_their_requests() -> None:
         await running.client.post("/generate", json=PROMPT)
         return (await running.client.get("/status")).json()
 
-    status = run(scenario, engine)
+    status = run_proxied(scenario, engine)
     assert (status["requests"], status["open"], status["retried"], status["is_draining"]) == (2, 0, 0, False)
     [found] = status["engines"]
     assert (found["engine"], found["state"], found["problem"], found["adapters"]) == (0, "up", None, ["poet"])
@@ -185,4 +167,4 @@ def test_a_proxy_is_ready_while_one_engine_is() -> None:
         found.append((await running.client.get("/v1/models")).status_code)
         return found
 
-    assert run(scenario, *engines) == [200, 503, 200, 200]
+    assert run_proxied(scenario, *engines) == [200, 503, 200, 200]

@@ -11,11 +11,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit.fake_engine import FakeEngine, served_engine
+from kit.fake_engine import FakeEngine, holds, says, served_engine
 from kit.proxied import following, until
 from kit.waiting import DEADLINE_S
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from observability.routing import HashedPrompt, LockedListener, RouterListener, hashed_prompt
 from scheduler_components import AllBlocksCleared, BlockStored, ConfigError
@@ -145,9 +143,6 @@ def test_an_adapter_that_is_loaded_costs_no_request_and_no_session() -> None:
 def test_an_engine_whose_models_cannot_be_listed_serves_all_the_same() -> None:
     engine = FakeEngine()
 
-    async def failing(_: Request) -> Response:
-        return JSONResponse({}, 500)
-
     async def begins(fleet: Fleet) -> None:
         await until(lambda: fleet.num_ready)
 
@@ -156,31 +151,28 @@ def test_an_engine_whose_models_cannot_be_listed_serves_all_the_same() -> None:
         [found] = fleet.engines
         listed = dict(found.models)
         num_asked = engine.asked.count("/v1/models")
-        engine.pages["/v1/models"] = failing
+        engine.pages["/v1/models"] = says({}, 500)
         await until(lambda: engine.asked.count("/v1/models") > num_asked + 4)
         assert (found.state, found.num_times_lost, dict(found.models)) == (UP, 0, listed)
 
     run(scenario, engine, description_interval_s=0.02, max_failed_polls=2)
-    run(begins, FakeEngine(pages={"/v1/models": failing}))
+    run(begins, FakeEngine(pages={"/v1/models": says({}, 500)}))
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/model_info"])
 def test_a_page_that_fails_a_few_times_does_not_cost_the_engine(path: str) -> None:
     engine = FakeEngine()
 
-    async def failing(_: Request) -> Response:
-        return JSONResponse({}, 500)
-
     async def scenario(fleet: Fleet) -> None:
         await until(lambda: fleet.num_ready)
         [found] = fleet.engines
         num_asked = engine.asked.count(path)
-        engine.pages[path] = failing
+        engine.pages[path] = says({}, 500)
         await until(lambda: engine.asked.count(path) == num_asked + 2)
         del engine.pages[path]
         await until(lambda: engine.asked.count(path) > num_asked + 3)
         assert found.num_times_lost == 0
-        engine.pages[path] = failing
+        engine.pages[path] = says({}, 500)
         await until(lambda: found.state is DOWN)
 
     run(scenario, engine, description_interval_s=0.02, max_failed_polls=4)
@@ -233,14 +225,8 @@ def test_an_engine_that_is_not_ready_gets_nothing_until_it_is() -> None:
 
 def test_an_engine_without_ready_and_loads_is_asked_for_its_health() -> None:
     """vLLM and SGLang have no /ready, and vLLM has no /v1/loads."""
-
-    async def missing(_: Request) -> Response:
-        return JSONResponse({}, 404)
-
-    async def healthy(_: Request) -> Response:
-        return JSONResponse({})
-
-    engine = FakeEngine(pages={"/ready": missing, "/v1/loads": missing, "/model_info": missing, "/health": healthy})
+    missing = says({}, 404)
+    engine = FakeEngine(pages={"/ready": missing, "/v1/loads": missing, "/model_info": missing, "/health": says({})})
 
     async def scenario(fleet: Fleet) -> None:
         await until(lambda: fleet.num_ready)
@@ -292,10 +278,7 @@ WRONG_ANSWERS: dict[str, tuple[str, object]] = {
 def test_an_engine_with_wrong_answers_gets_nothing_and_the_others_go_on(case: str) -> None:
     path, content = WRONG_ANSWERS[case]
 
-    async def wrong(_: Request) -> Response:
-        return JSONResponse(content)
-
-    bad = FakeEngine(pages={path: wrong})
+    bad = FakeEngine(pages={path: says(content)})
 
     async def scenario(fleet: Fleet) -> None:
         await until(lambda: bad.asked.count(path) > 1 and fleet.num_ready == 1)
@@ -307,12 +290,7 @@ def test_an_engine_with_wrong_answers_gets_nothing_and_the_others_go_on(case: st
 
 @pytest.mark.parametrize("load", [[1], [{"dp_rank": "x"}], [{"dp_rank": 7}], [{}] * 2000])
 def test_wrong_loads_cost_nothing_but_themselves(load: list[object]) -> None:
-    engine = FakeEngine()
-
-    async def loads(_: Request) -> Response:
-        return JSONResponse({"loads": load})
-
-    engine.pages["/v1/loads"] = loads
+    engine = FakeEngine(pages={"/v1/loads": says({"loads": load})})
 
     async def scenario(fleet: Fleet) -> None:
         await until(lambda: engine.asked.count("/v1/loads") > 2)
@@ -349,11 +327,7 @@ def test_a_prompt_whose_tokens_no_engine_says_is_routed_by_load(tokens: Any) -> 
 def test_a_question_for_tokens_is_not_repeated_at_an_engine_that_may_fail_in_the_same_way() -> None:
     never = asyncio.Event()
 
-    async def hold(_: Request) -> Response:
-        await never.wait()
-        return JSONResponse({})
-
-    engines = [FakeEngine(pages={"/tokenize": hold}) for _ in range(3)]
+    engines = [FakeEngine(pages={"/tokenize": holds(never)}) for _ in range(3)]
 
     async def scenario(fleet: Fleet) -> object:
         await until(lambda: fleet.num_ready == 3)
@@ -510,9 +484,6 @@ def test_blocks_of_updated_weights_are_found_by_what_the_stream_says(stack: Exit
     streams = {"dp_rank": 0, "endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
     described = {"page_size": 4, "kv_events": {"publishers": [streams], "block_size": 4}}
 
-    async def info(_: Request) -> Response:
-        return JSONResponse(described)
-
     def publish(namespace: PrefixNamespace) -> None:
         hashes = hash_pages(tokens, 4, namespace.seed())
         keys = None if namespace.extra_key is None else ((namespace.extra_key,),) * len(hashes)
@@ -537,15 +508,12 @@ def test_blocks_of_updated_weights_are_found_by_what_the_stream_says(stack: Exit
             fleet.finish(placed)
         return found
 
-    engines = FakeEngine(), FakeEngine(pages={"/server_info": info})
+    engines = FakeEngine(), FakeEngine(pages={"/server_info": says(described)})
     assert run(scenario, *engines) == [1, 16] * 3
 
 
 def test_a_request_of_an_adapter_may_go_to_an_engine_that_lists_no_adapters() -> None:
-    async def missing(_: Request) -> Response:
-        return Response(status_code=404)
-
-    engines = FakeEngine(adapters=("poet",)), FakeEngine(pages={"/model_info": missing}), FakeEngine()
+    engines = FakeEngine(adapters=("poet",)), FakeEngine(pages={"/model_info": says({}, 404)}), FakeEngine()
 
     async def scenario(fleet: Fleet) -> list[int]:
         await until(lambda: fleet.num_ready == 3)

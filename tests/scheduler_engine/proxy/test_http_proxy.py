@@ -6,12 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
 import httpx
 import pytest
-from kit.fake_engine import Answer, FakeEngine
-from kit.proxied import Proxied, proxied, until
+from kit.fake_engine import Answer, FakeEngine, holds, says
+from kit.proxied import PROMPT, Proxied, ask, run_proxied, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -19,9 +18,6 @@ from scheduler_engine.frontend.http_body import BodyReceiver
 from scheduler_engine.proxy.http_proxy import REPLICA_HEADER
 
 pytestmark = pytest.mark.sockets
-
-Scenario = Callable[[Proxied], Awaitable[Any]]
-PROMPT = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
 
 
 async def begin_request(running: Proxied, *lines: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -32,17 +28,9 @@ async def begin_request(running: Proxied, *lines: bytes) -> tuple[asyncio.Stream
     return reader, writer
 
 
-def run(scenario: Scenario, *engines: FakeEngine, **settings: Any) -> Any:
-    async def with_a_proxy() -> Any:
-        async with proxied(*engines, **settings) as running:
-            return await scenario(running)
-
-    return asyncio.run(asyncio.wait_for(with_a_proxy(), 60))
-
-
-def events(
-    *pieces: bytes, then: Callable[[], Awaitable[None]] | None = None
-) -> Callable[[Request], Awaitable[Response]]:
+def streams(
+    *pieces: bytes, then: Callable[[], Awaitable[object]] | None = None, media_type: str = "text/event-stream"
+) -> Answer:
     """Answer with these pieces of a stream. ``then`` may hold or break it."""
 
     async def stream() -> AsyncIterator[bytes]:
@@ -52,7 +40,7 @@ def events(
             await then()
 
     async def answer(_: Request) -> Response:
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        return StreamingResponse(stream(), media_type=media_type)
 
     return answer
 
@@ -86,7 +74,7 @@ def test_a_request_and_its_answer_are_passed_on_as_they_are(path: str) -> None:
     async def scenario(running: Proxied) -> httpx.Response:
         return await running.client.post(path, content=body, headers={"traceparent": "00-1", "x-request-id": "mine"})
 
-    answer = run(scenario, engine)
+    answer = run_proxied(scenario, engine)
     assert (answer.status_code, answer.json()) == (200, {"by": "a"})
     assert (answer.headers["x-request-id"], answer.headers[REPLICA_HEADER]) == ("mine", "0")
     [received] = engine.received
@@ -102,7 +90,7 @@ def test_a_request_without_an_id_gets_one_and_a_bad_id_is_replaced() -> None:
         answers = [await running.client.post("/generate", json=PROMPT, headers=each) for each in headers]
         return [answer.headers["x-request-id"] for answer in answers]
 
-    ids = run(scenario, engine)
+    ids = run_proxied(scenario, engine)
     assert [len(each) for each in ids] == [32, 32]
     assert [each.headers["x-request-id"] for each in engine.received] == ids
 
@@ -110,11 +98,8 @@ def test_a_request_without_an_id_gets_one_and_a_bad_id_is_replaced() -> None:
 def test_keys_of_clients_and_cookies_do_not_reach_engines_and_the_engines_key_does() -> None:
     engine = FakeEngine()
 
-    async def scenario(running: Proxied) -> None:
-        headers = {"authorization": "Bearer client", "cookie": "a=b", "x-data-parallel-rank": "7"}
-        await running.client.post("/generate", json=PROMPT, headers=headers)
-
-    run(scenario, engine, api_key="engine-key")
+    headers = {"authorization": "Bearer client", "cookie": "a=b", "x-data-parallel-rank": "7"}
+    ask(engine, headers=headers, api_key="engine-key")
     [received] = engine.received
     assert received.headers["authorization"] == "Bearer engine-key"
     assert "cookie" not in received.headers
@@ -122,13 +107,8 @@ def test_keys_of_clients_and_cookies_do_not_reach_engines_and_the_engines_key_do
 
 
 def test_headers_of_engines_that_are_not_for_clients_are_left_out() -> None:
-    async def answer(_: Request) -> Response:
-        return JSONResponse({}, 200, {"set-cookie": "a=b", "x-internal": "1", "x-data-parallel-rank": "0"})
-
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json=PROMPT)
-
-    headers = run(scenario, FakeEngine(answer=answer)).headers
+    given = {"set-cookie": "a=b", "x-internal": "1", "x-data-parallel-rank": "0"}
+    headers = ask(FakeEngine(answer=says({}, 200, given))).headers
     assert headers["x-data-parallel-rank"] == "0"
     assert "set-cookie" not in headers
     assert "x-internal" not in headers
@@ -136,14 +116,8 @@ def test_headers_of_engines_that_are_not_for_clients_are_left_out() -> None:
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500])
 def test_an_error_of_an_engine_is_passed_on_and_not_repeated(status: int) -> None:
-    async def answer(_: Request) -> Response:
-        return JSONResponse({"error": {"message": "no"}}, status)
-
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json=PROMPT)
-
-    engines = FakeEngine(answer=answer), FakeEngine(answer=answer)
-    found = run(scenario, *engines)
+    engines = [FakeEngine(answer=says({"error": {"message": "no"}}, status)) for _ in range(2)]
+    found = ask(*engines)
     assert (found.status_code, found.json()["error"]["message"]) == (status, "no")
     assert sum(len(engine.received) for engine in engines) == 1
 
@@ -167,7 +141,7 @@ def test_a_malformed_body_is_refused_by_the_proxy() -> None:
                 answer = await running.client.post(path, content=body)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400), (path, body[:20])
 
-    run(scenario, engine)
+    run_proxied(scenario, engine)
     assert engine.received == []
 
 
@@ -192,7 +166,10 @@ def test_events_are_passed_on_as_they_arrive_and_never_in_halves() -> None:
             may_go_on.set()
             return [*found, b"".join([chunk async for chunk in chunks])]
 
-    assert run(scenario, FakeEngine(answer=answer)) == [b"data: 1\n\n", b"data: 2\n\ndata: 3\r\n\r\ndata: [DONE]"]
+    assert run_proxied(scenario, FakeEngine(answer=answer)) == [
+        b"data: 1\n\n",
+        b"data: 2\n\ndata: 3\r\n\r\ndata: [DONE]",
+    ]
 
 
 def test_the_disconnect_of_a_client_ends_the_request_of_the_engine() -> None:
@@ -214,70 +191,49 @@ def test_the_disconnect_of_a_client_ends_the_request_of_the_engine() -> None:
         await ended.wait()
         await until(lambda: not running.endpoint.counters.open)
 
-    run(scenario, FakeEngine(answer=answer))
+    run_proxied(scenario, FakeEngine(answer=answer))
 
 
 # --- several engines ---
 
 
 def test_a_request_goes_on_to_another_engine_if_the_first_one_takes_none() -> None:
-    async def busy(_: Request) -> Response:
-        return JSONResponse({"error": {"message": "draining"}}, 503)
-
-    engines = pair(busy)
-
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json=PROMPT)
-
-    assert run(scenario, *engines).json() == {"by": "second"}
+    engines = pair(says({"error": {"message": "draining"}}, 503))
+    assert ask(*engines).json() == {"by": "second"}
     assert received(engines) == [1, 1]
 
 
 def test_the_last_refusal_is_passed_on_if_all_engines_take_none() -> None:
-    async def busy(_: Request) -> Response:
-        return JSONResponse({"error": {"message": "draining"}}, 503, {"retry-after": "7"})
-
-    engines = FakeEngine(answer=busy), FakeEngine(answer=busy)
-
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json=PROMPT)
-
-    answer = run(scenario, *engines)
+    engines = [FakeEngine(answer=says({"error": {"message": "draining"}}, 503, {"retry-after": "7"})) for _ in range(2)]
+    answer = ask(*engines)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
     assert [len(engine.received) for engine in engines] == [1, 1]
 
 
 def test_no_more_engines_are_tried_than_the_limit_says() -> None:
-    async def busy(_: Request) -> Response:
-        return JSONResponse({}, 503)
-
-    engines = [FakeEngine(answer=busy) for _ in range(4)]
-
-    async def scenario(running: Proxied) -> int:
-        return (await running.client.post("/generate", json=PROMPT)).status_code
-
-    assert run(scenario, *engines, max_attempts=2) == 503
+    engines = [FakeEngine(answer=says({}, 503)) for _ in range(4)]
+    assert ask(*engines, max_attempts=2).status_code == 503
     assert sum(len(engine.received) for engine in engines) == 2
 
 
 def test_an_engine_that_fails_before_its_first_event_is_replaced() -> None:
-    engines = pair(events(then=fail), events(b"data: b\n\n"))
+    engines = pair(streams(then=fail), streams(b"data: b\n\n"))
 
     async def scenario(running: Proxied) -> tuple[bytes, int]:
         answer = await running.client.post("/generate", json=PROMPT)
         return answer.content, running.endpoint.counters.retried
 
-    assert run(scenario, *engines) == (b"data: b\n\n", 1)
+    assert run_proxied(scenario, *engines) == (b"data: b\n\n", 1)
 
 
 def test_an_engine_that_fails_after_its_first_event_ends_the_stream_with_an_error() -> None:
-    engines = pair(events(b"data: 1\n\ndata: half", then=fail))
+    engines = pair(streams(b"data: 1\n\ndata: half", then=fail))
 
     async def scenario(running: Proxied) -> tuple[bytes, int]:
         answer = await running.client.post("/generate", json=PROMPT)
         return answer.content, running.endpoint.counters.cut
 
-    content, num_cut = run(scenario, *engines)
+    content, num_cut = run_proxied(scenario, *engines)
     first, error, done, rest = content.split(b"\n\n")
     assert (first, done, rest, num_cut) == (b"data: 1", b"data: [DONE]", b"", 1)
     assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "the engine failed"
@@ -287,20 +243,17 @@ def test_an_engine_that_fails_after_its_first_event_ends_the_stream_with_an_erro
 def test_a_stream_of_an_engine_that_is_lost_ends_although_its_connection_stays_open() -> None:
     held = asyncio.Event()
 
-    async def hold() -> None:
-        await held.wait()
-
-    engine = FakeEngine(answer=events(b"data: 1\n\n", then=hold))
+    engine = FakeEngine(answer=streams(b"data: 1\n\n", then=held.wait))
 
     async def scenario(running: Proxied) -> bytes:
         asking = asyncio.create_task(running.client.post("/generate", json=PROMPT))
         await until(lambda: engine.received)
-        engine.pages["/ready"] = engine.pages["/server_info"] = _hold(held)
+        engine.pages["/ready"] = engine.pages["/server_info"] = holds(held)
         answer = await asking
         held.set()
         return answer.content
 
-    content = run(scenario, engine, poll_timeout_s=0.3, max_failed_polls=2)
+    content = run_proxied(scenario, engine, poll_timeout_s=0.3, max_failed_polls=2)
     assert content.startswith(b"data: 1\n\n")
     assert content.endswith(b"data: [DONE]\n\n")
 
@@ -311,11 +264,7 @@ def test_headers_that_are_not_ascii_are_left_out() -> None:
 
     engine = FakeEngine(answer=answer)
 
-    async def scenario(running: Proxied) -> httpx.Response:
-        headers = {b"user-agent": b"caf\xe9", b"tracestate": b"\xff", b"traceparent": b"00-1"}
-        return await running.client.post("/generate", json=PROMPT, headers=headers)
-
-    answered = run(scenario, engine)
+    answered = ask(engine, headers={b"user-agent": b"caf\xe9", b"tracestate": b"\xff", b"traceparent": b"00-1"})
     assert (answered.status_code, answered.headers["retry-after"]) == (200, "5")
     assert "cache-control" not in answered.headers
     [got] = engine.received
@@ -332,55 +281,39 @@ def test_an_answer_that_is_not_a_stream_arrives_whole_from_one_engine() -> None:
         return StreamingResponse(half(), media_type="application/json")
 
     engines = pair(answer)
-
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json=PROMPT)
-
-    assert run(scenario, *engines).json() == {"by": "second"}
+    assert ask(*engines).json() == {"by": "second"}
     assert received(engines) == [1, 1]
 
 
 def test_an_engine_that_is_silent_for_too_long_is_a_timeout_and_not_repeated() -> None:
     never = asyncio.Event()
 
-    async def silent(_: Request) -> Response:
-        await never.wait()
-        return JSONResponse({})
-
-    engines = FakeEngine(answer=silent), FakeEngine(answer=silent)
+    engines = [FakeEngine(answer=holds(never)) for _ in range(2)]
 
     async def scenario(running: Proxied) -> int:
         status = (await running.client.post("/generate", json=PROMPT)).status_code
         never.set()
         return status
 
-    assert run(scenario, *engines, answer_timeout_s=0.2) == 504
+    assert run_proxied(scenario, *engines, answer_timeout_s=0.2) == 504
     assert sum(len(engine.received) for engine in engines) == 1
 
 
 def test_a_request_that_waits_at_an_engine_which_is_lost_goes_elsewhere() -> None:
     """Its probes fail, and the connection of the request stays open."""
     held = asyncio.Event()
-    engines = pair(_hold(held))
+    engines = pair(holds(held))
 
     async def scenario(running: Proxied) -> object:
         asking = asyncio.create_task(running.client.post("/generate", json=PROMPT))
         await until(lambda: sum(received(engines)))
         stuck = next(engine for engine in engines if engine.received)
-        stuck.pages["/ready"] = stuck.pages["/server_info"] = _hold(held)
+        stuck.pages["/ready"] = stuck.pages["/server_info"] = holds(held)
         answer = (await asking).json()
         held.set()
         return answer
 
-    assert run(scenario, *engines, poll_timeout_s=0.5, max_failed_polls=2) == {"by": "second"}
-
-
-def _hold(event: asyncio.Event) -> Answer:
-    async def answer(_: Request) -> Response:
-        await event.wait()
-        return JSONResponse({})
-
-    return answer
+    assert run_proxied(scenario, *engines, poll_timeout_s=0.5, max_failed_polls=2) == {"by": "second"}
 
 
 # --- sessions ---
@@ -390,12 +323,8 @@ async def _open(request: Request) -> Response:
     return JSONResponse((await request.json())["session_id"])
 
 
-async def _close(_: Request) -> Response:
-    return JSONResponse(None)
-
-
 def _with_sessions(name: str) -> FakeEngine:
-    return FakeEngine(name=name, pages={"/open_session": _open, "/close_session": _close})
+    return FakeEngine(name=name, pages={"/open_session": _open, "/close_session": says(None)})
 
 
 def test_the_turns_of_a_session_go_where_it_was_opened() -> None:
@@ -414,7 +343,7 @@ def test_the_turns_of_a_session_go_where_it_was_opened() -> None:
             closed = await running.client.post("/close_session", json={"session_id": f"s{number}"})
             assert closed.headers[REPLICA_HEADER] == answer.headers[REPLICA_HEADER]
 
-    run(scenario, *engines)
+    run_proxied(scenario, *engines)
 
 
 def test_an_id_that_is_open_is_opened_nowhere_else() -> None:
@@ -428,32 +357,25 @@ def test_an_id_that_is_open_is_opened_nowhere_else() -> None:
         turn = await running.client.post("/generate", json={**PROMPT, "session_params": {"id": "s"}})
         return [answer.headers[REPLICA_HEADER] for answer in (*answers, turn)]
 
-    assert len(set(run(scenario, *engines))) == 1
+    assert len(set(run_proxied(scenario, *engines))) == 1
 
 
 @pytest.mark.parametrize("status", [400, 503])
 def test_a_session_that_an_engine_does_not_open_is_not_open(status: int) -> None:
-    async def refuse(_: Request) -> Response:
-        return JSONResponse({}, status)
-
-    engines = [FakeEngine(pages={"/open_session": refuse}) for _ in range(2)]
+    engines = [FakeEngine(pages={"/open_session": says({}, status)}) for _ in range(2)]
 
     async def scenario(running: Proxied) -> list[int]:
         opened = await running.client.post("/open_session", json={"session_id": "s"})
         turn = await running.client.post("/generate", json={**PROMPT, "session_params": {"id": "s"}})
         return [opened.status_code, turn.status_code]
 
-    assert run(scenario, *engines) == [status, 400]
+    assert run_proxied(scenario, *engines) == [status, 400]
     assert sum(engine.asked.count("/open_session") for engine in engines) == 1
 
 
 def test_an_opening_that_an_engine_may_have_received_is_not_repeated() -> None:
-    engines = [FakeEngine(pages={"/open_session": events(then=fail)}) for _ in range(2)]
-
-    async def scenario(running: Proxied) -> int:
-        return (await running.client.post("/open_session", json={"session_id": "s"})).status_code
-
-    assert run(scenario, *engines) == 502
+    engines = [FakeEngine(pages={"/open_session": streams(then=fail)}) for _ in range(2)]
+    assert ask(*engines, path="/open_session", body={"session_id": "s"}).status_code == 502
     assert sum(engine.asked.count("/open_session") for engine in engines) == 1
 
 
@@ -469,29 +391,22 @@ def test_a_session_that_was_closed_is_forgotten_and_can_be_opened_again() -> Non
         )
         return [(await running.client.post(path, json=body)).status_code for path, body in asked]
 
-    assert run(scenario, _with_sessions("a")) == [200, 200, 400, 200, 200]
+    assert run_proxied(scenario, _with_sessions("a")) == [200, 200, 400, 200, 200]
 
 
 def test_a_prompt_that_an_engine_has_refused_does_not_count_as_cached() -> None:
-    async def refuse(_: Request) -> Response:
-        return JSONResponse({}, 400)
-
     async def scenario(running: Proxied) -> int:
         for _ in range(2):
             await running.client.post("/generate", json={"prompt": list(range(64))})
         [replica] = running.fleet.engines[0].replicas.values()
         return replica.stats.cached_blocks
 
-    assert run(scenario, FakeEngine(answer=refuse)) == 0
+    assert run_proxied(scenario, FakeEngine(answer=says({}, 400))) == 0
 
 
 def test_a_turn_of_an_unknown_session_is_refused() -> None:
     engine = FakeEngine()
-
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json={**PROMPT, "session_params": {"id": "s"}})
-
-    answer = run(scenario, engine)
+    answer = ask(engine, body={**PROMPT, "session_params": {"id": "s"}})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_params.id")
     assert engine.received == []
 
@@ -499,27 +414,21 @@ def test_a_turn_of_an_unknown_session_is_refused() -> None:
 def test_a_turn_that_an_engine_may_have_received_is_not_repeated() -> None:
     engines = _with_sessions("a"), _with_sessions("b")
     for engine in engines:
-        engine.answer = events(then=fail)
+        engine.answer = streams(then=fail)
 
     async def scenario(running: Proxied) -> int:
         await running.client.post("/open_session", json={"session_id": "s"})
         turn = {**PROMPT, "session_params": {"id": "s"}}
         return (await running.client.post("/generate", json=turn)).status_code
 
-    assert run(scenario, *engines) == 502
+    assert run_proxied(scenario, *engines) == 502
     assert sum(len(engine.received) for engine in engines) == 1
 
 
 def test_a_request_counts_at_its_replica_until_it_has_ended_in_any_way() -> None:
     held = asyncio.Event()
 
-    async def busy(_: Request) -> Response:
-        return JSONResponse({}, 503)
-
-    async def good(_: Request) -> Response:
-        return JSONResponse({})
-
-    answers = [good, events(b"data: 1\n\n"), events(b"data: 1\n\n", then=fail), busy, _hold(held)]
+    answers = [says({}), streams(b"data: 1\n\n"), streams(b"data: 1\n\n", then=fail), says({}, 503), holds(held)]
     engine = FakeEngine()
 
     async def scenario(running: Proxied) -> list[int]:
@@ -539,7 +448,7 @@ def test_a_request_counts_at_its_replica_until_it_has_ended_in_any_way() -> None
         held.set()
         return counts
 
-    found = run(scenario, engine)
+    found = run_proxied(scenario, engine)
     assert found[1::2] == [0] * len(answers)
     assert found[-2] == 1
 
@@ -550,11 +459,7 @@ def test_a_request_counts_at_its_replica_until_it_has_ended_in_any_way() -> None
 def test_requests_beyond_the_limit_are_refused_and_the_others_are_served() -> None:
     may_answer = asyncio.Event()
 
-    async def slow(_: Request) -> Response:
-        await may_answer.wait()
-        return JSONResponse({})
-
-    engine = FakeEngine(answer=slow)
+    engine = FakeEngine(answer=holds(may_answer))
 
     async def scenario(running: Proxied) -> list[int]:
         first = asyncio.create_task(running.client.post("/generate", json=PROMPT))
@@ -563,17 +468,13 @@ def test_requests_beyond_the_limit_are_refused_and_the_others_are_served() -> No
         may_answer.set()
         return [refused.status_code, (await first).status_code, running.endpoint.counters.refused]
 
-    assert run(scenario, engine, max_requests=1) == [503, 200, 1]
+    assert run_proxied(scenario, engine, max_requests=1) == [503, 200, 1]
 
 
 def test_a_proxy_that_stops_refuses_new_requests_and_ends_open_ones() -> None:
     may_answer = asyncio.Event()
 
-    async def slow(_: Request) -> Response:
-        await may_answer.wait()
-        return JSONResponse({})
-
-    engine = FakeEngine(answer=slow)
+    engine = FakeEngine(answer=holds(may_answer))
 
     async def scenario(running: Proxied) -> list[object]:
         first = asyncio.create_task(running.client.post("/generate", json=PROMPT))
@@ -585,14 +486,11 @@ def test_a_proxy_that_stops_refuses_new_requests_and_ends_open_ones() -> None:
         may_answer.set()
         return [refused.status_code, ready.status_code, (await first).status_code, await draining]
 
-    assert run(scenario, engine) == [503, 503, 200, 0]
+    assert run_proxied(scenario, engine) == [503, 503, 200, 0]
 
 
 def test_without_an_engine_that_takes_requests_the_answer_is_503() -> None:
-    async def scenario(running: Proxied) -> httpx.Response:
-        return await running.client.post("/generate", json=PROMPT)
-
-    answer = run(scenario, FakeEngine(is_ready=False))
+    answer = ask(FakeEngine(is_ready=False))
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
@@ -612,7 +510,7 @@ def test_headers_without_end_are_refused() -> None:
         writer.close()
         return (await running.client.post("/generate", json=PROMPT)).content
 
-    assert run(scenario, engine) == b'{"by":"engine"}'
+    assert run_proxied(scenario, engine) == b'{"by":"engine"}'
     assert len(engine.received) == 1
 
 
@@ -639,7 +537,7 @@ def test_what_servers_may_read_in_two_ways_is_refused_or_sent_in_one_way() -> No
             assert (await reader.readuntil(b"\r\n")).split()[1] == status, case
             writer.close()
 
-    run(scenario, engine)
+    run_proxied(scenario, engine)
     [received] = engine.received
     assert (received.body, "transfer-encoding" in received.headers) == (BODY, False)
 
@@ -654,7 +552,7 @@ def test_a_client_that_stops_halfway_costs_its_place_for_a_limited_time() -> Non
         writer.close()
         return answer, running.endpoint.counters.open
 
-    answer, num_open = run(scenario, engine, bodies=BodyReceiver(timeout_s=0.1))
+    answer, num_open = run_proxied(scenario, engine, bodies=BodyReceiver(timeout_s=0.1))
     assert (b" 408 " in answer.partition(b"\r\n")[0], num_open) == (True, 0)
     assert engine.received == []
 
@@ -686,7 +584,7 @@ def test_a_client_that_does_not_read_its_stream_ends_the_request_of_the_engine()
         [replica] = running.fleet.engines[0].replicas.values()
         return running.fleet.num_in_flight(replica)
 
-    assert run(scenario, engine, stall_timeout_s=0.1) == 0
+    assert run_proxied(scenario, engine, stall_timeout_s=0.1) == 0
     assert num_sent < 2_000, "sockets hold some megabytes each"
 
 
@@ -709,7 +607,7 @@ def test_a_client_that_leaves_before_its_prompt_is_known_is_sent_nowhere() -> No
         [replica] = running.fleet.engines[0].replicas.values()
         return replica.stats.picks
 
-    assert run(scenario, engine) == 0
+    assert run_proxied(scenario, engine) == 0
     assert engine.received == []
 
 
@@ -729,13 +627,13 @@ def test_the_engine_that_is_given_up_sees_its_client_leave() -> None:
         asking = asyncio.create_task(running.client.post("/generate", json=PROMPT))
         await until(lambda: sum(received(engines)))
         lost = next(engine for engine in engines if engine.received)
-        lost.pages["/ready"] = lost.pages["/server_info"] = _hold(never)
+        lost.pages["/ready"] = lost.pages["/server_info"] = holds(never)
         answer = (await asking).json()
         await left.wait()
         never.set()
         return answer
 
-    assert run(scenario, *engines, poll_timeout_s=0.3, max_failed_polls=2) == {"by": "second"}
+    assert run_proxied(scenario, *engines, poll_timeout_s=0.3, max_failed_polls=2) == {"by": "second"}
 
 
 # --- memory ---
@@ -774,17 +672,17 @@ def test_answers_that_are_held_have_one_bound_and_a_refused_one_is_a_503_and_a_c
         assert (await running.client.post("/generate", json=PROMPT)).status_code == 200
         assert "kv_proxy_answers_refused_total 1.0" in (await running.client.get("/metrics")).text
 
-    run(scenario, engine, max_answer_bytes=size)
+    run_proxied(scenario, engine, max_answer_bytes=size)
 
 
 def test_an_event_for_which_there_is_no_memory_ends_its_stream_with_an_error() -> None:
-    engine = FakeEngine(answer=events(b"data: 1\n\n", b"data: " + b"x" * 2**17))
+    engine = FakeEngine(answer=streams(b"data: 1\n\n", b"data: " + b"x" * 2**17))
 
     async def scenario(running: Proxied) -> tuple[bytes, int, int]:
         content = (await running.client.post("/generate", json=PROMPT)).content
         return content, running.endpoint.counters.cut, running.endpoint.counters.answers_refused
 
-    content, num_cut, num_refused = run(scenario, engine, max_answer_bytes=1)
+    content, num_cut, num_refused = run_proxied(scenario, engine, max_answer_bytes=1)
     first, error, done, rest = content.split(b"\n\n")
     assert (first, done, rest, num_cut, num_refused) == (b"data: 1", b"data: [DONE]", b"", 1, 1)
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 503
@@ -805,4 +703,4 @@ def test_the_requests_of_a_conversation_stay_on_one_engine_with_the_sticky_picke
             placed.add((await running.client.post("/generate", json=body)).json()["by"])
         return placed
 
-    assert (len(run(scenario, *engines, picker=picker)) == 1) == stays
+    assert (len(run_proxied(scenario, *engines, picker=picker)) == 1) == stays

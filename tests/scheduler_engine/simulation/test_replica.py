@@ -1,7 +1,8 @@
-"""SimulatedReplica: fast-forward equals single steps, and both equal the reference engine's scheduler."""
+"""SimulatedReplica: fast-forward equals single steps."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import attrs
@@ -9,38 +10,62 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler_components import ParallelState
-from scheduler_components.agreement.decision_log import DecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
 from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.scheduling.admission_budget import BatchMode
 from scheduler_components.values import CachedTokens, TierStats
-from scheduler_engine.device.device import SimulatedDevice
-from scheduler_engine.device.sampling import SamplingLimits
-from scheduler_engine.engine.config import SchedulerConfig
-from scheduler_engine.engine.scheduler.request import Request
-from scheduler_engine.engine.scheduler.scheduler import Clocks, Scheduler
+from scheduler_engine.simulation import CostModel
 from scheduler_engine.simulation.replica import ReplicaConfig, SimulatedReplica
 from scheduler_engine.simulation.request import SimulatedRequest
 from scheduler_engine.simulation.tiers import TierConfig
 from scheduler_engine.simulation.trace import TraceRequest
-from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock
+from scheduler_engine.simulation.virtual_clock import NEVER_NS
 
 SMALL = ReplicaConfig(page_size=4, kv_tokens=512, max_running_requests=4, max_prefill_tokens=64, chunk_tokens=32)
 
 
+TEN_MS = ReplicaConfig(
+    page_size=4,
+    kv_tokens=256,
+    max_running_requests=4,
+    chunk_tokens=32,
+    cost=CostModel(base_ms=10, prefill_us_per_token=0, decode_us_per_request=0, context_us_per_1k_tokens=0),
+)
+MS = 1_000_000
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What a replica did."""
+    """What a replica did.
 
+    Attributes:
+        replica: as it is at the end.
+        tips: id, tip of the decisions and time of each end.
+        tokens, cached: of each request.
+        events: encoded KV events.
+    """
+
+    replica: SimulatedReplica
+    events: list[bytes]
     tips: list[tuple[str, int, int]] = field(default_factory=list)
-    events: list[bytes] = field(default_factory=list)
-    num_steps: int = 0
-    num_skipped_steps: int = 0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
     cached: dict[str, CachedTokens] = field(default_factory=dict)
-    tiers: TierStats | None = None
-    refusals: dict[str, int] = field(default_factory=dict)
-    new_token_ratio: float = 0.0
+
+    @property
+    def tiers(self) -> TierStats | None:
+        return self.replica.counts.tiers
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """All that does not depend on the size of the steps."""
+        replica = self.replica
+        counts = dataclasses.replace(replica.counts, num_skipped_steps=0)
+        ratio = replica.batcher.conditions.new_token_ratio.current
+        pool = (replica.cache.used_tokens, replica.cache.evictable_tokens)
+        ends = [(rid, end_ns) for rid, _, end_ns in self.tips]
+        moments = replica.get_loads().decode_moments
+        return ends, self.tokens, self.events, self.cached, counts, dict(replica.batcher.refusals), ratio, pool, moments
 
 
 def recorded(index: int, arrival_s: float, prompt: int, output: int, *hash_ids: int) -> TraceRequest:
@@ -49,9 +74,12 @@ def recorded(index: int, arrival_s: float, prompt: int, output: int, *hash_ids: 
     )
 
 
-def serve(config: ReplicaConfig, requests: list[TraceRequest], *, fast: bool) -> Run:
-    run, log = Run(), DecisionLog()
-    replica = SimulatedReplica.compose(config, deliver_events=run.events.append, decisions=log)
+def serve(
+    config: ReplicaConfig, requests: list[TraceRequest], *, fast: bool, log: DecisionLog | NullDecisionLog | None = None
+) -> Run:
+    events, log = list[bytes](), log or DecisionLog()
+    replica = SimulatedReplica.compose(config, deliver_events=events.append, decisions=log)
+    run = Run(replica=replica, events=events)
     waiting = sorted(requests, key=lambda each: each.arrival_s)
     while waiting or replica.has_work:
         arrival_ns = round(waiting[0].arrival_s * 1e9) if waiting else NEVER_NS
@@ -61,56 +89,31 @@ def serve(config: ReplicaConfig, requests: list[TraceRequest], *, fast: bool) ->
         while waiting and round(waiting[0].arrival_s * 1e9) <= replica.clock.now_ns:
             replica.submit(SimulatedRequest(waiting.pop(0)))
         replica.step()
-        finished = replica.pop_finished()
-        run.tips += [(request.rid, log.tip, replica.clock.now_ns) for request in finished]
-        run.cached |= {request.rid: request.cached_prompt for request in finished}
+        run.tokens |= {request.rid: request.token_ids.tolist() for request in replica.observer.finished}
+        for request in replica.pop_finished():
+            run.tips.append((request.rid, log.tip, replica.clock.now_ns))
+            run.cached[request.rid] = request.cached_prompt
         if fast:
             replica.fast_forward(round(waiting[0].arrival_s * 1e9) if waiting else NEVER_NS)
     replica.cache.check_integrity()
     assert not replica.results.failures.counts
-    run.num_steps, run.num_skipped_steps = replica.counts.num_steps, replica.counts.num_skipped_steps
-    run.tiers = replica.counts.tiers
-    run.refusals = dict(replica.batcher.refusals)
-    run.new_token_ratio = replica.batcher.conditions.new_token_ratio.current
     return run
 
 
-def assert_fast_forward_equals_steps(config: ReplicaConfig, requests: list[TraceRequest]) -> Run:
-    fast, slow = serve(config, requests, fast=True), serve(config, requests, fast=False)
-    assert fast.tips == slow.tips
-    assert fast.events == slow.events
-    assert (fast.num_steps, fast.refusals) == (slow.num_steps, slow.refusals)
-    assert (fast.cached, fast.tiers) == (slow.cached, slow.tiers)
-    assert fast.new_token_ratio == slow.new_token_ratio
-    assert slow.num_skipped_steps == 0
+def assert_fast_forward_equals_steps(
+    config: ReplicaConfig, requests: list[TraceRequest], log: NullDecisionLog | None = None
+) -> Run:
+    """Compare all facts, with ``log`` without the decisions: then tokens of several steps are appended together."""
+    fast, slow = serve(config, requests, fast=True, log=log), serve(config, requests, fast=False)
+    assert fast.facts == slow.facts
+    assert log is not None or fast.tips == slow.tips
+    assert slow.replica.counts.num_skipped_steps == 0
     return fast
-
-
-def test_fast_forward_takes_most_steps_of_long_outputs() -> None:
-    requests = [recorded(index, 0.05 * index, 40, 60) for index in range(4)]
-    run = assert_fast_forward_equals_steps(SMALL, requests)
-    assert len(run.tips) == 4
-    assert run.num_skipped_steps > 0.6 * run.num_steps
-
-
-def test_fast_forward_stops_where_the_pool_is_full() -> None:
-    """Two requests grow until one of them is preempted; evictions and preemptions are those of single steps."""
-    config = attrs.evolve(SMALL, kv_tokens=128, new_token_ratio=0.1)
-    requests = [recorded(index, 0.0, 30, 70) for index in range(3)]
-    run = assert_fast_forward_equals_steps(config, requests)
-    assert run.num_skipped_steps > 20
-
-
-def test_full_slots_do_not_stop_it() -> None:
-    config = attrs.evolve(SMALL, max_running_requests=2)
-    run = assert_fast_forward_equals_steps(config, [recorded(index, 0.0, 20, 40) for index in range(5)])
-    assert run.refusals["slots"] > 50
-    assert run.num_skipped_steps > 50
 
 
 def test_a_policy_that_reads_batches_is_simulated_step_by_step() -> None:
     config = attrs.evolve(SMALL, schedule_policy="virtual-token-counter")
-    assert serve(config, [recorded(0, 0.0, 20, 40)], fast=True).num_skipped_steps == 0
+    assert serve(config, [recorded(0, 0.0, 20, 40)], fast=True).replica.counts.num_skipped_steps == 0
 
 
 workloads = st.lists(
@@ -125,6 +128,8 @@ workloads = st.lists(
     kv_tokens=st.sampled_from([132, 200, 2000]),
     slots=st.integers(1, 5),
     counts_decodes=st.booleans(),
+    log=st.sampled_from([None, NullDecisionLog()]),
+    sizes=st.sampled_from([SMALL, TEN_MS, attrs.evolve(TEN_MS, speed=4.0)]),
 )
 @example(  # in this mode decodes leave the tokens of a step to prefills, although they count
     workload=[(4, 1, 6, 0), (5, 1, 1, 0), (5, 1, 3, 0), (5, 1, 3, 0), (5, 1, 1, 0)],
@@ -133,8 +138,10 @@ workloads = st.lists(
     kv_tokens=132,
     slots=4,
     counts_decodes=True,
+    log=None,
+    sizes=SMALL,
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_fast_forward_equals_single_steps(
     workload: list[tuple[int, int, int, int]],
     policy: str,
@@ -142,9 +149,12 @@ def test_fast_forward_equals_single_steps(
     kv_tokens: int,
     slots: int,
     counts_decodes: bool,
+    log: NullDecisionLog | None,
+    sizes: ReplicaConfig,
 ) -> None:
+    """Requests also arrive at the times at which steps of 10 ms begin and end."""
     config = attrs.evolve(
-        SMALL,
+        sizes,
         schedule_policy=policy,
         batch_mode=mode,
         kv_tokens=kv_tokens,
@@ -152,8 +162,8 @@ def test_fast_forward_equals_single_steps(
         counts_decodes=counts_decodes,
         max_prefill_tokens=3 if counts_decodes and slots >= 4 else 64,
     )
-    requests = [recorded(index, at / 50, *sizes, prefix) for index, (at, *sizes, prefix) in enumerate(workload)]
-    assert_fast_forward_equals_steps(config, requests)
+    requests = [recorded(index, at / 50, *lengths, prefix) for index, (at, *lengths, prefix) in enumerate(workload)]
+    assert_fast_forward_equals_steps(config, requests, log)
 
 
 SLOW_TIERS = TierConfig(
@@ -196,12 +206,22 @@ def test_fast_forward_equals_single_steps_with_tiers(
     assert_fast_forward_equals_steps(config, requests)
 
 
-def test_fast_forward_skips_steps_while_pages_are_copied() -> None:
-    requests = [recorded(index, 0.05 * index, 40, 60) for index in range(4)]
-    run = assert_fast_forward_equals_steps(attrs.evolve(SMALL, tiers=SLOW_TIERS), requests)
-    assert run.num_skipped_steps > 0.4 * run.num_steps
-    assert run.tiers is not None
-    assert run.tiers.pages_written > 0
+@pytest.mark.parametrize(
+    ("change", "requests", "share"),
+    [
+        ({}, [recorded(index, 0.05 * index, 40, 60) for index in range(4)], 0.6),
+        ({"kv_tokens": 128, "new_token_ratio": 0.1}, [recorded(index, 0.0, 30, 70) for index in range(3)], 0.15),
+        ({"max_running_requests": 2}, [recorded(index, 0.0, 20, 40) for index in range(5)], 0.4),
+        ({"tiers": SLOW_TIERS}, [recorded(index, 0.05 * index, 40, 60) for index in range(4)], 0.4),
+    ],
+    ids=["long outputs", "a full pool", "full slots", "copies under way"],
+)
+def test_fast_forward_takes_most_steps(change: dict[str, object], requests: list[TraceRequest], share: float) -> None:
+    run = assert_fast_forward_equals_steps(attrs.evolve(SMALL, **change), requests)
+    assert len(run.tips) == len(requests)
+    counts = run.replica.counts
+    assert counts.num_skipped_steps > share * counts.num_steps
+    assert run.tiers is None or run.tiers.pages_written > 0
 
 
 def test_pages_are_copied_ahead_of_their_eviction_before_steps_are_skipped() -> None:
@@ -214,50 +234,69 @@ def test_pages_are_copied_ahead_of_their_eviction_before_steps_are_skipped() -> 
     assert run.tiers.pages_written > 0
 
 
-@pytest.mark.parametrize("kv_tokens", [160, 4096])
-def test_decisions_equal_those_of_the_reference_engine(kv_tokens: int) -> None:
-    config = attrs.evolve(SMALL, kv_tokens=kv_tokens)
-    requests = [recorded(index, 0.03 * index, 25 + 5 * index, 45, index % 2) for index in range(8)]
-    ours = serve(config, requests, fast=True)
-
-    clock, log, tips = VirtualClock(), DecisionLog(), list[tuple[str, int, int]]()
-    reference = Scheduler.compose(
-        SchedulerConfig(
-            page_size=config.page_size,
-            kv_tokens=config.kv_tokens,
-            max_running_requests=config.max_running_requests,
-            max_prefill_tokens=config.max_prefill_tokens,
-            chunk_tokens=config.chunk_tokens,
-        ),
-        ParallelState.trivial(),
-        SimulatedDevice(clock=clock, sleep=lambda seconds: advance(clock, seconds)),
-        clocks=Clocks(wall=clock, monotonic=clock),
-        decisions=log,
-    )
-    waiting, running = list(requests), list[Request]()
-    while waiting or reference.has_work:
-        if waiting and not reference.has_work:
-            clock.now_ns = max(clock.now_ns, round(waiting[0].arrival_s * 1e9))
-        while waiting and round(waiting[0].arrival_s * 1e9) <= clock.now_ns:
-            simulated = SimulatedRequest(waiting.pop(0))
-            limits = SamplingLimits(max_new_tokens=simulated.limits.max_new_tokens, ignore_eos=True)
-            running.append(Request(simulated.rid, simulated.token_ids, limits, stream_interval=0))
-            reference.submit(running[-1])
-        reference.step()
-        ended = [request for request in running if request.finish_reason is not None]
-        tips += [(request.rid, log.tip, clock.now_ns) for request in ended]
-        running = [request for request in running if request.finish_reason is None]
-    assert [tip for _, tip, _ in sorted(tips)] == [tip for _, tip, _ in sorted(ours.tips)]
-    for theirs, own in zip(sorted(tips), sorted(ours.tips), strict=True):
-        assert theirs[0] == own[0]
-        assert abs(theirs[2] - own[2]) < 1_000, "the device's clock adds floats"
-
-
-def advance(clock: VirtualClock, seconds: float) -> None:
-    clock.now_ns += round(seconds * 1e9)
-
-
 def test_events_are_encoded_by_the_real_codec() -> None:
     run = serve(SMALL, [recorded(0, 0.0, 16, 4)], fast=True)
     stored = [event for payload in run.events for event in BatchDecoder().decode(payload).events]
     assert sum(len(event.block_hashes) for event in stored) == (16 + 4 - 1) // SMALL.page_size
+
+
+def test_a_step_that_begins_at_the_horizon_is_not_taken() -> None:
+    replica = SimulatedReplica.compose(TEN_MS)
+    replica.submit(SimulatedRequest(recorded(0, 0.0, 8, 40)))
+    replica.step()
+    assert replica.fast_forward(10 * MS) == 0
+    assert replica.fast_forward(10 * MS + 1) == 1
+    assert replica.fast_forward(50 * MS) == 3
+    assert replica.clock.now_ns == 50 * MS
+    assert replica.fast_forward() == 34, "the fortieth token needs a real step"
+
+
+def test_a_submitted_request_is_work_that_ends_it() -> None:
+    replica = SimulatedReplica.compose(TEN_MS)
+    assert not replica.has_work
+    replica.submit(SimulatedRequest(recorded(0, 0.0, 8, 40)))
+    assert replica.has_work
+    replica.step()
+    replica.submit(SimulatedRequest(recorded(1, 0.0, 8, 40)))
+    assert replica.fast_forward() == 0
+
+
+def test_slots_are_no_more_than_pages() -> None:
+    assert ReplicaConfig(page_size=16, kv_tokens=64, max_running_requests=64).limits.max_running_requests == 4
+
+
+def test_the_last_unfinished_page_of_a_pool_holds_nothing() -> None:
+    config = ReplicaConfig(page_size=4, kv_tokens=10)
+    assert [config.can_hold(SimulatedRequest(recorded(0, 0.0, 8, output))) for output in (1, 2)] == [True, False]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_decodes_between_two_prompts_reset_the_limit_of_prefill_steps(fast: bool) -> None:
+    """Sixteen steps in a row may hold up decodes in ``prefill_first`` mode. Ten, some decodes and ten more do not."""
+    config = attrs.evolve(TEN_MS, batch_mode="prefill_first", chunk_tokens=1)
+    arrivals = [recorded(0, 0.0, 1, 40), recorded(1, 0.02, 10, 1), recorded(2, 0.2, 10, 1)]
+    run = serve(config, arrivals, fast=fast, log=NullDecisionLog())
+    ends = {rid: finished_ns // MS for rid, _, finished_ns in run.tips}
+    assert (ends["r1"], ends["r2"]) == (120, 300)
+    assert ends["r0"] == 10 * (40 + 20)
+
+
+def test_steps_without_a_whole_microsecond_are_no_work_in_load_reports() -> None:
+    """0.4 us for one request, 0.6 us for two: the steps of both count, those of one alone do not."""
+    cost = attrs.evolve(TEN_MS.cost, base_ms=2e-4, decode_us_per_request=0.2)
+    arrivals = [recorded(0, 0.0, 8, 40), recorded(1, 0.0, 8, 20)]
+    run = assert_fast_forward_equals_steps(attrs.evolve(TEN_MS, cost=cost), arrivals, NullDecisionLog())
+    moments = run.replica.get_loads().decode_moments
+    assert moments is not None
+    assert moments.steps == 19
+
+
+def test_recomputed_positions_are_those_that_were_computed_before() -> None:
+    """Two requests grow until their 12 pages are full. The later one loses its pages, and comes back."""
+    config = attrs.evolve(TEN_MS, kv_tokens=48, new_token_ratio=0.0, min_new_token_ratio=0.0, max_prefill_tokens=32)
+    arrivals = [recorded(0, 0.0, 24, 20), recorded(1, 0.0, 8, 20)]
+    counts = serve(config, arrivals, fast=True, log=NullDecisionLog()).replica.counts
+    assert counts.num_retractions == 1
+    needed = 24 + 19 + 8 + 19
+    assert counts.prefill_tokens + counts.decode_tokens == needed + counts.recomputed_tokens
+    assert counts.recomputed_tokens > 0

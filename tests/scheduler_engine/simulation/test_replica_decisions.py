@@ -7,8 +7,6 @@ What is equal, when both get the same requests before the same steps:
 - the KV events of every step, the counts of load reports, refusals by reason, preemptions by policy;
 - the time of every step, within a microsecond, because the engine's device adds floats.
 
-With the same arrival times the requests also arrive before the same steps, in virtual and in real time.
-
 What is not compared: rates in load reports, which depend on a clock.
 
 What is not equal: the digest that the processes of an engine report, because they also note the input messages.
@@ -17,17 +15,15 @@ Requests that need a session, a grammar or an adapter are not simulated.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.recording_router import RecordingRouter
 from kit.searches import num_examples
 
 from scheduler_components import ConfigError, ParallelState
@@ -37,7 +33,7 @@ from scheduler_components.kv_events import BatchDecoder
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits
 from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES
-from scheduler_components.values import LoadSnapshot, RequestHints
+from scheduler_components.values import LoadSnapshot
 from scheduler_engine.device.device import SimulatedDevice
 from scheduler_engine.device.sampling import SamplingLimits
 from scheduler_engine.engine.config import SchedulerConfig
@@ -56,8 +52,8 @@ from scheduler_engine.simulation import (
 )
 from scheduler_engine.simulation.replica import EncodedEventSink, SimulatedReplica
 from scheduler_engine.simulation.virtual_clock import NEVER_NS, VirtualClock, nanoseconds
+from tests.scheduler_engine.simulation.test_replica import SMALL, recorded
 
-SMALL = ReplicaConfig(page_size=4, kv_tokens=512, max_running_requests=4, max_prefill_tokens=64, chunk_tokens=32)
 _COUNTS = (
     "num_running_reqs",
     "num_waiting_reqs",
@@ -73,18 +69,6 @@ _COUNTS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Arrival:
-    """A request and what its client says about the order."""
-
-    recorded: TraceRequest
-    hints: RequestHints = field(default_factory=RequestHints)
-
-    @property
-    def at_ns(self) -> int:
-        return nanoseconds(self.recorded.arrival_s)
-
-
-@dataclass(slots=True, kw_only=True)
 class History:
     """What a scheduler did.
 
@@ -96,7 +80,7 @@ class History:
     """
 
     steps: dict[int, tuple[int, int, tuple[float, ...]]] = field(default_factory=dict)
-    received: dict[int, tuple[int, list[Arrival]]] = field(default_factory=dict)
+    received: dict[int, tuple[int, list[TraceRequest]]] = field(default_factory=dict)
     payloads: list[bytes] = field(default_factory=list)
     refusals: dict[str, int] = field(default_factory=dict)
     preemptions: dict[str, int] = field(default_factory=dict)
@@ -111,29 +95,31 @@ def counts_of(load: LoadSnapshot) -> tuple[float, ...]:
     return tuple(getattr(load, name) for name in _COUNTS)
 
 
-def recorded(index: int, arrival_s: float, prompt: int, output: int, prefix: int = 0) -> TraceRequest:
-    return TraceRequest(index=index, arrival_s=arrival_s, input_length=prompt, output_length=output, hash_ids=(prefix,))
+def arrival_ns(request: TraceRequest) -> int:
+    return nanoseconds(request.arrival_s)
 
 
-def serve_in_replica(config: ReplicaConfig, arrivals: Sequence[Arrival], limits: BatchLimits, *, fast: bool) -> History:
+def serve_in_replica(
+    config: ReplicaConfig, arrivals: Sequence[TraceRequest], limits: BatchLimits, *, fast: bool
+) -> History:
     """Serve requests at their arrival times."""
     history, log = History(), DecisionLog()
     replica = SimulatedReplica.compose(config, deliver_events=history.payloads.append, decisions=log)
     replica.batcher.limits = limits
-    clock, counts, waiting = replica.clock, replica.counts, sorted(arrivals, key=lambda each: each.at_ns)
+    clock, counts, waiting = replica.clock, replica.counts, sorted(arrivals, key=arrival_ns)
     while waiting or replica.has_work:
         if waiting and not replica.has_work:
-            clock.now_ns = max(clock.now_ns, waiting[0].at_ns)
-        arrived = [arrival for arrival in waiting if arrival.at_ns <= clock.now_ns]
+            clock.now_ns = max(clock.now_ns, arrival_ns(waiting[0]))
+        arrived = [arrival for arrival in waiting if arrival_ns(arrival) <= clock.now_ns]
         if arrived:
             del waiting[: len(arrived)]
             history.received[counts.num_steps] = (clock.now_ns, arrived)
         for arrival in arrived:
-            replica.submit(SimulatedRequest(arrival.recorded, hints=arrival.hints))
+            replica.submit(SimulatedRequest(arrival))
         replica.step()
         history.steps[counts.num_steps] = (log.tip, clock.now_ns, counts_of(replica.get_loads()))
         if fast:
-            replica.fast_forward(waiting[0].at_ns if waiting else NEVER_NS)
+            replica.fast_forward(arrival_ns(waiting[0]) if waiting else NEVER_NS)
         replica.pop_finished()
     replica.cache.check_integrity()
     assert not replica.results.failures.counts
@@ -157,10 +143,10 @@ def scheduler_config(config: ReplicaConfig) -> SchedulerConfig:
     )
 
 
-def as_engine_request(arrival: Arrival) -> Request:
-    simulated = SimulatedRequest(arrival.recorded)
+def as_engine_request(recorded: TraceRequest) -> Request:
+    simulated = SimulatedRequest(recorded)
     limits = SamplingLimits(max_new_tokens=simulated.limits.max_new_tokens, ignore_eos=True)
-    return Request(simulated.rid, simulated.token_ids, limits, hints=arrival.hints, stream_interval=0)
+    return Request(simulated.rid, simulated.token_ids, limits, hints=simulated.hints, stream_interval=0)
 
 
 def advance(clock: VirtualClock, seconds: float) -> None:
@@ -195,7 +181,7 @@ class Engine:
         counts = counts_of(self.scheduler.load.get_loads())
         self.history.steps[self.scheduler.num_steps] = (self.log.tip, self.clock.now_ns, counts)
 
-    def serve(self, received: dict[int, tuple[int, list[Arrival]]]) -> History:
+    def serve(self, received: dict[int, tuple[int, list[TraceRequest]]]) -> History:
         """Serve requests before the steps with these numbers."""
         scheduler, left = self.scheduler, dict(received)
         while left or scheduler.has_work:
@@ -237,11 +223,12 @@ configs = st.builds(
     schedule_policy=st.sampled_from(POLICY_NAMES),
     preemption_policy=st.sampled_from(PREEMPTION_POLICY_NAMES),
 )
-hints = st.builds(
-    RequestHints,
-    priority=st.integers(-1, 1),
-    tenant=st.sampled_from(["", "a", "b"]),
-    deadline_s=st.none() | st.sampled_from([0.5, 1.0, 2.0]),
+hints = st.fixed_dictionaries(
+    {
+        "priority": st.integers(-1, 1),
+        "tenant": st.sampled_from(["", "a", "b"]),
+        "deadline_s": st.none() | st.sampled_from([0.5, 1.0, 2.0]),
+    }
 )
 workloads = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(1, 40), st.integers(0, 2), hints),
@@ -261,14 +248,13 @@ workloads = st.lists(
 @settings(max_examples=num_examples(2), deadline=None)
 def test_decisions_equal_those_of_the_reference_engine_in_every_step(
     config: ReplicaConfig,
-    workload: list[tuple[int, int, int, int, RequestHints]],
+    workload: list[tuple[int, int, int, int, dict[str, object]]],
     watermark: int,
     tenant_cap: int | None,
     fast: bool,
 ) -> None:
     arrivals = [
-        Arrival(recorded=recorded(index, at / 50, *sizes), hints=each)
-        for index, (at, *sizes, each) in enumerate(workload)
+        attrs.evolve(recorded(index, at / 50, *sizes), **each) for index, (at, *sizes, each) in enumerate(workload)
     ]
     assert attrs.evolve(config.limits, counts_decodes=False) == scheduler_config(config).batch_limits
     limits = attrs.evolve(config.limits, watermark_pages=watermark, max_running_per_tenant=tenant_cap)
@@ -281,7 +267,7 @@ def test_a_full_pool_preempts_and_evicts_alike(policy: str) -> None:
     """Every policy meets preemptions, evictions and cached prefixes here, whatever the examples above draw."""
     config = attrs.evolve(SMALL, kv_tokens=132, new_token_ratio=0.1, schedule_policy=policy)
     requests = [recorded(index, 0.02 * index, 30 + index, 50, index % 3) for index in range(8)]
-    arrivals = [Arrival(recorded=each, hints=RequestHints(tenant=str(each.index % 2))) for each in requests]
+    arrivals = [attrs.evolve(each, tenant=str(each.index % 2)) for each in requests]
     replica = serve_in_replica(config, arrivals, config.limits, fast=True)
     assert_equal_histories(replica, Engine(config=config, limits=config.limits).serve(replica.received))
     assert sum(replica.preemptions.values()) > 3
@@ -299,70 +285,6 @@ def test_both_refuse_the_same_requests(prompt: int, output: int, num_pages: int)
     assert config.can_hold(SimulatedRequest(recorded(0, 0.0, prompt, output))) is fits
 
 
-def test_decisions_equal_those_of_an_engine_in_real_time() -> None:
-    """The engine takes each step in real time. The replica gets the requests before the same steps."""
-    config = attrs.evolve(SMALL, kv_tokens=160)
-    log, theirs, received = DecisionLog(), list[int](), list[list[Arrival]]()
-    scheduler = Scheduler.compose(
-        scheduler_config(config), ParallelState.trivial(), SimulatedDevice(speed=20.0), decisions=log
-    )
-    waiting = [Arrival(recorded=recorded(index, 0.004 * index, 20 + 3 * index, 30, index % 3)) for index in range(10)]
-    begun_s, pause = time.monotonic(), threading.Event()
-    while waiting or scheduler.has_work:
-        if not scheduler.has_work:
-            pause.wait(waiting[0].recorded.arrival_s - (time.monotonic() - begun_s))
-        arrived = [each for each in waiting if each.recorded.arrival_s <= time.monotonic() - begun_s]
-        del waiting[: len(arrived)]
-        for arrival in arrived:
-            scheduler.submit(as_engine_request(arrival))
-        if scheduler.has_work:
-            scheduler.step()
-            theirs.append(log.tip)
-            received.append(arrived)
-
-    ours, own_log = list[int](), DecisionLog()
-    replica = SimulatedReplica.compose(config, decisions=own_log)
-    for arrived in received:
-        for arrival in arrived:
-            replica.submit(SimulatedRequest(arrival.recorded))
-        replica.step()
-        ours.append(own_log.tip)
-    assert ours == theirs
-    assert not replica.has_work
-
-
-@dataclass(slots=True, kw_only=True)
-class RecordingRouter:
-    """Passes every call on to another router, and records where requests go."""
-
-    inner: Router
-    routed: list[tuple[int, int, TraceRequest]] = field(default_factory=list)
-
-    wants_events: ClassVar[bool] = True
-    wants_load: ClassVar[bool] = True
-
-    def route(self, request: SimulatedRequest, now_s: float) -> int | None:
-        replica = self.inner.route(request, now_s)
-        assert replica is not None
-        self.routed.append((replica, nanoseconds(now_s), request.recorded))
-        return replica
-
-    def on_events(self, replica: int, payload: bytes, now_s: float) -> None:
-        self.inner.on_events(replica, payload, now_s)
-
-    def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:
-        self.inner.on_load_report(replica, load, now_s)
-
-    def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:
-        self.inner.on_finished(replica, request, now_s)
-
-    def on_replica_up(self, replica: int, now_s: float) -> None:
-        self.inner.on_replica_up(replica, now_s)
-
-    def on_replica_down(self, replica: int, now_s: float) -> None:
-        self.inner.on_replica_down(replica, now_s)
-
-
 @pytest.mark.parametrize("make_router", [RoundRobin, LeastLoaded])
 def test_each_replica_of_a_simulation_equals_an_engine(make_router: Callable[[], Router]) -> None:
     """The simulation lets replicas run ahead and skips steps. An engine with a replica's requests decides alike."""
@@ -378,13 +300,13 @@ def test_each_replica_of_a_simulation_equals_an_engine(make_router: Callable[[],
         pass
     for index, report in enumerate(simulation.report().replicas):
         engine = Engine(config=config, limits=config.limits)
-        waiting = [(at_ns, each) for replica, at_ns, each in router.routed if replica == index]
+        waiting = [(at_ns, each.recorded) for replica, at_ns, each in router.routed if replica == index]
         assert len(waiting) == report.num_requests > 5
         while waiting or engine.scheduler.has_work:
             if not engine.scheduler.has_work:
                 engine.clock.now_ns = max(engine.clock.now_ns, waiting[0][0])
             while waiting and waiting[0][0] <= engine.clock.now_ns:
-                engine.scheduler.submit(as_engine_request(Arrival(recorded=waiting.pop(0)[1])))
+                engine.scheduler.submit(as_engine_request(waiting.pop(0)[1]))
             engine.step()
         assert report.decision_tip == engine.log.tip
         assert report.num_steps == engine.scheduler.num_steps

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import attrs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.recording_router import RecordingRouter
 
 from scheduler_components import ConfigError
 from scheduler_components.events import AllBlocksCleared, BlockRemoved, BlockStored, medium_group
 from scheduler_components.kv_events import BatchDecoder
-from scheduler_components.values import LoadSnapshot
 from scheduler_engine.simulation import (
     LeastLoaded,
     Outage,
@@ -22,7 +21,6 @@ from scheduler_engine.simulation import (
     RoundRobin,
     Router,
     Scaling,
-    SimulatedRequest,
     Simulation,
     SimulationConfig,
     SimulationReport,
@@ -40,46 +38,15 @@ def recorded(index: int, arrival_s: float, prompt: int = 40, output: int = 20, p
 
 
 @dataclass(slots=True, kw_only=True)
-class ObservingRouter:
-    """Passes every call on to another router, and checks what it sees.
+class ObservingRouter(RecordingRouter):
+    """Records also what the events of each replica say that it holds, by tier."""
 
-    Attributes:
-        inner: decides.
-        up: replicas that serve, as the simulation says.
-        blocks: what each replica's events say that it holds, by tier.
-        event_times_s: when events came.
-        routed: replica of each request, in order.
-        loads: load reports, in order.
-    """
-
-    inner: Router
-    up: set[int] = field(default_factory=set)
     blocks: dict[int, dict[object, set[object]]] = field(default_factory=dict)
-    event_times_s: list[float] = field(default_factory=list)
-    routed: list[tuple[float, str, int | None]] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    loads: list[LoadSnapshot] = field(default_factory=list)
-    last_s: float = 0.0
-
-    wants_events: ClassVar[bool] = True
-    wants_load: ClassVar[bool] = True
-
-    def at(self, now_s: float) -> None:
-        assert now_s >= self.last_s, "time goes back"
-        self.last_s = now_s
-
-    def route(self, request: SimulatedRequest, now_s: float) -> int | None:
-        self.at(now_s)
-        replica = self.inner.route(request, now_s)
-        assert replica is None or replica in self.up
-        self.routed.append((now_s, request.rid, replica))
-        return replica
 
     def on_events(self, replica: int, payload: bytes, now_s: float) -> None:
-        self.at(now_s)
+        RecordingRouter.on_events(self, replica, payload, now_s)
         batch = BatchDecoder().decode(payload)
         assert now_s >= batch.ts, "an event came before it happened"
-        self.event_times_s.append(now_s - batch.ts)
         held = self.blocks[replica]
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
@@ -88,31 +55,16 @@ class ObservingRouter:
             assert isinstance(event, BlockStored | BlockRemoved)
             blocks = held.setdefault(medium_group(event.medium), set())
             (blocks.update if isinstance(event, BlockStored) else blocks.difference_update)(event.block_hashes)
-        self.inner.on_events(replica, payload, now_s)
-
-    def on_load_report(self, replica: int, load: LoadSnapshot, now_s: float) -> None:
-        self.at(now_s)
-        assert now_s >= load.timestamp
-        self.loads.append(load)
-        self.inner.on_load_report(replica, load, now_s)
-
-    def on_finished(self, replica: int, request: SimulatedRequest, now_s: float) -> None:
-        self.at(now_s)
-        assert request.finished_ns == round(now_s * 1e9)
-        self.ended.append(request.rid)
-        self.inner.on_finished(replica, request, now_s)
 
     def on_replica_up(self, replica: int, now_s: float) -> None:
-        self.at(now_s)
-        assert replica not in self.up
-        self.up.add(replica)
+        RecordingRouter.on_replica_up(self, replica, now_s)
         self.blocks[replica] = {}
-        self.inner.on_replica_up(replica, now_s)
 
-    def on_replica_down(self, replica: int, now_s: float) -> None:
-        self.at(now_s)
-        self.up.remove(replica)
-        self.inner.on_replica_down(replica, now_s)
+    @property
+    def history(self) -> tuple[object, ...]:
+        """All that it saw."""
+        routed = [(replica, time_ns, request.rid) for replica, time_ns, request in self.routed]
+        return routed, self.reports, self.event_times, self.finished, self.changes, self.blocks
 
 
 def simulate(
@@ -136,34 +88,6 @@ def test_requests_are_served_on_all_replicas() -> None:
     assert report.timeline[0].time_s == 0.0
 
 
-def test_a_request_that_no_pool_can_hold_is_refused() -> None:
-    config = SimulationConfig(replica=SMALL, num_replicas=1)
-    _, report = simulate(config, [recorded(0, 0.0, prompt=250, output=8), recorded(1, 0.0)], RoundRobin())
-    assert (report.num_refused, report.num_finished) == (1, 1)
-
-
-def test_an_event_arrives_after_its_lag() -> None:
-    config = SimulationConfig(replica=SMALL, num_replicas=2, event_lag_s=0.25)
-    router = ObservingRouter(inner=RoundRobin())
-    simulate(config, [recorded(index, 0.1 * index, prefix=index) for index in range(4)], router)
-    assert router.event_times_s
-    assert all(lag_s == pytest.approx(0.25) for lag_s in router.event_times_s)
-
-
-def test_requests_of_a_failed_replica_continue_on_another_with_their_tokens() -> None:
-    arrivals = [recorded(index, 0.0, output=40, prefix=index) for index in range(4)]
-    config = SimulationConfig(replica=SMALL, num_replicas=2, outages=(Outage(replica=1, at_s=0.1, detection_s=0.5),))
-    router = ObservingRouter(inner=RoundRobin())
-    _, report = simulate(config, arrivals, router)
-    assert (report.num_finished, report.num_migrations) == (4, 2)
-    assert [replica for _, rid, replica in router.routed if rid == "r1"] == [1, 0]
-    assert report.generated_tokens == 160, "tokens that the client has are not generated again"
-    assert report.e2e_s.max > 0.6, "the router learns of the failure 0.5 s later"
-    assert report.replicas[1].num_requests == 0
-    assert report.recomputed_tokens > 0
-    assert report.recomputed_by_cause == {"preemption": 0, "migration": report.recomputed_tokens}
-
-
 def test_positions_are_computed_again_after_a_preemption_or_a_failure() -> None:
     """Three requests need more pages than the pool has. If their replica fails before that, both happen."""
     replica = attrs.evolve(SMALL, kv_tokens=96, new_token_ratio=0.1)
@@ -179,54 +103,18 @@ def test_positions_are_computed_again_after_a_preemption_or_a_failure() -> None:
     assert sum(failed.recomputed_by_cause.values()) == failed.recomputed_tokens
 
 
-def test_a_replica_that_returns_is_empty_and_serves() -> None:
-    arrivals = [recorded(index, 0.3 * index) for index in range(8)]
-    outage = Outage(replica=0, at_s=0.5, down_s=0.5, detection_s=0.1)
-    router = ObservingRouter(inner=RoundRobin())
-    _, report = simulate(SimulationConfig(replica=SMALL, num_replicas=1, outages=(outage,)), arrivals, router)
-    assert report.num_finished == 8
-    assert [replica for at_s, _, replica in router.routed if 0.7 < at_s < 1.0] == [None]
-    assert min(point.num_replicas for point in report.timeline) <= 1
-
-
-def test_without_any_replica_requests_remain_unfinished() -> None:
-    outage = Outage(replica=0, at_s=0.0)
-    _, report = simulate(
-        SimulationConfig(replica=SMALL, num_replicas=1, outages=(outage,)), [recorded(0, 0.5)], RoundRobin()
-    )
-    assert (report.num_finished, report.num_unfinished) == (0, 1)
-
-
 def test_replicas_are_added_and_drained() -> None:
     arrivals = [recorded(index, 0.05 * index, prefix=index) for index in range(60)]
     scalings = (Scaling(at_s=1.0, num_replicas=3), Scaling(at_s=2.0, num_replicas=1))
-    router = ObservingRouter(inner=RoundRobin())
+    router = RecordingRouter(inner=RoundRobin())
     _, report = simulate(
         SimulationConfig(replica=SMALL, num_replicas=1, scalings=scalings, sample_s=0.5), arrivals, router
     )
     assert report.num_finished == 60
-    assert {replica for at_s, _, replica in router.routed if at_s < 1.0} == {0}
-    assert {replica for at_s, _, replica in router.routed if 1.0 < at_s < 2.0} == {0, 1, 2}
-    assert {replica for at_s, _, replica in router.routed if at_s > 2.0} == {0}
+    routed = [{replica for replica, at_ns, _ in router.routed if at_ns // 10**9 == second} for second in range(3)]
+    assert routed == [{0}, {0, 1, 2}, {0}]
     num_replicas = {point.time_s: point.num_replicas for point in report.timeline}
     assert [num_replicas[at_s] for at_s in (0.5, 1.5, 2.5)] == [1, 3, 1]
-
-
-def test_a_router_that_names_no_serving_replica_is_an_error() -> None:
-    class Wrong(RoundRobin):
-        def route(self, request: SimulatedRequest, now_s: float) -> int | None:
-            return 7
-
-    simulation = Simulation(config=SimulationConfig(replica=SMALL), router=Wrong(), arrivals=[recorded(0, 0.0)])
-    with pytest.raises(ConfigError, match=r"router=7: is no replica that serves"):
-        list(simulation.run())
-
-
-def test_an_outage_of_a_replica_that_never_exists_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"outage=5: is not one of 5 replicas"):
-        SimulationConfig(
-            num_replicas=3, scalings=(Scaling(at_s=1, num_replicas=5),), outages=(Outage(replica=5, at_s=1),)
-        )
 
 
 def test_the_report_has_the_queue_of_each_replica() -> None:
@@ -265,17 +153,17 @@ def test_the_report_has_tenants_and_deadlines() -> None:
 def test_a_policy_reads_the_hints_of_the_trace() -> None:
     arrivals = [attrs.evolve(recorded(index, 0.0, prefix=index), priority=index) for index in range(8)]
     config = SimulationConfig(replica=attrs.evolve(SMALL, max_running_requests=1, schedule_policy="priority"))
-    router = ObservingRouter(inner=RoundRobin())
+    router = RecordingRouter(inner=RoundRobin())
     simulate(attrs.evolve(config, num_replicas=1), arrivals, router)
-    assert router.ended == [f"r{index}" for index in (7, 6, 5, 4, 3, 2, 1, 0)]
+    assert [rid for _, _, rid in router.finished] == [f"r{index}" for index in (7, 6, 5, 4, 3, 2, 1, 0)]
 
 
 def test_load_reports_have_the_work_that_was_done() -> None:
     """The differences of two reports give the rates of prefill and decode, as those of an engine do."""
-    router = ObservingRouter(inner=LeastLoaded())
+    router = RecordingRouter(inner=LeastLoaded())
     config = SimulationConfig(replica=SMALL, num_replicas=1, load_interval_s=0.01)
     _, report = simulate(config, [recorded(index, 0.2 * index, output=50, prefix=index) for index in range(4)], router)
-    last = router.loads[-1]
+    last = router.reports[-1][2]
     moments = last.decode_moments
     assert moments is not None
     assert last.total_prefill_uncached_tokens == report.replicas[0].prefill_tokens == 160
@@ -283,7 +171,7 @@ def test_load_reports_have_the_work_that_was_done() -> None:
     assert last.total_prefill_busy_us + moments.time_us == pytest.approx(
         report.replicas[0].busy_share * report.duration_s * 1e6, abs=99
     )
-    assert any(load.gen_throughput > 0 for load in router.loads)
+    assert any(load.gen_throughput > 0 for _, _, load in router.reports)
 
 
 def test_least_loaded_does_not_herd_while_reports_are_old() -> None:
@@ -376,11 +264,11 @@ def test_every_history_is_deterministic_and_loses_no_request(
     slow_router = ObservingRouter(inner=make_router())
     _, slow = simulate(attrs.evolve(config, fast_forward=False), arrivals, slow_router)
     assert encode_report(report) == encode_report(slow)
-    assert router == slow_router, "the router sees the same"
+    assert router.history == slow_router.history, "the router sees the same"
 
     assert report.num_finished + report.num_refused + report.num_unfinished == len(arrivals)
     assert all(0 <= each.busy_share <= 1 for each in report.replicas)
-    assert len(set(router.ended)) == len(router.ended)
+    assert len({rid for _, _, rid in router.finished}) == len(router.finished)
     if router.up:
         assert report.num_unfinished == 0
     for place in simulation._places:  # what the events say is what the caches hold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import attrs
 import pytest
@@ -293,33 +294,49 @@ def test_the_router_learns_of_an_end_before_an_arrival_of_the_same_time() -> Non
     assert [(replica, time_ns // MS) for replica, time_ns, _ in run.router.routed] == [(0, 0), (0, 50)]
 
 
-@pytest.mark.parametrize("change", ["down", "drained"])
-def test_a_router_may_not_name_a_replica_that_does_not_serve(change: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outages": (Outage(replica=1, at_s=0.1, detection_s=0.0),)},
+        {"scalings": (Scaling(at_s=0.1, num_replicas=1),)},
+        {"num_replicas": 1},
+    ],
+)
+def test_a_router_may_not_name_a_replica_that_does_not_serve(change: dict[str, object]) -> None:
     class Stubborn(RoundRobin):
         def route(self, request: SimulatedRequest, now_s: float) -> int | None:
             return 1
 
-    config = (
-        attrs.evolve(TWO, outages=(Outage(replica=1, at_s=0.1, detection_s=0.0),))
-        if change == "down"
-        else attrs.evolve(TWO, scalings=(Scaling(at_s=0.1, num_replicas=1),))
-    )
     with pytest.raises(ConfigError, match=r"router=1: is no replica that serves"):
-        simulate(config, [recorded(0, 0.0), recorded(1, 0.2)], Stubborn())
+        simulate(attrs.evolve(TWO, **change), [recorded(0, 0.0), recorded(1, 0.2)], Stubborn())
 
 
-@pytest.mark.parametrize("at_s", [0.5, 1.0])
-def test_a_replica_that_does_not_run_yet_cannot_fail(at_s: float) -> None:
-    scaling = Scaling(at_s=1.0, num_replicas=3)
-    with pytest.raises(ConfigError, match=rf"outage=2: fails at {at_s:g} s, and the replica starts at 1 s"):
-        attrs.evolve(TWO, scalings=(scaling,), outages=(Outage(replica=2, at_s=at_s),))
-    late = attrs.evolve(TWO, scalings=(scaling,), outages=(Outage(replica=2, at_s=1.01), Outage(replica=0, at_s=0.0)))
-    assert simulate(late, [recorded(0, 2.0)]).report.num_finished == 1
+@pytest.mark.parametrize(
+    ("outages", "problem"),
+    [
+        ([(2, 0.5)], "outage=2: fails at 0.5 s, and the replica starts at 1 s"),
+        ([(2, 1.0)], "outage=2: fails at 1 s, and the replica starts at 1 s"),
+        ([(5, 1.0)], "outage=5: is not one of 3 replicas"),
+        ([(0, 1.0), (0, 9.0, 1.0)], "outage=0: fails at 9 s, and is away then"),
+        ([(0, 1.0, 2.0), (0, 2.0, 9.0)], "outage=0: fails at 2 s, and is away then"),
+        ([(0, 3.0), (0, 1.0, 2.0)], "outage=0: fails at 3 s, and is away then"),
+        ([(0, 1.0, 2.0), (0, 1.0, 2.0)], "outage=0: fails at 1 s, and is away then"),
+    ],
+)
+def test_a_replica_that_does_not_run_cannot_fail(outages: list[tuple[int, ...]], problem: str) -> None:
+    config = attrs.evolve(TWO, scalings=(Scaling(at_s=1.0, num_replicas=3),))
+    made = [
+        Outage(replica=replica, at_s=at_s, down_s=down_s[0] if down_s else None) for replica, at_s, *down_s in outages
+    ]
+    for order in (made, made[::-1]):
+        with pytest.raises(ConfigError, match=problem):
+            attrs.evolve(config, outages=tuple(order))
 
 
-def test_points_of_the_timeline_have_a_distance() -> None:
-    with pytest.raises(ConfigError, match="sample_s=1e-10: is below a nanosecond"):
-        SimulationConfig(sample_s=1e-10)
+def test_replicas_may_fail_while_they_run() -> None:
+    outages = (Outage(replica=2, at_s=1.01), Outage(replica=0, at_s=0.0, down_s=2.0), Outage(replica=0, at_s=2.01))
+    config = attrs.evolve(TWO, scalings=(Scaling(at_s=1.0, num_replicas=3),), outages=outages)
+    assert simulate(config, [recorded(0, 2.0)]).report.num_finished == 1
 
 
 def test_steps_that_begin_together_are_taken_by_index() -> None:
@@ -403,22 +420,6 @@ def test_a_request_without_pages_loses_none_with_its_replica() -> None:
     assert run.report.replicas[0].peak_running == 2, "one before the failure, both for a while after it"
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (Outage(replica=0, at_s=1.0), Outage(replica=0, at_s=9.0, down_s=1.0)),
-        (Outage(replica=0, at_s=1.0, down_s=2.0), Outage(replica=0, at_s=2.0, down_s=9.0)),
-        (Outage(replica=0, at_s=1.0, down_s=2.0), Outage(replica=0, at_s=3.0)),
-        (Outage(replica=0, at_s=1.0, down_s=2.0), Outage(replica=0, at_s=1.0, down_s=2.0)),
-    ],
-)
-def test_a_replica_that_is_away_cannot_fail(first: Outage, second: Outage) -> None:
-    for outages in ((first, second), (second, first)):
-        with pytest.raises(ConfigError, match=r"outage=0: fails at \d s, and is away then"):
-            attrs.evolve(ONE, outages=outages)
-    attrs.evolve(TWO, outages=(first, attrs.evolve(second, replica=1)))
-
-
 def test_a_long_timeline_has_a_greater_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_engine.simulation.simulation._MAX_POINTS", 4)
     config = attrs.evolve(ONE, sample_s=1.0, scalings=(Scaling(at_s=9.5, num_replicas=2),))
@@ -438,36 +439,24 @@ def test_the_timeline_of_a_year_has_a_bound() -> None:
 
 
 _LARGE = ReplicaConfig(page_size=16, kv_tokens=2**20)
-
-
-@pytest.mark.parametrize(
-    ("make", "num_replicas", "num_pages"),
-    [
-        (lambda: SimulationConfig(num_replicas=5000, replica=_LARGE), 5000, 5000 * 2**16),
-        (lambda: SimulationConfig(scalings=(Scaling(at_s=1, num_replicas=5000),), replica=_LARGE), 5000, 5000 * 2**16),
-        (
-            lambda: SimulationConfig(
-                num_replicas=3000, replica=attrs.evolve(_LARGE, tiers=TierConfig(host_tokens=2**20))
-            ),
-            3000,
-            3000 * 2**17,
-        ),
-    ],
-)
-def test_the_pages_of_all_replicas_fit_into_memory(
-    make: Callable[[], object], num_replicas: int, num_pages: int
-) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"num_replicas={num_replicas}: have {num_pages:,} pages together, more than 268,435,456; give",
-    ):
-        make()
-    SimulationConfig(num_replicas=4096, replica=_LARGE)
+_TIERED = attrs.evolve(_LARGE, tiers=TierConfig(host_tokens=2**20))
 
 
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
+        *[
+            (
+                partial(SimulationConfig, **settings),
+                f"num_replicas={num}: have {pages:,} pages together, more than 268,435,456; give",
+            )
+            for settings, num, pages in (
+                ({"num_replicas": 5000, "replica": _LARGE}, 5000, 5000 * 2**16),
+                ({"scalings": (Scaling(at_s=1, num_replicas=5000),), "replica": _LARGE}, 5000, 5000 * 2**16),
+                ({"num_replicas": 3000, "replica": _TIERED}, 3000, 3000 * 2**17),
+            )
+        ],
+        (lambda: SimulationConfig(sample_s=1e-10), "sample_s=1e-10: is below a nanosecond"),
         (lambda: ReplicaConfig(kv_tokens=2**31), "kv_tokens=2147483648: is not a size"),
         (
             lambda: ReplicaConfig(kv_tokens=2**31 - 1, page_size=1),
@@ -487,6 +476,7 @@ def test_the_pages_of_all_replicas_fit_into_memory(
 def test_impossible_sizes_and_times_are_refused(make: Callable[[], object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         make()
+    SimulationConfig(num_replicas=4096, replica=_LARGE)
 
 
 def test_a_step_of_centuries_is_refused() -> None:

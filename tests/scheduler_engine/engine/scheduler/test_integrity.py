@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -85,13 +85,17 @@ def test_a_slow_device_has_a_longer_stall_timeout() -> None:
     assert IntegrityConfig(stall_after_s=0).stall_timeout_s(speed=0.5) == 0
 
 
-@pytest.mark.parametrize("wrong", [{"stall_after_s": -1.0}, {"owners_one_in": -1}, {"owners_one_in": 1.5}])
-def test_an_invalid_value_is_refused_by_name(wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        (IntegrityConfig, {"stall_after_s": -1.0}),
+        (IntegrityConfig, {"owners_one_in": -1}),
+        (IntegrityConfig, {"owners_one_in": 1.5}),
+        (CheckPolicy, {"action": "kill"}),
+        (CheckPolicy, {"count_every_steps": 0}),
+        (CheckPolicy, {"full_check_every_steps": 0}),
+    ],
+)
+def test_an_invalid_value_is_refused_by_name(settings: Callable[..., object], wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        IntegrityConfig(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("wrong", [{"action": "kill"}, {"count_every_steps": 0}, {"full_check_every_steps": 0}])
-def test_an_invalid_policy_is_refused_by_name(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        CheckPolicy(**wrong)  # type: ignore[arg-type]
+        settings(**wrong)

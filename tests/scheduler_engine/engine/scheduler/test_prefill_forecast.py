@@ -47,9 +47,3 @@ def test_a_model_shortens_the_later_chunks_of_a_prompt_and_every_token_is_comput
     assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
     assert chunks[0] == 256 and chunks[-2] < 128
     assert min(chunks[:-1]) >= 256 // 4
-
-
-def test_without_a_model_chunks_have_their_configured_length(make_bench: Callable) -> None:
-    bench = make_bench(kv_tokens=4096, chunk_tokens=256, max_prefill_tokens=256)
-    bench.submit("long", range(1000))
-    assert [result.num_prefill_tokens for result in bench.drain()] == [256, 256, 256, 232]

@@ -39,14 +39,6 @@ def test_a_refused_request_costs_nothing_else(
     assert first.output_ids == bench.foretold(first)
 
 
-def test_the_longest_request_that_the_pool_holds_is_served(make_bench: Callable) -> None:
-    bench = make_bench()
-    request = bench.submit("r", range(60), 5)
-    bench.drain()
-    assert request.output_ids == bench.foretold(request)
-    assert request.num_retractions == 0
-
-
 def test_a_request_object_is_served_once_and_its_id_may_come_again(make_bench: Callable) -> None:
     bench = make_bench()
     request = bench.submit("r", range(5))
@@ -68,15 +60,6 @@ def test_a_second_prompt_computes_only_what_the_first_did_not(make_bench: Callab
     assert result.num_prefill_tokens == 4
     assert bench.outputs.deltas[-1].output.num_cached_tokens == 16
     assert bench.scheduler.request_metrics.stats().cached_tokens_total == 16
-
-
-def test_an_equal_prompt_computes_at_least_one_page(make_bench: Callable) -> None:
-    bench = make_bench()
-    for rid in ("one", "two"):
-        bench.submit(rid, range(8))
-        results = bench.drain()
-    assert results[0].num_prefill_tokens == 4
-    assert bench.outputs.deltas[-1].output.num_cached_tokens == 4
 
 
 def test_prefills_and_decodes_share_a_batch_within_the_prefill_budget(make_bench: Callable) -> None:
@@ -102,17 +85,6 @@ def test_the_reserve_for_output_shrinks_without_retractions(make_bench: Callable
     bench.submit("b", range(100, 104), 30)
     admitted_at = [result.step for result in bench.drain() if result.num_admitted]
     assert 10 < admitted_at[0] < 50
-
-
-def test_a_retracted_request_waits_with_its_cached_prefix(make_bench: Callable) -> None:
-    bench = make_bench(kv_tokens=32, new_token_ratio=0.0, min_new_token_ratio=0.0)
-    bench.submit("early", range(8), 20)
-    bench.submit("late", range(50, 58), 20)
-    while not bench.scheduler.step().num_retracted:
-        assert bench.scheduler.has_work
-    load = bench.scheduler.load.get_loads()
-    assert load.num_pending_tokens > 8
-    assert load.num_waiting_uncached_tokens <= 4
 
 
 def test_the_latest_arrival_is_retracted_and_loses_no_token(make_bench: Callable) -> None:
