@@ -1,4 +1,4 @@
-"""Test that all packages keep the rules of the kit, and that each accepted exception has a reason and is still needed."""
+"""All packages keep the rules of the kit, and each accepted exception has a reason and is still needed."""
 
 from __future__ import annotations
 
