@@ -11,8 +11,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.dynamo_selector import DynamoSelector, has_dynamo_selector, open_dynamo_selector
 from benchmarks.measure import Goal, Measurement, Scale
+from benchmarks.studies.dynamo_selector import DynamoSelector, has_dynamo_selector, open_dynamo_selector
 from observability.routing import HashedPrompt, KvRouter
 from scheduler_components import BlockStored
 from scheduler_components.cache import hash_pages

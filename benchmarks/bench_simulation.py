@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.dynamo_replay import (
+from benchmarks.measure import Goal, Measurement, Scale
+from benchmarks.simulation_process import measure_simulation
+from benchmarks.studies.dynamo_replay import (
     engine_args,
     has_dynamo_replay,
     replay_in_dynamo,
@@ -21,8 +23,6 @@ from benchmarks.dynamo_replay import (
     serve_in_kit,
     write_arrivals,
 )
-from benchmarks.measure import Goal, Measurement, Scale
-from benchmarks.simulation_process import measure_simulation
 from scheduler_engine.cli.simulate_trace_command import ROUTERS
 from scheduler_engine.simulation import (
     ConversationWorkload,

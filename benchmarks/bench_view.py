@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.dynamo_tree import DynamoTree, has_dynamo
 from benchmarks.measure import Goal, Measurement, Samples, Scale, measure_interleaved
+from benchmarks.studies.dynamo_tree import DynamoTree, has_dynamo
 from observability.kv_stream import BlockView
 from scheduler_components import BlockRemoved, BlockStored
 

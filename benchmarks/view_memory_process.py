@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.dynamo_tree import DynamoTree
+from benchmarks.studies.dynamo_tree import DynamoTree
 from observability.kv_stream import BlockView
 from scheduler_components import BlockStored
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.dynamo_replay import (
+from benchmarks.studies.dynamo_replay import (
     KIT_ROUTERS,
     RULES,
     Row,
@@ -115,7 +115,7 @@ def rows_of(names: Sequence[str]) -> list[Row]:
 
 
 def test_a_cell_shows_the_range_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.dynamo_replay.COLUMNS", {"hit_rate": ("hit rate", 100.0, "%")})
+    monkeypatch.setattr("benchmarks.studies.dynamo_replay.COLUMNS", {"hit_rate": ("hit rate", 100.0, "%")})
     lines = as_table(rows_of(KIT_ROUTERS)).splitlines()
     assert lines[0] == "| router | lag | pool | hit rate (%) | run (s) |"
     assert lines[2] == "| Dynamo's rules | 0 ms | 1,048,576 | 10.000 to 20.000 | 1.500 |"

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.hicache_hit_rate import Found, Sizes, as_table, find_in_device, find_in_tiers, unbounded_tokens
+from benchmarks.studies.hicache_hit_rate import Found, Sizes, as_table, find_in_device, find_in_tiers, unbounded_tokens
 from scheduler_engine.device.workload import TRACE_BLOCK_TOKENS, TraceRequest
 
 DEVICE_TOKENS = 8 * TRACE_BLOCK_TOKENS

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from kit.documents import ROOT
 
-from benchmarks.dynamo_replay import write_arrivals
-from benchmarks.policy_study import __main__ as command
-from benchmarks.policy_study.cases import FACTORS, STANDARD, Case, make_cases
-from benchmarks.policy_study.findings import Finding
-from benchmarks.policy_study.page import BLOCKS, broken_findings, with_blocks
-from benchmarks.policy_study.plots import PLOTS, digest_of, draw
-from benchmarks.policy_study.serving import FIGURES, percentile
-from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
-from benchmarks.policy_study.workloads import continued, describe, make_workload
+from benchmarks.studies.dynamo_replay import write_arrivals
+from benchmarks.studies.policies import __main__ as command
+from benchmarks.studies.policies.cases import FACTORS, STANDARD, Case, make_cases
+from benchmarks.studies.policies.findings import Finding
+from benchmarks.studies.policies.page import BLOCKS, broken_findings, with_blocks
+from benchmarks.studies.policies.plots import PLOTS, digest_of, draw
+from benchmarks.studies.policies.serving import FIGURES, percentile
+from benchmarks.studies.policies.study import Done, Study, decode_study, encode_study, run_study
+from benchmarks.studies.policies.workloads import continued, describe, make_workload
 from scheduler_components import ConfigError
 from scheduler_engine.simulation import ConversationWorkload, TraceRequest, generate_conversations
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dynamo_replay, simulation_process
+from benchmarks import simulation_process
+from benchmarks.studies import dynamo_replay
 
 MAINS = [dynamo_replay.main, simulation_process.main]
 

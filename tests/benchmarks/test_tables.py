@@ -26,13 +26,13 @@ def report() -> JsonReport:
     return read_json(as_json(measured))
 
 
-def test_each_section_is_a_table_with_every_row(report: JsonReport) -> None:
-    text = tables.results(report)
-    assert "| encode | 3 us | limit 1.5 (2.00x) | <= 1.5 x limit **missed** |" in text
-    assert "| decode | 2 us |  | <= 2.5 reached |" in text
-    assert "| apply | 1,500,000 blocks/s | Dynamo: not measured | <= 2 x Dynamo |" in text
-    assert "| bytes a block | 143 |  |  |" in text
-    assert text.index("#### codec") < text.index("#### view")
+def test_each_section_is_a_page_with_every_row(report: JsonReport) -> None:
+    pages = tables.section_pages(report)
+    assert list(pages) == ["codec", "view"]
+    assert "| encode | 3 us | limit 1.5 (2.00x) | <= 1.5 x limit **missed** |" in pages["codec"]
+    assert "| decode | 2 us |  | <= 2.5 reached |" in pages["codec"]
+    assert "| apply | 1,500,000 blocks/s | Dynamo: not measured | <= 2 x Dynamo |" in pages["view"]
+    assert "| bytes a block | 143 |  |  |" in pages["view"]
 
 
 def test_a_section_that_is_measured_again_replaces_its_rows_and_its_machine_only(report: JsonReport) -> None:
@@ -53,7 +53,8 @@ def test_a_missed_goal_without_a_reason_is_named(report: JsonReport, monkeypatch
     assert tables.unexplained(report) == ["codec: encode"]
     monkeypatch.setattr(tables, "REASONS", (("codec: enc", "Tuples."), ("view", "Others.")))
     assert tables.unexplained(report) == []
-    assert tables.missed_goals(report) == "- Tuples.\n    - codec: encode: 2.00x, goal <= 1.5 x limit"
+    assert "- Tuples.\n    - encode: 2.00x, goal <= 1.5 x limit\n" in tables.section_pages(report)["codec"]
+    assert tables.worst_misses(report.rows) == ["- codec, encode: 2.00x, goal <= 1.5 x limit. Tuples."]
 
 
 def test_a_slow_machine_changes_goals_in_times_and_rates_only() -> None:
@@ -68,9 +69,9 @@ def test_a_slow_machine_changes_goals_in_times_and_rates_only() -> None:
 
 
 def test_only_text_between_marks_is_replaced(report: JsonReport) -> None:
-    page = "above\n<!-- results -->\nold\n<!-- /results -->\nbelow\n"
-    assert tables.with_tables(page, report) == (
-        f"above\n<!-- results -->\n\n{tables.results(report)}\n\n<!-- /results -->\nbelow\n"
+    page = "above\n<!-- areas -->\nold\n<!-- /areas -->\nbelow\n"
+    assert tables.with_areas(page, report) == (
+        f"above\n<!-- areas -->\n\n{tables.areas(report)}\n\n<!-- /areas -->\nbelow\n"
     )
 
 
@@ -79,9 +80,17 @@ def kept() -> JsonReport:
     return read_json(tables.RESULTS.read_bytes())
 
 
-def test_the_page_shows_the_kept_run(kept: JsonReport) -> None:
+def test_the_pages_show_the_kept_run(kept: JsonReport) -> None:
     page = tables.PAGE.read_text()
-    assert tables.with_tables(page, kept) == page, "run `python -m benchmarks.tables`"
+    assert tables.with_areas(page, kept) == page, "run `python -m benchmarks.tables`"
+    pages = {path.stem: path.read_text() for path in tables.SECTION_PAGES.glob("*.md")}
+    assert pages == tables.section_pages(kept), "run `python -m benchmarks.tables`"
+
+
+def test_every_section_belongs_to_one_area_and_every_selected_row_exists(kept: JsonReport) -> None:
+    assert sorted(section for area in tables.AREAS for section in area.sections) == sorted(kept.machines)
+    for section, what in [row for area in tables.AREAS for row in area.rows]:
+        assert [row for row in kept.rows if row.section == section and row.what.startswith(what)], what
 
 
 def test_every_goal_that_the_kept_run_missed_has_its_reason(kept: JsonReport) -> None:

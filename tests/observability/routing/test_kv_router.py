@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.events import batch, removed_run, stored
 
-from benchmarks.dynamo_tree import DynamoTree, has_dynamo
+from benchmarks.studies.dynamo_tree import DynamoTree, has_dynamo
 from observability.routing import (
     Candidate,
     HashedPrompt,

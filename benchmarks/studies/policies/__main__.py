@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.measure import count_argument
-from benchmarks.policy_study.cases import FACTORS
-from benchmarks.policy_study.page import broken_findings, with_blocks
-from benchmarks.policy_study.plots import PLOTS, draw
-from benchmarks.policy_study.study import Done, Study, decode_study, encode_study, run_study
+from benchmarks.studies.policies.cases import FACTORS
+from benchmarks.studies.policies.page import broken_findings, with_blocks
+from benchmarks.studies.policies.plots import PLOTS, draw
+from benchmarks.studies.policies.study import Done, Study, decode_study, encode_study, run_study
 from scheduler_components import ConfigError
 from scheduler_components._internal.extras import require_modules
 from scheduler_components.errors import ComponentError
 from scheduler_engine.simulation import check_trace
 
-FOLDER = Path(__file__).parents[2] / "docs" / "explanation" / "policies"
+FOLDER = Path(__file__).parents[3] / "docs" / "explanation" / "policies"
 RESULTS = "results.json"
 NUM_REQUESTS = 1000
 
@@ -99,7 +99,7 @@ def _show_progress(done: Done) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.policies", description=__doc__)
     parser.add_argument(
         "trace", type=Path, nargs="?", help="a file of Mooncake's JSON lines; without it nothing is run"
     )

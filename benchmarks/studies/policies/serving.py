@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import attrs
 
-from benchmarks.policy_study.cases import Case, Setting
-from benchmarks.policy_study.workloads import continued
+from benchmarks.studies.policies.cases import Case, Setting
+from benchmarks.studies.policies.workloads import continued
 from observability.routing import KvRouter, RoutingCostModel, SpeculativeEntries
 from scheduler_components.hicache import HiCachePolicy
 from scheduler_components.scheduling.new_token_ratio_tracker import NewTokenRatioTracker, RunningRequest

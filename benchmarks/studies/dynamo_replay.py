@@ -1,8 +1,8 @@
 """Serve a trace in virtual time by this kit and by Dynamo's offline replay (ai-dynamo-runtime 1.6.1), side by side::
 
-    python -m benchmarks.dynamo_replay conversation_trace.jsonl
-    python -m benchmarks.dynamo_replay conversation_trace.jsonl kv --event-lag-ms 0 --event-lag-ms 1000
-    python -m benchmarks.dynamo_replay conversation_trace.jsonl rules
+    python -m benchmarks.studies.dynamo_replay conversation_trace.jsonl
+    python -m benchmarks.studies.dynamo_replay conversation_trace.jsonl kv --event-lag-ms 0 --event-lag-ms 1000
+    python -m benchmarks.studies.dynamo_replay conversation_trace.jsonl rules
 
 Both get the same arrivals, rounded to milliseconds, the same pool and the same cost: that of Dynamo's mocker, which
 ``MockerCost`` computes from what the kit's scheduler has batched. Both are first come first served, count decodes in
@@ -27,8 +27,8 @@ from typing import Any
 import attrs
 import msgspec
 
-from benchmarks.dynamo_rules import DynamoRules
 from benchmarks.measure import count_argument
+from benchmarks.studies.dynamo_rules import DynamoRules
 from observability.routing import KvRouter, SpeculativeEntries
 from scheduler_components.errors import ComponentError, ConfigError
 from scheduler_components.values import BatchShape, ScheduledBatch

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
-from benchmarks.policy_study.findings import REPORTED_TAX
-from benchmarks.policy_study.study import RunResult, Study, encode_study
+from benchmarks.studies.policies.findings import REPORTED_TAX
+from benchmarks.studies.policies.study import RunResult, Study, encode_study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

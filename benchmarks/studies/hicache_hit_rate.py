@@ -1,4 +1,4 @@
-"""Measure the hit rate of a host tier on a trace: ``python -m benchmarks.hicache_hit_rate TRACE [--limit N]``.
+"""Measure the hit rate of a host tier on a trace: ``python -m benchmarks.studies.hicache_hit_rate TRACE [--limit N]``.
 
 One rank, no engine and no clock. Each request in turn matches its prefix, loads its pages back from the host, is
 computed in no time and cached. The table depends only on the trace and the sizes and is equal on every machine. An
@@ -190,7 +190,7 @@ def _measure(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hicache_hit_rate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.hicache_hit_rate", description=__doc__)
     parser.add_argument("trace", type=Path, help="a file of Mooncake's JSON lines")
     parser.add_argument("--limit", type=int, help="only the first requests of the trace")
     parser.add_argument("--device-tokens", type=int, default=262_144, help="size of the device's pool (262144)")

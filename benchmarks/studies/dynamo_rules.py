@@ -1,8 +1,8 @@
 """The rules of Dynamo's KV router (``ai-dynamo-runtime`` 1.6.1) as a router of this kit's simulation.
 
-``benchmarks.dynamo_replay`` runs Dynamo's own router in Dynamo's replay, these rules in the simulation, and the kit's
-``KvRouter`` in the simulation. If the first two agree, the simulations agree, and what is left between the first and
-the third are the rules. Each rule below can be switched off, or be replaced by ``KvRouter``'s.
+``benchmarks.studies.dynamo_replay`` runs Dynamo's own router in Dynamo's replay, these rules in the simulation, and
+the kit's ``KvRouter`` in the simulation. If the first two agree, the simulations agree, and what is left between the
+first and the third are the rules. Each rule below can be switched off, or be replaced by ``KvRouter``'s.
 
 The rules, as ``lib/kv-router`` of the public repository has them (``scheduling/selector``, ``sequences``):
 

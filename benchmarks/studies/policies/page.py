@@ -9,8 +9,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from benchmarks.policy_study.findings import FINDINGS, Finding
-from benchmarks.policy_study.study import RunResult, Study
+from benchmarks.studies.policies.findings import FINDINGS, Finding
+from benchmarks.studies.policies.study import RunResult, Study
 
 __all__ = ["BLOCKS", "broken_findings", "with_blocks"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from benchmarks.policy_study.study import Study
+from benchmarks.studies.policies.study import Study
 
 __all__ = ["FINDINGS", "Finding"]
 

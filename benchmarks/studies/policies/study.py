@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.policy_study.cases import STANDARD, Case, Setting, make_cases
-from benchmarks.policy_study.serving import run_case
-from benchmarks.policy_study.workloads import WorkloadFacts, describe, make_workload
+from benchmarks.studies.policies.cases import STANDARD, Case, Setting, make_cases
+from benchmarks.studies.policies.serving import run_case
+from benchmarks.studies.policies.workloads import WorkloadFacts, describe, make_workload
 from scheduler_components.errors import ConfigError
 from scheduler_engine.simulation import TraceRequest
 
