@@ -16,6 +16,7 @@ import pytest
 from kit.agreed_queue_replica import Call, Fact, QueueReplica, Turn
 from kit.quiescable_replica import GOOD, RANKS, Given, OwnFacts, QuiescableReplica
 from kit.rank_grid import Hops, on_threads
+from kit.variants import instead_of, variants
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import ParallelGroups
@@ -74,11 +75,19 @@ class LocalFact:
     @classmethod
     def decide(cls, own: Any, local: Any) -> Any:
         """Return ``local`` on the broken rank. Note the step if it differs from the rank's own decision."""
-        if cls.step < cls.since_step:
+        if not cls.is_due():
             return own
         if local != own:
-            cls.fired.append(cls.step)
+            cls.fire()
         return local
+
+    @classmethod
+    def is_due(cls) -> bool:
+        return cls.step >= cls.since_step
+
+    @classmethod
+    def fire(cls) -> None:
+        cls.fired.append(cls.step)
 
 
 @pytest.fixture(autouse=True)
@@ -92,95 +101,8 @@ def _no_local_fact() -> Iterator[None]:
 # --- batcher and cache, in the reference scheduler ---
 
 
-class OrdersByHash(Batcher[Any]):
-    """Admits in the order of a set."""
-
-    __slots__ = ()
-
-    def _order(self) -> Any:
-        order = list(super()._order())
-        yield from LocalFact.decide(order, order[::-1])
-
-
-class PreemptsByMemory(Batcher[Any]):
-    """Preempts the request that its own memory suggests."""
-
-    __slots__ = ()
-
-    def _select_victim(self) -> Any:
-        victim = super()._select_victim()
-        running = self.queues.running
-        return LocalFact.decide(victim, running[1] if len(running) > 1 else victim)
-
-
-class AdmitsByItsClock(Batcher[Any]):
-    """Finds no time left in this step."""
-
-    __slots__ = ()
-
-    def _admit_waiting(self, chunks: Any) -> Any:
-        if LocalFact.step >= LocalFact.since_step and self.queues.waiting:
-            before = len(chunks)
-            admitted = super()._admit_waiting(chunks)
-            if admitted:
-                LocalFact.fired.append(LocalFact.step)
-                for chunk in chunks[before:]:
-                    self._retract(chunk.request)
-                del chunks[before:]
-            return 0
-        return super()._admit_waiting(chunks)
-
-
-class ChunksByLatency(Batcher[Any]):
-    """Shortens chunks because its last step was slow."""
-
-    __slots__ = ()
-
-    def _next_chunk_tokens(self, request: Any, num_tokens_left: int, budget_tokens: int) -> int:
-        tokens = super()._next_chunk_tokens(request, num_tokens_left, budget_tokens)
-        return int(LocalFact.decide(tokens, max(1, tokens - 1) if tokens else 0))
-
-
-class SkipsADecode(Batcher[Any]):
-    """Leaves out a request whose output is not sent yet."""
-
-    __slots__ = ()
-
-    def _continue_running(self, chunks: Any, requests: Any) -> Any:
-        return super()._continue_running(chunks, LocalFact.decide(list(requests), list(requests)[:-1]))
-
-
-class TimesOutByItsClock(Batcher[Any]):
-    """Takes a request out of the batch, because it is late by its own clock."""
-
-    __slots__ = ()
-
-    def next_batch(self) -> Any:
-        if LocalFact.step >= LocalFact.since_step and self.queues.running and not LocalFact.fired:
-            LocalFact.fired.append(LocalFact.step)
-            self._retract(self.queues.running[-1])
-        return super().next_batch()
-
-
-class MatchesByAge(RequestKvCache[Any]):
-    """Does not use a prefix that is older than its clock allows."""
-
-    __slots__ = ()
-
-    def match(self, request: Any) -> None:
-        if LocalFact.step >= LocalFact.since_step and self.match_length(request):
-            LocalFact.fired.append(LocalFact.step)
-            cache, self.cache = self.cache, _Forgetful(cache=self.cache)
-            try:
-                super().match(request)
-            finally:
-                self.cache = cache
-            return
-        super().match(request)
-
-
 @dataclass
-class _Forgetful:
+class Forgetful:
     """A cache that matches nothing."""
 
     cache: RadixCache
@@ -192,57 +114,103 @@ class _Forgetful:
         self.cache.lock(node)
 
 
-class EvictsTheNewest(RadixCache):
-    """Evicts the leaf that its own clock says is the oldest."""
-
+class BrokenBatcher(Batcher):
     __slots__ = ()
 
-    def evict(self, num_pages: int) -> int:
-        if LocalFact.step >= LocalFact.since_step and num_pages > 0 and len(self.lru._nodes) > 1:
+    @instead_of("_order", {"match", "admit", "batch"})
+    def orders_by_hash(self):
+        """Admits in the order of a set."""
+        order = list(super()._order())
+        yield from LocalFact.decide(order, order[::-1])
+
+    @instead_of("_select_victim", {"preempt"})
+    def preempts_by_memory(self):
+        """Preempts the request that its own memory suggests."""
+        victim = super()._select_victim()
+        running = self.queues.running
+        return LocalFact.decide(victim, running[1] if len(running) > 1 else victim)
+
+    @instead_of("_admit_waiting", {"preempt"})
+    def admits_by_its_clock(self, chunks):
+        """Finds no time left in this step."""
+        if LocalFact.is_due() and self.queues.waiting:
+            before = len(chunks)
+            admitted = super()._admit_waiting(chunks)
+            if admitted:
+                LocalFact.fire()
+                for chunk in chunks[before:]:
+                    self._retract(chunk.request)
+                del chunks[before:]
+            return 0
+        return super()._admit_waiting(chunks)
+
+    @instead_of("_next_chunk_tokens", {"admit", "batch"})
+    def chunks_by_latency(self, request, num_tokens_left, budget_tokens):
+        """Shortens chunks because its last step was slow."""
+        tokens = super()._next_chunk_tokens(request, num_tokens_left, budget_tokens)
+        return int(LocalFact.decide(tokens, max(1, tokens - 1) if tokens else 0))
+
+    @instead_of("_continue_running", {"batch", "match", "preempt", "state"})
+    def skips_a_decode(self, chunks, requests):
+        """Leaves out a request whose output is not sent yet."""
+        return super()._continue_running(chunks, LocalFact.decide(list(requests), list(requests)[:-1]))
+
+    @instead_of("next_batch", {"preempt"})
+    def times_out_by_its_clock(self):
+        """Takes a request out of the batch, because it is late by its own clock."""
+        if LocalFact.is_due() and self.queues.running and (not LocalFact.fired):
+            LocalFact.fire()
+            self._retract(self.queues.running[-1])
+        return super().next_batch()
+
+
+class BrokenCache(RadixCache):
+    __slots__ = ()
+
+    @instead_of("evict", {"evict"})
+    def evicts_the_newest(self, num_pages):
+        """Evicts the leaf that its own clock says is the oldest."""
+        if LocalFact.is_due() and num_pages > 0 and (len(self.lru._nodes) > 1):
             leaves = [node for node in self.lru._nodes if not node.children]
             if leaves[-1] is not next(iter(self.lru._nodes)):
                 self.lru._nodes.move_to_end(leaves[-1], last=False)
-                LocalFact.fired.append(LocalFact.step)
+                LocalFact.fire()
         return super().evict(num_pages)
 
-
-class EvictsInTheBackground(RadixCache):
-    """Evicts a page when it has time."""
-
-    __slots__ = ()
-
-    def take_events(self) -> Any:
-        if LocalFact.step >= LocalFact.since_step and self.evictable_tokens:
-            LocalFact.fired.append(LocalFact.step)
+    @instead_of("take_events", {"evict"})
+    def evicts_in_the_background(self):
+        """Evicts a page when it has time."""
+        if LocalFact.is_due() and self.evictable_tokens:
+            LocalFact.fire()
             self.evict(1)
         return super().take_events()
 
-
-class DropsAPage(RadixCache):
-    """Does not cache what it has computed, because it is short of memory."""
-
-    __slots__ = ()
-
-    def insert(self, token_ids: Any, pages: Any, namespace: Any = None) -> PrefixMatch:
-        if LocalFact.step >= LocalFact.since_step and self.evictable_tokens:
-            LocalFact.fired.append(LocalFact.step)
+    @instead_of("insert", {"evict"})
+    def drops_a_page(self, token_ids, pages, namespace=None):
+        """Does not cache what it has computed, because it is short of memory."""
+        if LocalFact.is_due() and self.evictable_tokens:
+            LocalFact.fire()
             self.evict(1)
         return super().insert(token_ids, pages, namespace)
 
 
-SCHEDULER_VARIANTS: dict[type, set[str]] = {
-    OrdersByHash: {"match", "admit", "batch"},
-    PreemptsByMemory: {"preempt"},
-    AdmitsByItsClock: {"preempt"},
-    ChunksByLatency: {"admit", "batch"},
-    SkipsADecode: {"batch", "match", "preempt", "state"},
-    TimesOutByItsClock: {"preempt"},
-    MatchesByAge: {"match"},
-    EvictsTheNewest: {"evict"},
-    EvictsInTheBackground: {"evict"},
-    DropsAPage: {"evict"},
-}
-"""Variant -> the kinds of the first decision that differs, on any rank."""
+class BrokenKvCache(RequestKvCache):
+    __slots__ = ()
+
+    @instead_of("match", {"match"})
+    def matches_by_age(self, request):
+        """Does not use a prefix that is older than its clock allows."""
+        if LocalFact.is_due() and self.match_length(request):
+            LocalFact.fire()
+            cache, self.cache = self.cache, Forgetful(cache=self.cache)
+            super().match(request)
+            self.cache = cache
+        else:
+            super().match(request)
+
+
+SCHEDULER_VARIANTS = variants(BrokenBatcher, BrokenKvCache, BrokenCache)
+"""Variant -> its class, and the kinds of the first decision that differs, on any rank."""
 
 
 @dataclass
@@ -316,9 +284,9 @@ class Replica:
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("variant", SCHEDULER_VARIANTS)
-def test_a_local_decision_of_batcher_or_cache_is_named_at_its_first_step(variant: type) -> None:
-    num_found = 0
+@pytest.mark.parametrize("name", SCHEDULER_VARIANTS)
+def test_a_local_decision_of_batcher_or_cache_is_named_at_its_first_step(name: str) -> None:
+    (variant, expected_kinds), num_found = SCHEDULER_VARIANTS[name], 0
     for seed in range(12):
         LocalFact.since_step, LocalFact.step = 6 + seed, 0
         LocalFact.fired.clear()
@@ -335,7 +303,7 @@ def test_a_local_decision_of_batcher_or_cache_is_named_at_its_first_step(variant
         assert (report.step, report.found_at_step) == (LocalFact.fired[0], LocalFact.fired[0] + 1)
         assert report.culprits == (BROKEN_RANK,)
         kinds = {decision.kind for decision in report.decisions.values() if decision is not None}
-        assert kinds & SCHEDULER_VARIANTS[variant], kinds
+        assert kinds & expected_kinds, kinds
     assert num_found >= 3, "the workload does not exercise this decision"
 
 
@@ -582,7 +550,7 @@ def test_schedulers_stop_together_and_name_the_decision() -> None:
         device = SimulatedDevice(model=SimulatedModel(vocab_size=3), clock=lambda: 0.0, sleep=lambda _: None)
         scheduler = Scheduler.compose(config, parallel, device, groups=groups)
         if groups.rank == BROKEN_RANK:
-            scheduler.batcher.__class__ = TimesOutByItsClock
+            scheduler.batcher.__class__ = SCHEDULER_VARIANTS["times_out_by_its_clock"][0]
         for number in range(3):
             scheduler.submit(Request(f"r{number}", [0] * 9, SamplingLimits(max_new_tokens=20)))
         with pytest.raises(DecisionDivergenceError) as raised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from scheduler_components import ParallelState
 from scheduler_components.ports import KvEventSink, OutputSink
@@ -79,3 +80,15 @@ class ReferenceScheduler(DrivenScheduler):
             self.model.forward(chunk.request.token_ids[: chunk.end], chunk.request.pages, chunk.start)
             for chunk in batch.chunks
         )
+
+
+def with_part(path: str, broken: type, scheduler: type[ReferenceScheduler] = ReferenceScheduler) -> type:
+    """Return a scheduler of which one part, such as ``batcher.kv_cache``, is of a broken class."""
+
+    class WithBrokenPart(scheduler):  # type: ignore[valid-type, misc]
+        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
+            super().__init__(events, outputs)
+            part = attrgetter(path)(self.scheduler) if path else self.scheduler
+            part.__class__ = broken
+
+    return WithBrokenPart

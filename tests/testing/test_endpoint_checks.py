@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from kit.engine_stream_rules import (
@@ -16,6 +15,7 @@ from kit.engine_stream_rules import (
     offset_sglang_endpoint,
     offset_vllm_endpoint,
 )
+from kit.variants import found, instead_of, variants
 
 from observability.kv_stream import parse_addresses, parse_worker_url
 from scheduler_components import ConfigError, kv_events_server_info
@@ -157,81 +157,104 @@ def test_readers_of_others_dial_base_plus_rank() -> None:
 class Plan(KitPlan):
     """The right plan, with a step that a variant replaces."""
 
-    def stream(self, rank: TopologyRank) -> int | None:
+    def stream(self, rank):
         """Return the stream of a rank, None for a silent rank."""
         return rank.parallel.kv_stream_index if rank.parallel.owns_kv_stream else None
 
-    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
+    def bind(self, rank, bases):
         self.refuse(rank, bases)
         index = self.stream(rank)
         return {} if index is None else {kind: self.place(kind, base, index, rank) for kind, base in bases.items()}
 
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    def refuse(self, rank, bases):
         plan_of(bases, rank.parallel.kv_stream_count)
 
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    def place(self, kind, base, index, rank):
         return str(Endpoint.parse(base).offset(index))
 
 
 class Unchecked(Plan):
     """Adds the index to whatever port is there."""
 
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    def refuse(self, rank, bases):
         for base in bases.values():
             Endpoint.parse(base)
 
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    def place(self, kind, base, index, rank):
         endpoint = Endpoint.parse(base)
         if endpoint.port is None or endpoint.port == 0:
             return str(endpoint.offset(index))
         return f"{base.rpartition(':')[0]}:{endpoint.port + index}"
 
 
-class Wraps(Unchecked):
-    """Wraps ports as libzmq does."""
+class RefusesOnItsOwnRank(Unchecked):
+    """Checks only the ports of its own stream: the first replica starts before the last one fails."""
 
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        text = super().place(kind, base, index, rank)
-        at, _, port = text.rpartition(":")
-        return f"{at}:{int(port) % 65536}" if port.isdigit() and text.startswith("tcp") else text
+    def place(self, kind, base, index, rank):
+        return str(Endpoint.parse(base).offset(index))
 
 
-class OffByOne(Unchecked):
-    """Compares the end of a range with 65536 instead of 65535."""
+ALONE = checks.check_each_rank_plans_alone
+BAD = checks.check_bad_addresses_are_refused
+DIALED = checks.check_readers_dial_what_publishers_bind
+FORMS = checks.check_every_form_of_address_is_planned
+KINDS = checks.check_only_configured_kinds_are_bound
+LAST = checks.check_ports_beyond_the_last_are_refused
+OVERLAPS = checks.check_overlapping_ranges_are_refused
+OWN = checks.check_each_stream_has_its_own_addresses
+PLUS_RANK = checks.check_ports_are_base_plus_rank
+PORT_0 = checks.check_port_0_stays_0
 
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
-        for base in bases.values():
-            port = Endpoint.parse(base).port or 0
-            if port + rank.parallel.kv_stream_count - 1 > 65536:
-                raise ValueError(f"{base} ends behind the last port")
+
+def offset_by(chosen):
+    """Return how to place an address at a chosen offset instead of the stream's index."""
+    return lambda self, kind, base, index, rank: Plan.place(self, kind, base, chosen(index, rank), rank)
 
 
-class TooStrict(Plan):
-    """Refuses a range that ends at port 65535."""
+class BrokenPlan(Plan):
+    # Adds the index to whatever port is there.
+    unchecked = found(LAST)(Unchecked)
 
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @found(LAST)
+    class wraps(Unchecked):
+        """Wraps ports as libzmq does."""
+
+        def place(self, kind, base, index, rank):
+            text = super().place(kind, base, index, rank)
+            at, _, port = text.rpartition(":")
+            return f"{at}:{int(port) % 65536}" if port.isdigit() and text.startswith("tcp") else text
+
+    @found(LAST)
+    class off_by_one(Unchecked):
+        """Compares the end of a range with 65536 instead of 65535."""
+
+        def refuse(self, rank, bases):
+            for base in bases.values():
+                port = Endpoint.parse(base).port or 0
+                if port + rank.parallel.kv_stream_count - 1 > 65536:
+                    raise ValueError(f"{base} ends behind the last port")
+
+    @instead_of("refuse", LAST)
+    def too_strict(self, rank, bases):
+        """Refuses a range that ends at port 65535."""
         super().refuse(rank, bases)
         for base in bases.values():
             if (Endpoint.parse(base).port or 0) + rank.parallel.kv_stream_count > 65535:
                 raise ValueError(f"{base} ends behind the last port")
 
-
-class ComparesBases(Plan):
-    """Refuses equal base ports, but not ranges that overlap."""
-
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @instead_of("refuse", OVERLAPS)
+    def compares_bases(self, rank, bases):
+        """Refuses equal base ports, but not ranges that overlap."""
         for kind, base in bases.items():
             Endpoint.parse(base).offset(rank.parallel.kv_stream_count - 1)
             for other_kind, other in bases.items():
-                if kind < other_kind and base == other and Endpoint.parse(base).port != 0:
+                if kind < other_kind and base == other and (Endpoint.parse(base).port != 0):
                     raise ValueError(f"{kind} and {other_kind} are both {base}")
 
-
-class ComparesTexts(Plan):
-    """Refuses overlapping ranges of one host, but not of a wildcard and an address."""
-
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
-        hosts: dict[str, dict[str, str]] = {}
+    @instead_of("refuse", OVERLAPS)
+    def compares_texts(self, rank, bases):
+        """Refuses overlapping ranges of one host, but not of a wildcard and an address."""
+        hosts = {}
         for kind, base in bases.items():
             hosts.setdefault(Endpoint.parse(base).host, {})[kind] = base
         for group in hosts.values():
@@ -240,122 +263,85 @@ class ComparesTexts(Plan):
             else:
                 super().refuse(rank, {"events": "tcp://*:1"} | group)
 
-
-class ReplayAndLoadUnchecked(Plan):
-    """Compares each optional range with that of the events only."""
-
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @instead_of("refuse", OVERLAPS)
+    def replay_and_load_unchecked(self, rank, bases):
+        """Compares each optional range with that of the events only."""
         for kind in bases:
             super().refuse(rank, {"events": bases["events"], kind: bases[kind]})
 
-
-class RefusesOnOneNode(Plan):
-    """Refuses ranges next to each other."""
-
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @instead_of("refuse", OVERLAPS)
+    def refuses_on_one_node(self, rank, bases):
+        """Refuses ranges next to each other."""
         super().refuse(rank, bases)
         ports = sorted(port for base in bases.values() if (port := Endpoint.parse(base).port))
         if any(high - low <= rank.parallel.kv_stream_count for low, high in pairwise(ports)):
             raise ValueError(f"ports {ports} are too near")
 
+    # Offsets by the rank on its node.
+    local_offsets = found(
+        OWN, place=offset_by(lambda index, rank: index % max(1, rank.parallel.kv_stream_count // rank.num_nodes))
+    )
 
-class LocalOffsets(Plan):
-    """Offsets by the rank on its node."""
+    # Offsets by the rank within its stage.
+    offsets_by_tp_rank = found(PLUS_RANK, place=offset_by(lambda index, rank: rank.parallel.tp_rank if index else 0))
 
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        per_node = max(1, rank.parallel.kv_stream_count // rank.num_nodes)
-        return super().place(kind, base, index % per_node, rank)
+    offsets_by_device = found(PLUS_RANK, place=offset_by(lambda index, rank: rank.parallel.gpu_id))
 
+    offsets_by_dp_rank = found(OWN, place=offset_by(lambda index, rank: rank.parallel.dp_rank or 0))
 
-class OffsetsByTpRank(Plan):
-    """Offsets by the rank within its stage."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        return super().place(kind, base, rank.parallel.tp_rank if index else 0, rank)
-
-
-class OffsetsByDevice(Plan):
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        return super().place(kind, base, rank.parallel.gpu_id, rank)
-
-
-class OffsetsByDpRank(Plan):
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        return super().place(kind, base, rank.parallel.dp_rank or 0, rank)
-
-
-class ReplayAtTheBase(Plan):
-    """Every replica listens for replay requests at one address."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", OWN)
+    def replay_at_the_base(self, kind, base, index, rank):
+        """Every replica listens for replay requests at one address."""
         return base if kind == "replay" else super().place(kind, base, index, rank)
 
-
-class LoadOfEveryRank(Plan):
-    """Gates events, but not the load."""
-
-    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
+    @instead_of("bind", OWN)
+    def load_of_every_rank(self, rank, bases):
+        """Gates events, but not the load."""
         bound = super().bind(rank, bases)
         if "load" in bases and rank.parallel.pp_rank == 0:
             bound["load"] = self.place("load", bases["load"], rank.parallel.kv_stream_index, rank)
         return bound
 
-
-class LoadOfTheFirst(Plan):
-    """Only the first replica reports its load."""
-
-    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
+    @instead_of("bind", OWN)
+    def load_of_the_first(self, rank, bases):
+        """Only the first replica reports its load."""
         bound = super().bind(rank, bases)
         if rank.parallel.kv_stream_index:
             bound.pop("load", None)
         return bound
 
-
-class AlwaysReplays(Plan):
-    """Listens for replay requests without being asked to."""
-
-    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
+    @instead_of("bind", KINDS)
+    def always_replays(self, rank, bases):
+        """Listens for replay requests without being asked to."""
         bound = super().bind(rank, bases)
         if bound and "replay" not in bound:
             bound["replay"] = str(Endpoint.parse(bound["events"]).offset(50))
         return bound
 
+    # Gives each stream its own three neighbouring ports. Its readers still compute base + rank.
+    interleaves = found(DIALED, place=offset_by(lambda index, rank: 3 * index))
 
-class Interleaves(Plan):
-    """Gives each stream its own three neighbouring ports. Its readers still compute base + rank."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        return super().place(kind, base, 3 * index, rank)
-
-
-class SubstringPlan(Plan):
-    """Looks for words in an address."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", FORMS)
+    def substring_plan(self, kind, base, index, rank):
+        """Looks for words in an address."""
         if "inproc" in base or "ipc" in base:
             return f"{base}_dp{index}" if index else base
         return super().place(kind, base, index, rank)
 
-
-class SuffixesRankZero(Plan):
-    """Adds a suffix to the path of the first stream, too."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", DIALED)
+    def suffixes_rank_zero(self, kind, base, index, rank):
+        """Adds a suffix to the path of the first stream, too."""
         return super().place(kind, base, index, rank) if base.startswith("tcp") else f"{base}_dp{index}"
 
-
-class OnlyWildcards(Plan):
-    """Replaces the host of an address by a wildcard."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", FORMS)
+    def only_wildcards(self, kind, base, index, rank):
+        """Replaces the host of an address by a wildcard."""
         endpoint = Endpoint.parse(super().place(kind, base, index, rank))
         return str(endpoint.with_host("*")) if endpoint.transport == "tcp" else str(endpoint)
 
-
-class Ipv4Only(Plan):
-    """Takes an address apart at its first colon."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", FORMS)
+    def ipv4_only(self, kind, base, index, rank):
+        """Takes an address apart at its first colon."""
         if not base.startswith("tcp"):
             return super().place(kind, base, index, rank)
         match = re.fullmatch(r"tcp://([^:]*):(\d+)", base)
@@ -363,77 +349,65 @@ class Ipv4Only(Plan):
             raise ValueError(f"{base} is no address")
         return f"tcp://{match[1]}:{int(match[2]) + index if int(match[2]) else 0}"
 
-
-class LosesBrackets(Plan):
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", FORMS)
+    def loses_brackets(self, kind, base, index, rank):
         return super().place(kind, base, index, rank).replace("[", "").replace("]", "")
 
-
-class PortZeroPlusRank(Plan):
-    """Offsets port 0, as SGLang 0.5.23 does."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
+    @instead_of("place", PORT_0)
+    def port_zero_plus_rank(self, kind, base, index, rank):
+        """Offsets port 0, as SGLang 0.5.23 does."""
         if base.endswith(":0"):
             return f"{base[:-1]}{index}"
         return super().place(kind, base, index, rank)
 
-
-class RefusesPortZero(Plan):
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @instead_of("refuse", PORT_0)
+    def refuses_port_zero(self, rank, bases):
         super().refuse(rank, bases)
         for base in bases.values():
             if base.endswith(":0"):
                 raise ValueError(f"{base} has no port")
 
+    @found(ALONE)
+    class next_free_port(Plan):
+        """Gives out the next port of a list, in order of the calls."""
 
-class NextFreePort(Plan):
-    """Gives out the next port of a list, in order of the calls."""
+        def __init__(self):
+            self.number = 0
 
-    def __init__(self) -> None:
-        self.number = 0
+        def place(self, kind, base, index, rank):
+            endpoint = Endpoint.parse(base)
+            if not endpoint.port:
+                return super().place(kind, base, index, rank)
+            self.number += 1
+            return str(endpoint.offset(self.number % 50))
 
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        endpoint = Endpoint.parse(base)
-        if not endpoint.port:
-            return super().place(kind, base, index, rank)
-        self.number += 1
-        return str(endpoint.offset(self.number % 50))
-
-
-class RaisesKeyErrors(Plan):
-    """Refuses with whatever error comes up."""
-
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @instead_of("refuse", BAD)
+    def raises_key_errors(self, rank, bases):
+        """Refuses with whatever error comes up."""
         try:
             super().refuse(rank, bases)
         except ValueError as error:
             raise KeyError(str(error)) from error
 
-
-class SaysNothing(Plan):
-    """Refuses without a reason."""
-
-    def refuse(self, rank: TopologyRank, bases: Mapping[str, str]) -> None:
+    @instead_of("refuse", BAD)
+    def says_nothing(self, rank, bases):
+        """Refuses without a reason."""
         try:
             super().refuse(rank, bases)
         except ValueError as error:
             raise ValueError from error
 
-
-class SilentlyOff(Plan):
-    """Publishes nothing if an address is bad."""
-
-    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
+    @instead_of("bind", BAD)
+    def silently_off(self, rank, bases):
+        """Publishes nothing if an address is bad."""
         try:
             return super().bind(rank, bases)
         except ValueError:
             return {}
 
-
-class DropsTheBadOne(Plan):
-    """Leaves out the kinds whose address is bad."""
-
-    def bind(self, rank: TopologyRank, bases: Mapping[str, str]) -> dict[str, str]:
+    @instead_of("bind", BAD)
+    def drops_the_bad_one(self, rank, bases):
+        """Leaves out the kinds whose address is bad."""
         good = {}
         for kind, base in bases.items():
             try:
@@ -443,95 +417,42 @@ class DropsTheBadOne(Plan):
             good[kind] = base
         return super().bind(rank, good) if "events" in good else {}
 
-
-class RefusesOnItsOwnRank(Unchecked):
-    """Checks only the ports of its own stream: the first replica starts before the last one fails."""
-
-    def place(self, kind: str, base: str, index: int, rank: TopologyRank) -> str:
-        return str(Endpoint.parse(base).offset(index))
-
-
-class DialsTheBase(Plan):
-    """Readers dial the base of every stream."""
-
-    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:
+    @instead_of("dial", DIALED)
+    def dials_the_base(self, bases, stream, num_streams, host):
+        """Readers dial the base of every stream."""
         return super().dial(bases, 0, num_streams, host)
 
-
-class DialsTheWildcard(Plan):
-    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:
+    @instead_of("dial", DIALED)
+    def dials_the_wildcard(self, bases, stream, num_streams, host):
         return {kind: str(Endpoint.parse(base).offset(stream)) for kind, base in bases.items()}
 
-
-class DialsTheWorkerAlways(Plan):
-    """Readers replace a concrete host by the worker's."""
-
-    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:
+    @instead_of("dial", DIALED)
+    def dials_the_worker_always(self, bases, stream, num_streams, host):
+        """Readers replace a concrete host by the worker's."""
         dialed = super().dial(bases, stream, num_streams, host)
         return {
             kind: str(Endpoint.parse(at).with_host(host)) if at.startswith("tcp") else at for kind, at in dialed.items()
         }
 
-
-class DialsIpv6WithoutBrackets(Plan):
-    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:
+    @instead_of("dial", DIALED)
+    def dials_ipv6_without_brackets(self, bases, stream, num_streams, host):
         dialed = super().dial(bases, stream, num_streams, host)
         return {kind: at.replace("[", "").replace("]", "") for kind, at in dialed.items()}
 
-
-class DialsReplayNextToEvents(Plan):
-    """Readers take the replay port to be the event port + 1."""
-
-    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:
+    @instead_of("dial", DIALED)
+    def dials_replay_next_to_events(self, bases, stream, num_streams, host):
+        """Readers take the replay port to be the event port + 1."""
         dialed = super().dial(bases, stream, num_streams, host)
         if "replay" in dialed and dialed["events"].startswith("tcp"):
             dialed["replay"] = str(Endpoint.parse(dialed["events"]).offset(1))
         return dialed
 
-
-class DialsNoLoad(Plan):
-    def dial(self, bases: Mapping[str, str], stream: int, num_streams: int, host: str) -> dict[str, str]:
+    @instead_of("dial", DIALED)
+    def dials_no_load(self, bases, stream, num_streams, host):
         return {kind: at for kind, at in super().dial(bases, stream, num_streams, host).items() if kind != "load"}
 
 
-BROKEN: dict[type[Plan], str] = {
-    Unchecked: "ports_beyond_the_last_are_refused",
-    Wraps: "ports_beyond_the_last_are_refused",
-    OffByOne: "ports_beyond_the_last_are_refused",
-    TooStrict: "ports_beyond_the_last_are_refused",
-    ComparesBases: "overlapping_ranges_are_refused",
-    ComparesTexts: "overlapping_ranges_are_refused",
-    ReplayAndLoadUnchecked: "overlapping_ranges_are_refused",
-    RefusesOnOneNode: "overlapping_ranges_are_refused",
-    LocalOffsets: "each_stream_has_its_own_addresses",
-    OffsetsByTpRank: "ports_are_base_plus_rank",
-    OffsetsByDevice: "ports_are_base_plus_rank",
-    OffsetsByDpRank: "each_stream_has_its_own_addresses",
-    ReplayAtTheBase: "each_stream_has_its_own_addresses",
-    LoadOfEveryRank: "each_stream_has_its_own_addresses",
-    LoadOfTheFirst: "each_stream_has_its_own_addresses",
-    AlwaysReplays: "only_configured_kinds_are_bound",
-    Interleaves: "readers_dial_what_publishers_bind",
-    SubstringPlan: "every_form_of_address_is_planned",
-    SuffixesRankZero: "readers_dial_what_publishers_bind",
-    OnlyWildcards: "every_form_of_address_is_planned",
-    Ipv4Only: "every_form_of_address_is_planned",
-    LosesBrackets: "every_form_of_address_is_planned",
-    PortZeroPlusRank: "port_0_stays_0",
-    RefusesPortZero: "port_0_stays_0",
-    NextFreePort: "each_rank_plans_alone",
-    RaisesKeyErrors: "bad_addresses_are_refused",
-    SaysNothing: "bad_addresses_are_refused",
-    SilentlyOff: "bad_addresses_are_refused",
-    DropsTheBadOne: "bad_addresses_are_refused",
-    DialsTheBase: "readers_dial_what_publishers_bind",
-    DialsTheWildcard: "readers_dial_what_publishers_bind",
-    DialsTheWorkerAlways: "readers_dial_what_publishers_bind",
-    DialsIpv6WithoutBrackets: "readers_dial_what_publishers_bind",
-    DialsReplayNextToEvents: "readers_dial_what_publishers_bind",
-    DialsNoLoad: "readers_dial_what_publishers_bind",
-}
-"""Broken plans, and a check that finds each."""
+VARIANTS = variants(BrokenPlan)
 
 
 def test_the_plan_of_the_variants_passes() -> None:
@@ -539,9 +460,9 @@ def test_the_plan_of_the_variants_passes() -> None:
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_broken_plan_is_found(broken: type[Plan]) -> None:
-    check: Any = getattr(checks, f"check_{BROKEN[broken]}")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_broken_plan_is_found(name):
+    broken, check = VARIANTS[name]
     with pytest.raises(ConformanceError):
         check(broken(), EndpointPromises())
 
@@ -556,10 +477,8 @@ def test_a_refusal_may_come_from_one_rank() -> None:
 def test_promises_leave_out_what_a_plan_does_not_have() -> None:
     narrow = EndpointPromises(kinds=("events",), transports=("tcp",), adds_rank=False, chooses_ports=False)
 
-    class Narrow(RefusesPortZero, SuffixesRankZero, LoadOfTheFirst):
-        """None of the three matters for one kind over tcp with fixed ports."""
-
-    assert failed(Narrow(), narrow) == {}
+    for name in ("refuses_port_zero", "suffixes_rank_zero", "load_of_the_first"):
+        assert failed(VARIANTS[name][0](), narrow) == {}
 
 
 def test_the_default_engine_of_the_page_binds_its_bases() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from kit.reference_scheduler import ReferenceScheduler
+from kit.reference_scheduler import ReferenceScheduler, with_part
+from kit.variants import found, instead_of, variants
 
 from scheduler_components.agreement import ParallelGroups
 from scheduler_components.batcher import Batcher
@@ -22,7 +23,6 @@ from scheduler_engine.device.device import DeviceRequest, ScheduledBatch, Simula
 from scheduler_engine.device.weights import SimulatedWeights
 from scheduler_engine.engine.rank.quiescable_scheduler import make_quiesce_stepper
 from scheduler_engine.engine.scheduler.cache_tiers import CacheTiers
-from scheduler_engine.engine.scheduler.request import Request
 from scheduler_engine.engine.scheduler.scheduler import Scheduler
 
 
@@ -68,98 +68,62 @@ def test_it_passes_with_a_host_tier(
     check(lambda events, outputs: Tiered(events, outputs, open_host_tier()), WORKLOAD[:4])
 
 
-class _KeepsComputing(Batcher):
+PAUSED = checks.check_paused_scheduler_computes_nothing
+FLUSHED = checks.check_flush_of_an_idle_scheduler_is_published
+RELEASED = checks.check_released_memory_holds_nothing
+NEW_WEIGHTS = checks.check_new_weights_share_no_block_with_old_ones
+
+
+class BrokenBatcher(Batcher):
     __slots__ = ()
 
-    def next_batch(self) -> Any:
+    @instead_of("next_batch", PAUSED, "scheduler is quiesced", RELEASED, "scheduler is quiesced")
+    def keeps_computing(self):
         gate, self.conditions.gate = self.conditions.gate, QuiesceState()
         try:
             return super().next_batch()
         finally:
             self.conditions.gate = gate
 
-
-class _KeepsItsNamespace(TierPrefetcher):
-    __slots__ = ()
-
-    def restart(self, namespace: object) -> None:
-        super().restart(self.kv_cache.namespace)
-
-
-class _LosesTheRetracted(Batcher):
-    __slots__ = ()
-
-    def _retract(self, request: Request) -> None:
+    @instead_of("_retract", PAUSED, "requests without an end")
+    def loses_the_retracted(self, request):
         super()._retract(request)
         self.queues.waiting.remove(request)
         del self.queues._by_rid[request.rid]
 
 
-class _TellsLater(Scheduler):
+class BrokenPrefetcher(TierPrefetcher):
     __slots__ = ()
 
-    def clear_cache(self, weight_version: str = "default") -> None:
-        kv_events, self.kv_events = self.kv_events, _Deaf()
+    keeps_its_namespace = found(
+        NEW_WEIGHTS, "of old weights", restart=lambda self, namespace: super().restart(self.kv_cache.namespace)
+    )
+
+
+class BrokenScheduler(Scheduler):
+    __slots__ = ()
+
+    clears_nothing = found(
+        FLUSHED, "after the flush", RELEASED, "after the release", clear_cache=lambda self, weight_version="": None
+    )
+
+    @instead_of("clear_cache", FLUSHED, "in a reader's view")
+    def tells_later(self, weight_version="default"):
+        kv_events, self.kv_events = self.kv_events, SimpleNamespace(flush=lambda: None)
         super().clear_cache(weight_version)
         self.kv_events = kv_events
 
 
-class _Deaf:
-    def flush(self) -> None:
-        pass
-
-
-class _ClearsNothing(Scheduler):
-    __slots__ = ()
-
-    def clear_cache(self, weight_version: str = "default") -> None:
-        pass
-
-
-def with_batcher(broken: type) -> type[RestingReference]:
-    class Broken(RestingReference):
-        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
-            super().__init__(events, outputs)
-            self.scheduler.batcher.__class__ = broken
-
-    return Broken
-
-
-def with_prefetcher(broken: type) -> type[RestingReference]:
-    class Broken(RestingReference):
-        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
-            super().__init__(events, outputs)
-            self.scheduler.prefetcher.__class__ = broken
-
-    return Broken
-
-
-def with_scheduler(broken: type) -> type[RestingReference]:
-    class Broken(RestingReference):
-        def __init__(self, events: KvEventSink, outputs: OutputSink) -> None:
-            super().__init__(events, outputs)
-            self.scheduler.__class__ = broken
-
-    return Broken
+FOUND = [
+    pytest.param(with_part(path, broken, RestingReference), check, words, id=f"{name}-{words}")
+    for path, table in {"batcher": BrokenBatcher, "prefetcher": BrokenPrefetcher, "": BrokenScheduler}.items()
+    for name, (broken, *expected) in variants(table).items()
+    for check, words in zip(expected[::2], expected[1::2], strict=True)
+]
 
 
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(
-    ("check", "broken", "words"),
-    [
-        (
-            checks.check_paused_scheduler_computes_nothing,
-            with_batcher(_KeepsComputing),
-            "scheduler is quiesced",
-        ),
-        (checks.check_paused_scheduler_computes_nothing, with_batcher(_LosesTheRetracted), "requests without an end"),
-        (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_TellsLater), "in a reader's view"),
-        (checks.check_flush_of_an_idle_scheduler_is_published, with_scheduler(_ClearsNothing), "after the flush"),
-        (checks.check_new_weights_share_no_block_with_old_ones, with_prefetcher(_KeepsItsNamespace), "of old weights"),
-        (checks.check_released_memory_holds_nothing, with_batcher(_KeepsComputing), "scheduler is quiesced"),
-        (checks.check_released_memory_holds_nothing, with_scheduler(_ClearsNothing), "after the release"),
-    ],
-)
-def test_a_broken_promise_is_named(check: Any, broken: type[RestingReference], words: str) -> None:
+@pytest.mark.parametrize(("broken", "check", "words"), FOUND)
+def test_a_broken_promise_is_named(broken, check, words):
     with pytest.raises(ConformanceError, match=words):
         check(broken, WORKLOAD)

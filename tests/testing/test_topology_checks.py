@@ -13,9 +13,10 @@ from kit.engine_stream_rules import (
     VLLM_EVENTS,
     RuleGate,
 )
+from kit.variants import found, instead_of, variants
 
 from scheduler_components import ParallelState
-from scheduler_components.testing import TOPOLOGY_CHECKS, ConformanceError, TopologyRank
+from scheduler_components.testing import TOPOLOGY_CHECKS, ConformanceError
 from scheduler_components.testing import topology_checks as checks
 from scheduler_components.testing.interfaces import RankGate
 
@@ -86,133 +87,90 @@ def index(parallel: ParallelState) -> int:
     return parallel.kv_stream_index
 
 
-class ByNode:
-    """Numbers the streams of each node from 0."""
+def replica_of(rank):
+    parallel = rank.parallel
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.attn_cp_size, rank.num_nodes, parallel.dp_size)
+    return *sizes, parallel.kv_stream_index
 
-    def speaks(self, rank: TopologyRank) -> bool:
+
+class Gate:
+    """A gate that decides by the ranks of a node, or by the calls before."""
+
+    def __init__(self):
+        self.seen = set()
+        self.num_calls = 0
+
+    def speaks(self, rank):
         return rank.parallel.owns_kv_stream
 
-    def stream_index(self, rank: TopologyRank) -> int:
-        return rank.parallel.kv_stream_index % max(1, rank.parallel.kv_stream_count // rank.num_nodes)
-
-
-class OnFirstNode(ByNode):
-    """Only the first node publishes, because only it has an HTTP server."""
-
-    def speaks(self, rank: TopologyRank) -> bool:
-        return super().speaks(rank) and rank.node_rank == 0
-
-    def stream_index(self, rank: TopologyRank) -> int:
+    def stream_index(self, rank):
         return rank.parallel.kv_stream_index
 
 
-class OnePerNode(OnFirstNode):
-    """The first device of each node speaks."""
+class BrokenGate(Gate):
+    @instead_of("stream_index", NUMBERS)
+    def local_to_the_node(self, rank):
+        """Numbers the streams of each node from 0."""
+        return rank.parallel.kv_stream_index % max(1, rank.parallel.kv_stream_count // rank.num_nodes)
 
-    def speaks(self, rank: TopologyRank) -> bool:
-        return rank.parallel.gpu_id == 0
+    # Only the first node publishes, because only it has an HTTP server.
+    only_the_first_node = found(ONE, speaks=lambda self, rank: super().speaks(rank) and rank.node_rank == 0)
+    the_first_device_of_a_node = found(ONE, speaks=lambda self, rank: rank.parallel.gpu_id == 0)
 
-
-class FirstComesFirst(OnFirstNode):
-    """The first rank of a cache that asks speaks."""
-
-    def __init__(self) -> None:
-        self.taken: set[tuple[int, ...]] = set()
-
-    def speaks(self, rank: TopologyRank) -> bool:
-        parallel = rank.parallel
-        sizes = (parallel.tp_size, parallel.pp_size, parallel.attn_cp_size, rank.num_nodes, parallel.dp_size)
-        key = (*sizes, parallel.kv_stream_index)
-        is_free = key not in self.taken
-        self.taken.add(key)
+    @instead_of("speaks", ALONE)
+    def the_first_that_asks(self, rank):
+        """The first rank of a cache that asks speaks."""
+        is_free = replica_of(rank) not in self.seen
+        self.seen.add(replica_of(rank))
         return is_free
 
-
-class CountsUp(OnFirstNode):
-    """Gives out the next number whenever a rank asks."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def stream_index(self, rank: TopologyRank) -> int:
-        number = self.next % rank.parallel.kv_stream_count
-        self.next += 1
-        return number
+    @instead_of("stream_index", ALONE)
+    def the_next_number(self, rank):
+        """Gives out the next number whenever a rank asks."""
+        self.num_calls += 1
+        return (self.num_calls - 1) % rank.parallel.kv_stream_count
 
 
-BROKEN: dict[str, tuple[Callable[[], RankGate], str]] = {
-    "ignores pipeline stages": (
-        lambda: RuleGate(lambda rank: rank.attn_tp_rank == 0 and rank.attn_cp_rank == 0, index),
-        ONE,
+# Who speaks, by a wrong rule.
+SPEAKERS = {
+    "ignores pipeline stages": lambda rank: rank.attn_tp_rank == 0 and rank.attn_cp_rank == 0,
+    "ignores context parallelism": lambda rank: rank.pp_rank == 0 and rank.attn_tp_rank == 0,
+    "ignores tensor parallelism": lambda rank: rank.pp_rank == 0 and rank.attn_cp_rank == 0,
+    "only the first rank of the world": lambda rank: rank.tp_rank == 0 and rank.pp_rank == 0,
+    "every rank": lambda _: True,
+    "no rank without dp_rank": lambda rank: first(rank) and rank.dp_rank is not None,
+    "only dp_rank 0": lambda rank: first(rank) and not rank.dp_rank,
+    "compares dp_rank with None": lambda rank: first(rank) and rank.dp_rank >= 0,
+    "every multiple of the TP size of attention": lambda rank: (
+        not rank.pp_rank and not rank.tp_rank % rank.attn_tp_size
     ),
-    "ignores context parallelism": (
-        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.attn_tp_rank == 0, index),
-        ONE,
+    "the last stage by the wrong size": lambda rank: (
+        rank.pp_rank == rank.tp_size - 1 and not rank.attn_tp_rank and not rank.attn_cp_rank
     ),
-    "ignores tensor parallelism": (
-        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.attn_cp_rank == 0, index),
-        ONE,
+    "the first rank of each group of experts": lambda rank: first(rank) and rank.moe_ep_rank == 0,
+    "the first rank of the experts for all": lambda rank: rank.pp_rank == 0 and rank.moe_ep_rank == 0,
+    "the first replica of the experts": lambda rank: first(rank) and rank.moe_dp_rank == 0,
+    "silent with decode context parallelism": lambda rank: first(rank) and rank.dcp_size == 1,
+}
+# The number of its stream, by a wrong rule.
+INDICES = {
+    "the index is dp_rank or 0": lambda rank: rank.dp_rank or 0,
+    "the index is dp_rank": lambda rank: rank.dp_rank,
+    "the index is the attention's": lambda rank: rank.attn_dp_rank,
+    "the index is the rank of the stage": lambda rank: rank.tp_rank,
+    "the index counts attention-TP groups": lambda rank: (
+        rank.tp_rank // rank.attn_tp_size if rank.dp_rank is None else index(rank)
     ),
-    "only the first rank of the world": (
-        lambda: RuleGate(lambda rank: rank.tp_rank == 0 and rank.pp_rank == 0, index),
-        ONE,
-    ),
-    "every rank": (lambda: RuleGate(lambda _: True, index), ONE),
-    "no rank without dp_rank": (lambda: RuleGate(lambda rank: first(rank) and rank.dp_rank is not None, index), ONE),
-    "only dp_rank 0": (lambda: RuleGate(lambda rank: first(rank) and not rank.dp_rank, index), ONE),
-    "compares dp_rank with None": (
-        lambda: RuleGate(lambda rank: first(rank) and rank.dp_rank >= 0, index),  # type: ignore[operator]
-        ONE,
-    ),
-    "every multiple of the TP size of attention": (
-        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.tp_rank % rank.attn_tp_size == 0, index),
-        ONE,
-    ),
-    "the last stage by the wrong size": (
-        lambda: RuleGate(
-            lambda rank: rank.pp_rank == rank.tp_size - 1 and not rank.attn_tp_rank and not rank.attn_cp_rank, index
-        ),
-        ONE,
-    ),
-    "the first rank of each group of experts": (
-        lambda: RuleGate(lambda rank: first(rank) and rank.moe_ep_rank == 0, index),
-        ONE,
-    ),
-    "the first rank of the experts for all": (
-        lambda: RuleGate(lambda rank: rank.pp_rank == 0 and rank.moe_ep_rank == 0, index),
-        ONE,
-    ),
-    "the first replica of the experts": (
-        lambda: RuleGate(lambda rank: first(rank) and rank.moe_dp_rank == 0, index),
-        ONE,
-    ),
-    "silent with decode context parallelism": (
-        lambda: RuleGate(lambda rank: first(rank) and rank.dcp_size == 1, index),
-        ONE,
-    ),
-    "the first device of a node": (OnePerNode, ONE),
-    "only the first node": (OnFirstNode, ONE),
-    "the first that asks": (FirstComesFirst, ALONE),
-    "the index is dp_rank or 0": (lambda: RuleGate(first, lambda rank: rank.dp_rank or 0), NUMBERS),
-    "the index is dp_rank": (lambda: RuleGate(first, lambda rank: rank.dp_rank), NUMBERS),  # type: ignore[arg-type,return-value]
-    "the index is the attention's": (lambda: RuleGate(first, lambda rank: rank.attn_dp_rank), NUMBERS),
-    "the index is the rank of the stage": (lambda: RuleGate(first, lambda rank: rank.tp_rank), NUMBERS),
-    "the index counts attention-TP groups": (
-        lambda: RuleGate(
-            first, lambda rank: rank.tp_rank // rank.attn_tp_size if rank.dp_rank is None else index(rank)
-        ),
-        NUMBERS,
-    ),
-    "the index begins with 1": (lambda: RuleGate(first, lambda rank: index(rank) + 1), NUMBERS),
-    "the index is counted from the last": (
-        lambda: RuleGate(first, lambda rank: rank.kv_stream_count - 1 - index(rank)),
-        NUMBERS,
-    ),
-    "the index is that of an independent engine": (lambda: RuleGate(first, lambda _: 0), NUMBERS),
-    "the index is a text": (lambda: RuleGate(first, lambda rank: str(index(rank))), NUMBERS),  # type: ignore[arg-type,return-value]
-    "the index is the device": (lambda: RuleGate(first, lambda rank: rank.gpu_id), NUMBERS),
-    "the index is local to the node": (ByNode, NUMBERS),
-    "the next number": (CountsUp, ALONE),
+    "the index begins with 1": lambda rank: index(rank) + 1,
+    "the index is counted from the last": lambda rank: rank.kv_stream_count - 1 - index(rank),
+    "the index is that of an independent engine": lambda _: 0,
+    "the index is a text": lambda rank: str(index(rank)),
+    "the index is the device": lambda rank: rank.gpu_id,
+}
+BROKEN = {
+    **{name: (lambda speaks=speaks: RuleGate(speaks, index), ONE) for name, speaks in SPEAKERS.items()},
+    **{name: (lambda number=number: RuleGate(first, number), NUMBERS) for name, number in INDICES.items()},
+    **variants(BrokenGate),
 }
 """Broken gates, and a check that finds each. The rank and sizes are right where the name says nothing of them."""
 

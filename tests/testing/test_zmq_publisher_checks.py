@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from kit.variants import found, instead_of, variants
 
-from scheduler_components import EventBatch
 from scheduler_components.kv_events import KVEventsConfig, ZmqEventPublisher
 from scheduler_components.testing import ConformanceError, ScriptedPublisher
 from scheduler_components.testing import zmq_publisher_checks as checks
-from scheduler_components.testing.interfaces import Frames
 
 pytestmark = pytest.mark.sockets
 
@@ -27,88 +26,70 @@ def test_the_zmq_publisher_passes(check: Callable[[checks.OpenPublisher], None],
     check(lambda: open_zmq(dialect, framing))
 
 
-class SendsTwoFrames(ScriptedPublisher):
-    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+LIVE = checks.check_live_batches_match_the_wire_format
+REPLAY = checks.check_replay_from_0_returns_the_whole_stream
+MARKER = checks.check_every_replay_ends_with_the_end_marker
+
+
+class BrokenPublisher(ScriptedPublisher):
+    @instead_of("live_messages", LIVE, "live-frames: a message of 2 frames")
+    def sends_two_frames(self, sequence, payload):
         return [frames[1:] for frames in super().live_messages(sequence, payload)]
 
-
-class SwapsLive(ScriptedPublisher):
-    held: list[Frames] = []  # noqa: RUF012
-
-    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+    @instead_of("live_messages", LIVE, "the last 60 events, live", held=())
+    def swaps_live(self, sequence, payload):
         if sequence % 10 == 9:
             self.held = super().live_messages(sequence, payload)
             return []
         released, self.held = self.held, []
         return [*super().live_messages(sequence, payload), *released]
 
-
-class KeepsFewForReplay(ScriptedPublisher):
-    def idle(self) -> None:
+    @instead_of("idle", REPLAY, "every event, in order")
+    def keeps_few_for_replay(self):
         self.window = 10
         super().idle()
 
-
-class NeverEnds(ScriptedPublisher):
-    def idle(self) -> None:
+    @instead_of("idle", MARKER, "((), False)")
+    def never_ends(self):
         self.ends_answers = False
         super().idle()
 
-
-class SilentWhenEmpty(ScriptedPublisher):
-    def answer(self, request: bytes) -> list[Frames]:
+    @instead_of("answer", MARKER, "before anything was published")
+    def silent_when_empty(self, request):
         return super().answer(request) if self.sent else []
 
-
-class SilentToStrangers(ScriptedPublisher):
-    def answer(self, request: bytes) -> list[Frames]:
+    @instead_of("answer", MARKER, "a reply that ends")
+    def silent_to_strangers(self, request):
         return super().answer(request) if len(request) < 37 else []
 
+    @found(checks.check_unencodable_event_takes_no_sequence, "consecutive numbers: [0, 1]")
+    class burns_numbers(ScriptedPublisher):
+        burnt = 0
 
-class BurnsNumbers(ScriptedPublisher):
-    burnt = 0
+        def publish(self, events):
+            try:
+                super().publish(events)
+            except (OverflowError, ValueError):
+                self.burnt += 1
 
-    def publish(self, events: EventBatch) -> None:
-        try:
-            super().publish(events)
-        except (OverflowError, ValueError):
-            self.burnt += 1
+        @property
+        def next_sequence(self):
+            return super().next_sequence + self.burnt
 
-    @property
-    def next_sequence(self) -> int:
-        return super().next_sequence + self.burnt
-
-
-class LosesTheTail(ScriptedPublisher):
-    """Sends a batch when the next one comes."""
-
-    tail: list[Frames] = []  # noqa: RUF012
-
-    def live_messages(self, sequence: int, payload: bytes) -> list[Frames]:
+    @instead_of("live_messages", checks.check_shutdown_flushes_and_releases, "the last 8 events, live", tail=())
+    def loses_the_tail(self, sequence, payload):
+        """Sends a batch when the next one comes."""
         sent, self.tail = self.tail, super().live_messages(sequence, payload)
         return sent
 
 
+BROKEN = variants(BrokenPublisher)
+
+
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(
-    ("check", "broken", "expected_text"),
-    [
-        (checks.check_live_batches_match_the_wire_format, SendsTwoFrames, "live-frames: a message of 2 frames"),
-        (checks.check_live_batches_match_the_wire_format, SwapsLive, "the last 60 events, live"),
-        (checks.check_replay_from_0_returns_the_whole_stream, KeepsFewForReplay, "every event, in order"),
-        (checks.check_every_replay_ends_with_the_end_marker, NeverEnds, "((), False)"),
-        (checks.check_every_replay_ends_with_the_end_marker, SilentWhenEmpty, "before anything was published"),
-        (checks.check_every_replay_ends_with_the_end_marker, SilentToStrangers, "a reply that ends"),
-        (checks.check_unencodable_event_takes_no_sequence, BurnsNumbers, "consecutive numbers: [0, 1]"),
-        (checks.check_shutdown_flushes_and_releases, LosesTheTail, "the last 8 events, live"),
-    ],
-)
-def test_a_broken_publisher_fails_with_its_trace(
-    monkeypatch: pytest.MonkeyPatch,
-    check: Callable[[checks.OpenPublisher], None],
-    broken: type[ScriptedPublisher],
-    expected_text: str,
-) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_publisher_fails_with_its_trace(monkeypatch, name):
+    broken, check, expected_text = BROKEN[name]
     monkeypatch.setattr(checks, "DEADLINE_S", 0.3)
     with pytest.raises(ConformanceError) as failed:
         check(broken.open)

@@ -6,15 +6,15 @@ of broken variants takes one rule away each and sees a property fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from typing import TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.agreed_queue_replica import MAX_WAIT_S, Call, Fact, QueueReplica, Turn, turns, worlds
+from kit.variants import found, instead_of, variants
 
 from scheduler_components import ParallelState
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
@@ -22,10 +22,9 @@ from scheduler_components.agreement.step_agreement import StepAgreement
 from scheduler_components.errors import QueueDivergenceError
 from scheduler_components.testing.in_process_groups import InProcessGroups
 from scheduler_components.testing.thread_ranks import run_ranks
-from scheduler_components.waiting.agreed_queue import AgreedQueue, Departure, _Wait
+from scheduler_components.waiting.agreed_queue import AgreedQueue
 
 TWO_RANKS = ParallelState.from_tp_rank(0, tp_size=2)
-T = TypeVar("T")
 _READY = 3
 
 
@@ -125,17 +124,6 @@ def test_an_error_of_one_rank_is_none_of_the_request_unless_another_rank_refuses
     assert replica.leader.queue.stats().failed == 2
 
 
-def test_slow_requests_delay_a_ready_one_by_their_turns_in_the_lanes() -> None:
-    """Forty requests and 16 lanes: each is asked about in one of three steps."""
-    replica = QueueReplica(TWO_RANKS, num_lanes=16, max_waiting=40)
-    rids = [f"r{number}" for number in range(40)]
-    steps = [replica.step(Turn(tuple(Call("add", rid, timeout_s=100.0) for rid in rids), both("r39")))]
-    steps += [replica.step(Turn()) for _ in range(2)]
-    assert [[each.rid for each in left] for left in steps] == [[], [], ["r39"]]
-    replica.run([Turn(facts=both("r20") + both("r3")), Turn(), Turn()])
-    assert {rid: step for step, rid, _ in replica.leader.departed} == {"r39": 3, "r20": 4, "r3": 6}
-
-
 def test_without_turns_the_oldest_have_the_lanes() -> None:
     queue = AgreedQueue[str](name="q", num_lanes=1, in_turns=False)
     agreement = StepAgreement(parts=[queue])
@@ -162,12 +150,6 @@ def test_a_time_limit_is_counted_from_the_first_agreement_on_the_leading_ranks_c
     [second] = replica.step(Turn(seconds=4.0))
     assert (second.rid, second.problem) == ("a", "waited longer than 6 s")
     assert replica.leader.queue.next_deadline_s == float("inf")
-
-
-def test_requests_behind_the_lanes_keep_their_facts_and_move_up() -> None:
-    replica = QueueReplica(TWO_RANKS, num_lanes=1)
-    replica.step(Turn((Call("add", "a"), Call("add", "b")), both("b")))
-    assert replica.step(Turn((Call("cancel", "a"),)))[0].rid == "b"
 
 
 def test_a_full_queue_refuses_and_reports_about_unknown_requests_are_counted() -> None:
@@ -262,108 +244,67 @@ def test_ranks_on_threads_see_the_same_departures() -> None:
     assert outcomes == [outcomes[0]] * 4
 
 
-# --- broken variants: each takes one rule away ---
+class BrokenQueue(AgreedQueue):
+    """Each variant takes one rule away."""
 
-
-@dataclass(slots=True, kw_only=True)
-class DecidesByItsOwnFact(AgreedQueue[T]):
-    """A rank that is ready lets the request go."""
-
-    def apply(self, step: int, agreed: AgreedValues) -> None:
+    @instead_of("apply")
+    def decides_by_its_own_fact(self, step, agreed):
+        """A rank that is ready lets the request go."""
         own = dict(zip(self._slots.names[1:], (wait.fact for wait in self._in_lanes()), strict=False))
-        AgreedQueue.apply(self, step, AgreedValues(agreed.numbers | own, agreed.flags))
+        super().apply(step, AgreedValues(agreed.numbers | own, agreed.flags))
 
+    # A departure stays among those to pop.
+    departs_twice = found(pop_departures=lambda self: tuple(self._departures.values()))
 
-@dataclass(slots=True, kw_only=True)
-class DepartsTwice(AgreedQueue[T]):
-    """A departure stays among those to pop."""
-
-    def pop_departures(self) -> Sequence[Departure[T]]:
-        return tuple(self._departures.values())
-
-
-@dataclass(slots=True, kw_only=True)
-class OrdersLanesByReadiness(AgreedQueue[T]):
-    """The requests that are ready on this rank come first in the lanes."""
-
-    def fill(self, proposal: Proposal) -> None:
+    @instead_of("fill")
+    def orders_lanes_by_readiness(self, proposal):
+        """The requests that are ready on this rank come first in the lanes."""
         self._waits = dict(sorted(self._waits.items(), key=lambda entry: -entry[1].fact))
-        AgreedQueue.fill(self, proposal)
+        super().fill(proposal)
 
+    # The oldest requests have the lanes until they leave, though any may be ready.
+    keeps_the_lanes = found(_pass_lanes_on=lambda self, asked: None)
+    # A request that is ready on this rank keeps its lane on this rank.
+    passes_on_what_is_not_ready_here = found(
+        _pass_lanes_on=lambda self, asked: super()._pass_lanes_on([wait for wait in asked if wait.fact != _READY])
+    )
 
-@dataclass(slots=True, kw_only=True)
-class KeepsTheLanes(AgreedQueue[T]):
-    """The oldest requests have the lanes until they leave, though any may be ready."""
-
-    def _pass_lanes_on(self, asked: object) -> None:
-        pass
-
-
-@dataclass(slots=True, kw_only=True)
-class PassesOnWhatIsNotReadyHere(AgreedQueue[T]):
-    """A request that is ready on this rank keeps its lane on this rank."""
-
-    def _pass_lanes_on(self, asked: Sequence[_Wait[T]]) -> None:
-        AgreedQueue._pass_lanes_on(self, [wait for wait in asked if wait.fact != _READY])
-
-
-@dataclass(slots=True, kw_only=True)
-class LeavesInTheOrderOfTheLanes(AgreedQueue[T]):
-    """Of the requests that leave in one step, the first in the lanes is the first."""
-
-    def add(self, rid: str, item: T, *, timeout_s: float | None = None) -> bool:
-        is_added = AgreedQueue.add(self, rid, item, timeout_s=timeout_s)
+    @instead_of("add")
+    def leaves_in_the_order_of_the_lanes(self, rid, item, *, timeout_s=None):
+        """Of the requests that leave in one step, the first in the lanes is the first."""
+        is_added = super().add(rid, item, timeout_s=timeout_s)
         self._waits[rid].number = 0
         return is_added
 
+    # A failure of the request is reported as an error of the rank, and the other way round.
+    confuses_errors_and_failures = found(on_failed=lambda self, rid, problem: super().on_error(rid, problem))
 
-@dataclass(slots=True, kw_only=True)
-class ConfusesErrorsAndFailures(AgreedQueue[T]):
-    """A failure of the request is reported as an error of the rank, and the other way round."""
-
-    def on_failed(self, rid: str, problem: str) -> None:
-        AgreedQueue.on_error(self, rid, problem)
-
-
-@dataclass(slots=True, kw_only=True)
-class LosesAborts(AgreedQueue[T]):
-    """A rank that is ready for a request ignores its abort."""
-
-    def cancel(self, rid: str) -> T | None:
+    @instead_of("cancel")
+    def loses_aborts(self, rid):
+        """A rank that is ready for a request ignores its abort."""
         wait = self._waits.get(rid)
-        return wait.item if wait is not None and wait.fact == _READY else AgreedQueue.cancel(self, rid)
+        return wait.item if wait is not None and wait.fact == _READY else super().cancel(rid)
 
-
-@dataclass(slots=True, kw_only=True)
-class LetsReadyRequestsFail(AgreedQueue[T]):
-    """The larger value of all ranks counts, so one rank that is ready outvotes one that has failed."""
-
-    def __post_init__(self) -> None:
-        AgreedQueue.__post_init__(self)
+    @instead_of("__post_init__")
+    def lets_ready_requests_fail(self):
+        """The larger value of all ranks counts, so one rank that is ready outvotes one that has failed."""
+        super().__post_init__()
         names = self._slots.names
         self._slots = Slots(("equal", names[0]), *(("max", name) for name in names[1:]))
 
-
-@dataclass(slots=True, kw_only=True)
-class ForgetsFactsBehindTheLanes(AgreedQueue[T]):
-    """A fact counts only if its request is in a lane when it arrives."""
-
-    def on_ready(self, rid: str) -> None:
+    @instead_of("on_ready")
+    def forgets_facts_behind_the_lanes(self, rid):
+        """A fact counts only if its request is in a lane when it arrives."""
         if any(wait.rid == rid for wait in self._in_lanes()):
-            AgreedQueue.on_ready(self, rid)
+            super().on_ready(rid)
 
-
-@dataclass(slots=True, kw_only=True)
-class CountsFromTheLastAgreement(AgreedQueue[T]):
-    """The wait begins at the last agreed time, which is old after an idle hour."""
-
-    now_s: float = 0.0
-
-    def apply(self, step: int, agreed: AgreedValues) -> None:
+    @instead_of("apply", now_s=0.0)
+    def counts_from_the_last_agreement(self, step, agreed):
+        """The wait begins at the last agreed time, which is old after an idle hour."""
         for wait in self._new:
             wait.timeout_s -= agreed.now_s - self.now_s
         self.now_s = agreed.now_s
-        AgreedQueue.apply(self, step, agreed)
+        super().apply(step, agreed)
 
 
 class LocalSlots:
@@ -383,81 +324,45 @@ class LocalSlots:
         )
 
 
-Variant = Callable[[], QueueReplica]
+BOTH_WAIT = Turn((Call("add", "a"), Call("add", "b")), both("b"))
 ONE_READY = [ADD_A, Turn(facts=(Fact(0, "a", True),)), Turn()]
-ABORTED = [ADD_A, Turn(facts=(Fact(0, "a", True),)), Turn((Call("cancel", "a"),)), Turn()]
-VARIANTS: dict[str, tuple[Variant, Sequence[Turn], type[Exception]]] = {
-    "a fact of one rank decides": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=DecidesByItsOwnFact),
-        ONE_READY,
-        AssertionError,
-    ),
-    "the slots of the lanes are not agreed": (
-        lambda: QueueReplica(TWO_RANKS, reduction=LocalSlots("grammar [0-9]")),
-        ONE_READY,
-        AssertionError,
-    ),
-    "each rank expires by its own clock": (
-        lambda: QueueReplica(TWO_RANKS, reduction=LocalSlots("now us"), leading_ranks=(0, 1)),
-        [ADD_A, Turn()],
-        AssertionError,
-    ),
-    "another rank's clock counts": (
-        lambda: QueueReplica(TWO_RANKS, leading_ranks=(0, 1)),
-        [ADD_A],
-        AssertionError,
-    ),
-    "a departure is popped twice": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=DepartsTwice),
-        [ADD_A, Turn(facts=both("a")), Turn()],
-        AssertionError,
-    ),
-    "lanes in an order of one rank": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=OrdersLanesByReadiness),
-        [ADD_A, ADD_B, Turn(facts=(Fact(0, "b", True), Fact(1, "a", True)))],
-        AssertionError,
-    ),
-    "the lanes stay with the oldest": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=KeepsTheLanes, num_lanes=1),
-        [Turn((Call("add", "a"), Call("add", "b")), both("b")), Turn()],
-        AssertionError,
-    ),
-    "each rank passes on the lanes of what it is not ready for": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=PassesOnWhatIsNotReadyHere, num_lanes=1),
+ABORTED = [*ONE_READY[:2], Turn((Call("cancel", "a"),)), Turn()]
+VARIANTS: dict[str, tuple[dict[str, Any], Sequence[Turn]]] = {
+    "decides_by_its_own_fact": ({}, ONE_READY),
+    "the slots of the lanes are not agreed": ({"reduction": "grammar [0-9]"}, ONE_READY),
+    "each rank expires by its own clock": ({"reduction": "now us", "leading_ranks": (0, 1)}, [ADD_A, Turn()]),
+    "another rank's clock counts": ({"leading_ranks": (0, 1)}, [ADD_A]),
+    "departs_twice": ({}, [ADD_A, Turn(facts=both("a")), Turn()]),
+    "orders_lanes_by_readiness": ({}, [ADD_A, ADD_B, Turn(facts=(Fact(0, "b", True), Fact(1, "a", True)))]),
+    "keeps_the_lanes": ({"num_lanes": 1}, [BOTH_WAIT, Turn()]),
+    "passes_on_what_is_not_ready_here": (
+        {"num_lanes": 1},
         [Turn((Call("add", "a"), Call("add", "b")), (Fact(0, "a", True),)), Turn()],
-        QueueDivergenceError,
     ),
-    "requests of a turn leave in the order of the lanes": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=LeavesInTheOrderOfTheLanes),
+    "leaves_in_the_order_of_the_lanes": (
+        {},
         [Turn(tuple(Call("add", rid) for rid in "abc")), Turn(facts=both("a") + both("c"))],
-        AssertionError,
     ),
-    "an error of a rank outvotes a failure of the request": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=ConfusesErrorsAndFailures),
+    "confuses_errors_and_failures": (
+        {},
         [ADD_A, Turn(facts=(Fact(0, "a", False), Fact(1, "a", False, is_error=True)))],
-        AssertionError,
     ),
-    "a lost abort": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=LosesAborts),
-        ABORTED,
-        QueueDivergenceError,
-    ),
-    "one ready rank outvotes a failed one": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=LetsReadyRequestsFail),
-        [ADD_A, Turn(facts=(Fact(0, "a", True), Fact(1, "a", False)))],
-        AssertionError,
-    ),
-    "facts behind the lanes are lost": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=ForgetsFactsBehindTheLanes, num_lanes=1),
-        [Turn((Call("add", "a"), Call("add", "b")), both("b")), Turn((Call("cancel", "a"),))],
-        AssertionError,
-    ),
-    "a wait is counted from the last agreement": (
-        lambda: QueueReplica(TWO_RANKS, queue_type=CountsFromTheLastAgreement),
-        [Turn(), Turn((Call("add", "a"),), seconds=3600.0)],
-        AssertionError,
-    ),
+    "loses_aborts": ({}, ABORTED),
+    "lets_ready_requests_fail": ({}, [ADD_A, Turn(facts=(Fact(0, "a", True), Fact(1, "a", False)))]),
+    "forgets_facts_behind_the_lanes": ({"num_lanes": 1}, [BOTH_WAIT, Turn((Call("cancel", "a"),))]),
+    "counts_from_the_last_agreement": ({}, [Turn(), Turn((Call("add", "a"),), seconds=3600.0)]),
 }
+"""What a replica is made with, and a schedule that finds the broken queue of this name, or the broken agreement."""
+NOTICED = ("passes_on_what_is_not_ready_here", "loses_aborts")
+"""Variants that the queue itself notices, as a divergence."""
+QUEUES = variants(BrokenQueue)
+
+
+def open_variant(name: str) -> QueueReplica:
+    parts = dict(VARIANTS[name][0])
+    if "reduction" in parts:
+        parts["reduction"] = LocalSlots(parts["reduction"])
+    return QueueReplica(TWO_RANKS, queue_type=QUEUES.get(name, (AgreedQueue,))[0], **parts)
 
 
 def verify(replica: QueueReplica, schedule: Sequence[Turn]) -> None:
@@ -472,11 +377,10 @@ def verify(replica: QueueReplica, schedule: Sequence[Turn]) -> None:
 @pytest.mark.broken_variants
 @pytest.mark.parametrize("name", VARIANTS)
 def test_without_this_rule_the_checks_fail(name: str) -> None:
-    make, schedule, error = VARIANTS[name]
-    sound = QueueReplica(TWO_RANKS, num_lanes=make().leader.queue.num_lanes)
-    verify(sound, schedule)
-    with pytest.raises(error):
-        verify(make(), schedule)
+    parts, schedule = VARIANTS[name]
+    verify(QueueReplica(TWO_RANKS, num_lanes=parts.get("num_lanes", 2)), schedule)
+    with pytest.raises(QueueDivergenceError if name in NOTICED else AssertionError):
+        verify(open_variant(name), schedule)
 
 
 def test_a_rank_that_missed_a_call_is_found_in_the_next_agreement() -> None:
@@ -492,7 +396,7 @@ def test_a_rank_that_missed_a_call_is_found_in_the_next_agreement() -> None:
 
 
 def test_a_rank_that_let_a_request_go_alone_is_found_in_the_next_agreement() -> None:
-    replica = QueueReplica(TWO_RANKS, queue_type=DecidesByItsOwnFact)
+    replica = open_variant("decides_by_its_own_fact")
     for turn in ONE_READY[:2]:
         replica.step(turn)
     with pytest.raises(QueueDivergenceError, match="step 3"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.grammar_replica import GrammarReplica, GrammarUser, ManualCompiler
+from kit.variants import found, instead_of, variants
 
 from scheduler_components import ParallelState
-from scheduler_components.agreement import Proposal
 from scheduler_components.errors import QueueDivergenceError, QueueFullError
 from scheduler_components.values import GrammarKey
 from scheduler_components.waiting.grammar_queue import GrammarQueue
@@ -103,25 +102,6 @@ def test_requests_leave_in_the_same_step_whatever_ends_when(
         assert rank.queue.stats().waiting == 0
 
 
-def test_a_fast_rank_waits_for_a_slow_one() -> None:
-    replica, compilers = make_replica()
-    replica.enter("r", A)
-    compilers[0].finish(A)
-    assert [replica.step() for _ in range(3)] == [[], [], []]
-    compilers[1].finish(A)
-    assert replica.step() == [("r", "ready")]
-
-
-def test_a_grammar_in_the_cache_of_one_rank_admits_nothing() -> None:
-    """Rank 0 has it, rank 1 has dropped it and compiles again."""
-    replica, compilers = make_replica()
-    compilers[0].finish(A)
-    replica.enter("r", A)
-    assert replica.step() == []
-    compilers[1].finish(A)
-    assert replica.step() == [("r", "ready")]
-
-
 def test_a_failure_on_one_rank_refuses_the_request_on_all() -> None:
     replica, compilers = make_replica()
     replica.enter("r", BAD)
@@ -147,28 +127,6 @@ def test_an_error_of_one_backend_is_no_fault_of_the_request() -> None:
     ]
 
 
-def test_a_request_that_ends_while_its_grammar_is_compiled_is_forgotten() -> None:
-    replica, compilers = make_replica()
-    replica.enter("r", A)
-    replica.enter("same", A)
-    compilers[0].finish(A)
-    replica.end("r")
-    replica.end("r")
-    assert [sorted(compiler.waiting) for compiler in compilers.values()] == [[], ["same"]]
-    compilers[1].finish(A)
-    assert replica.step() == [("same", "ready")]
-
-
-def test_a_wait_ends_with_the_limit_on_every_rank() -> None:
-    replica, compilers = make_replica()
-    replica.enter("r", A)
-    compilers[1].finish(A)
-    replica.step(0.0)
-    assert replica.step(5.9) == []
-    assert replica.step(0.1) == [("r", "expired")]
-    assert [dict(compiler.waiting) for compiler in compilers.values()] == [{}, {}]
-
-
 def test_a_request_without_a_grammar_does_not_wait() -> None:
     replica, _ = make_replica()
     assert not replica.enter("r", None)
@@ -191,33 +149,22 @@ def test_statistics_are_those_of_the_compiler_and_of_the_queue() -> None:
     assert (stats.waiting, stats.refused, stats.expired, stats.compiled) == (0, 1, 1, 1)
 
 
-@dataclass(slots=True, kw_only=True)
-class AdmitsFromTheCache(GrammarQueue[GrammarUser]):
-    """A request whose grammar this rank has does not wait, as a shortcut."""
+class BrokenQueue(GrammarQueue):
+    @instead_of("enter", QueueDivergenceError)
+    def admits_from_the_cache(self, request):
+        """A request whose grammar this rank has does not wait, as a shortcut."""
+        return request.grammar_key not in self.compiler.known and super().enter(request)
 
-    def enter(self, request: GrammarUser) -> bool:
-        compiler = self.compiler
-        assert isinstance(compiler, ManualCompiler)
-        if request.grammar_key in compiler.known:
-            return False
-        return GrammarQueue.enter(self, request)
-
-
-@dataclass(slots=True, kw_only=True)
-class IgnoresFailures(GrammarQueue[GrammarUser]):
-    """A failed compilation is reported like a successful one."""
-
-    def fill(self, proposal: Proposal) -> None:
+    @instead_of("fill", AssertionError)
+    def ignores_failures(self, proposal):
+        """A failed compilation is reported like a successful one."""
         for result in self.compiler.poll():
             self.queue.on_ready(result.rid)
         self.queue.fill(proposal)
 
-
-@dataclass(slots=True, kw_only=True)
-class BlamesTheRequest(GrammarQueue[GrammarUser]):
-    """An error of the backend is reported as a bad grammar."""
-
-    def fill(self, proposal: Proposal) -> None:
+    @instead_of("fill", AssertionError)
+    def blames_the_request(self, proposal):
+        """An error of the backend is reported as a bad grammar."""
         for result in self.compiler.poll():
             request = self._compiling.pop(result.rid)
             if result.grammar is None:
@@ -227,40 +174,24 @@ class BlamesTheRequest(GrammarQueue[GrammarUser]):
                 self.queue.on_ready(result.rid)
         self.queue.fill(proposal)
 
+    # A compilation that no request waits for is not cancelled.
+    keeps_compiling = found(AssertionError, end=lambda self, request: self.queue.cancel(request.rid))
 
-@dataclass(slots=True, kw_only=True)
-class KeepsCompiling(GrammarQueue[GrammarUser]):
-    """A compilation that no request waits for is not cancelled."""
-
-    def end(self, request: GrammarUser) -> None:
-        self.queue.cancel(request.rid)
-
-
-@dataclass(slots=True, kw_only=True)
-class WritesTheGrammarTooLate(GrammarQueue[GrammarUser]):
-    """The grammar is not there when the request leaves."""
-
-    def fill(self, proposal: Proposal) -> None:
+    @instead_of("fill", AssertionError)
+    def writes_the_grammar_too_late(self, proposal):
+        """The grammar is not there when the request leaves."""
         for result in self.compiler.poll():
             self._compiling.pop(result.rid)
             self.queue.on_ready(result.rid)
         self.queue.fill(proposal)
 
 
+BROKEN = variants(BrokenQueue)
+
+
 @pytest.mark.broken_variants
-@pytest.mark.parametrize(
-    ("queue_type", "error"),
-    [
-        (AdmitsFromTheCache, QueueDivergenceError),
-        (IgnoresFailures, AssertionError),
-        (BlamesTheRequest, AssertionError),
-        (KeepsCompiling, AssertionError),
-        (WritesTheGrammarTooLate, AssertionError),
-    ],
-)
-def test_without_this_rule_the_ranks_differ(
-    queue_type: type[GrammarQueue[GrammarUser]], error: type[Exception]
-) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_without_this_rule_the_ranks_differ(name: str) -> None:
     def verify(kind: type[GrammarQueue[GrammarUser]]) -> None:
         replica, compilers = make_replica(queue_type=kind)
         compilers[0].finish(A)
@@ -280,5 +211,6 @@ def test_without_this_rule_the_ranks_differ(
         assert replica.step() == [("good", "error")]
 
     verify(GrammarQueue)
+    broken, error = BROKEN[name]
     with pytest.raises(error):
-        verify(queue_type)
+        verify(broken)

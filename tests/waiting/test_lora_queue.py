@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from kit.agreed_queue_replica import worlds
 from kit.lora_replica import LIMITS, MAX_LOAD_STEPS, AdaptedRequest, LoraReplica, ScriptedLoader
 from kit.searches import num_examples
+from kit.variants import found, instead_of, variants
 from kit.waiting_ranks import ManualLoader
 
 from scheduler_components import ConfigError, ParallelState
@@ -69,83 +69,60 @@ def test_ranks_decide_alike_within_bounds_and_no_adapter_is_evicted_while_it_is_
 # Broken variants: each of them fails the property above.
 
 
-class AdmitsWhenItsOwnLoadIsDone(Queue):
-    def fill(self, proposal):
+class BrokenQueue(Queue):
+    @instead_of("fill")
+    def admits_when_its_own_load_is_done(self, proposal):
         facts = self.loader.poll()
         for fact in facts:
             found = next((each for each in self._registered.values() if each.key == fact.key), None)
-            if found is not None and not fact.problem:
+            if found is not None and (not fact.problem):
                 found.state = "loaded"
         self.loader.poll = lambda: facts
         super().fill(proposal)
         del self.loader.poll
 
-
-class EvictsWhatIsUsed(Queue):
-    def _evict_idle(self):
-        loaded = [each for each in self._registered.values() if each.state == "loaded" and not each.is_pinned]
+    @instead_of("_evict_idle")
+    def evicts_what_is_used(self):
+        loaded = [each for each in self._registered.values() if each.state == "loaded" and (not each.is_pinned)]
         if loaded:
             loaded[0].users.clear()
             self._evict(loaded[0])
         return bool(loaded)
 
-
-class ForgetsUsersOfRequestsThatNeverWaited(Queue):
-    def enter(self, request):
+    @instead_of("enter")
+    def forgets_users_of_requests_that_never_waited(self, request):
         waits = super().enter(request)
         if not waits:
             self.end(request)
         return waits
 
+    never_drains = found(_drain_for=lambda self, num_wanted: None)
+    evicts_by_its_own_clock = found(
+        _evict_idle=lambda self: self.loader.random.random() < 0.7 and super()._evict_idle()
+    )
+    loads_beyond_its_slots = found(_evict_idle=lambda self: True)
 
-class NeverDrains(Queue):
-    def _drain_for(self, num_wanted):
-        pass
-
-
-class EvictsByItsOwnClock(Queue):
-    def _evict_idle(self):
-        return self.loader.random.random() < 0.7 and super()._evict_idle()
-
-
-class LoadsBeyondItsSlots(Queue):
-    def _evict_idle(self):
-        return True
-
-
-class KeepsWhatFailedElsewhere(Queue):
-    def _on_load_ended(self, departure):
+    @instead_of("_on_load_ended")
+    def keeps_what_failed_elsewhere(self, departure):
         unload, self.loader.unload = self.loader.unload, lambda adapter: None
         super()._on_load_ended(departure)
         self.loader.unload = unload
 
+    forgets_the_waiting_of_a_failed_load = found(_fail=lambda self, found, problem: found.waiting.clear())
 
-class ForgetsTheWaitingOfAFailedLoad(Queue):
-    def _fail(self, found, problem):
-        found.waiting.clear()
-
-
-class KeepsAnUnregisteredAdapter(Queue):
-    def unregister(self, name):
+    @instead_of("unregister")
+    def keeps_an_unregistered_adapter(self, name):
         super().unregister(name)
         self._leaving.clear()
 
 
-BROKEN = (
-    AdmitsWhenItsOwnLoadIsDone,
-    EvictsWhatIsUsed,
-    ForgetsUsersOfRequestsThatNeverWaited,
-    NeverDrains,
-    EvictsByItsOwnClock,
-    LoadsBeyondItsSlots,
-    KeepsWhatFailedElsewhere,
-    ForgetsTheWaitingOfAFailedLoad,
-    KeepsAnUnregisteredAdapter,
-)
+BROKEN = variants(BrokenQueue)
 
 
-@pytest.mark.parametrize("variant", BROKEN)
-def test_a_broken_queue_is_found(variant: Callable[..., Queue]) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_queue_is_found(name: str) -> None:
+    [variant] = BROKEN[name]
+
     def is_sound(seed: int) -> bool:
         def open_queue(loader: ScriptedLoader) -> Queue:
             return variant(loader=loader, limits=LIMITS)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.searches import num_examples
 from kit.session_driver import CAPACITY_TOKENS, LIMITS, NUM_PAGES, PAGE_SIZE, SessionDriver, Table, Turn
+from kit.variants import found, instead_of, variants
 
 from scheduler_components import ConfigError
 from scheduler_components.cache import DEFAULT_NAMESPACE, RadixCache, RadixNode
@@ -68,35 +69,32 @@ def test_ranks_with_equal_calls_and_times_have_equal_sessions(seed: int) -> None
 # Broken variants: each of them fails the properties above.
 
 
-class KeepsTheLockOfAClosedSession(Table):
-    def _remove(self, session):
+class BrokenTable(Table):
+    @instead_of("_remove")
+    def keeps_the_lock_of_a_closed_session(self, session):
         session.node, session.pages = None, ()
         super()._remove(session)
 
-
-class KeepsTheEarlierLock(Table):
-    def _hold(self, session, token_ids, namespace):
+    @instead_of("_hold")
+    def keeps_the_earlier_lock(self, session, token_ids, namespace):
         session.node = None
         super()._hold(session, token_ids, namespace)
 
-
-class CountsOnlyNewPages(Table):
-    def _release(self, session):
+    @instead_of("_release")
+    def counts_only_new_pages(self, session):
         had = session.node is not None
         super()._release(session)
         self._counts["held_pages"] += had
 
-
-class LocksNothing(Table):
-    def _hold(self, session, token_ids, namespace):
+    @instead_of("_hold")
+    def locks_nothing(self, session, token_ids, namespace):
         match = self.cache.match_prefix(token_ids, namespace)
         session.node, session.pages = match.node, match.page_array
         self._holding[session.session_id] = session
         self._counts["held_pages"] += len(match.page_array)
 
-
-class ClosesUnderATurn(Table):
-    def close(self, session_id):
+    @instead_of("close")
+    def closes_under_a_turn(self, session_id):
         session = self._find(session_id)
         self._counts["closed"] += 1
         session.in_flight.clear()
@@ -104,68 +102,50 @@ class ClosesUnderATurn(Table):
         session.in_flight["r0"] = None
         self._sessions[session_id] = session
 
+    releases_nothing_for_requests = found(release_next=lambda self, num_missing=1: False)
 
-class ReleasesNothingForRequests(Table):
-    def release_next(self, num_missing=1):
-        return False
-
-
-class HasNoLimitOfPages(Table):
-    def _hold(self, session, token_ids, namespace):
+    @instead_of("_hold")
+    def has_no_limit_of_pages(self, session, token_ids, namespace):
         limits, self.limits = self.limits, SessionLimits(max_pages=10_000)
         super()._hold(session, token_ids, namespace)
         self.limits = limits
 
-
-class HasNoLimitOfSessions(Table):
-    def open(self, session_id, **given):
+    @instead_of("open")
+    def has_no_limit_of_sessions(self, session_id, **given):
         limits, self.limits = self.limits, SessionLimits(max_sessions=10_000)
         try:
             super().open(session_id, **given)
         finally:
             self.limits = limits
 
-
-class HasNoLimitOfText(Table):
-    def end_turn(self, *given, **named):
+    @instead_of("end_turn")
+    def has_no_limit_of_text(self, *given, **named):
         limits, self.limits = self.limits, attrs.evolve(self.limits, max_text_tokens=10_000)
         super().end_turn(*given, **named)
         self.limits = limits
 
-
-class KeepsCountingForgottenText(Table):
-    def begin_turn(self, params, rid):
+    @instead_of("begin_turn")
+    def keeps_counting_forgotten_text(self, params, rid):
         session = self._find(params.id)
         counted = session.num_text_tokens
         replaced = super().begin_turn(params, rid)
         self._counts["text_tokens"] += counted - session.num_text_tokens
         return replaced
 
-
-class KeepsCountingTheTextOfClosedSessions(Table):
-    def _remove(self, session):
+    @instead_of("_remove")
+    def keeps_counting_the_text_of_closed_sessions(self, session):
         session.num_text_tokens = 0
         session.turns.clear()
         super()._remove(session)
 
 
-BROKEN = (
-    HasNoLimitOfText,
-    KeepsCountingForgottenText,
-    KeepsCountingTheTextOfClosedSessions,
-    KeepsTheLockOfAClosedSession,
-    KeepsTheEarlierLock,
-    CountsOnlyNewPages,
-    LocksNothing,
-    ClosesUnderATurn,
-    ReleasesNothingForRequests,
-    HasNoLimitOfPages,
-    HasNoLimitOfSessions,
-)
+BROKEN = variants(BrokenTable)
 
 
-@pytest.mark.parametrize("variant", BROKEN)
-def test_a_broken_table_is_found(variant: Callable[..., Table]) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_table_is_found(name: str) -> None:
+    [variant] = BROKEN[name]
+
     def is_sound(seed: int) -> bool:
         random, driver = Random(seed), SessionDriver(lambda cache: variant(cache=cache, limits=LIMITS))
         try:
