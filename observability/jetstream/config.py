@@ -64,7 +64,7 @@ class JetStreamConfig(JsonSettings):
         Raises:
             ConfigError: the text is none of them, or has an unknown setting or a bad value.
         """
-        return super().from_cli(text) if text.lstrip().startswith("{") else cls(servers=text)
+        return super().from_cli(text) if text.lstrip().startswith("{") else cls.model_validate({"servers": text})
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -132,7 +132,7 @@ class JsonSettings(BaseModel):
         """
         if isinstance(config, Mapping):
             return cls.model_validate({str(name): value for name, value in config.items()})
-        return config if isinstance(config, cls) else cls.from_cli(config)
+        return config if isinstance(config, cls) else cls.from_cli(cast("str", config))
 
     @classmethod
     def model_validate(cls, obj: Any, **how: Any) -> Self:
