@@ -1,16 +1,14 @@
-"""Convert a conformance report to JUnit XML for CI, and to a badge."""
+"""Convert a conformance report to JUnit XML for CI."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from xml.etree import ElementTree as Xml
 
-import msgspec
-
 from observability.conformance import ConformanceReport, RuleResult
 from observability.kv_stream import escape_unprintable
 
-__all__ = ["badge_json", "junit_xml"]
+__all__ = ["junit_xml"]
 
 
 def junit_xml(report: ConformanceReport) -> str:
@@ -46,21 +44,3 @@ def _add_case(suite: Xml.Element, rule: RuleResult, *, classname: str) -> None:
         kind, marks = ("failure", {"type": rule.rule, "message": rule.holds}) if is_failure else ("system-out", {})
         lines = [f"{rule.weight}: {rule.holds}; broken {rule.count} times", *map(escape_unprintable, rule.seen)]
         Xml.SubElement(case, kind, marks).text = "\n".join([*lines, f"harm: {rule.harms}", f"repair: {rule.hint}"])
-
-
-def badge_json(report: ConformanceReport) -> str:
-    """Return the JSON of a shields.io ``endpoint`` badge: the number of rules kept, out of those that were judged.
-
-    Red when the engine does not conform, yellow when a rule of weight ``warning`` is broken. A rule that is
-    broken on any stream counts as broken once.
-    """
-    results = [*report.engine, *(each for stream in report.streams for each in stream.rules)]
-    broken = {each.rule for each in results if each.status == "broken"}
-    judged = {each.rule for each in results if each.status != "not judged"}
-    if not report.reachable:
-        message, color = "not reachable", "lightgrey"
-    else:
-        message = f"{len(judged) - len(broken)} of {len(judged)} rules kept"
-        color = "red" if not report.conforms else "yellow" if broken else "brightgreen"
-    badge = {"schemaVersion": 1, "label": "KV events", "message": message, "color": color}
-    return msgspec.json.encode(badge).decode() + "\n"

@@ -1,24 +1,22 @@
-"""GitRepository: read commits and write new ones without a checkout. The edge to git.
+"""GitRepository: read commits without a checkout. The edge to git.
 
 Every call passes a list of arguments to one `git` process. There is no shell, and no hook, filter or configuration of
-the repository runs: files are read as blobs and written as blobs.
+the repository runs: files are read as blobs.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
 from scheduler_components.errors import ComponentError, ConfigError
 
-__all__ = ["Commit", "FileChange", "GitError", "GitRepository", "MergeConflictError", "open_repository"]
+__all__ = ["Commit", "FileChange", "GitError", "GitRepository", "open_repository"]
 
-_FILE_MODE = "100644"
 _SETTINGS = (f"core.hooksPath={os.devnull}", "core.fsmonitor=false", "log.showSignature=false")
 _OPTIONS = ("--no-replace-objects", *(option for setting in _SETTINGS for option in ("-c", setting)))
 """An object is what its name says, and no program of the repository runs."""
@@ -36,20 +34,6 @@ class GitError(ComponentError):
         self.arguments = tuple(arguments)
         self.problem = problem
         super().__init__(f"git {arguments[0]} failed: {problem.strip() or 'no message'}")
-
-
-class MergeConflictError(ComponentError):
-    """Two changes of one place cannot be merged.
-
-    Args:
-        commit: the commit that cannot be applied.
-        paths: files with conflicts.
-    """
-
-    def __init__(self, commit: str, paths: Sequence[str]) -> None:
-        self.commit = commit
-        self.paths = tuple(paths)
-        super().__init__(f"commit {commit[:12]} conflicts in {', '.join(paths)}; resolve it there, and carry it again")
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -112,23 +96,6 @@ class GitRepository:
                 found.append(Commit(name, tuple(parents), subject))
         return found
 
-    def commit(self, name: str) -> Commit:
-        """Return a commit."""
-        names, _, subject = self._text("log", "--max-count=1", "--format=%H %P%n%s", name).rstrip("\n").partition("\n")
-        _, *parents = names.split()
-        return Commit(name, tuple(parents), subject)
-
-    def merge_base(self, one: str, other: str) -> str:
-        """Return the best common ancestor of two commits.
-
-        Raises:
-            ConfigError: they have none.
-        """
-        try:
-            return self._text("merge-base", one, other).strip()
-        except GitError as error:
-            raise ConfigError("revision", other, "shares no history", "give a branch of this history") from error
-
     def changes(self, before: str, after: str) -> list[FileChange]:
         """Return the files in which two commits differ, renames as one deleted and one added file."""
         fields = self._git("diff-tree", "-r", "-z", "--raw", "--no-renames", "--no-abbrev", before, after).split(b"\0")
@@ -167,92 +134,20 @@ class GitRepository:
         contents = self.blobs(names.values())
         return {path: text for path, name in names.items() if (text := _text_of(contents[name])) is not None}
 
-    def write_tree(self, commit: str, before: Mapping[str, str], after: Mapping[str, str]) -> str:
-        """Write the tree of a commit with other files; return its name. Nothing is checked out."""
-        entries = []
-        for path in sorted(before.keys() | after.keys()):
-            if before.get(path) == after.get(path):
-                continue
-            if path not in after:
-                entries.append(f"0 {'0' * len(commit)}\t{path}")
-                continue
-            blob = self._text("hash-object", "-w", "--stdin", stdin=after[path].encode()).strip()
-            mode = self._text("ls-tree", "--full-tree", "--format=%(objectmode)", commit, "--", path).strip()
-            entries.append(f"{mode or _FILE_MODE} {blob}\t{path}")
-        with TemporaryDirectory() as folder:
-            index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
-            self._git("read-tree", commit, environment=index)
-            stdin = "".join(f"{entry}\0" for entry in entries).encode(errors="surrogateescape")
-            self._git("update-index", "-z", "--index-info", stdin=stdin, environment=index)
-            return self._git("write-tree", environment=index).decode().strip()
-
-    def commit_tree(self, tree: str, parents: Sequence[str], *, like: str) -> str:
-        """Commit a tree with the message and the author of another commit; return its name. No branch moves."""
-        facts = self._git("log", "--max-count=1", "--format=%an%x00%ae%x00%ad%x00%B", "--date=raw", like)
-        name, mail, date, message = facts.split(b"\0", 3)
-        author = {
-            "GIT_AUTHOR_NAME": os.fsdecode(name),
-            "GIT_AUTHOR_EMAIL": os.fsdecode(mail),
-            "GIT_AUTHOR_DATE": os.fsdecode(date),
-        }
-        options = [option for parent in parents for option in ("-p", parent)]
-        made = self._git("commit-tree", *options, tree, stdin=message.rstrip(b"\n") + b"\n", environment=author)
-        return made.decode().strip()
-
-    def tree(self, commit: str) -> str:
-        """Return the name of a commit's tree."""
-        return self._text("rev-parse", f"{commit}^{{tree}}").strip()
-
-    def apply_change(self, onto: str, before: str, after: str, *, like: str) -> str:
-        """Apply the change between two commits to a third one; return the new tree.
-
-        Raises:
-            MergeConflictError: both changed the same place.
-        """
-        ours = self.commit_tree(self.tree(onto), [before], like=like)
-        theirs = self.commit_tree(self.tree(after), [before], like=like)
-        command = ["merge-tree", "--write-tree", "-z", "--name-only", "--no-messages", ours, theirs]
-        ran = self._run(command)
-        names = ran.stdout.split(b"\0")
-        if ran.returncode == 1 and names[0]:
-            raise MergeConflictError(like, [_path_text(path) for path in names[1:] if path])
-        if ran.returncode:
-            raise GitError(command, ran.stderr.decode(errors="replace"))
-        return names[0].decode().strip()
-
-    def set_branch(self, branch: str, commit: str) -> None:
-        """Make a new branch at a commit.
-
-        Raises:
-            ConfigError: the name is impossible or taken.
-        """
-        try:
-            self._git("branch", "--end-of-options", branch, commit)
-        except GitError as error:
-            raise ConfigError(
-                "branch", branch, f"cannot be made ({error.problem.strip()})", "give a new name"
-            ) from error
-
     def _text(self, *arguments: str, stdin: bytes = b"") -> str:
         return self._git(*arguments, stdin=stdin).decode(errors="surrogateescape")
 
-    def _git(self, *arguments: str, stdin: bytes = b"", environment: Mapping[str, str] | None = None) -> bytes:
-        ran = self._run(arguments, stdin, environment)
-        if ran.returncode:
-            raise GitError(arguments, ran.stderr.decode(errors="replace"))
-        return ran.stdout
-
-    def _run(
-        self, arguments: Sequence[str], stdin: bytes = b"", environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(  # a list of arguments, no shell
+    def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
+        ran = subprocess.run(  # a list of arguments, no shell
             ["git", *_OPTIONS, *arguments],  # the user's git
             input=stdin,
             cwd=self.root,
-            env={**os.environ, **(environment or {})},  # noqa: SCH007 git's variables, added to the user's
             capture_output=True,
             check=False,
         )
+        if ran.returncode:
+            raise GitError(arguments, ran.stderr.decode(errors="replace"))
+        return ran.stdout
 
 
 def open_repository(folder: Path) -> GitRepository:

@@ -1,4 +1,4 @@
-"""Prove that commits only do what their recipes say, and carry branches over such commits.
+"""Prove that commits only do what their recipes say.
 
 A commit that adds one recipe below ``.refactor/`` claims: this commit is what the recipe makes of my parent. `verify`
 reads the parent's files, applies the recipe, and compares every file of the commit byte by byte. Nothing is checked out
@@ -20,7 +20,7 @@ from scheduler_refactor.apply import apply_recipe
 from scheduler_refactor.git_repository import Commit, FileChange, GitRepository
 from scheduler_refactor.recipe import RECIPE_FOLDER, Recipe, Replace, read_recipe, recipe_path
 
-__all__ = ["CommitVerdict", "Residual", "carry", "find_residuals", "verify"]
+__all__ = ["CommitVerdict", "Residual", "find_residuals", "verify"]
 
 _ABSENT, _SUBMODULE = "000000", "160000"
 _FILE = "100644"
@@ -89,38 +89,6 @@ def verify(repository: GitRepository, base: str, head: str) -> list[CommitVerdic
     if not commits:
         raise ConfigError("head", head, "adds no commit to the base", "give the base first, then the head")
     return [_verify_commit(repository, commit) for commit in commits]
-
-
-def carry(repository: GitRepository, move: str, branch: str) -> list[str]:
-    """Carry the commits of a branch that began earlier over a commit with a recipe; return the new commits.
-
-    The recipe is applied to every commit of the branch, so its methods move as they are there. What the branch changed
-    is then a change of moved code, and is applied on top of `move`. Authors and messages stay. No branch moves.
-
-    Raises:
-        ConfigError: `move` has no recipe, or the branch has a merge or nothing to carry.
-        MergeConflictError: the branch and the commits up to `move` changed the same place.
-        RefusedError: the recipe does not fit the branch.
-    """
-    move = repository.resolve(move)
-    tip = repository.resolve(branch)
-    parent = _only_parent(repository.commit(move))
-    _, recipe = _recipe_of(repository, repository.changes(parent, move))
-    if recipe is None:
-        raise ConfigError("move", move, "adds no recipe", f"give a commit that adds a file below {RECIPE_FOLDER}/")
-    base = repository.merge_base(move, tip)
-    commits = repository.commits(base, tip)
-    if not commits or base == move:
-        raise ConfigError("branch", branch, "has nothing to carry", "give a branch that began before the commit")
-    before, onto, carried = _applied(repository, base, recipe), move, []
-    for commit in commits:
-        _only_parent(commit)
-        after = _applied(repository, commit.name, recipe)
-        tree = repository.apply_change(onto, before, after, like=commit.name)
-        onto = repository.commit_tree(tree, [onto], like=commit.name)
-        carried.append(onto)
-        before = after
-    return carried
 
 
 def find_residuals(
@@ -236,17 +204,3 @@ def _recipe_of(repository: GitRepository, changes: list[FileChange]) -> tuple[st
         )
     (content,) = repository.blobs([added[0].blobs[1]]).values()
     return added[0].path, read_recipe(content)
-
-
-def _applied(repository: GitRepository, commit: str, recipe: Recipe) -> str:
-    """Return a commit with the files that the recipe makes of a commit's. It has no parent and no branch."""
-    before = repository.python_files(commit, recipe.paths)
-    tree = repository.write_tree(commit, before, apply_recipe(before, recipe))
-    return repository.commit_tree(tree, [], like=commit)
-
-
-def _only_parent(commit: Commit) -> str:
-    if len(commit.parents) != 1:
-        hint = "carry branches without merges: rebase the branch first"
-        raise ConfigError("commit", commit.name, f"has {len(commit.parents)} parents", hint)
-    return commit.parents[0]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-import attrs
+from pydantic import BeforeValidator, Field, model_validator
 
 from observability.jetstream.addresses import check_prefix
 from scheduler_components import ConfigError
-from scheduler_components._internal.validators import integer_validator, number_validator
+from scheduler_components.kv_events.config import JsonSettings
 
 __all__ = ["JetStreamConfig"]
 
@@ -20,42 +18,14 @@ _SCHEMES = ("nats", "tls", "ws", "wss")
 _MAX_REPLICAS = 5
 
 
-def _servers(value: object) -> tuple[str, ...]:
-    """Split one URL, or several separated by commas; or return a list of URLs as a tuple."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(","))
-    return tuple(value) if isinstance(value, Iterable) else (str(value),)
+def _split(servers: object) -> object:
+    """Split one URL, or several separated by commas; leave anything else as it is, a list as a tuple."""
+    if isinstance(servers, str):
+        return tuple(part.strip() for part in servers.split(","))
+    return tuple(servers) if isinstance(servers, list) else servers
 
 
-def _are_servers(_: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
-    for url in value or ("",):
-        try:
-            parts = urlsplit(url if isinstance(url, str) else "")
-            is_valid = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise ConfigError(attribute.name, url, "is not a NATS server", "give a URL such as nats://127.0.0.1:4222")
-
-
-def _is_prefix(_: object, attribute: attrs.Attribute[str], value: object) -> None:
-    check_prefix(attribute.name, value)
-
-
-def _is_replicas(_: object, attribute: attrs.Attribute[int], value: object) -> None:
-    integer_validator("is not a number of copies")(_, attribute, value)
-    if isinstance(value, int) and value > _MAX_REPLICAS:
-        hint = f"give 1 to {_MAX_REPLICAS}; 3 survives the loss of one server"
-        raise ConfigError(attribute.name, value, "is above the limit of JetStream", hint)
-
-
-def _is_file(_: object, attribute: attrs.Attribute[str | None], value: object) -> None:
-    if value is not None and not (isinstance(value, str) and Path(value).is_file()):
-        raise ConfigError(attribute.name, value, "is not a file", "give the path of a user's .creds file")
-
-
-@attrs.frozen(kw_only=True)
-class JetStreamConfig:
+class JetStreamConfig(JsonSettings):
     """Where the broker is and how much it keeps.
 
     The limits of a log bound the broker's disk, and the messages that a late reader must read after the snapshot. The
@@ -76,36 +46,41 @@ class JetStreamConfig:
         ConfigError: a setting is invalid; the error names the setting, the value and a valid form.
     """
 
-    servers: tuple[str, ...] = attrs.field(converter=_servers, validator=_are_servers)
-    prefix: str = attrs.field(default="kv-events", validator=_is_prefix)
-    replicas: int = attrs.field(default=1, validator=_is_replicas)
-    max_msgs: int = attrs.field(default=65_536, validator=integer_validator("is too few for a window", at_least=16))
-    max_bytes: int = attrs.field(
-        default=256 * 1024 * 1024, validator=integer_validator("is too small", at_least=65_536)
-    )
-    max_age_s: float = attrs.field(default=3_600.0, validator=number_validator())
-    credentials_file: str | None = attrs.field(default=None, validator=_is_file)
+    text_name = "jetstream"
+    example = '{"servers": "nats://HOST:4222", "replicas": 3}'
+
+    servers: Annotated[tuple[str, ...], BeforeValidator(_split)]
+    prefix: str = "kv-events"
+    replicas: Annotated[int, Field(ge=1)] = 1
+    max_msgs: Annotated[int, Field(ge=16)] = 65_536
+    max_bytes: Annotated[int, Field(ge=65_536)] = 256 * 1024 * 1024
+    max_age_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3_600.0
+    credentials_file: str | None = None
 
     @classmethod
-    def from_cli(cls, text: str) -> JetStreamConfig:
+    def from_cli(cls, text: str) -> Self:
         """Parse a URL, several URLs separated by commas, or a JSON object of settings.
 
         Raises:
             ConfigError: the text is none of them, or has an unknown setting or a bad value.
         """
-        if not text.lstrip().startswith("{"):
-            return cls(servers=text)
-        hint = 'give nats://HOST:4222, or {"servers": "nats://HOST:4222", "replicas": 3}'
-        try:
-            settings: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError("jetstream", text, f"is not JSON: {error}", hint) from None
-        known = tuple(field.name for field in attrs.fields(cls))
-        for name in settings:
-            if name not in known:
-                raise ConfigError(
-                    name, settings[name], "is not a setting of jetstream", f"give one of {', '.join(known)}"
-                )
-        if "servers" not in settings:
-            raise ConfigError("servers", None, "is missing", hint)
-        return cls(**settings)
+        return super().from_cli(text) if text.lstrip().startswith("{") else cls.model_validate({"servers": text})
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for url in self.servers or ("",):
+            try:
+                parts = urlsplit(url)
+                is_valid = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
+            except ValueError:
+                is_valid = False
+            if not is_valid:
+                raise ConfigError("servers", url, "is not a NATS server", "give a URL such as nats://127.0.0.1:4222")
+        check_prefix("prefix", self.prefix)
+        if self.replicas > _MAX_REPLICAS:
+            hint = f"give 1 to {_MAX_REPLICAS}; 3 survives the loss of one server"
+            raise ConfigError("replicas", self.replicas, "is above the limit of JetStream", hint)
+        if self.credentials_file is not None and not Path(self.credentials_file).is_file():
+            problem, hint = "is not a file", "give the path of a user's .creds file"
+            raise ConfigError("credentials_file", self.credentials_file, problem, hint)
+        return self

@@ -16,12 +16,10 @@ import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import attrs
-
 from scheduler_components.errors import ConfigError
 from scheduler_components.invariant_checker import CheckAction
 from scheduler_components.kv_events import KVEventsConfig
-from scheduler_components.kv_events.config import parse_json_object
+from scheduler_components.kv_events.config import JsonSettings, parse_json_object
 
 __all__ = [
     "ENGINE_SETTINGS",
@@ -29,7 +27,6 @@ __all__ = [
     "PUBLISHER_SETTINGS",
     "SCHEDULER_KEY",
     "UNLIMITED",
-    "PluginSettings",
     "SchedulerSettings",
     "log_fallback",
     "may_require_keys",
@@ -58,23 +55,12 @@ PUBLISHER_SETTINGS = tuple(
 _KEY_WORDS = ("auth", "secret_key_file", "client_keys_dir")
 
 
-@attrs.frozen(kw_only=True)
-class PluginSettings:
-    """The value of the variable.
-
-    Attributes:
-        publisher: settings of the kit's publisher, without the engine's own.
-        switches: the plugin's own switches that are on.
-    """
-
-    publisher: KVEventsConfig
-    switches: frozenset[str] = frozenset()
-
-
 def read_plugin_settings(
     environ: Mapping[str, str], *, switches: Mapping[str, bool] = MappingProxyType({})
-) -> PluginSettings:
-    """Read and validate the variable; without it, or if it is empty, return the defaults.
+) -> tuple[KVEventsConfig, frozenset[str]]:
+    """Return the settings of the kit's publisher without the engine's own, and the switches of the plugin that are on.
+
+    Without the variable, or if it is empty, return the defaults.
 
     Args:
         environ: the environment.
@@ -87,19 +73,15 @@ def read_plugin_settings(
     given = parse_json_object(text, field=KV_EVENTS_VARIABLE, example='{"seq_base": "clock"}') if text.strip() else {}
     known = (*PUBLISHER_SETTINGS, *switches)
     for name, value in given.items():
-        if name in ENGINE_SETTINGS:
-            problem = f"is not a setting of {KV_EVENTS_VARIABLE}"
-            raise ConfigError(name, value, problem, "give it in the engine's own --kv-events-config")
         if name not in known:
-            problem = f"is not a setting of {KV_EVENTS_VARIABLE}"
-            raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
+            own = "give it in the engine's own --kv-events-config"
+            hint = own if name in ENGINE_SETTINGS else f"give some of {', '.join(known)}"
+            raise ConfigError(name, value, f"is not a setting of {KV_EVENTS_VARIABLE}", hint)
         if name in switches and type(value) is not bool:
             raise ConfigError(name, value, "is not true or false", "give true or false")
     settings = {name: value for name, value in given.items() if name not in switches}
-    return PluginSettings(
-        publisher=KVEventsConfig(**_DEFAULTS | settings),
-        switches=frozenset(name for name, is_on in switches.items() if given.get(name, is_on)),
-    )
+    is_on = frozenset(name for name, default in switches.items() if given.get(name, default))
+    return KVEventsConfig(**_DEFAULTS | settings), is_on
 
 
 def may_require_keys(environ: Mapping[str, str]) -> bool:
@@ -123,8 +105,7 @@ SCHEDULER_KEY = "scheduler_components"
 """The key of ``--additional-config`` whose value has the settings of a scheduler."""
 
 
-@attrs.frozen(kw_only=True)
-class SchedulerSettings:
+class SchedulerSettings(JsonSettings):
     """The value of the key. ``PolicyScheduler`` reads ``policy`` alone.
 
     Attributes:
@@ -132,7 +113,13 @@ class SchedulerSettings:
         preemption: name of the preemption policy.
         metrics_directory: directory of the board to which the metrics of each step are written; empty for none.
         checks: how violations of the page pool are reported, as ``CheckPolicy.action``.
+
+    Raises:
+        ConfigError: a setting is unknown or no text. Whether a policy is known is for its own factory to say.
     """
+
+    text_name = SCHEDULER_KEY
+    example = '{"policy": "priority"}'
 
     policy: str = "fcfs"
     preemption: str = "latest-arrival"
@@ -144,17 +131,7 @@ def read_scheduler_settings(additional_config: object) -> SchedulerSettings:
     """Read the settings of a scheduler from vLLM's ``additional_config``; without the key, return the defaults.
 
     Raises:
-        ConfigError: a setting is unknown or no text. Whether a name is known is for the policy's own factory to say.
+        ConfigError: a setting is unknown or invalid.
     """
     given = additional_config.get(SCHEDULER_KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(SCHEDULER_KEY, given, "is no JSON object", 'give for example {"policy": "priority"}')
-    names = [field.name for field in attrs.fields(SchedulerSettings)]
-    for name, value in given.items():
-        if name not in names:
-            raise ConfigError(
-                str(name), value, f"is not a setting of {SCHEDULER_KEY}", f"give some of {', '.join(names)}"
-            )
-        if not isinstance(value, str):
-            raise ConfigError(name, value, "is no text", "give a name")
-    return SchedulerSettings(**given)
+    return SchedulerSettings.model_validate(given)

@@ -20,7 +20,6 @@ from typing import Any
 from scheduler_components.engines.settings import (
     ENGINE_SETTINGS,
     UNLIMITED,
-    PluginSettings,
     log_fallback,
     may_require_keys,
     read_plugin_settings,
@@ -79,10 +78,9 @@ class SglangPlugin:
     def wants_components(self) -> bool:
         """Whether the settings replace components of SGLang's scheduler by this kit's."""
         try:
-            settings = read_plugin_settings(self.environ, switches={COMPONENTS: False})
+            return COMPONENTS in read_plugin_settings(self.environ, switches={COMPONENTS: False})[1]
         except ConfigError:
             return False  # The publisher logs the error.
-        return COMPONENTS in settings.switches
 
     def publisher_settings(self, config: str | None) -> KVEventsConfig | None:
         """Return the publisher's settings for the value of ``--kv-events-config``.
@@ -109,7 +107,7 @@ class SglangPlugin:
             if name not in known:
                 problem = "is not a setting of SGLang's --kv-events-config"
                 raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
-        settings = _to_kit_settings(given, read_plugin_settings(self.environ, switches={COMPONENTS: False}))
+        settings = _to_kit_settings(given, read_plugin_settings(self.environ, switches={COMPONENTS: False})[0])
         CurveServerKeys.of(settings)
         return settings
 
@@ -144,15 +142,15 @@ class SglangPlugin:
         return description
 
 
-def _to_kit_settings(given: Any, settings: PluginSettings) -> KVEventsConfig:
+def _to_kit_settings(given: Any, settings: KVEventsConfig) -> KVEventsConfig:
     """Return SGLang's settings as this kit's, with those of the environment."""
     values = {name: getattr(given, name) for name in ENGINE_SETTINGS}
     values["hwm"] = values["hwm"] or UNLIMITED
     values["max_queue_size"] = max(0, values["max_queue_size"]) or UNLIMITED
-    binds = settings.publisher.bind if given.bind is None else given.bind
+    binds = settings.bind if given.bind is None else given.bind
     if binds is None:
         endpoint = Endpoint.parse(given.endpoint, field="endpoint")
         # SGLang searches "::" anywhere in the address, so it also binds at a host such as [fd00::1]. The kit must bind
         # wherever SGLang binds, or readers that dial the address find no publisher.
         binds = endpoint.transport != "tcp" or endpoint.is_wildcard or (endpoint.is_ipv6 and "::" in endpoint.host)
-    return settings.publisher.changed(**values, bind=binds)
+    return settings.changed(**values, bind=binds)

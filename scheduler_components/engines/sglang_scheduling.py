@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import floor
-from typing import Any
+from typing import Annotated, Any
 
-import attrs
+from pydantic import Field, field_validator
 
-from scheduler_components._internal.validators import check_choice, check_integer
+from scheduler_components._internal.validators import check_choice
 from scheduler_components.errors import ConfigError
-from scheduler_components.kv_events.config import parse_json_object
+from scheduler_components.kv_events.config import JsonSettings
 from scheduler_components.ports import SchedulingPolicy
 from scheduler_components.scheduling.admission_budget import AdmissionBudget, AdmissionDemand
 from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES, check_policy_name, make_policy
@@ -43,8 +43,7 @@ _UNSUPPORTED = ("earliest-deadline", "virtual-token-counter", "lora-grouping")
 _CACHE_AWARE = ("lpm", "dfs-weight", "shortest-prefill-first", "hrrn")
 
 
-@attrs.frozen(kw_only=True)
-class SglangSchedulingSettings:
+class SglangSchedulingSettings(JsonSettings):
     """The value of the variable, a JSON object.
 
     Attributes:
@@ -53,38 +52,25 @@ class SglangSchedulingSettings:
         watermark_pages: with ``admission``, pages that an admission leaves free.
 
     Raises:
-        ConfigError: from ``parse``: a setting is unknown or invalid.
+        ConfigError: a setting is unknown or invalid.
     """
+
+    text_name = SCHEDULING_VARIABLE
+    example = '{"policy": "lpm"}'
 
     policy: str = ""
     admission: bool = False
-    watermark_pages: int = 0
+    watermark_pages: Annotated[int, Field(ge=0)] = 0
 
+    @field_validator("policy")
     @classmethod
-    def parse(cls, text: str) -> SglangSchedulingSettings:
-        """Parse and check the variable. An empty text changes nothing."""
-        if not text.strip():
-            return cls()
-        given = parse_json_object(text, field=SCHEDULING_VARIABLE, example='{"policy": "lpm"}')
-        known = [each.name for each in attrs.fields(cls)]
-        for name, value in given.items():
-            if name not in known:
-                problem = f"is not a setting of {SCHEDULING_VARIABLE}"
-                raise ConfigError(name, value, problem, f"give some of {', '.join(known)}")
-        settings = cls(**given)
-        if not isinstance(settings.policy, str):
-            raise ConfigError("policy", settings.policy, "is not text", "give a name")
-        if settings.policy:
+    def _check_policy(cls, policy: str) -> str:
+        if policy and ":" not in policy:
             names = tuple(name for name in POLICY_NAMES if name not in _UNSUPPORTED)
-            if ":" not in settings.policy:
-                check_choice(
-                    "policy", settings.policy, names, "is not a policy that SGLang's requests can be ordered by"
-                )
-            check_policy_name(settings.policy)
-        if type(settings.admission) is not bool:
-            raise ConfigError("admission", settings.admission, "is not true or false", "give true or false")
-        check_integer("watermark_pages", settings.watermark_pages, "is not a number of pages", at_least=0)
-        return settings
+            check_choice("policy", policy, names, "is not a policy that SGLang's requests can be ordered by")
+        if policy:
+            check_policy_name(policy)
+        return policy
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -142,7 +128,7 @@ class SglangScheduling:
     def from_environment(cls, environ: Mapping[str, str]) -> SglangScheduling:
         """Read the variable. A wrong setting logs one sentence and counts as not given."""
         try:
-            return cls(settings=SglangSchedulingSettings.parse(environ.get(SCHEDULING_VARIABLE, "")))
+            return cls(settings=SglangSchedulingSettings.from_cli(environ.get(SCHEDULING_VARIABLE, "").strip() or "{}"))
         except ConfigError as error:
             _log.error("SGLang orders and admits requests itself, without scheduler-components: %s", error)
             return cls(settings=SglangSchedulingSettings())

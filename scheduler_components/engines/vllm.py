@@ -154,8 +154,8 @@ class VllmPublisherFactory:
         """
         whole = _with_defaults(self.theirs.KVEventsConfig) | config
         try:
-            settings = read_plugin_settings(self.environ, switches={ONCE_PER_BLOCK: True})
-            publisher = ZmqEventPublisher(data_parallel_rank, config=self._checked(whole, settings.publisher))
+            settings, switches = read_plugin_settings(self.environ, switches={ONCE_PER_BLOCK: True})
+            publisher = ZmqEventPublisher(data_parallel_rank, config=self._checked(whole, settings))
         except ConfigError as error:
             is_closed = may_require_keys(self.environ)
             log_fallback(_log, error, engine="vLLM", is_closed=is_closed)
@@ -163,7 +163,7 @@ class VllmPublisherFactory:
                 null: VllmPublisher = self.theirs.NullEventPublisher(data_parallel_rank)
                 return null
             return self.own(data_parallel_rank=data_parallel_rank, **config)
-        published = _filter_copies(data_parallel_rank) if ONCE_PER_BLOCK in settings.switches else None
+        published = _filter_copies(data_parallel_rank) if ONCE_PER_BLOCK in switches else None
         _patch_reset_to_publish(self.theirs)
         described = self._described(whole, data_parallel_rank, publisher)
         _log.info(
@@ -218,7 +218,7 @@ def open_event_stream(config: Any, rank: int, environ: Mapping[str, str] | None 
     own: VllmPublisherConstructor = theirs.NullEventPublisher  # type: ignore[assignment]  # never called
     factory = VllmPublisherFactory(environ=environ, own=own, theirs=theirs)
     whole = {name: getattr(config, name) for name in _with_defaults(theirs.KVEventsConfig)}
-    settings = read_plugin_settings(environ, switches={ONCE_PER_BLOCK: True}).publisher.changed(dialect="vllm")
+    settings = read_plugin_settings(environ, switches={ONCE_PER_BLOCK: True})[0].changed(dialect="vllm")
     publisher = ZmqEventPublisher(rank, config=factory._checked(whole, settings))
     return VllmEventPublisher(publisher=publisher, config=factory._described(whole, rank, publisher))
 

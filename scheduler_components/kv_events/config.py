@@ -1,6 +1,7 @@
 """KVEventsConfig: the JSON after ``--kv-events-config``, validated completely before any socket opens.
 
 ``KVEventsConfig`` is the only declaration of the publisher's settings: names, defaults, ranges and meaning.
+``JsonSettings`` is what all settings that are written as JSON have in common.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,7 +22,7 @@ from scheduler_components.kv_events.codec import DIALECTS
 from scheduler_components.kv_events.endpoints import Endpoint, PortPlan
 from scheduler_components.kv_events.replay import REPLAY_FRAMINGS
 
-__all__ = ["AUTHS", "SEND_MODES", "SEQ_BASES", "KVEventsConfig", "parse_json_object", "spelling_hint"]
+__all__ = ["AUTHS", "SEND_MODES", "SEQ_BASES", "JsonSettings", "KVEventsConfig", "parse_json_object", "spelling_hint"]
 
 SEQ_BASES = ("zero", "clock")
 SEND_MODES = ("background", "inline")
@@ -40,14 +41,21 @@ _CHOICES = {
     "auth": AUTHS,
 }
 
-_EXAMPLE = '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'
-
 _TYPE_NAMES = {
     "bool_type": "true or false",
     "dict_type": "an object",
     "int_type": "an integer",
+    "model_type": "an object",
     "string_type": "a string",
+    "float_type": "a number",
+    "finite_number": "a finite number",
 }
+
+_BOUNDS = (
+    ("ge", "is too small", "at least"),
+    ("gt", "is too small", "more than"),
+    ("le", "is too large", "at most"),
+)
 
 
 def spelling_hint(name: str, known: tuple[str, ...]) -> str:
@@ -56,11 +64,136 @@ def spelling_hint(name: str, known: tuple[str, ...]) -> str:
     return f"did you mean {near[0]!r}?" if near else "give one of " + ", ".join(known)
 
 
-class KVEventsConfig(BaseModel):
+def parse_json_object(text: str | bytes | bytearray, *, field: str, example: str) -> dict[str, Any]:
+    """Parse the JSON object that a user wrote as the setting ``field``. ``example`` is a valid one, for the hint.
+
+    Raises:
+        ConfigError: not UTF-8, not JSON, not an object, or a repeated key.
+    """
+    hint = f"give a JSON object, such as {example}"
+    try:
+        plain = text if isinstance(text, str) else bytes(text).decode()
+        settings = json.loads(plain, object_pairs_hook=_object_without_repeats)
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError(field, text, problem, hint) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(field, text, f"is not JSON ({error})", hint) from None
+    if not isinstance(settings, dict):
+        raise ConfigError(field, text, "is JSON, but not an object", hint)
+    return settings
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Reject a repeated key. JSON would silently keep the last of two equal keys."""
+    settings: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in settings:
+            raise ConfigError(key, value, "is given twice", "keep one of the two")
+        settings[key] = value
+    return settings
+
+
+class JsonSettings(BaseModel):
+    """Settings that an operator writes as a JSON object. The only way in which the kit reads settings from text.
+
+    Values are not coerced: ``"5557"`` is no integer, and neither is ``true``. An unknown key is an error, and so is a
+    repeated one. Every error of a subclass is a ConfigError with the setting, the value, the problem and a hint.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    text_name: ClassVar[str]
+    """Name of the option, key or variable that has the text."""
+
+    example: ClassVar[str]
+
+    def __init__(self, /, **settings: Any) -> None:
+        with self._as_config_error():
+            super().__init__(**settings)
+
+    @classmethod
+    def from_cli(cls, text: str) -> Self:
+        """Parse the JSON object that an operator wrote.
+
+        Raises:
+            ConfigError: not JSON, not an object, a repeated key, an unknown key, or an invalid value.
+        """
+        return cls(**parse_json_object(text, field=cls.text_name, example=cls.example))
+
+    @classmethod
+    def read(cls, config: str | Mapping[str, object] | Self) -> Self:
+        """Return the settings that ``config`` is: the JSON of ``from_cli``, settings by name, or itself.
+
+        Raises:
+            ConfigError: as ``from_cli``.
+        """
+        if isinstance(config, Mapping):
+            return cls.model_validate({str(name): value for name, value in config.items()})
+        return config if isinstance(config, cls) else cls.from_cli(cast("str", config))
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """As pydantic's, with a ConfigError for an invalid setting."""
+        with cls._as_config_error():
+            return super().model_validate(obj, **how)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **how: Any) -> Self:
+        """As pydantic's, with a ConfigError for an invalid setting or text. A repeated key is invalid, too."""
+        return cls.model_validate(parse_json_object(json_data, field=cls.text_name, example=cls.example), **how)
+
+    def changed(self, **settings: Any) -> Self:
+        """Return these with other ``settings``, validated again. Settings that are ``msgspec.UNSET`` stay.
+
+        Raises:
+            ConfigError: the new settings are invalid.
+        """
+        present = dict(self)
+        changes = {name: value for name, value in settings.items() if value is not UNSET}
+        is_same = all(
+            type(value) is type(present.get(name)) and value == present.get(name) for name, value in changes.items()
+        )
+        return self if is_same else type(self)(**(present | changes))
+
+    @classmethod
+    @contextmanager
+    def _as_config_error(cls) -> Iterator[None]:
+        """Raise the first error of pydantic as a ConfigError."""
+        try:
+            yield
+        except ValidationError as error:
+            raise cls._config_error(error.errors(include_url=False)[0]) from None
+
+    @classmethod
+    def _config_error(cls, details: ErrorDetails) -> ConfigError:
+        bounds = details.get("ctx", {})
+        if isinstance(raised := bounds.get("error"), ConfigError):
+            return raised
+        field = str(details["loc"][0]) if details["loc"] else cls.text_name
+        kind, value = details["type"], details["input"]
+        if kind == "extra_forbidden":
+            hint = spelling_hint(field, tuple(cls.model_fields))
+            return ConfigError(field, value, f"is not a setting of {cls.text_name}", hint)
+        if kind == "missing":
+            return ConfigError(field, None, "is missing", f"give it, as in {cls.example}")
+        if kind == "literal_error":
+            return ConfigError(field, value, "is not known", f"give {bounds['expected']}")
+        if kind in _TYPE_NAMES:
+            return ConfigError(field, value, f"is not {_TYPE_NAMES[kind]}", f"give {_TYPE_NAMES[kind]}")
+        for bound, problem, hint in _BOUNDS:
+            if bound in bounds:
+                return ConfigError(field, value, problem, f"give {hint} {bounds[bound]}")
+        return ConfigError(field, value, "does not fit", details["msg"])
+
+
+class KVEventsConfig(JsonSettings):
     """Settings of KV-event publishing. The first seven have the names and defaults of SGLang's module.
 
-    Values are not coerced: ``"5557"`` is no integer, and neither is ``true``. Endpoints have the three forms of
-    ``Endpoint`` for every publisher; a third-party publisher that needs another address takes it in ``options``.
+    Endpoints have the three forms of ``Endpoint`` for every publisher; a third-party publisher that needs another
+    address takes it in ``options``.
 
     Attributes:
         publisher: ``null`` (none), ``zmq``, or the name of a registered publisher. Publishing sends prompt token ids
@@ -99,7 +232,8 @@ class KVEventsConfig(BaseModel):
         ConfigError: with the setting, the value, the problem and a hint.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    text_name = "kv_events_config"
+    example = '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'
 
     publisher: str = "null"
     endpoint: str = "tcp://*:5557"
@@ -120,55 +254,6 @@ class KVEventsConfig(BaseModel):
     secret_key_file: str | None = None
     client_keys_dir: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-
-    def __init__(self, /, **settings: Any) -> None:
-        with _as_config_error():
-            super().__init__(**settings)
-
-    @classmethod
-    def from_cli(cls, text: str) -> KVEventsConfig:
-        """Parse the JSON object that follows ``--kv-events-config``.
-
-        Raises:
-            ConfigError: not JSON, not an object, a repeated key, an unknown key, or an invalid value.
-        """
-        return cls(**parse_json_object(text, field="kv_events_config", example=_EXAMPLE))
-
-    @classmethod
-    def read(cls, config: str | Mapping[str, object] | KVEventsConfig) -> KVEventsConfig:
-        """Return the configuration that ``config`` is: the JSON of ``from_cli``, its settings by name, or itself.
-
-        Raises:
-            ConfigError: as ``from_cli``.
-        """
-        if isinstance(config, Mapping):
-            return cls.model_validate({str(name): value for name, value in config.items()})
-        return config if isinstance(config, KVEventsConfig) else cls.from_cli(config)
-
-    @classmethod
-    def model_validate(cls, obj: Any, **how: Any) -> Self:
-        """As pydantic's, with a ConfigError for an invalid setting."""
-        with _as_config_error():
-            return super().model_validate(obj, **how)
-
-    @classmethod
-    def model_validate_json(cls, json_data: str | bytes | bytearray, **how: Any) -> Self:
-        """As pydantic's, with a ConfigError for an invalid setting or text. A repeated key is invalid, too."""
-        text = json_data if isinstance(json_data, str) else _utf8(json_data)
-        return cls.model_validate(parse_json_object(text, field="kv_events_config", example=_EXAMPLE), **how)
-
-    def changed(self, **settings: Any) -> KVEventsConfig:
-        """Return this configuration with other ``settings``, validated again. Settings that are ``msgspec.UNSET`` stay.
-
-        Raises:
-            ConfigError: the new configuration is invalid.
-        """
-        present = dict(self)
-        changes = {name: value for name, value in settings.items() if value is not UNSET}
-        is_same = all(
-            type(value) is type(present.get(name)) and value == present.get(name) for name, value in changes.items()
-        )
-        return self if is_same else KVEventsConfig(**(present | changes))
 
     def sglang_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that SGLang's factory passes to a publisher in addition to the rank."""
@@ -204,6 +289,10 @@ class KVEventsConfig(BaseModel):
             )
         plan = self.port_plan(1)
         plan.events.resolve_bind(self.bind)
+        if plan.load is not None and plan.load.transport == "inproc":
+            raise ConfigError(
+                "load_endpoint", str(plan.load), "does not leave the process", "give a tcp or ipc address"
+            )
         self._check_auth(plan)
         return self
 
@@ -245,70 +334,5 @@ class KVEventsConfig(BaseModel):
         )
 
 
-@contextmanager
-def _as_config_error() -> Iterator[None]:
-    """Raise the first error of pydantic as a ConfigError."""
-    try:
-        yield
-    except ValidationError as error:
-        raise _config_error(error.errors(include_url=False)[0]) from None
-
-
-def _utf8(data: bytes | bytearray) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 ({error.reason} at byte {error.start})"
-        raise ConfigError("kv_events_config", bytes(data), problem, f"give a JSON object, such as {_EXAMPLE}") from None
-
-
 def _optional_endpoint(field: str, text: str | None) -> Endpoint | None:
     return None if text is None else Endpoint.parse(text, field=field)
-
-
-def parse_json_object(text: str, *, field: str, example: str) -> dict[str, Any]:
-    """Parse the JSON object that a user wrote as the setting ``field``. ``example`` is a valid one, for the hint.
-
-    Raises:
-        ConfigError: not JSON, not an object, or a repeated key.
-    """
-    hint = f"give a JSON object, such as {example}"
-    try:
-        settings = json.loads(text, object_pairs_hook=_object_without_repeats)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(field, text, f"is not JSON ({error})", hint) from None
-    if not isinstance(settings, dict):
-        raise ConfigError(field, text, "is JSON, but not an object", hint)
-    return settings
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject a repeated key. JSON would silently keep the last of two equal keys."""
-    settings: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in settings:
-            raise ConfigError(key, value, "is given twice", "keep one of the two")
-        settings[key] = value
-    return settings
-
-
-def _config_error(details: ErrorDetails) -> ConfigError:
-    """Convert the first error of pydantic to a ConfigError."""
-    raised = details.get("ctx", {}).get("error")
-    if isinstance(raised, ConfigError):
-        return raised
-    field = str(details["loc"][0]) if details["loc"] else "kv_events_config"
-    kind, value = details["type"], details["input"]
-    if kind == "extra_forbidden":
-        hint = spelling_hint(field, tuple(KVEventsConfig.model_fields))
-        return ConfigError(field, value, "is not a setting of KV events", hint)
-    if kind in _TYPE_NAMES:
-        return ConfigError(field, value, f"is not {_TYPE_NAMES[kind]}", f"give {_TYPE_NAMES[kind]}")
-    bounds = details.get("ctx", {})
-    if "ge" in bounds:
-        return ConfigError(field, value, "is too small", f"give at least {bounds['ge']}")
-    if "le" in bounds:
-        return ConfigError(field, value, "is too large", f"give at most {bounds['le']}")
-    return ConfigError(field, value, "does not fit", details["msg"])

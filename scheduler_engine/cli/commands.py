@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import attrs
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 from observability import DoctorOptions, WatchOptions, check_conformance, check_worker, watch_streams
-from observability.conformance_files import badge_json, junit_xml
+from observability.conformance_files import junit_xml
 from observability.doctor import exit_code, render_report_json
 from observability.kv_stream import UnreachableError
 from scheduler_components import ComponentError, ConfigError, __version__
@@ -43,8 +43,6 @@ __all__ = [
     "COMMANDS",
     "GROUPS",
     "LogOptions",
-    "Shell",
-    "completion",
     "conformance",
     "doctor",
     "keygen",
@@ -55,7 +53,6 @@ __all__ = [
 
 _UNREACHABLE, _INTERRUPTED, _TERMINATED = 3, 130, 143
 
-Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Target = Annotated[str, Parameter(help="A worker's URL (http://host:port) or one endpoint (tcp://host:port).")]
 AsJson = Annotated[bool, Parameter(name="--json", show_default=False)]
 ReplayEndpoint = Annotated[str | None, Parameter(help="Replay address of a bare endpoint.")]
@@ -146,7 +143,6 @@ def conformance(
     junit: Annotated[
         Path | None, Parameter(help="Write JUnit XML to this file: one test case per rule and stream.")
     ] = None,
-    badge: Annotated[Path | None, Parameter(help="Write a badge to this file, as endpoint JSON of shields.io.")] = None,
     as_json: Annotated[AsJson, Parameter(help="The whole report as one JSON object.")] = False,
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
@@ -157,11 +153,9 @@ def conformance(
     answer, and 4 if a stream differs from the pool. Send requests to the engine during the check: a rule that no
     event could break is reported as not judged.
     """
-    for option, path in (("junit", junit), ("badge", badge)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(
-                option, str(path), "is not a file in an existing folder", "create the folder or name another file"
-            )
+    if junit is not None and (junit.is_dir() or not junit.parent.is_dir()):
+        hint = "create the folder or name another file"
+        raise ConfigError("junit", str(junit), "is not a file in an existing folder", hint)
     report = check_conformance(
         target,
         ProbeOptions(listen_s=listen, enough_batches=batches, answer_s=timeout),
@@ -173,17 +167,12 @@ def conformance(
     )
     print_lines((report.to_json(),) if as_json else report.lines())
     if junit is not None:
-        _write("junit", junit, junit_xml(report))
-    if badge is not None:
-        _write("badge", badge, badge_json(report))
+        try:
+            junit.write_text(junit_xml(report), encoding="utf-8")
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+            raise ConfigError("junit", str(junit), problem, "name another file") from error
     return report.exit_code
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(option, str(path), f"cannot be written ({error.strerror})", "name another file") from error
 
 
 def keygen(
@@ -196,12 +185,6 @@ def keygen(
     """Make a CURVE key pair for an event publisher or one of its clients. SECURITY.md says where each file goes."""
     public_file, secret_file = write_key_pair(directory, name)
     print_lines((f"public key, to hand out:  {public_file}", f"secret key, to keep here: {secret_file}"))
-    return 0
-
-
-def completion(shell: Annotated[Shell, Parameter(help="The shell.")], /) -> int:
-    """Write a script that completes commands and options: ``eval "$(scheduler-components completion bash)"``."""
-    print_lines((make_app().generate_completion(shell=shell),))
     return 0
 
 
@@ -233,12 +216,20 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "hicache-sim": hicache_sim,
     "dp-attn-sim": dp_attn_sim,
     "keygen": keygen,
-    "completion": completion,
 }
 """Commands by name."""
 
 GROUPS: dict[str, Callable[[], App]] = {"simulate": make_simulate_app}
 """Groups of commands by name. Other wheels add theirs under the entry points ``scheduler_components.commands``."""
+
+
+_REMOVED = {
+    "completion": "`python -c 'from scheduler_engine.cli.commands import make_app;"
+    ' print(make_app().generate_completion(shell="bash"))\'`',
+    "simulate delivery": "`make worlds WORLDS='--seeds 1000'` in a checkout of the repository",
+    "refactor carry": "`refactor move --recipe` on the branch, then `git rebase`",
+}
+"""What replaces each removed command."""
 
 
 def run_command(arguments: Sequence[str]) -> tuple[int, str]:
@@ -250,6 +241,9 @@ def run_command(arguments: Sequence[str]) -> tuple[int, str]:
     Returns:
         The exit code, and a line for standard error; empty for success.
     """
+    for removed, instead in _REMOVED.items():
+        if " ".join(arguments[:2]).startswith(removed):
+            return 2, f"{removed} is removed; use {instead}"
     try:
         return make_app().meta(arguments) or 0, ""
     except CycloptsError as error:

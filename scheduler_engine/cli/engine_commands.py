@@ -15,8 +15,7 @@ from cyclopts.validators import Number
 from scheduler_components import ConfigError
 from scheduler_components._internal.extras import require_modules
 from scheduler_components.hicache import HiCachePolicy, LoadBackMode, PrefetchPolicy, WritePolicy
-from scheduler_components.kv_events import EventPublisherFactory, KVEventsConfig
-from scheduler_components.load.zmq_load import check_load_endpoint
+from scheduler_components.kv_events import EventPublisherFactory
 from scheduler_components.scheduling.admission_budget import BatchMode
 from scheduler_components.scheduling.preemption_policy import PREEMPTION_POLICY_NAMES
 from scheduler_components.scheduling.scheduling_policy import POLICY_NAMES
@@ -447,9 +446,13 @@ def engine_config(options: EngineOptions, hicache: HiCacheOptions, model: ModelO
         profile_directory=options.profile_directory,
         dp_attention=_dp_attention(options),
         telemetry=_telemetry(options),
+        kv_events=options.kv_events_config,
     )
     _check_memory(engine)
-    return _with_kv_events(engine, options.kv_events_config)
+    if engine.kv_events is None:
+        return attrs.evolve(engine, kv_events=default_kv_events(engine))
+    EventPublisherFactory.find(engine.kv_events.publisher)  # before any process starts
+    return engine
 
 
 def _prefill_budget(sizes: EngineSizes, *, of_a_model: bool) -> int:
@@ -488,18 +491,6 @@ def _telemetry(options: EngineOptions) -> TelemetryConfig:
         forward_pass_worker_id=options.forward_pass_worker_id,
         otlp_traces_endpoint=options.otlp_traces_endpoint,
     )
-
-
-def _with_kv_events(engine: EngineConfig, text: str | None) -> EngineConfig:
-    """Add the configuration of the event stream, checked before any process starts."""
-    if text is None:
-        return attrs.evolve(engine, kv_events=default_kv_events(engine))
-    settings = KVEventsConfig.from_cli(text)
-    plan = settings.port_plan(engine.dp_size)
-    if plan.load is not None:
-        check_load_endpoint(plan.load)
-    EventPublisherFactory.find(settings.publisher)
-    return attrs.evolve(engine, kv_events=text)
 
 
 def serve(

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
-import attrs
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from prometheus_client import CollectorRegistry
 
 from observability.routing import KvRouter, Picker, PickerName, make_picker
-from scheduler_engine.cli.api_keys import ApiKey, ApiKeyFile, read_api_key
+from scheduler_engine.cli.api_keys import read_api_key
 from scheduler_engine.cli.client_keys import PublisherKey, SecretKey, read_client_keys
 from scheduler_engine.cli.run_reporter import print_lines
-from scheduler_engine.cli.session import DRAIN_TIMEOUT_S
+from scheduler_engine.cli.server_options import AccessOptions
+from scheduler_engine.cli.session import ServerConfig, with_host
 from scheduler_engine.cli.sigterm import Termination, cancel_on_sigterm
 from scheduler_engine.engine.config import DEFAULT_HOST
-from scheduler_engine.frontend.access import AccessPolicy, is_loopback
+from scheduler_engine.frontend.access import is_loopback
 from scheduler_engine.frontend.http_body import BodyReceiver
 from scheduler_engine.frontend.http_server import bind_http, open_http_server
 from scheduler_engine.proxy.config import (
@@ -42,20 +42,7 @@ __all__ = ["route"]
 _log = logging.getLogger("scheduler_components.proxy")
 
 
-@attrs.frozen(kw_only=True)
-class _Listener:
-    """Where and to whom the proxy serves.
-
-    Attributes:
-        host, port: of the HTTP server.
-        access: who may call its routes.
-        drain_timeout_s: longest time, after SIGTERM, for requests that are open.
-    """
-
-    host: str
-    port: int
-    access: AccessPolicy
-    drain_timeout_s: float
+_NO_KEYS = AccessOptions()
 
 
 def route(
@@ -66,8 +53,7 @@ def route(
     port: Annotated[
         int, Parameter(validator=Number(gte=0, lte=65535), help="Port of the proxy; 0 lets the system choose.")
     ] = 8000,
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
+    server: AccessOptions = _NO_KEYS,
     replica_api_key: Annotated[
         str | None,
         Parameter(
@@ -77,15 +63,6 @@ def route(
         ),
     ] = None,
     replica_api_key_file: Annotated[Path | None, Parameter(help="File with the API key of the engines.")] = None,
-    allowed_host: Annotated[
-        tuple[str, ...],
-        Parameter(
-            show_default=False,
-            negative="",
-            help="Host name by which clients may reach the proxy, besides localhost and IP addresses; '*' for any."
-            " May be repeated.",
-        ),
-    ] = (),
     picker: Annotated[
         PickerName,
         Parameter(
@@ -102,31 +79,22 @@ def route(
     poll_interval: Annotated[
         float, Parameter(validator=Number(gt=0), help="Seconds between two questions for an engine's load.")
     ] = POLL_INTERVAL_S,
-    drain_timeout: Annotated[
-        float, Parameter(validator=Number(gte=0), help="Seconds that open requests may take after SIGTERM.")
-    ] = DRAIN_TIMEOUT_S,
     secret_key_file: SecretKey = None,
     publisher_key_file: PublisherKey = None,
 ) -> int:
     """Route OpenAI requests, and /generate, to the engine that has most of the prompt cached, until Ctrl-C."""
-    key = read_api_key("api_key", api_key, api_key_file)
+    served = server.config()
     engine_key = read_api_key("replica_api_key", replica_api_key, replica_api_key_file)
     config = ProxyConfig(
         urls=(replica, *more_replicas),
-        api_key=key if engine_key is None else engine_key,
+        api_key=served.access.api_key if engine_key is None else engine_key,
         stream_keys=read_client_keys(secret_key_file, publisher_key_file),
         max_requests=max_requests,
         answer_timeout_s=answer_timeout,
         poll_interval_s=poll_interval,
     )
-    listener = _Listener(
-        host=host,
-        port=port,
-        access=AccessPolicy(allowed_hosts=frozenset({*allowed_host, host}), api_key=key),
-        drain_timeout_s=drain_timeout,
-    )
     rng = random.Random()  # it spreads load
-    asyncio.run(_route(config, listener, partial(_make_router, picker=make_picker(picker, rng))))
+    asyncio.run(_route(config, (host, port), served, partial(_make_router, picker=make_picker(picker, rng))))
     return 0
 
 
@@ -135,22 +103,24 @@ def _make_router(page_size: int, *, picker: Picker) -> KvRouter:
     return KvRouter(page_size=page_size, picker=picker, name=f"proxy-{uuid4().hex[:8]}")
 
 
-async def _route(config: ProxyConfig, listener: _Listener, make_router: Callable[[int], KvRouter]) -> None:
-    termination = cancel_on_sigterm()
-    with bind_http(listener.host, listener.port) as bound:
-        address = bound.getsockname()[0]
-        if listener.access.api_key is None and not is_loopback(address):
+async def _route(
+    config: ProxyConfig, address: tuple[str, int], served: ServerConfig, make_router: Callable[[int], KvRouter]
+) -> None:
+    termination, access = cancel_on_sigterm(), with_host(served.access, address[0])
+    with bind_http(*address) as bound:
+        bound_host = bound.getsockname()[0]
+        if access.api_key is None and not is_loopback(bound_host):
             _log.warning(
-                "the proxy listens at %s without --api-key: every host that reaches it can send requests", address
+                "the proxy listens at %s without --api-key: every host that reaches it can send requests", bound_host
             )
         async with open_fleet(config, make_router=make_router) as fleet:
             bodies = BodyReceiver(max_pending_bytes=config.max_pending_bytes)
             endpoint, registry = ProxyEndpoint(fleet=fleet, bodies=bodies), CollectorRegistry()
             ProxyCollector(registry, endpoint)
-            app = make_proxy_app(endpoint, registry, access=listener.access)
+            app = make_proxy_app(endpoint, registry, access=access)
             async with open_http_server(app, bound) as server:
                 print_lines((f"routing to {len(config.urls)} engines at {server.url}; Ctrl-C stops",))
-                await _serve_until_terminated(endpoint, termination, listener.drain_timeout_s)
+                await _serve_until_terminated(endpoint, termination, served.drain_timeout_s)
 
 
 async def _serve_until_terminated(endpoint: ProxyEndpoint, termination: Termination, drain_timeout_s: float) -> None:

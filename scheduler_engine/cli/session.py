@@ -49,6 +49,7 @@ __all__ = [
     "ServerConfig",
     "SessionConfig",
     "run_session",
+    "with_host",
 ]
 
 DRAIN_TIMEOUT_S = 20.0
@@ -151,7 +152,7 @@ async def _run_engine(
             registry,
             kv_pool=config.kv_pool,
             codec=codec,
-            access=_with_host(config.server.access, config.host),
+            access=with_host(config.server.access, config.host),
             weights_root=config.server.weights_root,
         )
         async with open_http_server(app, listener) as server:
@@ -170,7 +171,7 @@ def _trace_text(trace: TraceSummary, speed: float) -> str:
     return f"trace: {trace.num_requests:,} requests, sent in {trace.duration_s / speed:,.0f} s at speed {speed:g}"
 
 
-def _with_host(access: AccessPolicy, host: str) -> AccessPolicy:
+def with_host(access: AccessPolicy, host: str) -> AccessPolicy:
     """Allow clients to use the name at which the server listens."""
     return attrs.evolve(access, allowed_hosts=access.allowed_hosts | {host})
 

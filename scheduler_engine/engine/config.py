@@ -16,6 +16,7 @@ from scheduler_components._internal.validators import MAX_TOKENS, choice_validat
 from scheduler_components.hicache import HiCachePolicy, MooncakeAddress
 from scheduler_components.input_blocker import InputLimits
 from scheduler_components.invariant_checker import CheckPolicy
+from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
 from scheduler_components.metrics.request_tracer import check_otlp_endpoint
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchLimits, BatchMode
@@ -78,6 +79,10 @@ def _check_ratio(_: SchedulerConfig, attribute: attrs.Attribute[float], value: f
 
 def _check_policy(_: SchedulerConfig, __: attrs.Attribute[str], value: str) -> None:
     check_policy_name(value)
+
+
+def _read_kv_events(given: str | KVEventsConfig | None) -> KVEventsConfig | None:
+    return None if given is None else KVEventsConfig.read(given)
 
 
 @attrs.frozen(kw_only=True)
@@ -403,7 +408,7 @@ class EngineConfig:
             prefills. None for a simulated device.
         speed: divides the simulated device's time.
         seed: seed of the simulated model's tokens.
-        kv_events: configuration of the event publisher as JSON text; None publishes nothing.
+        kv_events: configuration of the event publisher, also as JSON text; None publishes nothing.
         model_name: name of the model in HTTP routes and metrics.
         hicache: tiers behind the device, or None.
         profile_directory: directory for the ranks' profiles; empty disables profiles.
@@ -423,7 +428,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = attrs.field(factory=SchedulerConfig)
     speed: float = attrs.field(default=1.0, validator=number_validator("is not a speed"))
     seed: int = 0
-    kv_events: str | None = None
+    kv_events: KVEventsConfig | None = attrs.field(default=None, converter=_read_kv_events)
     model_name: str = "simulated-8b"
     hicache: HiCacheConfig | None = None
     profile_directory: str = ""
@@ -434,6 +439,8 @@ class EngineConfig:
 
     def __attrs_post_init__(self) -> None:
         self.telemetry.check_ranks(self.dp_size)
+        if self.kv_events is not None:
+            self.kv_events.port_plan(self.dp_size)  # raises ConfigError before any process is started
         if self.model is not None:
             self._check_model_ranks(self.model)
         if self.model is not None and self.scheduler.lora is not None and self.attn_tp_size > 1:
@@ -568,12 +575,22 @@ class RankConfig:
 
     def to_json(self) -> bytes:
         """Encode the configuration as one line of JSON."""
-        return msgspec.json.encode(self)
+        return msgspec.json.encode(self, enc_hook=_encode_kv_events)
 
     @classmethod
     def from_json(cls, text: bytes) -> RankConfig:
         """Decode the result of ``to_json``. Raises DecodeError for any other text."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return msgspec.json.decode(text, type=cls, dec_hook=_decode_kv_events)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DecodeError(f"the text is not the configuration of a rank: {error}") from error
+
+
+def _encode_kv_events(value: object) -> object:
+    if isinstance(value, KVEventsConfig):
+        return value.model_dump(exclude_unset=True)
+    raise NotImplementedError(type(value))
+
+
+def _decode_kv_events(_: type, given: dict[str, object]) -> KVEventsConfig:
+    return KVEventsConfig.read(given)

@@ -7,8 +7,6 @@ import random
 import socket
 from collections.abc import Iterator
 
-import msgspec
-
 from scheduler_components import StartError
 from scheduler_components.kv_events import Endpoint, KVEventsConfig
 from scheduler_components.metrics.forward_pass_metrics import parse_forward_pass_endpoint
@@ -23,8 +21,8 @@ _SEARCHED_PORTS = (20_000, 32_000)  # below the ephemeral ports of outgoing conn
 _SEARCHES = 64
 
 
-def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
-    """Return the JSON configuration of an event stream with replay and load gauge on free ports of ``host``.
+def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> KVEventsConfig:
+    """Return the configuration of an event stream with replay and load gauge on free ports of ``host``.
 
     It reserves one event port per rank, although only ``dp_size`` of them are used, so that a probe of the others can
     show that no other rank publishes.
@@ -33,15 +31,13 @@ def default_kv_events(engine: EngineConfig, *, host: str = DEFAULT_HOST) -> str:
         StartError: there is no range of free ports.
     """
     base = _free_ports(host, engine.world_size + 2 * engine.dp_size)
-    return msgspec.json.encode(
-        {
-            "publisher": "zmq",
-            "endpoint": f"tcp://{host}:{base}",
-            "replay_endpoint": f"tcp://{host}:{base + engine.world_size}",
-            "load_endpoint": f"tcp://{host}:{base + engine.world_size + engine.dp_size}",
-            "bind": True,
-        }
-    ).decode()
+    return KVEventsConfig(
+        publisher="zmq",
+        endpoint=f"tcp://{host}:{base}",
+        replay_endpoint=f"tcp://{host}:{base + engine.world_size}",
+        load_endpoint=f"tcp://{host}:{base + engine.world_size + engine.dp_size}",
+        bind=True,
+    )
 
 
 def check_ports_free(engine: EngineConfig) -> None:
@@ -65,10 +61,8 @@ def _bound_endpoints(engine: EngineConfig) -> Iterator[Endpoint]:
     """Yield the base of each range of addresses that the ranks bind."""
     if engine.telemetry.forward_pass_endpoint:
         yield parse_forward_pass_endpoint(engine.telemetry.forward_pass_endpoint)
-    if engine.kv_events is None:
-        return
-    settings = KVEventsConfig.from_cli(engine.kv_events)
-    if settings.publisher != "zmq":
+    settings = engine.kv_events
+    if settings is None or settings.publisher != "zmq":
         return
     plan = settings.port_plan(engine.dp_size)
     yield from (base for base in (plan.replay, plan.load) if base is not None)

@@ -27,8 +27,15 @@ from scheduler_engine.engine.http_sessions import session_routes
 from scheduler_engine.frontend.access import AccessPolicy, RouteAccess
 from scheduler_engine.frontend.http_access import AccessGuard, ApiRoute
 from scheduler_engine.frontend.http_adapters import adapter_routes
-from scheduler_engine.frontend.http_body import BodyReceiver, decode_body, respond_with_errors
-from scheduler_engine.frontend.http_control import JSON, MAX_CONTROL_BYTES, TEXT, control_routes
+from scheduler_engine.frontend.http_body import (
+    JSON,
+    MAX_CONTROL_BYTES,
+    TEXT,
+    BodyReceiver,
+    body_route,
+    respond_with_errors,
+)
+from scheduler_engine.frontend.http_control import control_routes
 from scheduler_engine.frontend.http_generate import GenerateBody, GenerateEndpoint
 from scheduler_engine.frontend.http_openai import ChatEndpoint, CompletionEndpoint
 from scheduler_engine.frontend.http_tokenize import TokenizeBody, TokenizeEndpoint
@@ -237,9 +244,6 @@ class _StateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_args: msgspec.Raw
 
 
-_decode_state = msgspec.json.Decoder(_StateBody).decode
-
-
 def _rpc_routes(engine: Engine, bodies: BodyReceiver) -> list[ApiRoute]:
     """Return the routes of storage, internal state and profiles. Paths and bodies are those of SGLang 0.5."""
 
@@ -261,11 +265,9 @@ def _rpc_routes(engine: Engine, bodies: BodyReceiver) -> list[ApiRoute]:
         leaders = map(engine.config.leader_rank, range(engine.config.dp_size))
         return JSONResponse({"internal_states": [states[leader] for leader in leaders]})
 
-    async def set_state(request: Request) -> Response:
+    async def set_state(given: _StateBody) -> Response:
         """Change settings of all ranks, or of none."""
-        async with bodies.receive(request, max_bytes=MAX_CONTROL_BYTES) as body:
-            changes = bytes(decode_body(body, _decode_state).server_args)
-        answers = await engine.ask("set_internal_state", changes)
+        answers = await engine.ask("set_internal_state", bytes(given.server_args))
         return JSONResponse({"updated": True, "server_args": answers[0]})
 
     async def start_profile(request: Request) -> Response:
@@ -280,19 +282,15 @@ def _rpc_routes(engine: Engine, bodies: BodyReceiver) -> list[ApiRoute]:
         return JSONResponse({"traces": [trace for traces in answers.values() for trace in traces]})
 
     def admin_route(
-        path: str,
-        respond: Callable[[Request], Awaitable[Response]],
-        *methods: str,
-        body: type | None = None,
-        answer: str = JSON,
+        path: str, respond: Callable[[Request], Awaitable[Response]], *, body: type | None = None, answer: str = JSON
     ) -> ApiRoute:
-        endpoint, methods = respond_with_errors(respond), methods or ("POST",)
-        return ApiRoute(path, endpoint, methods=methods, access=RouteAccess.ADMIN, body=body, answers=[answer])
+        endpoint = respond_with_errors(respond)
+        return ApiRoute(path, endpoint, methods=["POST"], access=RouteAccess.ADMIN, body=body, answers=[answer])
 
     return [
         admin_route("/clear_hicache_storage_backend", clear_storage, answer=TEXT),  # SGLang's name
         ApiRoute("/get_internal_state", respond_with_errors(get_state), methods=["GET"]),
-        admin_route("/set_internal_state", set_state, "POST", "PUT", body=_StateBody),
+        body_route("/set_internal_state", _StateBody, set_state, bodies, methods=("POST", "PUT")),
         admin_route("/start_profile", start_profile, body=ProfileRequest, answer=TEXT),
         admin_route("/stop_profile", stop_profile),
     ]

@@ -6,18 +6,17 @@ from typing import Annotated
 from uuid import uuid4
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from scheduler_engine.engine.engine import Engine
 from scheduler_engine.engine.messages import CloseSession, OpenSession, RpcMethod
+from scheduler_engine.frontend.access import RouteAccess
 from scheduler_engine.frontend.http_access import ApiRoute
-from scheduler_engine.frontend.http_body import BodyReceiver, decode_body, respond_with_errors
+from scheduler_engine.frontend.http_body import BodyReceiver, body_route
 from scheduler_engine.frontend.text_frontend import session_replica
 
 __all__ = ["session_routes"]
 
-_MAX_BYTES = 64 * 2**10
 _SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
@@ -32,10 +31,6 @@ class _CloseSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_id: _SessionId
 
 
-_decode_open = msgspec.json.Decoder(_OpenSession).decode
-_decode_close = msgspec.json.Decoder(_CloseSession).decode
-
-
 def session_routes(engine: Engine, bodies: BodyReceiver) -> list[ApiRoute]:
     """Return the routes. A session is on one replica, which its id determines.
 
@@ -48,23 +43,19 @@ def session_routes(engine: Engine, bodies: BodyReceiver) -> list[ApiRoute]:
         replica = session_replica(session_id, engine.config.dp_size)
         await engine.ask(method, msgspec.json.encode(body), replica=replica)
 
-    async def open_session(request: Request) -> Response:
+    async def open_session(given: _OpenSession) -> Response:
         """Open a session and respond with its id."""
-        async with bodies.receive(request, max_bytes=_MAX_BYTES) as body:
-            given = decode_body(body, _decode_open)
         session_id = given.session_id or uuid4().hex
         session = OpenSession(session_id, given.capacity_of_str_len, given.timeout, bool(given.streaming))
         await ask("open_session", session_id, session)
         return JSONResponse(session_id)
 
-    async def close_session(request: Request) -> Response:
+    async def close_session(given: _CloseSession) -> Response:
         """Close a session and release its pages."""
-        async with bodies.receive(request, max_bytes=_MAX_BYTES) as body:
-            given = decode_body(body, _decode_close)
         await ask("close_session", given.session_id, CloseSession(given.session_id))
         return JSONResponse(None)
 
     return [
-        ApiRoute("/open_session", respond_with_errors(open_session), methods=["POST"], body=_OpenSession),
-        ApiRoute("/close_session", respond_with_errors(close_session), methods=["POST"], body=_CloseSession),
+        body_route("/open_session", _OpenSession, open_session, bodies, access=RouteAccess.CLIENT),
+        body_route("/close_session", _CloseSession, close_session, bodies, access=RouteAccess.CLIENT),
     ]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from scheduler_engine.engine.config import AdapterSpec
-from scheduler_engine.frontend.access import RouteAccess
 from scheduler_engine.frontend.adapter_directory import AdapterDirectory
 from scheduler_engine.frontend.http_access import ApiRoute
-from scheduler_engine.frontend.http_body import BodyReceiver, decode_body, respond_with_errors
+from scheduler_engine.frontend.http_body import BodyReceiver, body_route
 from scheduler_engine.frontend.weights_root import resolve_below
 
 __all__ = ["adapter_routes"]
 
-_MAX_BYTES = 64 * 2**10
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
@@ -33,10 +29,6 @@ class _LoadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: _Name
     lora_int_id: int | None = None  # vLLM's, without effect: the name is enough
-
-
-_decode_load = msgspec.json.Decoder(_LoadAdapter).decode
-_decode_unload = msgspec.json.Decoder(_UnloadAdapter).decode
 
 
 def adapter_routes(
@@ -55,29 +47,20 @@ def adapter_routes(
         loaded = {name: spec.path for name, spec in directory.adapters.items()}
         return JSONResponse({"success": True, "error_message": None, "loaded_adapters": loaded})
 
-    async def load(request: Request) -> Response:
+    async def load(given: _LoadAdapter) -> Response:
         """Load an adapter on all ranks, or on none. A relative path starts at the adapters' root."""
-        async with bodies.receive(request, max_bytes=_MAX_BYTES) as body:
-            given = decode_body(body, _decode_load)
         path = given.lora_path
         if has_files:
             path = str(await asyncio.to_thread(resolve_below, adapters_root, path, field="lora_path"))
         await directory.load(AdapterSpec(name=given.lora_name, path=path, pinned=given.pinned))
         return answer()
 
-    async def unload(request: Request) -> Response:
+    async def unload(given: _UnloadAdapter) -> Response:
         """Unload an adapter when no request uses it. New requests for it are refused immediately."""
-        async with bodies.receive(request, max_bytes=_MAX_BYTES) as body:
-            given = decode_body(body, _decode_unload)
         await directory.unload(given.lora_name)
         return answer()
 
-    def routes(name: str, respond: Callable[[Request], Awaitable[Response]], body: type) -> list[ApiRoute]:
-        endpoint = respond_with_errors(respond)
-        paths = (f"/{name}", f"/v1/{name}")  # SGLang's and vLLM's
-        return [ApiRoute(path, endpoint, methods=["POST"], access=RouteAccess.ADMIN, body=body) for path in paths]
-
-    return [
-        *routes("load_lora_adapter", load, _LoadAdapter),
-        *routes("unload_lora_adapter", unload, _UnloadAdapter),
+    return [  # SGLang's and vLLM's paths
+        *(body_route(f"{base}/load_lora_adapter", _LoadAdapter, load, bodies) for base in ("", "/v1")),
+        *(body_route(f"{base}/unload_lora_adapter", _UnloadAdapter, unload, bodies) for base in ("", "/v1")),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args
@@ -17,6 +17,7 @@ from starlette.types import Receive
 
 from observability import error_response
 from scheduler_components import ComponentError, ConfigError
+from scheduler_engine.frontend.access import RouteAccess
 from scheduler_engine.frontend.control_queue import ControlFailedError
 from scheduler_engine.frontend.errors import (
     RequestFailedError,
@@ -24,6 +25,7 @@ from scheduler_engine.frontend.errors import (
     RequestTimeoutError,
     TooBusyError,
 )
+from scheduler_engine.frontend.http_access import ApiRoute
 
 __all__ = [
     "BODY_TIMEOUT_S",
@@ -34,6 +36,10 @@ __all__ = [
     "BodyReceiver",
     "BodyTimeoutError",
     "BodyTooLargeError",
+    "JSON",
+    "MAX_CONTROL_BYTES",
+    "TEXT",
+    "body_route",
     "component_error_response",
     "decode_body",
     "json_response",
@@ -43,6 +49,12 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+JSON, TEXT = "application/json", "text/plain"
+"""Media types of responses."""
+
+MAX_CONTROL_BYTES = 64 * 2**10
+"""Limit of a body without prompts and tensors."""
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of a body, enough for a prompt of a million tokens. The server stops reading a longer body."""
@@ -155,6 +167,39 @@ def respond_with_errors(respond: Callable[[Request], Awaitable[Response]]) -> Ca
             return component_error_response(error)
 
     return endpoint
+
+
+def body_route(
+    path: str,
+    kind: type[StructT],
+    execute: Callable[[StructT], Awaitable[Response]],
+    bodies: BodyReceiver,
+    *,
+    methods: Sequence[str] = ("POST",),
+    access: RouteAccess = RouteAccess.ADMIN,
+    answer: str = JSON,
+    max_bytes: int = MAX_CONTROL_BYTES,
+    is_lenient: bool = False,
+) -> ApiRoute:
+    """Return a route that decodes a body to ``kind``, executes it, and responds to errors of both.
+
+    Args:
+        path, methods, access: as in ``ApiRoute``.
+        kind: struct of the body.
+        execute: responds. Its docstring describes the route.
+        bodies: receives the body.
+        answer: media type of the response.
+        max_bytes: limit of the body's length.
+        is_lenient: an empty body is ``{}``, and a number may be a string.
+    """
+    decode = msgspec.json.Decoder(kind, strict=not is_lenient).decode
+
+    @functools.wraps(execute)
+    async def endpoint(request: Request) -> Response:
+        async with bodies.receive(request, max_bytes=max_bytes) as body:
+            return await execute(decode_body(body or (b"{}" if is_lenient else b""), decode))
+
+    return ApiRoute(path, respond_with_errors(endpoint), methods=methods, access=access, body=kind, answers=[answer])
 
 
 def decode_body(body: bytes | bytearray, decode: Callable[[bytes | bytearray], T]) -> T:

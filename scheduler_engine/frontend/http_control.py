@@ -8,10 +8,10 @@ new tensors with one request that carries all of them; tensors of the simulated 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -30,19 +30,13 @@ from scheduler_engine.device.model_spec import ModelSpec
 from scheduler_engine.frontend.access import RouteAccess
 from scheduler_engine.frontend.control_queue import ControlQueue
 from scheduler_engine.frontend.http_access import ApiRoute
-from scheduler_engine.frontend.http_body import BodyReceiver, decode_body, respond_with_errors
+from scheduler_engine.frontend.http_body import TEXT, BodyReceiver, body_route, respond_with_errors
 from scheduler_engine.frontend.weights_root import resolve_below
 
-__all__ = ["MAX_CONTROL_BYTES", "MAX_WEIGHT_BYTES", "control_routes"]
-
-MAX_CONTROL_BYTES = 64 * 2**10
-"""Limit of a body without tensors."""
+__all__ = ["MAX_WEIGHT_BYTES", "control_routes"]
 
 MAX_WEIGHT_BYTES = 64 * 2**20
 """Limit of a body with tensors. Those of a simulated model are small, and those of a real model are read from disk."""
-
-JSON, TEXT = "application/json", "text/plain"
-"""Media types of responses."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
 
@@ -83,25 +77,73 @@ class _Flush(msgspec.Struct, frozen=True):
     timeout: _Seconds = 0.0
 
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-_Endpoint = Callable[[Request], Awaitable[Response]]
+@dataclass(slots=True, kw_only=True)
+class _ControlRoutes:
+    """The endpoints of control requests. The docstring of each describes its route.
 
+    Attributes:
+        control: executes them.
+        model: the served model; None for a simulated one.
+        weights_root: new weights are read from this directory only; None refuses them.
+    """
 
-def _endpoint(
-    kind: type[Body],
-    execute: Callable[[Body], Awaitable[Response]],
-    bodies: BodyReceiver,
-    max_bytes: int = MAX_CONTROL_BYTES,
-) -> _Endpoint:
-    """Make an endpoint that decodes a body, executes the request, and responds to errors of both."""
-    decode = msgspec.json.Decoder(kind, strict=False).decode
+    control: ControlQueue
+    model: ModelSpec | None
+    weights_root: Path | None
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # the weights of a large model are in memory once
 
-    @functools.wraps(execute)
-    async def endpoint(request: Request) -> Response:
-        async with bodies.receive(request, max_bytes=max_bytes) as body:
-            return await execute(decode_body(body or b"{}", decode))
+    async def pause(self, body: _Pause) -> Response:
+        """Stop generation: abort all requests, move them back to the queue, or keep them in place."""
+        num_requests = await self.control.pause(body.mode, body.timeout)
+        return JSONResponse({"status": "ok", "message": "Generation paused.", "num_requests": num_requests})
 
-    return respond_with_errors(endpoint)
+    async def resume_generation(self, _: _Continue) -> Response:
+        """Continue generation after a pause."""
+        await self.control.send(ContinueGeneration())
+        return JSONResponse({"status": "ok", "message": "Generation continued."})
+
+    async def update(self, body: _Update) -> Response:
+        """Load the tensors of the body on all ranks, or on none."""
+        expected = None if body.checksum is None else int(body.checksum, 16)
+        checksum = await self.control.update_weights(
+            body.weight_version, body.parts, checksum=expected, deadline_s=body.timeout
+        )
+        version = self.control.weight_version
+        return JSONResponse({"success": True, "weight_version": version, "checksum": f"{checksum:016x}"})
+
+    async def update_from_disk(self, body: _UpdateFromDisk) -> Response:
+        """Load a model below the weights root on all ranks, or on none. A relative path starts at the root."""
+        if self.model is None:
+            return error_response(400, "model_path: the simulated model has no files", param="model_path")
+        path = await asyncio.to_thread(resolve_below, self.weights_root, body.model_path)
+        # Imported here, so that an engine without a model starts without torch.
+        from scheduler_engine.device.torch_weight_source import read_weights
+
+        async with self._reading:
+            parts = await asyncio.to_thread(read_weights, path, self.model)
+            version = body.weight_version or parts.identity
+            await self.control.update_weights(version, parts, deadline_s=body.timeout)
+        return JSONResponse({"success": True, "message": "Weights updated.", "weight_version": version})
+
+    async def release(self, body: _Release) -> Response:
+        """Release memory of the ranks. An engine without memory is asleep."""
+        tags = tuple(MemoryTag) if body.tags is None else body.tags
+        await self.control.send(ReleaseMemory(tags, body.keep_weights, body.timeout))
+        return PlainTextResponse("Memory released.\n")
+
+    async def resume(self, body: _Resume) -> Response:
+        """Take released memory back."""
+        await self.control.send(ResumeMemory(tuple(MemoryTag) if body.tags is None else body.tags))
+        return PlainTextResponse("Memory resumed.\n")
+
+    async def flush(self, request: Request) -> Response:
+        """Remove every cached prefix. An engine with requests refuses, or waits for its end up to ``timeout``."""
+        try:
+            query = msgspec.convert(dict(request.query_params), _Flush, strict=False)
+        except msgspec.ValidationError as error:
+            return error_response(400, str(error), param="timeout")
+        await self.control.send(FlushCache(query.timeout))
+        return PlainTextResponse("Cache flushed.\n")
 
 
 def control_routes(
@@ -115,80 +157,23 @@ def control_routes(
         bodies: receives the bodies.
         weights_root: new weights are read from this directory only; None refuses them.
     """
-    reading = asyncio.Lock()  # the weights of a large model are in memory once
-
-    async def pause(body: _Pause) -> Response:
-        """Stop generation: abort all requests, move them back to the queue, or keep them in place."""
-        num_requests = await control.pause(body.mode, body.timeout)
-        return JSONResponse({"status": "ok", "message": "Generation paused.", "num_requests": num_requests})
-
-    async def continue_(_: _Continue) -> Response:
-        """Continue generation after a pause."""
-        await control.send(ContinueGeneration())
-        return JSONResponse({"status": "ok", "message": "Generation continued."})
-
-    async def update(body: _Update) -> Response:
-        """Load the tensors of the body on all ranks, or on none."""
-        expected = None if body.checksum is None else int(body.checksum, 16)
-        checksum = await control.update_weights(
-            body.weight_version, body.parts, checksum=expected, deadline_s=body.timeout
-        )
-        return JSONResponse({"success": True, "weight_version": control.weight_version, "checksum": f"{checksum:016x}"})
-
-    async def update_from_disk(body: _UpdateFromDisk) -> Response:
-        """Load a model below the weights root on all ranks, or on none. A relative path starts at the root."""
-        if model is None:
-            return error_response(400, "model_path: the simulated model has no files", param="model_path")
-        path = await asyncio.to_thread(resolve_below, weights_root, body.model_path)
-        # Imported here, so that an engine without a model starts without torch.
-        from scheduler_engine.device.torch_weight_source import read_weights
-
-        async with reading:
-            parts = await asyncio.to_thread(read_weights, path, model)
-            version = body.weight_version or parts.identity
-            await control.update_weights(version, parts, deadline_s=body.timeout)
-        return JSONResponse({"success": True, "message": "Weights updated.", "weight_version": version})
-
-    async def release(body: _Release) -> Response:
-        """Release memory of the ranks. An engine without memory is asleep."""
-        tags = tuple(MemoryTag) if body.tags is None else body.tags
-        await control.send(ReleaseMemory(tags, body.keep_weights, body.timeout))
-        return PlainTextResponse("Memory released.\n")
-
-    async def resume(body: _Resume) -> Response:
-        """Take released memory back."""
-        await control.send(ResumeMemory(tuple(MemoryTag) if body.tags is None else body.tags))
-        return PlainTextResponse("Memory resumed.\n")
-
-    async def flush(request: Request) -> Response:
-        """Remove every cached prefix. An engine with requests refuses, or waits for its end up to ``timeout``."""
-        try:
-            query = msgspec.convert(dict(request.query_params), _Flush, strict=False)
-        except msgspec.ValidationError as error:
-            return error_response(400, str(error), param="timeout")
-        await control.send(FlushCache(query.timeout))
-        return PlainTextResponse("Cache flushed.\n")
-
-    def route(
-        path: str, kind: type[Body], execute: Callable[[Body], Awaitable[Response]], *methods: str, answer: str = JSON
-    ) -> ApiRoute:
-        endpoint = _endpoint(kind, execute, bodies, MAX_WEIGHT_BYTES if kind is _Update else MAX_CONTROL_BYTES)
-        methods = methods or ("POST",)
-        return ApiRoute(path, endpoint, methods=methods, access=RouteAccess.ADMIN, body=kind, answers=[answer])
-
+    on = _ControlRoutes(control=control, model=model, weights_root=weights_root)
+    route = partial(body_route, bodies=bodies, is_lenient=True)
+    by_any = ("GET", "POST")
+    flush = ApiRoute(
+        "/flush_cache",
+        respond_with_errors(on.flush),
+        methods=by_any,
+        access=RouteAccess.ADMIN,
+        query=_Flush,
+        answers=[TEXT],
+    )
     return [
-        route("/pause_generation", _Pause, pause),
-        route("/continue_generation", _Continue, continue_),
-        ApiRoute(
-            "/flush_cache",
-            respond_with_errors(flush),
-            methods=["GET", "POST"],
-            access=RouteAccess.ADMIN,
-            query=_Flush,
-            answers=[TEXT],
-        ),
-        route("/update_weights", _Update, update),
-        route("/update_weights_from_disk", _UpdateFromDisk, update_from_disk),
-        route("/release_memory_occupation", _Release, release, "GET", "POST", answer=TEXT),
-        route("/resume_memory_occupation", _Resume, resume, "GET", "POST", answer=TEXT),
+        route("/pause_generation", _Pause, on.pause),
+        route("/continue_generation", _Continue, on.resume_generation),
+        flush,
+        route("/update_weights", _Update, on.update, max_bytes=MAX_WEIGHT_BYTES),
+        route("/update_weights_from_disk", _UpdateFromDisk, on.update_from_disk),
+        route("/release_memory_occupation", _Release, on.release, methods=by_any, answer=TEXT),
+        route("/resume_memory_occupation", _Resume, on.resume, methods=by_any, answer=TEXT),
     ]

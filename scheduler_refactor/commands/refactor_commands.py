@@ -17,7 +17,7 @@ from scheduler_components._internal.extras import require_modules
 from scheduler_refactor import Recipe, read_recipe, write_recipe
 from scheduler_refactor.commands.output import print_lines
 from scheduler_refactor.commands.replay_commands import record, replay
-from scheduler_refactor.commands.verify_commands import carry, verify
+from scheduler_refactor.commands.verify_commands import verify
 from scheduler_refactor.measure_report import MeasureReport, render_mermaid, render_svg, render_text
 from scheduler_refactor.measurement import find_host, measure_host
 from scheduler_refactor.plan import MovePlanner
@@ -235,7 +235,6 @@ REFACTOR_COMMANDS: dict[str, Callable[..., int]] = {
     "prepare": prepare,
     "move": move,
     "verify": verify,
-    "carry": carry,
     "record": record,
     "replay": replay,
 }

@@ -1,6 +1,6 @@
-"""The commands ``refactor verify`` and ``refactor carry``: prove commits by their recipes, and repeat them on a branch.
+"""The command ``refactor verify``: prove commits by their recipes.
 
-They read and write git objects. They run nothing of the repository, and check nothing out.
+It reads git objects. It runs nothing of the repository, and checks nothing out.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from cyclopts import Parameter
 from scheduler_refactor.commands.output import print_lines
 from scheduler_refactor.git_repository import open_repository
 
-__all__ = ["carry", "verify"]
-
-Repository = Annotated[Path, Parameter(help="Folder of the repository. Default: the current one.")]
+__all__ = ["verify"]
 
 
 def verify(
@@ -23,7 +21,7 @@ def verify(
     head: Annotated[str, Parameter(help="Last commit to verify.")] = "HEAD",
     /,
     *,
-    repository: Repository = Path(),
+    repository: Annotated[Path, Parameter(help="Folder of the repository. Default: the current one.")] = Path(),
     allow_by_hand: Annotated[
         bool, Parameter(show_default=False, help="Do not fail for commits without a recipe. They are listed.")
     ] = False,
@@ -42,24 +40,3 @@ def verify(
         (f"{sum(verdict.passed for verdict in verdicts)} of {len(verdicts)} commits are what their recipes say",)
     )
     return int(not all(passed))
-
-
-def carry(
-    move: Annotated[str, Parameter(help="Commit with a recipe.")],
-    branch: Annotated[str, Parameter(help="Branch that began before it. It stays as it is.")],
-    new_branch: Annotated[str, Parameter(help="Name of the branch to make on top of the commit.")],
-    /,
-    *,
-    repository: Repository = Path(),
-) -> int:
-    """Carry the commits of a branch over a commit with a recipe: move the branch's methods too, and keep its edits.
-
-    The exit code is 1 if the recipe does not fit the branch, or if two edits conflict.
-    """
-    from scheduler_refactor import verify as commits
-
-    opened = open_repository(repository)
-    carried = commits.carry(opened, move, branch)
-    opened.set_branch(new_branch, carried[-1])
-    print_lines((f"{new_branch}: {len(carried)} commits on {opened.resolve(move)[:12]}",))
-    return 0

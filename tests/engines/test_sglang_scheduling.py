@@ -213,9 +213,9 @@ def test_a_policy_of_cached_prefixes_needs_sglangs_cache(caplog: pytest.LogCaptu
         ('{"policy": "virtual-token-counter"}', "policy='virtual-token-counter': is not a policy"),
         ('{"order": "lpm"}', f"order='lpm': is not a setting of {SCHEDULING_VARIABLE}"),
         ('{"admission": 1}', "admission=1: is not true or false"),
-        ('{"admission": true, "watermark_pages": -1}', "watermark_pages=-1: is not a number of pages"),
-        ('{"policy": 5}', "policy=5: is not text"),
-        ('{"policy": false}', "policy=False: is not text"),
+        ('{"admission": true, "watermark_pages": -1}', "watermark_pages=-1: is too small; give at least 0"),
+        ('{"policy": 5}', "policy=5: is not a string"),
+        ('{"policy": false}', "policy=False: is not a string"),
         ("lpm", f"{SCHEDULING_VARIABLE}='lpm': "),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_wrong_setting_is_one_sentence_and_changes_nothing(
     text: str, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        SglangSchedulingSettings.parse(text)
+        SglangSchedulingSettings.from_cli(text)
     assert sentence in str(error.value)
     with caplog.at_level(logging.ERROR):
         found = SglangScheduling.from_environment({SCHEDULING_VARIABLE: text})

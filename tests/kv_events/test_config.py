@@ -270,5 +270,5 @@ def test_json_that_is_no_config_is_a_config_error_of_one_line(text: str | bytes)
 
 
 def test_a_key_that_is_no_text_is_an_unknown_setting() -> None:
-    with pytest.raises(ConfigError, match=r"^1=2: is not a setting of KV events"):
+    with pytest.raises(ConfigError, match=r"^1=2: is not a setting of kv_events_config"):
         KVEventsConfig.read({1: 2})  # type: ignore[dict-item]

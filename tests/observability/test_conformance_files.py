@@ -1,23 +1,22 @@
-"""The report as JUnit XML and as a badge: well-formed whatever a peer sends, one test case per rule and stream."""
+"""The report as JUnit XML: well-formed whatever a peer sends, one test case per rule and stream."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.command_line import CommandLine, command_line
 
 from observability.conformance import ConformanceReport, StreamReport, build_stream_report
-from observability.conformance_files import badge_json, junit_xml
+from observability.conformance_files import junit_xml
 from scheduler_components.kv_events import Endpoint, StreamAddress
 from scheduler_components.testing import ScriptedPublisher
 from scheduler_components.testing.rules import RULES, Violation
 from scheduler_components.testing.stream_verifier import StreamFacts, StreamVerdict
-from scheduler_engine.cli import main as cli
+
+__all__ = ["command_line"]  # the fixture
 
 ENGINE_RULES = ("descriptor", "reachable")
 
@@ -69,48 +68,18 @@ def test_it_is_well_formed_whatever_a_peer_sends(seen: str, target: str) -> None
     assert Xml.fromstring(junit_xml(report).encode()).tag == "testsuites"
 
 
-@pytest.mark.parametrize(
-    ("report", "message", "color"),
-    [
-        (report_of(SOUND), "4 of 4 rules kept", "brightgreen"),
-        (report_of(SOUND, BROKEN), "3 of 5 rules kept", "red"),
-        (report_of(stream_of(0, {"medium"}, TAPE)), "2 of 3 rules kept", "yellow"),
-        (report_of(reachable=False), "not reachable", "lightgrey"),
-    ],
-)
-def test_the_badge_counts_each_rule_once(report: ConformanceReport, message: str, color: str) -> None:
-    badge = {"schemaVersion": 1, "label": "KV events", "message": message, "color": color}
-    assert json.loads(badge_json(report)) == badge
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, str]]:
-    """Run ``scheduler-components conformance``: exit code and complaint."""
-
-    def run(*arguments: object) -> tuple[object, str]:
-        monkeypatch.setattr("sys.argv", ["scheduler-components", "conformance", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code, capsys.readouterr().err
-
-    return run
-
-
-def test_the_command_writes_both_files(command: Callable[..., tuple[object, str]], tmp_path: Path) -> None:
-    junit, badge = tmp_path / "conformance.xml", tmp_path / "badge.json"
+def test_the_command_writes_the_file(command_line: CommandLine, tmp_path: Path) -> None:
+    junit = tmp_path / "conformance.xml"
     with ScriptedPublisher.open() as publisher:
-        ended = command(publisher.endpoint, "--listen", "0.1", "--junit", junit, "--badge", badge)
-    assert ended == (1, "")
+        ran = command_line("conformance", publisher.endpoint, "--listen", "0.1", "--junit", str(junit))
+    assert (ran.code, ran.err) == (1, "")
     assert int(Xml.parse(junit).getroot().get("failures", "0")) >= 1
-    assert json.loads(badge.read_text())["color"] == "red"
 
 
-@pytest.mark.parametrize("option", ["--junit", "--badge"])
 def test_a_file_that_cannot_be_written_is_told_before_anybody_listens(
-    command: Callable[..., tuple[object, str]], option: str, tmp_path: Path
+    command_line: CommandLine, tmp_path: Path
 ) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "file"):
-        code, complaint = command("tcp://127.0.0.1:1", option, path)
-        assert code == 2
-        assert complaint.startswith(f"scheduler-components: {option.strip('-')}=")
-        assert complaint.count("\n") == 1
+        ran = command_line("conformance", "tcp://127.0.0.1:1", "--junit", str(path))
+        assert ran.code == 2
+        assert ran.complaint.startswith("junit=")

@@ -1,4 +1,4 @@
-"""Commits are read and written without a checkout, whatever files are called and whatever the repository configures."""
+"""Commits are read without a checkout, whatever files are called and whatever the repository configures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from scheduler_refactor.git_repository import (
     Commit,
     FileChange,
     GitError,
-    MergeConflictError,
     open_repository,
 )
 
@@ -46,20 +45,6 @@ def test_changes_and_contents_are_exact(scratch: ScratchRepository) -> None:
     assert repository.python_files(first, ["*.py"]) == {}
     assert repository.commits(first, second) == [Commit(second, (first,), "Two")]
     assert repository.commits(second, second) == []
-    assert repository.commit(first) == Commit(first, (), "One")
-
-
-def test_a_tree_is_written_without_a_checkout(scratch: ScratchRepository) -> None:
-    first = scratch.commit("One", {"a.py": "a", "b.py": "b", "c.txt": "c"})
-    repository = open_repository(scratch.folder)
-    before = repository.python_files(first)
-    tree = repository.write_tree(first, before, {"b.py": "B", "new/d.py": "d"})
-    made = repository.commit_tree(tree, [first], like=first)
-    assert repository.python_files(made) == {"b.py": "B", "new/d.py": "d"}
-    assert {each.path for each in repository.changes(first, made)} == {"a.py", "b.py", "new/d.py"}
-    assert scratch.git("status", "--porcelain") == ""
-    assert scratch.git("rev-parse", "HEAD").strip() == first
-    assert scratch.git("log", "-1", "--format=%an %ae %s", made) == "Ada ada@example.org One\n"
 
 
 def test_an_object_is_what_its_name_says(scratch: ScratchRepository) -> None:
@@ -68,38 +53,22 @@ def test_an_object_is_what_its_name_says(scratch: ScratchRepository) -> None:
     assert open_repository(scratch.folder).python_files(first) == {"a.py": "a"}
 
 
-def test_changes_are_applied_or_conflict(scratch: ScratchRepository) -> None:
-    lines = "1\n2\n3\n4\n5\n6\n7\n8\n"
-    base = scratch.commit("Base", {"a.py": lines})
-    ours = scratch.commit("Ours", {"a.py": lines.replace("1", "one")})
-    scratch.git("checkout", "--quiet", "--detach", base)
-    theirs = scratch.commit("Theirs", {"a.py": lines.replace("8", "eight")})
-    clash = scratch.commit("Clash", {"a.py": lines.replace("1", "uno")})
-    repository = open_repository(scratch.folder)
-    merged = repository.commit_tree(repository.apply_change(ours, base, theirs, like=theirs), [ours], like=theirs)
-    assert repository.python_files(merged)["a.py"] == lines.replace("1", "one").replace("8", "eight")
-    with pytest.raises(MergeConflictError, match=r"conflicts in a\.py") as raised:
-        repository.apply_change(ours, base, clash, like=clash)
-    assert raised.value.paths == ("a.py",)
-
-
 def test_nothing_of_the_repository_runs(scratch: ScratchRepository) -> None:
     """A hook, a filter or a monitor of the repository would leave a file."""
     trap, marker = scratch.folder / ".git" / "trap", scratch.folder / "ran"
     trap.write_text(f"#!/bin/sh\ntouch '{marker}'\ncat\n")
     trap.chmod(0o755)
     first = scratch.commit("One", {"a.py": "a", ".gitattributes": "*.py filter=trap diff=trap\n"})
+    second = scratch.commit("Two", {"a.py": "A"})
     for key in ("filter.trap.clean", "filter.trap.smudge", "diff.trap.textconv", "diff.external", "core.fsmonitor"):
         scratch.git("config", key, str(trap))
     for hook in ("post-commit", "reference-transaction", "post-index-change"):
         scratch.hook(hook, trap)
     marker.unlink(missing_ok=True)
     repository = open_repository(scratch.folder)
-    tree = repository.write_tree(first, repository.python_files(first), {"a.py": "A"})
-    made = repository.commit_tree(tree, [first], like=first)
-    repository.blobs(name for each in repository.changes(first, made) for name in each.blobs)
-    repository.apply_change(first, first, made, like=made)
-    repository.set_branch("made", made)
+    repository.python_files(first)
+    repository.commits(first, second)
+    repository.blobs(name for each in repository.changes(first, second) for name in each.blobs)
     assert not marker.exists()
 
 
@@ -124,6 +93,3 @@ def test_a_failure_of_git_has_its_text(scratch: ScratchRepository) -> None:
     repository = open_repository(scratch.folder)
     with pytest.raises(GitError, match="git diff-tree failed"):
         repository.changes(first, "0" * 40)
-    repository.set_branch("made", first)
-    with pytest.raises(ConfigError, match="give a new name"):
-        repository.set_branch("made", first)

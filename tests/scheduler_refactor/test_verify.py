@@ -1,4 +1,4 @@
-"""A commit is what its recipe makes of its parent, or the difference is named. A branch is carried over it."""
+"""A commit is what its recipe makes of its parent, or the difference is named."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from shutil import copytree
 
 import pytest
 from kit.git import ScratchRepository
-from kit.wrong_moves import ENGINE, RECIPE, changed
+from kit.wrong_moves import ENGINE, RECIPE
 
-from scheduler_components.errors import ConfigError, RefusedError
+from scheduler_components.errors import ConfigError
 from scheduler_refactor.apply import apply_recipe
-from scheduler_refactor.git_repository import GitRepository, MergeConflictError
+from scheduler_refactor.git_repository import GitRepository
 from scheduler_refactor.recipe import recipe_path, write_recipe
-from scheduler_refactor.verify import carry, verify
+from scheduler_refactor.verify import verify
 
 pytestmark = pytest.mark.processes
 
@@ -138,74 +138,3 @@ def test_a_merge_is_no_move(scratch: ScratchRepository) -> None:
     assert "a merge" in verdicts[-1].problem
     with pytest.raises(ConfigError, match="adds no commit"):
         verify(GitRepository(scratch.folder), "HEAD", "HEAD~1")
-
-
-BODY = ("        self.num_ended += 1\n", "        self.num_ended += 2\n")
-CALL = ("        left = self.process(self.running)\n", "        left = self.process(self.running, 9)\n")
-METHOD = (
-    "    def note(self: Scheduler",
-    "    def fresh(self: Scheduler) -> int:\n        return len(self.running)\n\n    def note(self: Scheduler",
-)
-
-
-def branch_off(scratch: ScratchRepository) -> None:
-    """A branch that edits a body, then a call site, while main goes on and moves."""
-    scratch.git("branch", "branch")
-    scratch.commit("Go on", {"engine/text.py": ENGINE["engine/text.py"].replace("batch of", "batch with")})
-    move(scratch, text=ENGINE["engine/text.py"].replace("batch of", "batch with"))
-    scratch.git("checkout", "--quiet", "branch")
-
-
-def test_a_branch_is_carried_over_the_move(scratch: ScratchRepository) -> None:
-    branch_off(scratch)
-    scratch.commit("Count twice", {MIXIN: changed(ENGINE[MIXIN], *BODY)})
-    scratch.commit("Nine", {HOST: changed(ENGINE[HOST], *CALL), "notes.txt": "two\n"})
-    tip = scratch.commit("Count once again", {MIXIN: ENGINE[MIXIN]})
-    _, second, third = carry(GitRepository(scratch.folder), "main", "branch")
-    files = scratch.files(second)
-    assert files[COMPONENT] == MOVED[COMPONENT].replace(*BODY)
-    assert files[HOST] == MOVED[HOST].replace("process(self.running)", "process(self.running, 9)")
-    assert files["engine/text.py"] == ENGINE["engine/text.py"].replace("batch of", "batch with")
-    assert files["notes.txt"] == "two\n"
-    assert scratch.files(third) == files | {COMPONENT: MOVED[COMPONENT]}
-    subjects = ["Ada: Count once again", "Ada: Nine", "Ada: Count twice"]
-    assert scratch.git("log", "--format=%an: %s", f"main..{third}").splitlines() == subjects
-    assert scratch.git("rev-parse", "branch").strip() == tip
-    assert scratch.git("status", "--porcelain") == ""
-
-
-def test_a_method_that_the_branch_adds_is_refused_or_stays(scratch: ScratchRepository) -> None:
-    branch_off(scratch)
-    scratch.commit("Add", {MIXIN: changed(ENGINE[MIXIN], *METHOD)})
-    (carried,) = carry(GitRepository(scratch.folder), "main", "branch")
-    assert "def fresh(self: Scheduler)" in scratch.files(carried)[MIXIN]
-
-
-def test_a_branch_that_uses_a_method_by_name_is_refused(scratch: ScratchRepository) -> None:
-    branch_off(scratch)
-    scratch.commit("By name", {HOST: changed(ENGINE[HOST], "self.end(request)", 'getattr(self, "end")(request)')})
-    with pytest.raises(RefusedError, match="by-name"):
-        carry(GitRepository(scratch.folder), "main", "branch")
-
-
-def test_a_real_conflict_is_named(scratch: ScratchRepository) -> None:
-    branch_off(scratch)
-    scratch.commit("Clash", {"engine/text.py": ENGINE["engine/text.py"].replace("batch of", "group of")})
-    with pytest.raises(MergeConflictError, match=r"engine/text\.py"):
-        carry(GitRepository(scratch.folder), "main", "branch")
-
-
-def test_what_cannot_be_carried_is_named(scratch: ScratchRepository) -> None:
-    repository = GitRepository(scratch.folder)
-    scratch.git("branch", "early")
-    scratch.commit("By hand", {"notes.txt": "two\n"})
-    with pytest.raises(ConfigError, match="adds no recipe"):
-        carry(repository, "main", "early")
-    move(scratch)
-    with pytest.raises(ConfigError, match="has nothing to carry"):
-        carry(repository, "main", "early")
-    scratch.git("checkout", "--quiet", "early")
-    scratch.commit("Side", {"side.txt": ""})
-    scratch.git("merge", "--quiet", "--no-edit", "main~1")
-    with pytest.raises(ConfigError, match="has 2 parents"):
-        carry(repository, "main", "early")

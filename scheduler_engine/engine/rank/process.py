@@ -115,13 +115,7 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         tiers = _open_tiers(config, parallel, groups, compute)
         if tiers is not None:
             opened.callback(tiers.close)
-        metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
-        opened.callback(metrics.close)
-        sinks = SchedulerSinks(events=events, metrics=metrics)
-        _open_telemetry(config, parallel, sinks, opened)
-        if parallel.leads_replica:
-            outputs = connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
-            sinks.outputs = ZmqOutputSink(socket=outputs)
+        sinks = _open_sinks(config, parallel, context, events, opened)
         profiles = ProfilerManager(profiler=_profiler(config), rank=f"rank{parallel.world_rank}")
         opened.callback(profiles.stop)
         device = ProfiledDevice(device=compute.device, profiles=profiles)
@@ -148,18 +142,30 @@ def run_rank(config: RankConfig, stop: StopPipe) -> None:
         rpc = RpcHandler(state=internal, profiles=profiles, sessions=scheduler.sessions)
         worker = RankWorker(parallel=parallel, scheduler=scheduler, reports=reports, rpc=rpc, quiesce=quiesce)
         _open_watchdog(config, context, alive, scheduler, opened)
-        load_publisher = open_load_publisher(
-            config.engine.kv_events,
-            parallel=parallel,
-            load=scheduler.load,
-            sinks=(FrontendLoadSink(reports=reports),),
-        )
-        opened.callback(load_publisher.close)
+        load_publisher = _open_load_publisher(config, parallel, scheduler, reports, opened)
         loop = _open_loop(config, context, worker, heartbeat, load_publisher, peers)
         opened.callback(loop.receiver.close)
         heartbeat.send_if_due()  # before `RankReady`, so that the frontend monitors the rank from the start
         reports.send(_ready(config.rank, events, load_publisher, sinks.forward_passes))
         loop.run()
+
+
+def _open_load_publisher(
+    config: RankConfig,
+    parallel: ParallelState,
+    scheduler: Scheduler,
+    reports: ZmqReportSender,
+    opened: ExitStack,
+) -> LoadPublisher:
+    """Open the gauge of the stream, which also reports to the frontend."""
+    publisher = open_load_publisher(
+        config.engine.kv_events,
+        parallel=parallel,
+        load=scheduler.load,
+        sinks=(FrontendLoadSink(reports=reports),),
+    )
+    opened.callback(publisher.close)
+    return publisher
 
 
 def _open_grammars(config: RankConfig, opened: ExitStack) -> tuple[GrammarQueue[Request], ...]:
@@ -203,9 +209,16 @@ def _profiler(config: RankConfig) -> Profiler:
     return StackSampler(Path(config.engine.profile_directory))
 
 
-def _open_telemetry(config: RankConfig, parallel: ParallelState, sinks: SchedulerSinks, opened: ExitStack) -> None:
-    """Open the sinks for planners and collectors that the configuration names."""
-    telemetry = config.engine.telemetry
+def _open_sinks(
+    config: RankConfig, parallel: ParallelState, context: _Context, events: EventPublisher, opened: ExitStack
+) -> SchedulerSinks:
+    """Open the sinks of outputs and metrics, and those for planners and collectors that the configuration names."""
+    metrics = open_shm_metrics_sink(Path(config.paths.directory), parallel)
+    opened.callback(metrics.close)
+    sinks, telemetry = SchedulerSinks(events=events, metrics=metrics), config.engine.telemetry
+    if parallel.leads_replica:
+        outputs = connect_push(context, config.paths.outputs, high_water_mark=MAX_QUEUED_BATCHES)
+        sinks.outputs = ZmqOutputSink(socket=outputs)
     sinks.worker_id, sinks.model_name = telemetry.forward_pass_worker_id, config.engine.model_name
     if telemetry.forward_pass_endpoint:
         sinks.forward_passes = open_zmq_forward_pass_sink(telemetry.forward_pass_endpoint, parallel)
@@ -216,6 +229,7 @@ def _open_telemetry(config: RankConfig, parallel: ParallelState, sinks: Schedule
 
         sinks.spans = open_otel_span_sink(telemetry.otlp_traces_endpoint, parallel)
         opened.callback(sinks.spans.close)
+    return sinks
 
 
 def _open_watchdog(

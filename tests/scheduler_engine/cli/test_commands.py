@@ -83,7 +83,7 @@ OPTIONS = {
     "chat": "dp-size max-tokens model temperature",
     "watch": f"{API_KEY} count duration history json publisher-key-file replay-endpoint secret-key-file topic",
     "doctor": f"{API_KEY} json listen publisher-key-file replay-endpoint secret-key-file timeout topic",
-    "conformance": f"{API_KEY} badge batches block-size json junit listen oracle replay-endpoint timeout topic",
+    "conformance": f"{API_KEY} batches block-size json junit listen oracle replay-endpoint timeout topic",
     "relay": f"{API_KEY} block-size host jetstream kv-events-config port {STREAM_KEYS} topic worker",
     "route": f"{API_KEY} allowed-host answer-timeout drain-timeout host max-requests picker poll-interval port"
     f" replica-api-key replica-api-key-file {STREAM_KEYS}",
@@ -91,7 +91,6 @@ OPTIONS = {
     "hicache-sim": "attn-cp-size attn-tp-size picture pp-size seeds steps without",
     "dp-attn-sim": "delay-steps dp-size output-tokens prompt-tokens rate requests seed",
     "keygen": "",
-    "completion": "",
 }
 """Scripts rely on these names: the changelog names every added or removed one."""
 
@@ -181,17 +180,16 @@ def test_a_port_in_use_is_reported_before_the_start(command_line: Callable, free
 
 
 @pytest.mark.parametrize(
-    "shell", ["bash", *(pytest.param(name, marks=pytest.mark.soak_only) for name in ("zsh", "fish"))]
+    ("removed", "instead"),
+    [
+        ("completion bash", "generate_completion"),
+        ("simulate delivery --seeds 9", "make worlds WORLDS='--seeds 1000'"),
+        ("refactor carry MOVE BRANCH NEW", "git rebase"),
+    ],
 )
-def test_the_shell_completion_covers_all_commands(command_line: Callable, shell: str) -> None:
-    ran = command_line("completion", shell)
-    assert ran.code == 0
-    assert all(command in ran.out for command in COMMANDS)
-    assert "--hicache-storage" in ran.out
-
-
-def test_the_completion_of_an_unknown_shell_is_refused(command_line: Callable) -> None:
-    assert command_line("completion", "tcl").code == 2
+def test_a_removed_command_names_what_to_use_instead(command_line: Callable, removed: str, instead: str) -> None:
+    ran = command_line(*removed.split())
+    assert (ran.code, instead in ran.complaint) == (2, True)
 
 
 def test_keygen_writes_what_the_kit_reads_and_overwrites_nothing(command_line: Callable, tmp_path: Path) -> None:

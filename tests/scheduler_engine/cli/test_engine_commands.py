@@ -85,11 +85,11 @@ def test_a_stream_too_many_and_a_workload_of_which_nothing_finishes_fail_the_run
     """A stranger publishes on the port after the last stream, as a rank without its gate would."""
     engine = EngineConfig(dp_size=1, attn_cp_size=1, attn_tp_size=2)
     config = default_kv_events(engine)
-    port = int(json.loads(config)["endpoint"].rpartition(":")[2])
+    port = int(config.endpoint.rpartition(":")[2])
     with zmq.Context() as context, context.socket(zmq.PUB) as stranger:
         stranger.bind(f"tcp://127.0.0.1:{port + 1}")
         sizes = [*TWO_RANKS, "--requests", "4", "--speed", "8", "--kv-tokens", "64"]
-        with started("demo", *sizes, "--kv-events-config", config) as process:
+        with started("demo", *sizes, "--kv-events-config", config.model_dump_json()) as process:
             code, out, _ = finish(process)
     assert code == 1
     assert re.search(r"streams +FAIL .*answer", out)

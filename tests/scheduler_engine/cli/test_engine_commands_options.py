@@ -13,6 +13,7 @@ from scheduler_components import ConfigError, StartError
 from scheduler_components._internal import extras
 from scheduler_components.errors import MissingExtraError
 from scheduler_components.hicache import HiCachePolicy
+from scheduler_components.kv_events import KVEventsConfig
 from scheduler_engine.cli import engine_commands
 from scheduler_engine.cli.commands import COMMANDS, make_app
 from scheduler_engine.cli.engine_commands import (
@@ -142,7 +143,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     engine = engine_config(bound["options"], bound["hicache"])
     assert (engine.dp_size, engine.attn_cp_size, engine.attn_tp_size, engine.pp_size) == (1, 3, 4, 2)
     assert (engine.moe_dp_size, engine.parallel(11).moe_dp_rank, engine.parallel(11).moe_dp_size) == (6, 5, 6)
-    assert (engine.speed, engine.seed, engine.kv_events) == (2.5, 7, '{"publisher": "null"}')
+    assert (engine.speed, engine.seed, engine.kv_events) == (2.5, 7, KVEventsConfig(publisher="null"))
     assert engine.scheduler == SchedulerConfig(
         page_size=8,
         kv_tokens=800,

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from observability.kv_stream import Tier, open_async_subscriber, parse_addresses, parse_worker_url
 from scheduler_components import ConfigError, DecodeError
+from scheduler_components.kv_events import KVEventsConfig
 from scheduler_components.load import open_zmq_load_reader
 from scheduler_components.values import ReceiverStats
 from scheduler_engine.device.sampling import SamplingLimits
@@ -187,7 +188,7 @@ def test_all_ranks_end_a_request_at_the_limit_that_its_client_has_set(run_on_sha
 def test_only_the_first_rank_of_each_replica_opens_a_stream(run_on_shared_engine: RunScenario) -> None:
     async def scenario(engine: Engine) -> None:
         ready = engine.frontend.replies.ready
-        base = json.loads(engine.config.kv_events or "")["endpoint"]
+        base = (engine.config.kv_events or KVEventsConfig()).endpoint
         port = int(base.rpartition(":")[2])
         streams = {tp_rank: said.stream_endpoint for tp_rank, said in ready.items()}
         assert streams == {0: base, 1: None, 2: f"tcp://127.0.0.1:{port + 1}", 3: None}

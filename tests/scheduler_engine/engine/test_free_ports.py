@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 
-import msgspec
 import pytest
 
 from scheduler_components import StartError
@@ -19,18 +18,16 @@ SIZES = {"dp_size": 2, "attn_cp_size": 1, "attn_tp_size": 2}
 def test_the_default_ports_are_free_and_do_not_overlap() -> None:
     events = default_kv_events(EngineConfig(**SIZES))
     check_ports_free(EngineConfig(**SIZES, kv_events=events))
-    settings = msgspec.json.decode(events)
-    first, replay, load = (
-        int(settings[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint", "load_endpoint")
-    )
+    plan = events.port_plan(1)
+    assert plan.replay is not None and plan.load is not None
+    first, replay, load = (each.port or 0 for each in (plan.events, plan.replay, plan.load))
     assert (replay - first, load - replay) == (4, 2)
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint", "load_endpoint"])
 def test_a_port_in_use_is_named(name: str) -> None:
     events = default_kv_events(EngineConfig(**SIZES))
-    endpoint = msgspec.json.decode(events)[name]
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, _, port = getattr(events, name).removeprefix("tcp://").rpartition(":")
     with socket.create_server((host, int(port) + 1)), pytest.raises(StartError, match="is in use") as error:
         check_ports_free(EngineConfig(**SIZES, kv_events=events))
     assert f":{int(port) + 1}" in str(error.value)

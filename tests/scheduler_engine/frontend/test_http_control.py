@@ -29,8 +29,8 @@ from scheduler_engine.frontend.control_queue import ControlQueue
 from scheduler_engine.frontend.dispatcher import LoadDispatcher
 from scheduler_engine.frontend.errors import EngineFailedError
 from scheduler_engine.frontend.frontend import Frontend, GenerateReqInput
-from scheduler_engine.frontend.http_body import BodyReceiver
-from scheduler_engine.frontend.http_control import MAX_CONTROL_BYTES, control_routes
+from scheduler_engine.frontend.http_body import MAX_CONTROL_BYTES, BodyReceiver
+from scheduler_engine.frontend.http_control import control_routes
 
 pytestmark = [pytest.mark.sockets, pytest.mark.processes]
 
