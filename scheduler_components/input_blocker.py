@@ -25,7 +25,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 from zlib import crc32
 
 import attrs
@@ -34,26 +33,11 @@ from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components._internal.validators import check_number, integer_validator, number_validator
 from scheduler_components.values import InputKind, InputMessage, ReceiverStats, RejectionReason, RequestRejection
 
-__all__ = ["BlockerState", "InputBlocker", "InputLimits", "NullRejectionSink", "RejectionSink", "RelayedMessage"]
+__all__ = ["BlockerState", "InputBlocker", "InputLimits", "RelayedMessage"]
 
 logger = logging.getLogger(__name__)
 
 _REJECTING = "answering a rejected request"
-
-
-class RejectionSink(Protocol):
-    """Answer rejected requests: the path back to the frontend."""
-
-    def reject(self, rejection: RequestRejection, incoming: InputMessage[object]) -> None:
-        """Store or send the answer to one request without waiting."""
-        ...
-
-
-class NullRejectionSink:
-    """The sink of a rank that answers no client."""
-
-    def reject(self, rejection: RequestRejection, incoming: InputMessage[object]) -> None:
-        pass
 
 
 class BlockerState(enum.StrEnum):
@@ -191,7 +175,7 @@ class InputBlocker:
     Attributes:
         bounds: the limits.
         active_ids: request ids that the scheduler has in use.
-        rejections: where the answers to rejected requests go.
+        reject: stores or sends the answer to one rejected request, without waiting; on the leading rank only.
         stats: the counters of the receiver.
         clock: monotonic seconds.
         failures: answers that could not be sent.
@@ -199,7 +183,7 @@ class InputBlocker:
 
     bounds: InputLimits = field(default_factory=InputLimits)
     active_ids: Container[str] = frozenset()
-    rejections: RejectionSink = field(default_factory=NullRejectionSink)
+    reject: Callable[[RequestRejection, InputMessage[object]], None] = lambda *_: None
     stats: ReceiverStats = field(default_factory=ReceiverStats)
     clock: Callable[[], float] = time.monotonic
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
@@ -318,7 +302,7 @@ class InputBlocker:
     def _reject(self, rejection: RequestRejection, message: RelayedMessage) -> None:
         self.stats.requests_refused += 1
         with self.failures.guard(_REJECTING):
-            self.rejections.reject(rejection, message.incoming)
+            self.reject(rejection, message.incoming)
 
     def _abort(self, message: RelayedMessage) -> Iterator[RelayedMessage]:
         requests, rid = self._requests, message.incoming.rid

@@ -52,7 +52,7 @@ class AnsweringRank:
             blocker=InputBlocker(
                 bounds=InputLimits(max_recv_per_poll=most, max_held_requests=max_held),
                 active_ids=self.active.keys(),
-                rejections=self,
+                reject=self.reject,
             ),
         )
         self.num_steps = 0

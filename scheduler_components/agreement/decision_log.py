@@ -39,7 +39,7 @@ import msgspec
 from scheduler_components._internal.failure_log import FailureLog
 from scheduler_components.agreement import AgreedValues, ParallelGroups, Proposal, Slots
 from scheduler_components.errors import ConfigError, DecisionDivergenceError
-from scheduler_components.ports import DivergenceSink, NullDecisionLog, NullDivergenceSink
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.values import (
     Decision,
     DecisionDump,
@@ -53,7 +53,6 @@ from scheduler_components.values import (
 __all__ = [
     "DECISION_KINDS",
     "DecisionLog",
-    "NullDecisionLog",
     "describe_divergence",
     "note_calls",
 ]
@@ -197,7 +196,8 @@ class DecisionLog:
             is logged and dumped, and an episode ends with a hundred agreements without a divergence.
         ring_bytes: memory for encoded decisions: those since the last agreement, and as many bytes before it.
         kinds: the registered kinds. A note of another kind is counted, logged once and compared like all others.
-        sink: receives the recent decisions under the policies ``"dump"`` and ``"stop"``.
+        sink: receives a dump of the recent decisions under the policies ``"dump"`` and ``"stop"``; for example
+            ``FileDivergenceSink.write``.
         failures: dumps that could not be written, and values that `note_calls` could not compute.
         first_divergence, last_divergence: the reports; None while the ranks agree.
     """
@@ -206,7 +206,7 @@ class DecisionLog:
     policy: DivergencePolicy = "log"
     ring_bytes: int = 65_536
     kinds: Mapping[str, DecisionKind] = field(default_factory=lambda: DECISION_KINDS)
-    sink: DivergenceSink = field(default_factory=NullDivergenceSink)
+    sink: Callable[[DecisionDump], None] = lambda _: None
     failures: FailureLog = field(default_factory=lambda: FailureLog(logger))
     first_divergence: DivergenceReport | None = field(default=None, init=False)
     last_divergence: DivergenceReport | None = field(default=None, init=False)
@@ -352,7 +352,7 @@ class DecisionLog:
             logger.error("%s", sentence)
             if self.policy != "log":
                 with self.failures.guard("writing a dump of decisions"):
-                    self.sink.write(DecisionDump(self.groups.rank, report, self.recent()))
+                    self.sink(DecisionDump(self.groups.rank, report, self.recent()))
         if self.policy == "stop":
             decisions = _describe_decisions(report, self.kinds)
             raise DecisionDivergenceError(report.step, self.groups.rank, decisions, sentence)

@@ -10,7 +10,7 @@ An interface with one consumer is declared in the file of that consumer.
 from __future__ import annotations
 
 from scheduler_components.ports.control import ComputeGate, NullComputeGate
-from scheduler_components.ports.decisions import DecisionSink, DivergenceSink, NullDecisionLog, NullDivergenceSink
+from scheduler_components.ports.decisions import DecisionSink, NullDecisionLog
 from scheduler_components.ports.grammar import CompiledGrammar, GrammarBackend, GrammarMatcher
 from scheduler_components.ports.kv_events import (
     HeldBlocksSource,
@@ -80,7 +80,6 @@ __all__ = [
     "CopyEvent",
     "DecisionSink",
     "DeviceMemory",
-    "DivergenceSink",
     "ForwardPassSink",
     "GrammarBackend",
     "GrammarMatcher",
@@ -100,7 +99,6 @@ __all__ = [
     "NullComputeGate",
     "NullCopyEvent",
     "NullDecisionLog",
-    "NullDivergenceSink",
     "NullForwardPassSink",
     "NullHeldBlocksSource",
     "NullIdlePages",
