@@ -71,7 +71,6 @@ from scheduler_components.ports.scheduling import (
     SchedulingPolicy,
 )
 from scheduler_components.ports.stats import StatsSource
-from scheduler_components.ports.sync import SyncGroup
 
 __all__ = [
     "AllocationSink",
@@ -128,6 +127,5 @@ __all__ = [
     "SchedulingPolicy",
     "SpanSink",
     "StatsSource",
-    "SyncGroup",
     "ZeroCopyPageStore",
 ]
