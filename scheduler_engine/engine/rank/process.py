@@ -16,7 +16,7 @@ import zmq
 
 from scheduler_components import ComponentError, LoadPublisher, ParallelState, open_load_publisher
 from scheduler_components.agreement import ParallelGroups
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
 from scheduler_components.agreement.file_divergence_sink import FileDivergenceSink
 from scheduler_components.agreement.rank_groups import world_rank_groups
 from scheduler_components.checks.thread_stack_sampler import StackSampler
@@ -26,7 +26,7 @@ from scheduler_components.internal_state import InternalState
 from scheduler_components.kv_events import EventPublisher, ZmqEventPublisher, open_event_publisher
 from scheduler_components.load import ZmqLoadSink
 from scheduler_components.metrics import ZmqForwardPassSink, open_shm_metrics_sink, open_zmq_forward_pass_sink
-from scheduler_components.ports import ForwardPassSink
+from scheduler_components.ports import ForwardPassSink, NullDecisionLog
 from scheduler_components.profiler_manager import NullProfiler, Profiler, ProfilerManager
 from scheduler_components.quiesce import QuiesceState
 from scheduler_components.receiving.recv_skipper import RecvSkipper

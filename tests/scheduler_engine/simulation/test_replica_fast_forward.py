@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_components.agreement.decision_log import DecisionLog, NullDecisionLog
+from scheduler_components.agreement.decision_log import DecisionLog
+from scheduler_components.ports import NullDecisionLog
 from scheduler_components.scheduling.admission_budget import BATCH_MODES, BatchMode
 from scheduler_engine.simulation import CostModel, ReplicaConfig, SimulatedRequest, TraceRequest
 from scheduler_engine.simulation.replica import SimulatedReplica
