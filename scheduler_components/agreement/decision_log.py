@@ -140,21 +140,6 @@ class _Records:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ring:
-    """The agreed decisions of the latest steps, oldest first."""
-
-    records: deque[_Records] = field(default_factory=deque)
-    num_bytes: int = 0
-
-    def append(self, records: _Records, most: int) -> None:
-        """Append the decisions of a step, and forget the oldest steps beyond ``most`` bytes."""
-        self.records.append(records)
-        self.num_bytes += len(records.body)
-        while self.num_bytes > most or len(self.records) > _MAX_PENDING:
-            self.num_bytes -= len(self.records.popleft().body)
-
-
-@dataclass(slots=True, kw_only=True)
 class _Chain:
     """The digest over all decisions, the decisions since the last agreement, and those before it.
 
@@ -162,7 +147,7 @@ class _Chain:
         digest: over all decisions since the start, or since the last divergence.
         open: the decisions since the last `DecisionLog.fill`.
         proposed: those that it closed, until the agreed values are applied.
-        ring: agreed decisions.
+        ring: the agreed decisions of the latest steps, oldest first, and `num_ring_bytes` of them.
         counts: what `DecisionStats` reports.
         reported_kinds: unregistered kinds that are logged already.
         num_quiet_steps_left: agreements without a difference until the episode of divergences ends; 0 without one.
@@ -171,10 +156,18 @@ class _Chain:
     digest: blake2b = field(default_factory=lambda: blake2b(digest_size=8))
     open: _Records = field(default_factory=_Records)
     proposed: _Records = field(default_factory=_Records)
-    ring: _Ring = field(default_factory=_Ring)
+    ring: deque[_Records] = field(default_factory=deque)
+    num_ring_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     reported_kinds: set[str] = field(default_factory=set)
     num_quiet_steps_left: int = 0
+
+    def keep_proposed(self, most: int) -> None:
+        """Append the decisions of the last step to the ring, and forget the oldest steps beyond ``most`` bytes."""
+        self.ring.append(self.proposed)
+        self.num_ring_bytes += len(self.proposed.body)
+        while self.num_ring_bytes > most or len(self.ring) > _MAX_PENDING:
+            self.num_ring_bytes -= len(self.ring.popleft().body)
 
     def restart(self, step: int) -> None:
         """Begin a new digest, the same on all ranks, with the decisions since the last `DecisionLog.fill`."""
@@ -264,7 +257,7 @@ class DecisionLog:
         """
         chain = self._chain
         if agreed.flags["decisions"]:
-            chain.ring.append(chain.proposed, self.ring_bytes)
+            chain.keep_proposed(self.ring_bytes)
             if chain.num_quiet_steps_left:
                 self._count_quiet_step(step)
             return
@@ -290,7 +283,7 @@ class DecisionLog:
         """
         chain = self._chain
         report = _find_divergence(_unpack_rings(gathered), step=chain.proposed.step, found_at_step=step)
-        chain.ring.append(chain.proposed, self.ring_bytes)
+        chain.keep_proposed(self.ring_bytes)
         chain.restart(step)
         chain.counts["num_divergences"] += 1
         chain.counts["num_unknown"] += report.is_unknown
@@ -300,7 +293,7 @@ class DecisionLog:
 
     def recent(self) -> tuple[tuple[int, tuple[Decision, ...]], ...]:
         """Return (step, its decisions) of the agreed decisions in the ring, oldest first."""
-        return tuple((records.step, records.decisions()) for records in self._chain.ring.records)
+        return tuple((records.step, records.decisions()) for records in self._chain.ring)
 
     def stats(self) -> DecisionStats:
         """Return the counters."""
